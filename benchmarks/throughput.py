@@ -37,12 +37,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.config import ModelConfig, RunConfig, load_config
+from etude.controller.compute import choose_threads
 from etude.controller.corpus import load_sessions, make_documents, make_renderer, train_corpus_tokenizer
 from etude.controller.local import LocalHandle
 from etude.controller.parts import Parts, open_parts
 from etude.controller.reinforcement import LoopTimes, ReinforcementLoop
 from etude.controller.stopping import StopSignal
-from etude.controller.threads import choose_threads
 from etude.controller.throughput import RunThroughput
 from etude.model import Qwen3Moe
 from etude.model.huggingface import load_model, save_model, to_huggingface

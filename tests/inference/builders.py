@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from etude.errors import PrefixMissError
 from etude.inference import Engine, FinishedRequest
+from etude.inference.engine import Kernels
+from etude.inference.native import find_compiler
 from etude.model import Qwen3Moe
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
@@ -29,12 +32,20 @@ def serve(engine: Engine, model: Qwen3Moe, step: int, kv: Any = "keep") -> Polic
     return manifest.version
 
 
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
+ALL_KERNELS = ["eager", pytest.param("native", marks=needs_compiler)]
+
+
 def small_engine(
-    model: Qwen3Moe | None = None, num_slots: int = 4, max_tokens: int = 100, prefill_tokens: int = 256
+    model: Qwen3Moe | None = None,
+    num_slots: int = 4,
+    max_tokens: int = 100,
+    prefill_tokens: int = 256,
+    kernels: Kernels = "eager",
 ) -> Engine:
     """An engine that serves `model` as version 0."""
     model = model or small_model()
-    engine = Engine(model.config, VOCAB, num_slots, max_tokens, prefill_tokens)
+    engine = Engine(model.config, VOCAB, num_slots, max_tokens, prefill_tokens, kernels)
     serve(engine, model, 0)
     return engine
 

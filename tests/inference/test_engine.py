@@ -10,17 +10,21 @@ from numpy.typing import NDArray
 
 from etude.errors import PrefixMissError, SamplerError
 from etude.inference import Engine
+from etude.inference.engine import Kernels
 from etude.model import Qwen3Moe
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion
-from tests.inference.builders import Client, drain, empty_engine, prompt, small_engine, version
+from tests.inference.builders import ALL_KERNELS, Client, drain, empty_engine, prompt, small_engine, version
 from tests.model.builders import VOCAB, random_tokens, small_model
 
 
+@pytest.mark.parametrize("kernels", ALL_KERNELS)
 @pytest.mark.parametrize("prefill_tokens", [1, 3, 10_000])
-def test_sessions_of_many_turns_have_the_logprobs_and_routes_of_a_fresh_pass(prefill_tokens: int) -> None:
+def test_sessions_of_many_turns_have_the_logprobs_and_routes_of_a_fresh_pass(
+    prefill_tokens: int, kernels: Kernels
+) -> None:
     model = small_model(1)
-    engine = small_engine(model, prefill_tokens=prefill_tokens)
+    engine = small_engine(model, prefill_tokens=prefill_tokens, kernels=kernels)
     clients = [Client(f"s{i}", i) for i in range(4)]
     for turn in range(3):
         for i, client in enumerate(clients):
@@ -174,9 +178,10 @@ def test_temperature_reports_the_processed_distribution() -> None:
     client.check(model, temperature=0.7)
 
 
-def test_tokens_depend_on_the_key_and_not_on_the_company() -> None:
+@pytest.mark.parametrize("kernels", ALL_KERNELS)
+def test_tokens_depend_on_the_key_and_not_on_the_company(kernels: Kernels) -> None:
     model = small_model(7)
-    alone, crowded = small_engine(model), small_engine(model)
+    alone, crowded = small_engine(model, kernels=kernels), small_engine(model, kernels=kernels)
     single, same, other = Client("single", 3), Client("same", 3), Client("other", 4)
     single.ask(alone, prompt(6, 0), max_tokens=20)
     drain(alone, [single])

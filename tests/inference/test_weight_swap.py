@@ -8,9 +8,10 @@ import torch
 
 from etude.errors import SamplerError, WeightUpdateError
 from etude.inference import Engine
+from etude.inference.engine import Kernels
 from etude.model import Qwen3Moe
 from etude.model.scoring import score_sequences
-from tests.inference.builders import Client, deliver, drain, prompt, serve, small_engine, version
+from tests.inference.builders import ALL_KERNELS, Client, deliver, drain, prompt, serve, small_engine, version
 from tests.model.builders import fresh_routes, small_model
 
 _BEFORE, _AFTER = 5, 7
@@ -21,8 +22,10 @@ def _models() -> tuple[Qwen3Moe, Qwen3Moe]:
     return small_model(1), small_model(2)
 
 
-def _run_with_swap(kv: str, old: Qwen3Moe, new: Qwen3Moe) -> tuple[Engine, Client]:
-    engine = small_engine(old)
+def _run_with_swap(
+    kv: str, old: Qwen3Moe, new: Qwen3Moe, kernels: Kernels = "eager"
+) -> tuple[Engine, Client]:
+    engine = small_engine(old, kernels=kernels)
     client = Client("s", 0)
     client.ask(engine, prompt(8, 0), max_tokens=_BEFORE + _AFTER)
     for _ in range(_BEFORE):
@@ -42,9 +45,10 @@ def test_keeping_keys_gives_each_token_its_own_version_and_the_oldest_keys() -> 
     assert _steps(client.kv_oldest) == [0] * (_BEFORE + _AFTER)
 
 
-def test_kept_routes_are_those_of_the_weights_that_computed_the_keys() -> None:
+@pytest.mark.parametrize("kernels", ALL_KERNELS)
+def test_kept_routes_are_those_of_the_weights_that_computed_the_keys(kernels: Kernels) -> None:
     old, new = _models()
-    _, client = _run_with_swap("keep", old, new)
+    _, client = _run_with_swap("keep", old, new, kernels)
     tokens = np.array(client.tokens, dtype=np.int32)
     computed_by_old = 8 + _BEFORE - 1
     routes = np.stack([client.routes[position] for position in range(len(tokens) - 1)])
@@ -52,9 +56,10 @@ def test_kept_routes_are_those_of_the_weights_that_computed_the_keys() -> None:
     assert (routes[computed_by_old:] != fresh_routes(old, tokens)[computed_by_old:-1]).any()
 
 
-def test_recomputing_makes_the_rest_of_a_message_a_fresh_run_of_the_new_weights() -> None:
+@pytest.mark.parametrize("kernels", ALL_KERNELS)
+def test_recomputing_makes_the_rest_of_a_message_a_fresh_run_of_the_new_weights(kernels: Kernels) -> None:
     old, new = _models()
-    engine, client = _run_with_swap("recompute", old, new)
+    engine, client = _run_with_swap("recompute", old, new, kernels)
     tokens = np.array(client.tokens, dtype=np.int32)
     swap = 8 + _BEFORE
     logprobs = np.array(client.logprobs)

@@ -81,6 +81,8 @@ class Workspace:
         first, last = int(start), int(end or start)
         if not 1 <= first <= last <= len(lines):
             raise ValueError("no such line")
+        if lines[first - 1 : last] == text.split("\n"):
+            return ToolResult("no change")
         lines[first - 1 : last] = text.split("\n") if text else []
         self.files[path] = "\n".join(lines)
         return ToolResult("ok")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from random import Random
 
 import pytest
@@ -50,7 +50,7 @@ def test_a_perfect_expert_solves_every_task(index: int, seed: int, split: str) -
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 10_000))
 def test_limits_are_never_exceeded_and_every_session_finishes(index: int, seed: int) -> None:
-    wild = ExpertSkill(*(0.5 for _ in range(14)))
+    wild = ExpertSkill(*(0.5 for _ in range(len(fields(ExpertSkill)))))
     for skill in (None, wild):
         _, turns = play(TaskGenerator(6).task(index), seed, skill)
         assert len(turns) <= MAX_TURNS
@@ -104,7 +104,7 @@ def test_default_skill_leaves_room_and_shows_every_mistake() -> None:
         given_up += not passes(task, workspace.files)
         untested += "run_tests" not in names
         first_edits += "edit_lines" in names or "search_replace" in names
-    assert 0.4 < solved / 400 < 0.7
+    assert 0.5 < solved / 400 < 0.8
     assert min(malformed, given_up, untested, parallel) > 0
     assert first_edits > 380
 
@@ -130,6 +130,32 @@ def test_an_edit_that_failed_is_not_counted_on() -> None:
                 results.append(workspace.run(part))
     assert refused
     assert passes(task, workspace.files, hidden=True)
+
+
+def test_an_edit_that_changed_nothing_is_followed_by_another_one() -> None:
+    skill = replace(PERFECT_SKILL, right_edit=0.0, idle=1.0)
+    for index in range(30):
+        task = TaskGenerator(0).task(index)
+        workspace, turns = play(task, index, skill)
+        edits = [call for call in calls_of(turns) if call.name.startswith(("edit", "search"))]
+        assert "no change" in [result.output for _, results in turns for result in results]
+        assert len(edits) == 2
+        assert edits[0] != edits[1]
+        assert passes(task, workspace.files, hidden=True)
+
+
+def test_a_second_try_has_odds_of_its_own() -> None:
+    clumsy = replace(PERFECT_SKILL, right_edit=0.0)
+    tasks = [TaskGenerator(0).task(index) for index in range(60)]
+
+    def num_solved(skill: ExpertSkill) -> int:
+        return sum(
+            passes(task, play(task, seed, skill)[0].files, hidden=True) for seed, task in enumerate(tasks)
+        )
+
+    assert num_solved(clumsy) > 50
+    assert num_solved(replace(clumsy, retry=0.0)) < 20  # an idle edit is followed by another one all the same
+    assert num_solved(replace(clumsy, right_retry=0.0)) < 15
 
 
 def test_tasks_that_the_expert_cannot_play_are_refused() -> None:

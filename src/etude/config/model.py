@@ -17,8 +17,8 @@ class TokenizerConfig(Section):
 class ModelConfig(Section):
     """A Qwen3 mixture of experts, in Hugging Face's terms."""
 
-    hidden_size: int = Field(default=128, ge=8)
-    """Width of the residual stream."""
+    hidden_size: int = Field(default=128, ge=8, multiple_of=4)
+    """Width of the residual stream; a multiple of 4, as grouped matrix products want it."""
     num_layers: int = Field(default=3, ge=1)
     """Number of transformer blocks."""
     num_heads: int = Field(default=4, ge=1)
@@ -31,8 +31,8 @@ class ModelConfig(Section):
     """Experts per block; a recorded route is one byte, and 255 says that nothing was recorded."""
     experts_per_token: int = Field(default=2, ge=1)
     """Experts that see each token."""
-    expert_size: int = Field(default=96, ge=1)
-    """Inner width of one expert."""
+    expert_size: int = Field(default=96, ge=4, multiple_of=4)
+    """Inner width of one expert; a multiple of 4."""
     max_positions: int = Field(default=768, ge=16)
     """Longest sequence in tokens."""
     rope_theta: float = Field(default=10_000.0, gt=0)

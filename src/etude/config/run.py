@@ -45,6 +45,10 @@ class EngineConfig(Section):
     """Sessions whose keys and values are held at once."""
     prefill_tokens: int = Field(default=2048, ge=16)
     """Most prompt and observation tokens computed in one step."""
+    kernels: Literal["auto", "eager", "native"] = "auto"
+    """What computes a step. `eager`: the trainer's module, operator by operator. `native`: one call of
+    compiled code, several times faster for small models, on one core; needs a C compiler. `auto`: `native`
+    where it compiles. The choice is stored with the run."""
     num_threads: int = Field(default=1, ge=0)
     """Compute threads while sampling, where sandboxes want the other cores; 0: as many as in training."""
     tool_delay_steps: int = Field(default=4, ge=0)

@@ -53,6 +53,8 @@ class MidtrainConfig(Section):
     """Plain code documents in the corpus."""
     num_fix_documents: int = Field(default=16_000, ge=0)
     """Fixes in the corpus: a broken file, then the line that mends it, without any tool calls."""
+    num_rewrite_documents: int = Field(default=8_000, ge=0)
+    """Rewrites in the corpus: a file with up to three bugs, then its function's body as it should be."""
     num_steps: int = Field(default=1_000, ge=0)
     """Optimiser steps."""
     tokens_per_step: int = Field(default=4_096, ge=64)

@@ -1,16 +1,54 @@
-"""How many compute threads: more are not always faster on small models and shared machines."""
+"""What computes on this machine: threads (more are not always faster) and the engine's kernels.
+
+Both decide the last bits of a run, so a run keeps what it was begun with.
+"""
 
 from __future__ import annotations
 
 import os
 import time
+from typing import Literal
 
 import torch
 
 from etude.config import ModelConfig, RunConfig
+from etude.errors import ResourceError
+from etude.inference.engine import Kernels
+from etude.inference.native import load_library
 from etude.model import PackedAttention, Qwen3Moe
+from etude.observe import RunDirectory
 
 _LENGTHS = [160] * 12
+
+
+def settle_compute(run: RunDirectory, config: RunConfig) -> RunConfig:
+    """The configuration with threads and kernels settled: as configured, else as the run was begun with,
+    else as they suit this machine. Sets the compute threads and stores both with the run."""
+    stored = run.environment
+    threads = config.num_threads or int(stored.get("compute_threads") or 0)
+    threads = choose_threads(threads, config.model, config.tokenizer.vocab_size)
+    kernels = config.engine.kernels
+    if kernels == "auto" and stored.get("kernels") == "eager":
+        kernels = "eager"
+    kernels = choose_kernels(kernels)
+    settled = {"compute_threads": threads, "kernels": kernels}
+    if any(stored.get(name) != value for name, value in settled.items()):
+        run.update_environment(settled)
+    engine = config.engine.model_copy(update={"kernels": kernels})
+    return config.model_copy(update={"num_threads": threads, "engine": engine})
+
+
+def choose_kernels(configured: Literal["auto", "eager", "native"]) -> Kernels:
+    """`native` where it compiles, if the choice is open. Raises ResourceError if it must be and does not."""
+    if configured == "eager":
+        return "eager"
+    try:
+        load_library()
+    except ResourceError:
+        if configured == "native":
+            raise
+        return "eager"
+    return "native"
 
 
 def choose_threads(configured: int, model: ModelConfig, vocab_size: int) -> int:

@@ -21,7 +21,13 @@ from etude.rollout.corpus import (
     save_corpus,
     save_lines,
 )
-from etude.tasks.code import FIX_MARK, code_documents, fix_documents
+from etude.tasks.code import (
+    FIX_MARK,
+    REWRITE_MARK,
+    code_documents,
+    fix_documents,
+    rewrite_documents,
+)
 from etude.tokens.grammar import XmlGrammar
 from etude.tokens.renderer import Renderer
 from etude.tokens.template import ETUDE_TEMPLATE
@@ -89,19 +95,21 @@ def make_documents(
     config: MidtrainConfig,
     max_tokens: int,
 ) -> list[Document]:
-    """Sessions, fixes and code as documents; those of more than `max_tokens` are left out whole."""
+    """Sessions, fixes, rewrites and code as documents; those of more than `max_tokens` are left out whole."""
     documents = [_session_document(session, renderer, config) for session in sessions]
-    documents += [_fix_document(text, renderer, config) for text in fixes]
+    documents += [_fix_document(text, FIX_MARK, renderer, config) for text in fixes]
+    for text in rewrite_documents(CORPUS_SEED, config.num_rewrite_documents):
+        documents.append(_fix_document(text, REWRITE_MARK, renderer, config))
     for text in code_documents(CORPUS_SEED, config.num_code_documents):
         documents.append(_weighted([(renderer.tokenizer.encode(text), config.code_weight)]))
     return [document for document in documents if len(document.tokens) <= max_tokens]
 
 
-def _fix_document(text: str, renderer: Renderer, config: MidtrainConfig) -> Document:
-    """The broken file is code like any other; the line that mends it is what the document is about."""
-    broken, _, fix = text.rpartition(FIX_MARK)
+def _fix_document(text: str, mark: str, renderer: Renderer, config: MidtrainConfig) -> Document:
+    """The broken file is code like any other; what mends it is what the document is about."""
+    broken, _, fix = text.rpartition(mark)
     encode = renderer.tokenizer.encode
-    return _weighted([(encode(broken), config.code_weight), (encode(FIX_MARK + fix), config.fix_weight)])
+    return _weighted([(encode(broken), config.code_weight), (encode(mark + fix), config.fix_weight)])
 
 
 def _weighted(parts: Sequence[tuple[NDArray[np.int32], float]]) -> Document:

@@ -6,8 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any, cast
 
+from etude.config import RunConfig
+from etude.controller.compute import settle_compute, use_sampling_threads
 from etude.controller.parts import open_parts
-from etude.controller.threads import choose_threads, use_sampling_threads
 from etude.controller.train import CURVE, FINAL, MIDTRAINED, TOKENIZER
 from etude.errors import ConfigError, RunDirectoryError
 from etude.evaluation import Evaluation, evaluate_policy
@@ -30,9 +31,10 @@ def evaluate_run(
     if split not in SPLITS:
         raise ConfigError("unknown split", field="split", received=split, fix=f"one of {', '.join(SPLITS)}")
     tokenizer, model = load_policy(run, checkpoint)
-    _set_threads(run, model)
+    config = settle_compute(run, run.config)
+    use_sampling_threads(config)
     observer.stage_begins(f"evaluation on {split}", 1)
-    evaluation = asyncio.run(_evaluate(run, cast(Split, split), num_tasks, tokenizer, model))
+    evaluation = asyncio.run(_evaluate(config, cast(Split, split), num_tasks, tokenizer, model))
     observer.stage_advances(1, {"pass_rate": evaluation.sampled["pass_rate"]})
     observer.stage_ends()
     return {**evaluation.to_json(), "behaviour": evaluation.behaviour}
@@ -67,16 +69,9 @@ def _tokenizer_directory(run: RunDirectory, checkpoint: Path) -> Path:
     return Path(initial) if initial is not None else run.path / TOKENIZER
 
 
-def _set_threads(run: RunDirectory, model: Qwen3Moe) -> None:
-    stored = int(run.environment.get("compute_threads") or 0)
-    choose_threads(run.config.num_threads or stored, model.config, model.vocab_size)
-    use_sampling_threads(run.config)
-
-
 async def _evaluate(
-    run: RunDirectory, split: Split, num_tasks: int, tokenizer: Tokenizer, model: Qwen3Moe
+    config: RunConfig, split: Split, num_tasks: int, tokenizer: Tokenizer, model: Qwen3Moe
 ) -> Evaluation:
-    config = run.config
     async with open_parts(config, tokenizer) as parts:
         manifest = parts.weights.publish(PolicyVersion(config.name, 0), dict(model.named_parameters()))
         await parts.service.stage(manifest)

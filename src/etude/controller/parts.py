@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from etude.config import RunConfig
+from etude.controller.compute import choose_kernels
 from etude.controller.corpus import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import ResourceError
@@ -46,6 +47,7 @@ async def open_parts(
         config.engine.num_slots,
         config.agent.max_tokens + 1,
         config.engine.prefill_tokens,
+        choose_kernels(config.engine.kernels),
     )
     delay = config.engine.tool_delay_steps if deterministic else None
     environment = Environment(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from etude.config import RunConfig
+from etude.controller.compute import settle_compute, use_sampling_threads
 from etude.controller.corpus import (
     load_fixes,
     load_sessions,
@@ -23,7 +24,6 @@ from etude.controller.midtraining import run_midtraining
 from etude.controller.parts import Parts, open_checked_backend, open_parts
 from etude.controller.reinforcement import ReinforcementLoop
 from etude.controller.stopping import StopSignal
-from etude.controller.threads import choose_threads, use_sampling_threads
 from etude.controller.throughput import RunThroughput
 from etude.evaluation import Evaluation, evaluate_policy
 from etude.model import Qwen3Moe
@@ -95,19 +95,12 @@ class _Run:
 
     def go(self) -> dict[str, Any]:
         asyncio.run(open_checked_backend(self.config.sandbox.backend).close())
-        self._choose_threads()
+        self.config = settle_compute(self.run, self.config)
         tokenizer, model = self._midtrained()
         asyncio.run(self._after_midtraining(tokenizer, model))
         return self.report
 
     # ---- stages ---------------------------------------------------------------------------------
-
-    def _choose_threads(self) -> None:
-        """The count that this run was begun with, if it was: it is part of what makes it reproducible."""
-        stored = self.run.environment.get("compute_threads")
-        configured = self.config.num_threads or int(stored or 0)
-        threads = choose_threads(configured, self.config.model, self.config.tokenizer.vocab_size)
-        self.run.update_environment({"compute_threads": threads})
 
     def _midtrained(self) -> tuple[Tokenizer, Qwen3Moe]:
         """Tokenizer and mid-trained model: given, finished in an earlier sitting, or trained now."""

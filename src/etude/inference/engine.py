@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,11 +21,15 @@ from xxhash import xxh3_64_hexdigest
 
 from etude.config import ModelConfig
 from etude.errors import PrefixMissError, SamplerError, WeightUpdateError
-from etude.inference.cache import CacheAttention, DecodeRows, KvCache, PrefillRows
+from etude.inference.cache import KvCache
+from etude.inference.forward import EagerForward, ForwardPass, StepRows
+from etude.inference.native import NativeForward
 from etude.inference.sampling import hash_key, sample, uniforms
-from etude.model import Qwen3Moe, RecordedRoutes
+from etude.model import Qwen3Moe
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest
+
+Kernels = Literal["eager", "native"]
 
 
 @dataclass(slots=True)
@@ -88,8 +93,11 @@ class Engine:
         num_slots: int,
         max_tokens: int,
         prefill_tokens: int = 2048,
+        kernels: Kernels = "eager",
     ) -> None:
-        """`max_tokens`: longest session; `prefill_tokens`: most prompt tokens computed in one step."""
+        """`max_tokens`: longest session; `prefill_tokens`: most prompt tokens computed in one step;
+        `kernels`: the trainer's module operator by operator, or one native call (ResourceError where that
+        cannot be)."""
         self.model = Qwen3Moe(config, vocab_size).requires_grad_(requires_grad=False)
         self.counters = EngineCounters()
         self._max_tokens = max_tokens
@@ -100,7 +108,8 @@ class Engine:
         self._logprobs = torch.zeros((num_slots, max_tokens))
         route_shape = (num_slots, max_tokens, config.num_layers, config.experts_per_token)
         self._routes = torch.zeros(route_shape, dtype=torch.uint8)
-        self._recorder = RecordedRoutes(config.experts_per_token, config.num_layers)
+        forward = NativeForward if kernels == "native" else EagerForward
+        self._compute: ForwardPass = forward(self.model, self._cache)
         self._length = np.zeros(num_slots, dtype=np.int64)
         self._computed = np.zeros(num_slots, dtype=np.int64)
         self._sampling = np.zeros(num_slots, dtype=np.bool_)
@@ -232,6 +241,7 @@ class Engine:
             )
         for name, parameter in self.model.named_parameters():
             parameter.copy_(self._staged[1][name])
+        self._compute.load_weights()
         self._staged = None
         self._version = version
         self.counters.weight_updates += 1
@@ -257,8 +267,9 @@ class Engine:
         prefill, counts = self._choose_prefill(np.flatnonzero(active & (pending > 1)), pending)
         if not len(decode) and not len(prefill):
             return []
-        slots, positions = self._rows(decode, prefill, counts)
-        hidden = self._forward(slots, positions, decode, prefill, counts)
+        starts = self._computed[np.concatenate((decode, prefill))]
+        ones = np.ones(len(decode), dtype=np.int64)
+        hidden = self._forward(StepRows(decode, prefill, starts, np.concatenate((ones, counts)), live))
         done = self._computed[prefill] + counts == self._length[prefill]
         last_rows = len(decode) + np.cumsum(counts) - 1
         sampled_rows = np.concatenate((np.arange(len(decode)), last_rows[done]))
@@ -334,40 +345,15 @@ class Engine:
         counts = np.minimum(pending[chosen], self._prefill_tokens - before[fits])
         return chosen, counts
 
-    def _rows(
-        self, decode: NDArray[np.int64], prefill: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> tuple[Tensor, Tensor]:
-        """Slot and position of every token of the batch: decode rows first."""
-        slots = np.concatenate((decode, np.repeat(prefill, counts)))
-        offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-        runs = np.repeat(self._computed[prefill], counts) + offsets
-        positions = np.concatenate((self._computed[decode], runs))
-        return torch.from_numpy(slots), torch.from_numpy(positions)
-
-    def _forward(
-        self,
-        slots: Tensor,
-        positions: Tensor,
-        decode: NDArray[np.int64],
-        prefill: NDArray[np.int64],
-        counts: NDArray[np.int64],
-    ) -> Tensor:
+    def _forward(self, rows: StepRows) -> Tensor:
         """Final hidden states [T, width] of the batch; stores keys, values and routes."""
-        decode_rows = prefill_rows = None
-        if len(decode):
-            lengths = torch.from_numpy(self._computed[decode] + 1)
-            decode_rows = DecodeRows.plan(torch.from_numpy(decode), lengths, len(self._occupants))
-        if len(prefill):
-            starts = torch.from_numpy(self._computed[prefill])
-            prefill_rows = PrefillRows.plan(torch.from_numpy(prefill), starts, torch.from_numpy(counts))
-        cache_rows = self._cache.row_index(slots, positions)
-        attention = CacheAttention(self._cache, cache_rows, decode_rows, prefill_rows)
+        slots, positions = torch.from_numpy(rows.slots), torch.from_numpy(rows.positions)
         version = self.current()
-        for slot in {*decode.tolist(), *prefill.tolist()}:
+        for slot in {*rows.decode.tolist(), *rows.prefill.tolist()}:
             occupant = self._occupants[slot]
             occupant.kv_oldest = occupant.kv_oldest or version
-        hidden = self.model(self._tokens[slots, positions], positions, attention, self._recorder)
-        self._routes[slots, positions] = self._recorder.take()
+        tokens = self._tokens[slots, positions]
+        hidden, self._routes[slots, positions] = self._compute(tokens, slots, positions, rows)
         return hidden
 
     def _sample(self, hidden: Tensor, slots: NDArray[np.int64]) -> list[FinishedRequest]:

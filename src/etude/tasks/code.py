@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
+from etude.tasks.edits import body_start
 from etude.tasks.families import FAMILIES, draw_caller
 from etude.tasks.functions import NAMES, FunctionSpec, draw_function, name_shape, shape_hash
 from etude.tasks.generator import TaskGenerator, canonical_parameters, split_of_hash
+from etude.tasks.mutations import mutations
 
 NUMBERED_SHARE = 0.5
 """Documents written as the file tool shows them: line number, tab, line."""
 FIX_MARK = "\nfix "
 """What stands between a broken file and the line that mends it: its number, a tab, its text."""
+REWRITE_MARK = "\nrewrite "
+"""What stands between a broken file and its function's body as it should be: its lines, then the body."""
+_MAX_BUGS = 3
 _CALLER_SHARE = 0.1
 
 
@@ -41,6 +46,25 @@ def fix_documents(seed: int, count: int, first: int = 0) -> Iterator[str]:
         path, line = str(task.metadata["path"]), int(task.metadata["line"])
         mended = task.solution_files[path].split("\n")[line - 1]
         yield f"{_numbered(task.files[path])}{FIX_MARK}{line}\t{mended}"
+
+
+def rewrite_documents(seed: int, count: int) -> Iterator[str]:
+    """A file with one to three bugs, numbered, then the function's body as it should be.
+
+    With several bugs, writing what the docstring says is right more often than copying.
+    """
+    rng = Random(f"rewrite/{seed}")
+    for _ in range(count):
+        source, changes = "", dict[int, str]()
+        while not changes:
+            source = _draw(rng).source
+            wrong = [(bug.line, bug.apply(source).split("\n")[bug.line - 1]) for bug in mutations(source)]
+            changes = dict(rng.choice(wrong) for _ in range(rng.randint(1, _MAX_BUGS)) if wrong)
+        lines = source.removesuffix("\n").split("\n")
+        first = body_start(lines)
+        broken = "\n".join(changes.get(number, line) for number, line in enumerate(lines, 1))
+        body = "\n".join(lines[first - 1 :])
+        yield f"{_numbered(broken)}{REWRITE_MARK}{first}-{len(lines)}\n{body}"
 
 
 def _numbered(source: str) -> str:

@@ -13,11 +13,20 @@ from etude.tasks.mutations import mutations
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Replaces one line of a file; lines count from 1."""
+    """Replaces lines of a file, from `line` (counted from 1) on, by as many."""
 
     path: str
     line: int
     text: str
+
+    @property
+    def end(self) -> int:
+        """The last line that is replaced."""
+        return self.line + self.text.count("\n")
+
+    def apply(self, text: Sequence[str]) -> list[str]:
+        """The lines of the file afterwards."""
+        return [*text[: self.line - 1], *self.text.split("\n"), *text[self.end :]]
 
 
 class ReferenceFix:
@@ -64,6 +73,13 @@ class ReferenceFix:
         line = self._wrong_lines(text)[0]
         return Edit(self.path, line, self.fixed[line - 1])
 
+    def idle_edit(self, text: Sequence[str], rng: Random) -> Edit:
+        """Writes a line that was right once more as it stands."""
+        wrong = self._wrong_lines(text)
+        lines = sorted({line for line, _ in self._changes}.difference(wrong)) or wrong
+        line = rng.choice(lines)
+        return Edit(self.path, line, text[line - 1])
+
     def wrong_edit(self, text: Sequence[str], rng: Random, other_line: float, misplaced: float) -> Edit:
         """An edit that leaves the file wrong: other line, right text misplaced, or another change.
 
@@ -82,6 +98,17 @@ class ReferenceFix:
         edits = [edit for edit in edits if edit.text != text[edit.line - 1]]
         return rng.choice(edits or [Edit(self.path, wrong, "    pass")])
 
+    def rewritten(self, edit: Edit, text: Sequence[str], mended: bool) -> Edit:
+        """The edit written as the function's whole body; with `mended`, whatever else is wrong is mended too.
+
+        An edit above the body stays as it is.
+        """
+        first = body_start(text)
+        if edit.line < first:
+            return edit
+        after = self.fixed if mended else edit.apply(text)
+        return Edit(self.path, first, "\n".join(after[first - 1 :]))
+
     def edit_of(self, call: ToolCall, text: Sequence[str] | None) -> Edit | None:
         """What an editing call of `as_call` does to `text`; None for a file that was not read."""
         if text is None or call.arguments["path"] != self.path:
@@ -93,8 +120,17 @@ class ReferenceFix:
         return Edit(self.path, line, text[line - 1].replace(old, new))
 
 
+def body_start(lines: Sequence[str]) -> int:
+    """The line, from 1, after the docstring of a file with one function; 1 where none is found."""
+    ends = [number for number, line in enumerate(lines, 1) if line.rstrip().endswith('"""')]
+    return ends[0] + 1 if ends and ends[0] < len(lines) else 1
+
+
 def as_call(edit: Edit, text: Sequence[str], by_text: bool) -> ToolCall:
     """The edit as a tool call: by line number, or by the old text where that is unique and differs."""
+    if edit.end > edit.line:
+        lines = {"start": str(edit.line), "end": str(edit.end)}
+        return ToolCall("edit_lines", {"path": edit.path, **lines, "text": edit.text})
     old, new = text[edit.line - 1].strip(), edit.text.strip()
     unique = "\n".join(text).count(old) == 1
     same_indentation = text[edit.line - 1].replace(old, new) == edit.text

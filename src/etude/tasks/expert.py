@@ -61,6 +61,7 @@ class Expert:
         self._paths: list[str] = []
         self._texts: dict[str, list[str]] = {}
         self._edited = False
+        self._num_tries = 0
         self._tests_pass: bool | None = None
         self._mending = False
         self.done = False
@@ -99,6 +100,8 @@ class Expert:
             )
         elif call.name in ("edit_lines", "search_replace") and result.error is not None:
             self._texts.pop(call.arguments["path"], None)  # what the file holds is no longer sure
+        elif call.name in ("edit_lines", "search_replace") and result.output == "no change":
+            self._edited = False  # nothing to test, so the next step is another try
 
     def _learn_path(self, path: str) -> None:
         if path not in self._paths and not path.startswith("tests/"):
@@ -129,7 +132,7 @@ class Expert:
             self._tests_pass = None
             edit = self._fix.edit_of(call, self._texts.get(call.arguments["path"]))
             if edit is not None:
-                self._texts[edit.path][edit.line - 1] = edit.text
+                self._texts[edit.path] = edit.apply(self._texts[edit.path])
 
     def _next_call(self, calls: Sequence[ToolCall | str]) -> ToolCall | None:
         """The next step; None where results of `calls`, in the same message, must come first."""
@@ -206,13 +209,19 @@ class Expert:
         skill, text = self._skill, self._texts[self._fix.path]
         if self._fix.num_wrong_lines(text) == 0:
             return ToolCall("finish")  # the tests fail for a reason that the expert cannot see
-        if self._mending or self._chance(skill.right_edit):
+        right = self._mending or self._chance(skill.right_retry if self._num_tries else skill.right_edit)
+        rewrite = not self._mending and self._chance(skill.rewrite)
+        if right:
             edit = self._fix.right_edit(text)
-            self._mending = self._fix.num_wrong_lines(text) > 1
+            self._mending = self._fix.num_wrong_lines(text) > 1 and not rewrite
+        elif self._chance(skill.idle):
+            edit = self._fix.idle_edit(text, self._rng)
         else:
             edit = self._fix.wrong_edit(text, self._rng, skill.other_line, skill.misplaced)
-        by_text = self._chance(skill.search_replace)
-        return as_call(edit, text, by_text)
+        if rewrite:
+            edit = self._fix.rewritten(edit, text, mended=right)
+        self._num_tries += 1
+        return as_call(edit, text, by_text=self._chance(skill.search_replace))
 
     def _blind_edit(self) -> ToolCall:
         """An edit by guess: some line, some change of it."""

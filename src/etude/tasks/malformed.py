@@ -16,6 +16,8 @@ _WRONG_NAMES = {
     "run_command": "shell",
     "finish": "done",
 }
+_OPTIONAL = {"end"}
+"""Arguments without which a call is still well-formed."""
 
 
 def malform(call: ToolCall, rng: Random) -> str:
@@ -25,7 +27,7 @@ def malform(call: ToolCall, rng: Random) -> str:
         return _spell(call.name, call).removesuffix(f"</{call.name}>")
     if choice == 1 or not call.arguments:
         return _spell(_WRONG_NAMES[call.name], call)
-    dropped = rng.choice(sorted(call.arguments))
+    dropped = rng.choice(sorted(call.arguments.keys() - _OPTIONAL))
     kept = {name: value for name, value in call.arguments.items() if name != dropped}
     return _spell(call.name, ToolCall(call.name, kept))
 

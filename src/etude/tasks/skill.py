@@ -12,7 +12,7 @@ class ExpertSkill:
     """Probabilities, each tossed anew whenever it matters. Raises ConfigError for one outside [0, 1].
 
     The defaults err so often that what learns from them has something to better: about half of the
-    edits are right, and a failed test run is often the end.
+    first edits are right, and a failed test run is often the end.
     """
 
     right_edit: float = 0.48
@@ -20,11 +20,17 @@ class ExpertSkill:
     other_line: float = 0.45
     """A wrong edit changes a line that was right."""
     misplaced: float = 0.1
-    """A wrong edit puts the right text one line too high or too low."""
-    retry: float = 0.35
+    """A wrong edit puts the right text into another line."""
+    idle: float = 0.25
+    """A wrong edit writes what stands there already."""
+    retry: float = 0.45
     """Failing tests after an edit lead to another edit; otherwise the expert gives up."""
+    right_retry: float = 0.75
+    """An edit after one that did not help mends what is wrong."""
     reread: float = 0.3
     """Before another edit the file is read again."""
+    rewrite: float = 0.3
+    """An edit writes the function's whole body."""
     blind_edit: float = 0.03
     """A file is edited that was not read."""
     parallel: float = 0.4
@@ -60,7 +66,9 @@ PERFECT_SKILL = ExpertSkill(
     right_edit=1.0,
     other_line=0.0,
     misplaced=0.0,
+    idle=0.0,
     retry=1.0,
+    right_retry=1.0,
     blind_edit=0.0,
     test_first=0.0,
     untested_finish=0.0,

@@ -1,0 +1,164 @@
+"""Calls `forward.c` with the engine's model, cache and rows."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from etude.errors import ResourceError
+from etude.inference.cache import KvCache
+from etude.inference.forward import StepRows
+from etude.inference.native.build import load_library
+from etude.model import Qwen3Moe
+
+MAX_HEAD_DIM = 256
+"""MAX_DIM of the source."""
+
+
+_SIZES = ("width", "heads", "kv_heads", "dim", "experts", "top_k", "inner", "layers", "max_tokens")
+
+
+class _Model(ctypes.Structure):
+    """`Model` of the source, field by field."""
+
+    _fields_: ClassVar = [
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "width",
+                "heads",
+                "kv_heads",
+                "dim",
+                "experts",
+                "top_k",
+                "inner",
+                "layers",
+                "max_tokens",
+            )
+        ),
+        ("eps", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("embedding", "cosine", "signed_sine", "final_norm")),
+    ]
+
+
+_MATRICES = (
+    "attention_norm",
+    "qkv",
+    "query_norm",
+    "key_norm",
+    "out",
+    "experts_norm",
+    "router",
+    "gate_up",
+    "down",
+)
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of the source."""
+
+    _fields_: ClassVar = [(name, ctypes.c_void_p) for name in (*_MATRICES, "keys", "values")]
+
+
+class _Step(ctypes.Structure):
+    """`Step` of the source."""
+
+    _fields_: ClassVar = [
+        ("num_rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("tokens", "slots", "positions", "hidden", "routes")),
+    ]
+
+
+class NativeForward:
+    """One native call per step, on one core, without the interpreter's lock.
+
+    A row's bits do not depend on what else is in the step. Against `EagerForward` and the trainer, results
+    differ by float32 rounding.
+    """
+
+    def __init__(self, model: Qwen3Moe, cache: KvCache) -> None:
+        """Raises ResourceError if it cannot be compiled here or the model is not of its kind."""
+        config = model.config
+        if config.head_dim > MAX_HEAD_DIM:
+            raise ResourceError(
+                f"native kernels take heads of up to {MAX_HEAD_DIM}",
+                field="model.head_dim",
+                received=config.head_dim,
+                fix="set engine.kernels=eager",
+            )
+        assert cache.max_tokens <= config.max_positions + 1, "positions lie within the rotary tables"
+        self._library = load_library()
+        self._model = model
+        self._cache = cache
+        self._layers = (_Layer * config.num_layers)()
+        self._held: list[Tensor] = []
+        """Tensors that the native structures point into."""
+        self._scratch = torch.empty(0)
+        self.load_weights()
+
+    @torch.no_grad()
+    def load_weights(self) -> None:
+        """See ForwardPass: copies of the weights, matrices as [inputs, outputs]."""
+        model, config = self._model, self._model.config
+        self._held = []
+        point = self._point
+        self._native = _Model(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.num_experts,
+            config.experts_per_token,
+            config.expert_size,
+            config.num_layers,
+            self._cache.max_tokens,
+            config.rms_norm_eps,
+            point(model.embedding),
+            point(model.cosine),  # type: ignore[arg-type]
+            point(model.signed_sine),  # type: ignore[arg-type]
+            point(model.final_norm),
+        )
+        for index, block in enumerate(model.blocks):
+            tensors = (
+                block.attention_norm,
+                block.qkv.t(),  # type: ignore[operator]
+                block.query_norm,
+                block.key_norm,
+                block.out.t(),  # type: ignore[operator]
+                block.experts_norm,
+                block.experts.router,  # type: ignore[union-attr]
+                block.experts.gate_up,  # type: ignore[union-attr]
+                block.experts.down,  # type: ignore[union-attr]
+            )
+            strips = (self._cache.keys[index], self._cache.values[index])
+            pointers = [point(tensor) for tensor in tensors]  # type: ignore[arg-type]
+            self._layers[index] = _Layer(*pointers, *(strip.data_ptr() for strip in strips))
+
+    def _point(self, tensor: Tensor) -> int:
+        """Address of the tensor's contiguous float32 values, which are kept."""
+        kept = tensor.detach().float().contiguous()
+        self._held.append(kept)
+        return kept.data_ptr()
+
+    def __call__(
+        self, tokens: Tensor, slots: Tensor, positions: Tensor, rows: StepRows
+    ) -> tuple[Tensor, Tensor]:
+        """See ForwardPass."""
+        config, count = self._model.config, len(tokens)
+        hidden = torch.empty((count, config.hidden_size))
+        routes = torch.empty((count, config.num_layers, config.experts_per_token), dtype=torch.uint8)
+        needed = self._library.etude_scratch_floats(ctypes.byref(self._native), ctypes.c_int64(count))
+        if len(self._scratch) < needed:
+            self._scratch = torch.empty(needed)
+        pointers = (tensor.data_ptr() for tensor in (tokens, slots, positions, hidden, routes))
+        step = _Step(count, *pointers)
+        self._library.etude_forward(
+            ctypes.byref(self._native),
+            self._layers,
+            ctypes.byref(step),
+            ctypes.c_void_p(self._scratch.data_ptr()),
+        )
+        return hidden, routes
