@@ -34,7 +34,9 @@ SKILL = ExpertSkill(
     right_edit=0.2,
     other_line=0.0,
     misplaced=1.0,
+    idle=0.0,
     retry=0.0,
+    rewrite=0.0,
     blind_edit=0.0,
     read_ahead=0.0,
     list_files=1.0,
@@ -65,6 +67,7 @@ CONFIG = RunConfig.model_validate(
         "midtrain": {
             "num_sessions": 1_500,
             "num_code_documents": 0,
+            "num_rewrite_documents": 0,
             "num_steps": 800,
             "tokens_per_step": 1_024,
             "observation_weight": 0.1,

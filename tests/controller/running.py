@@ -44,6 +44,7 @@ def tiny_config(directory: Path, **sections: Any) -> RunConfig:
         "midtrain": {
             "num_sessions": 40,
             "num_fix_documents": 20,
+            "num_rewrite_documents": 20,
             "num_code_documents": 20,
             "num_steps": 20,
             "tokens_per_step": 256,

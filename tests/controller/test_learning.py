@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -36,14 +37,22 @@ class Outcome:
     evaluation: Evaluation
 
 
-def reinforce(directory: Path, learning_rate: float, num_steps: int) -> Outcome:
+def reinforce(
+    directory: Path,
+    learning_rate: float,
+    num_steps: int,
+    kernels: Literal["auto", "eager"] = "auto",
+    algorithm: Literal["policy_gradient", "rejection_sampling"] = "policy_gradient",
+) -> Outcome:
     """The first `num_steps` RL steps from the mid-trained model, then an evaluation on validation tasks."""
     tokenizer, model = load_learned()
     optimizer = CONFIG.rl.optimizer.model_copy(update={"learning_rate": learning_rate})
-    rl = CONFIG.rl.model_copy(update={"optimizer": optimizer})
+    rl = CONFIG.rl.model_copy(update={"optimizer": optimizer, "algorithm": algorithm})
     # Where namespaces are forbidden the sessions run in plain processes: what is learned is the same.
     backend = "local" if not open_backend("local").doctor() else "unisolated"
-    config = CONFIG.model_copy(update={"sandbox": CONFIG.sandbox.model_copy(update={"backend": backend})})
+    sandbox = CONFIG.sandbox.model_copy(update={"backend": backend})
+    engine = CONFIG.engine.model_copy(update={"kernels": kernels})
+    config = CONFIG.model_copy(update={"sandbox": sandbox, "engine": engine})
 
     async def run() -> Outcome:
         async with open_parts(config, tokenizer) as parts:
@@ -112,3 +121,19 @@ def test_trainer_and_engine_agree_on_every_token(trained: Outcome) -> None:
 def test_the_same_run_twice_gives_the_same_weights(trained: Outcome, tmp_path: Path) -> None:
     again = reinforce(tmp_path, CONFIG.rl.optimizer.learning_rate, 3)
     assert again.digests == trained.digests[:4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernels", "algorithm"), [("eager", "policy_gradient"), ("auto", "rejection_sampling")]
+)
+def test_it_learns_without_native_kernels_and_by_rejection_sampling(
+    kernels: Literal["auto", "eager"],
+    algorithm: Literal["policy_gradient", "rejection_sampling"],
+    tmp_path: Path,
+) -> None:
+    rate = CONFIG.rl.optimizer.learning_rate
+    learned = reinforce(tmp_path / "learned", rate, CONFIG.rl.num_steps, kernels, algorithm)
+    control = reinforce(tmp_path / "control", 0.0, 1, kernels)
+    assert learned.parity < 1e-3
+    assert learned.evaluation.sampled["ci95"][0] > control.evaluation.sampled["pass_rate"]

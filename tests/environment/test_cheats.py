@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from etude.environment.cheats import CHEATS, TARGET, Cheat, play
-from etude.environment.grading import Verdict, grade
+from etude.environment.grading import Verdict
+from etude.environment.verdicts import Grader
 from etude.sandbox.interface import Sandbox, SandboxBackend, Template
 from tests.environment.naive import exit_code_in_place, pytest_in_place, reward_file_in_place
 from tests.sandbox.backends import with_backend
@@ -37,7 +38,7 @@ def outcomes(cheat: Cheat | None, naive: Callable[[Sandbox], Awaitable[bool]]) -
         for sandbox in (ours, theirs):
             if cheat is not None:
                 await play(cheat, sandbox)
-        return await naive(theirs), await grade(TARGET, ours, backend)
+        return await naive(theirs), await Grader(backend).grade(TARGET, ours)
 
     return with_backend("local", scenario)
 

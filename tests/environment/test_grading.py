@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 
 from etude.environment.cheats import TARGET
-from etude.environment.grading import Verdict, allowed_changes, grade, matches_any, open_assertions
+from etude.environment.grading import Verdict, allowed_changes, matches_any, open_assertions
+from etude.environment.verdicts import Grader
 from etude.errors import SandboxError, TaskError
 from etude.records import Task
 from etude.sandbox.fake import MemoryBackend, MemorySandbox
@@ -34,7 +35,7 @@ def verdict_on(
                 await sandbox.files.remove(path)
             else:
                 await sandbox.files.write(path, text)
-        return await grade(task, sandbox, backend, timeout_s=timeout_s)
+        return await Grader(backend, timeout_s=timeout_s).grade(task, sandbox)
 
     return with_backend(backend_name, scenario)
 
@@ -101,7 +102,7 @@ def test_an_infrastructure_failure_is_no_verdict() -> None:
         sandbox = await backend.create(Template(TARGET.files))
         await sandbox.files.write_many(SOLVED)
         with pytest.raises(SandboxError):
-            await grade(TARGET, sandbox, backend)
+            await Grader(backend).grade(TARGET, sandbox)
 
     asyncio.run(scenario())
 
@@ -111,7 +112,7 @@ def test_a_killed_sandbox_is_no_verdict() -> None:
         sandbox = await backend.create(Template(TARGET.files))
         await sandbox.kill()
         with pytest.raises(SandboxError):
-            await grade(TARGET, sandbox, backend)
+            await Grader(backend).grade(TARGET, sandbox)
 
     for name in ("local", "unisolated", "memory"):
         with_backend(name, scenario)
@@ -121,7 +122,7 @@ def test_grading_leaves_no_sandbox_behind_and_ends_the_agents_processes() -> Non
     async def scenario(backend: SandboxBackend) -> str:
         sandbox = await backend.create(Template(TARGET.files))
         await sandbox.commands.run("sleep 1000 >/dev/null 2>&1 &")
-        await grade(TARGET, sandbox, backend)
+        await Grader(backend).grade(TARGET, sandbox)
         return (await sandbox.commands.run("ls /proc | grep -c '^[0-9]'")).stdout
 
     # The server, the shell, ls and grep.

@@ -25,7 +25,7 @@ from etude.config import RewardConfig, RunConfig
 from etude.environment.deferred import DeferredSandbox
 from etude.environment.grading import Verdict
 from etude.environment.rewards import compute_reward
-from etude.environment.verdicts import SharedVerdicts
+from etude.environment.verdicts import Grader
 from etude.errors import InfrastructureError
 from etude.protocols import Sampler
 from etude.records import BlobRef, SamplingParams, Status, Task, Trajectory, TrajectoryId
@@ -84,7 +84,7 @@ class Environment:
     ) -> None:
         self.times = EnvironmentTimes()
         self._backend = backend
-        self._verdicts = SharedVerdicts(backend, limits.sandbox)
+        self._grader = Grader(backend, limits.sandbox)
         self._renderer = renderer
         self._limits = limits
         self._reward = reward
@@ -135,7 +135,7 @@ class Environment:
     async def _grade(self, task: Task, session: AgentSession, sandbox: DeferredSandbox) -> Verdict:
         if session.status is Status.AGENT_ERROR:
             return Verdict(False, 0, 0, session.cause, 0.0)
-        return await self._verdicts.grade(task, sandbox)
+        return await self._grader.grade(task, sandbox)
 
     def _record(
         self,

@@ -28,7 +28,7 @@ from functools import lru_cache
 from etude.environment.hidden_tests import HiddenFile, take_apart
 from etude.errors import AgentError, TaskError
 from etude.records import Task
-from etude.sandbox.interface import Limits, ProbeReport, Sandbox, SandboxBackend, Template
+from etude.sandbox.interface import Limits, ProbeReport, SandboxBackend, Template
 
 GRADING_TIMEOUT_S = 5.0
 """Wall time for the hidden tests; they take milliseconds, so who needs this long hangs."""
@@ -45,27 +45,6 @@ class Verdict:
     duration_s: float
 
 
-async def grade(
-    task: Task,
-    sandbox: Sandbox,
-    backend: SandboxBackend,
-    limits: Limits | None = None,
-    timeout_s: float = GRADING_TIMEOUT_S,
-) -> Verdict:
-    """Judges the agent's changes in a fresh sandbox. Ends the agent's processes; does not kill `sandbox`.
-
-    What the agent did wrong (a hang, a crash, a full disk) is a verdict with a cause. Raises SandboxError
-    if our own machinery failed, which is no verdict, and TaskError for hidden tests that are none.
-    """
-    start_s = time.perf_counter()
-    try:
-        changes = allowed_changes(task, await sandbox.final_diff())
-    except AgentError as error:
-        num_tests = sum(len(file.tests) for file in _hidden_tests(task))
-        return Verdict(False, 0, num_tests, str(error), time.perf_counter() - start_s)
-    return await judge_changes(task, changes, backend, limits, timeout_s)
-
-
 async def judge_changes(
     task: Task,
     changes: Mapping[str, bytes | None],
@@ -73,10 +52,14 @@ async def judge_changes(
     limits: Limits | None = None,
     timeout_s: float = GRADING_TIMEOUT_S,
 ) -> Verdict:
-    """Judges what `allowed_changes` gave, in a fresh sandbox. Raises as `grade`."""
+    """Judges what `allowed_changes` gave, in a fresh sandbox.
+
+    Raises SandboxError if our own machinery failed, which is no verdict, and TaskError for hidden tests that
+    are none.
+    """
     start_s = time.perf_counter()
     hidden = _hidden_tests(task)
-    num_tests = sum(len(file.tests) for file in hidden)
+    num_tests = count_hidden_tests(task)
     try:
         report = await _probe(task, changes, hidden, backend, limits, timeout_s)
     except AgentError as error:
@@ -87,6 +70,11 @@ async def judge_changes(
         cause = report.error or "timeout"
     num_passed = num_tests - len(failures)
     return Verdict(not failures, num_passed, len(failures), cause, time.perf_counter() - start_s)
+
+
+def count_hidden_tests(task: Task) -> int:
+    """How many hidden tests a task has. Raises TaskError for files that hold none."""
+    return sum(len(file.tests) for file in _hidden_tests(task))
 
 
 def open_assertions(task: Task) -> list[str]:

@@ -1,17 +1,24 @@
-"""One verdict for equal changes: the members of a group often find the same fix.
+"""From an agent's sandbox to its verdict; equal changes are judged once.
 
-A verdict is a function of the task and of the allowed changes, as far as the hidden tests are deterministic.
-Tasks whose tests are not should be judged by `grade` each time.
+The members of a group often find the same fix, and a verdict is a function of the task and of the allowed
+changes, as far as the hidden tests are deterministic.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from hashlib import blake2b
 
-from etude.environment.grading import Verdict, allowed_changes, judge_changes
+from etude.environment.grading import (
+    GRADING_TIMEOUT_S,
+    Verdict,
+    allowed_changes,
+    count_hidden_tests,
+    judge_changes,
+)
 from etude.errors import AgentError
 from etude.records import Task
 from etude.sandbox.interface import Limits, Sandbox, SandboxBackend
@@ -19,27 +26,37 @@ from etude.sandbox.interface import Limits, Sandbox, SandboxBackend
 _MAX_KEPT = 4096
 
 
-class SharedVerdicts:
+class Grader:
     """Grades, and remembers the verdicts on the changes that were last asked for.
 
     Who asks for changes that are being judged waits for that verdict. Failures are never remembered.
     """
 
-    def __init__(self, backend: SandboxBackend, limits: Limits) -> None:
+    def __init__(
+        self, backend: SandboxBackend, limits: Limits | None = None, timeout_s: float = GRADING_TIMEOUT_S
+    ) -> None:
         self._backend = backend
         self._limits = limits
+        self._timeout_s = timeout_s
         self._verdicts: OrderedDict[tuple[str, bytes], asyncio.Task[Verdict]] = OrderedDict()
 
     async def grade(self, task: Task, sandbox: Sandbox) -> Verdict:
-        """See `etude.environment.grading.grade`."""
+        """Judges the agent's changes in a fresh sandbox. Ends the agent's processes; does not kill `sandbox`.
+
+        What the agent did wrong (a hang, a crash, a full disk) is a verdict with a cause. Raises SandboxError
+        if our own machinery failed, which is no verdict, and TaskError for hidden tests that are none.
+        """
+        began = time.perf_counter()
         try:
             changes = allowed_changes(task, await sandbox.final_diff())
         except AgentError as error:
-            return Verdict(False, 0, 0, str(error), 0.0)
+            return Verdict(False, 0, count_hidden_tests(task), str(error), time.perf_counter() - began)
         key = (task.id, _digest(changes))
         judging = self._verdicts.get(key)
         if judging is None:
-            judging = asyncio.create_task(judge_changes(task, changes, self._backend, self._limits))
+            judging = asyncio.create_task(
+                judge_changes(task, changes, self._backend, self._limits, self._timeout_s)
+            )
             self._remember(key, judging)
         try:
             return await asyncio.shield(judging)

@@ -1,6 +1,7 @@
 """Sampling: the engine, and the service that many sessions share."""
 
-from etude.inference.engine import Engine, EngineCounters, FinishedRequest
+from etude.inference.engine import Engine, EngineCounters
 from etude.inference.service import EngineService, ServiceTimes, StepCost
+from etude.inference.slots import FinishedRequest
 
 __all__ = ["Engine", "EngineCounters", "EngineService", "FinishedRequest", "ServiceTimes", "StepCost"]

@@ -7,24 +7,22 @@ here waits, does I/O or reads a clock, so equal calls give equal bits.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from xxhash import xxh3_64_hexdigest
 
 from etude.config import ModelConfig
 from etude.errors import PrefixMissError, SamplerError, WeightUpdateError
-from etude.inference.cache import KvCache
 from etude.inference.forward import EagerForward, ForwardPass, StepRows
 from etude.inference.native import NativeForward
-from etude.inference.sampling import hash_key, sample, uniforms
+from etude.inference.sampling import sample, uniforms
+from etude.inference.slots import FinishedRequest, Slots
 from etude.model import Qwen3Moe
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest
@@ -42,49 +40,8 @@ class EngineCounters:
     weight_updates: int = 0
 
 
-@dataclass(slots=True)
-class _Span:
-    """Sampled tokens from `start` on carry `version`, until the next span begins."""
-
-    start: int
-    version: PolicyVersion
-    kv_oldest: PolicyVersion | None = None
-    """Oldest version among the keys that these tokens attended to; set when the span ends."""
-
-
-@dataclass(slots=True)
-class _Occupant:
-    """The session in one slot."""
-
-    session_id: str
-    request: SampleRequest | None = None
-    key: int = 0
-    """64-bit noise key of the request."""
-    first_sampled: int = 0
-    """Position of the request's first sampled token."""
-    reported_routes: int = 0
-    """Positions below this have had their routes reported."""
-    kv_oldest: PolicyVersion | None = None
-    """Oldest version that computed any key in this slot."""
-    spans: list[_Span] = field(default_factory=list[_Span])
-    """Of the request's sampled tokens."""
-    idle_since: int = 0
-    """Step at which the last request ended."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FinishedRequest:
-    """A request's answer: one chunk per policy version that sampled part of it."""
-
-    request: SampleRequest
-    chunks: tuple[SampleChunk, ...]
-
-
 class Engine:
-    """Serves one model. Not thread-safe: one owner calls it.
-
-    Live sessions occupy slots 0..n-1; when one closes, the last moves into its place.
-    """
+    """Serves one model. Not thread-safe: one owner calls it."""
 
     def __init__(
         self,
@@ -100,21 +57,10 @@ class Engine:
         cannot be)."""
         self.model = Qwen3Moe(config, vocab_size).requires_grad_(requires_grad=False)
         self.counters = EngineCounters()
-        self._max_tokens = max_tokens
+        self._slots = Slots(config, num_slots, max_tokens)
         self._prefill_tokens = prefill_tokens
-        self._num_slots = num_slots
-        self._cache = KvCache(config, num_slots, max_tokens)
-        self._tokens = torch.zeros((num_slots, max_tokens), dtype=torch.int64)
-        self._logprobs = torch.zeros((num_slots, max_tokens))
-        route_shape = (num_slots, max_tokens, config.num_layers, config.experts_per_token)
-        self._routes = torch.zeros(route_shape, dtype=torch.uint8)
         forward = NativeForward if kernels == "native" else EagerForward
-        self._compute: ForwardPass = forward(self.model, self._cache)
-        self._length = np.zeros(num_slots, dtype=np.int64)
-        self._computed = np.zeros(num_slots, dtype=np.int64)
-        self._sampling = np.zeros(num_slots, dtype=np.bool_)
-        self._occupants: list[_Occupant] = []
-        self._slot_of: dict[str, int] = {}
+        self._compute: ForwardPass = forward(self.model, self._slots.cache)
         self._queue: deque[SampleRequest] = deque()
         self._version: PolicyVersion | None = None
         self._staged: tuple[PolicyVersion, Mapping[str, Tensor]] | None = None
@@ -124,11 +70,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self._queue) or bool(self._sampling[: len(self._occupants)].any())
+        return bool(self._queue) or self._slots.any_sampling
 
     @property
     def num_live_sessions(self) -> int:
-        return len(self._occupants)
+        return len(self._slots)
 
     def submit(self, request: SampleRequest) -> None:
         """Queues a request. Raises SamplerError or PrefixMissError, and then changes nothing."""
@@ -141,9 +87,9 @@ class Engine:
             if request.id == request_id:
                 self._queue.remove(request)
                 return self.give_up(request)
-        for slot, occupant in enumerate(self._occupants):
+        for slot, occupant in enumerate(self._slots.occupants):
             if occupant.request is not None and occupant.request.id == request_id:
-                return self._finish(slot, "abort")
+                return self._slots.finish(slot, "abort", self.counters.steps)
         return None
 
     def give_up(self, request: SampleRequest) -> FinishedRequest:
@@ -155,14 +101,7 @@ class Engine:
 
     def close(self, session_id: str) -> None:
         """Frees a session's slot; unknown sessions are ignored."""
-        slot = self._slot_of.pop(session_id, None)
-        if slot is None:
-            return
-        last = len(self._occupants) - 1
-        if slot != last:
-            self._move(last, slot)
-        self._occupants.pop()
-        self._sampling[last] = False
+        self._slots.remove(session_id)
 
     def _check(self, request: SampleRequest) -> None:
         version = self.current()
@@ -170,8 +109,8 @@ class Engine:
             raise SamplerError(
                 "version is not served", field="version", received=f"{request.version}; serving {version}"
             )
-        slot = self._slot_of.get(request.session_id)
-        if (slot is not None and self._sampling[slot]) or any(
+        slot = self._slots.find(request.session_id)
+        if (slot is not None and self._slots.sampling[slot]) or any(
             queued.session_id == request.session_id for queued in self._queue
         ):
             raise SamplerError(
@@ -184,22 +123,22 @@ class Engine:
             )
         known = 0
         if request.prefix_digest is not None:
-            if slot is None or self._digest(slot) != request.prefix_digest:
+            if slot is None or self._slots.digest(slot) != request.prefix_digest:
                 raise PrefixMissError(
                     "prefix is not held", field="prefix_digest", received=request.prefix_digest
                 )
-            known = int(self._length[slot])
+            known = int(self._slots.length[slot])
         total = known + len(request.suffix)
         if not len(request.suffix) and not known:
             raise SamplerError(
                 "nothing to continue", field="suffix", received=0, fix="send at least one token"
             )
-        if total >= self._max_tokens:
+        if total >= self._slots.max_tokens:
             raise SamplerError(
                 "session is too long",
                 field="suffix",
                 received=total,
-                fix=f"stay under {self._max_tokens} tokens, or raise the engine's limit",
+                fix=f"stay under {self._slots.max_tokens} tokens, or raise the engine's limit",
             )
 
     # ---- weights --------------------------------------------------------------------------------
@@ -245,14 +184,7 @@ class Engine:
         self._staged = None
         self._version = version
         self.counters.weight_updates += 1
-        for slot, occupant in enumerate(self._occupants):
-            if occupant.request is not None:
-                occupant.spans[-1].kv_oldest = occupant.kv_oldest
-                occupant.spans.append(_Span(int(self._length[slot]), version))
-            if kv == "recompute":
-                self._computed[slot] = 0
-                occupant.reported_routes = 0
-                occupant.kv_oldest = None
+        self._slots.change_version(version, recompute=kv == "recompute")
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -260,22 +192,22 @@ class Engine:
     def step(self) -> list[FinishedRequest]:
         """Computes one batch; returns the requests that it finished, in slot order."""
         self._admit()
-        live = len(self._occupants)
-        pending = (self._length - self._computed)[:live]
-        active = self._sampling[:live]
+        slots, live = self._slots, len(self._slots)
+        pending = (slots.length - slots.computed)[:live]
+        active = slots.sampling[:live]
         decode = np.flatnonzero(active & (pending == 1))
         prefill, counts = self._choose_prefill(np.flatnonzero(active & (pending > 1)), pending)
         if not len(decode) and not len(prefill):
             return []
-        starts = self._computed[np.concatenate((decode, prefill))]
+        starts = slots.computed[np.concatenate((decode, prefill))]
         ones = np.ones(len(decode), dtype=np.int64)
         hidden = self._forward(StepRows(decode, prefill, starts, np.concatenate((ones, counts)), live))
-        done = self._computed[prefill] + counts == self._length[prefill]
+        done = slots.computed[prefill] + counts == slots.length[prefill]
         last_rows = len(decode) + np.cumsum(counts) - 1
         sampled_rows = np.concatenate((np.arange(len(decode)), last_rows[done]))
         sampled_slots = np.concatenate((decode, prefill[done]))
-        self._computed[decode] += 1
-        self._computed[prefill] += counts
+        slots.computed[decode] += 1
+        slots.computed[prefill] += counts
         self.counters.steps += 1
         self.counters.decode_tokens += len(decode)
         self.counters.prefill_tokens += int(counts.sum())
@@ -288,48 +220,27 @@ class Engine:
         waiting: deque[SampleRequest] = deque()
         while self._queue:
             request = self._queue.popleft()
-            slot = self._slot_of.get(request.session_id)
+            slot = self._slots.find(request.session_id)
             if slot is None and not waiting:
                 slot = self._take_slot(request.session_id)
             if slot is None:
                 waiting.append(request)
             else:
-                self._start(slot, request)
+                self._slots.begin(slot, request, self.current())
         self._queue = waiting
 
     def _take_slot(self, session_id: str) -> int | None:
         """A slot for a new session; None if all are taken and somebody in them can go on."""
-        if len(self._occupants) == self._num_slots and not self._evict_idle():
+        if self._slots.is_full and not self._evict_idle():
             return None
-        slot = len(self._occupants)
-        self._occupants.append(_Occupant(session_id))
-        self._slot_of[session_id] = slot
-        self._length[slot] = self._computed[slot] = 0
-        return slot
-
-    def _start(self, slot: int, request: SampleRequest) -> None:
-        occupant = self._occupants[slot]
-        if request.prefix_digest is None:
-            self._length[slot] = self._computed[slot] = 0
-            occupant.reported_routes = 0
-            occupant.kv_oldest = None
-        known = int(self._length[slot])
-        end = known + len(request.suffix)
-        self._tokens[slot, known:end] = torch.from_numpy(request.suffix.astype(np.int64))
-        self._length[slot] = end
-        self._computed[slot] = min(int(self._computed[slot]), end - 1)
-        self._sampling[slot] = True
-        occupant.request = request
-        occupant.key = hash_key(request.rng_key)
-        occupant.first_sampled = end
-        occupant.spans = [_Span(end, self.current())]
+        return self._slots.add(session_id)
 
     def _evict_idle(self) -> bool:
         """Frees the slot that has been idle longest, but only where nothing else can make progress."""
-        if self._sampling[: len(self._occupants)].any():
+        if self._slots.any_sampling:
             return False
         queued = {request.session_id for request in self._queue}
-        idle = [occupant for occupant in self._occupants if occupant.session_id not in queued]
+        idle = [occupant for occupant in self._slots.occupants if occupant.session_id not in queued]
         if not idle:
             return False
         self.close(min(idle, key=lambda occupant: occupant.idle_since).session_id)
@@ -350,93 +261,27 @@ class Engine:
         slots, positions = torch.from_numpy(rows.slots), torch.from_numpy(rows.positions)
         version = self.current()
         for slot in {*rows.decode.tolist(), *rows.prefill.tolist()}:
-            occupant = self._occupants[slot]
+            occupant = self._slots.occupants[slot]
             occupant.kv_oldest = occupant.kv_oldest or version
-        tokens = self._tokens[slots, positions]
-        hidden, self._routes[slots, positions] = self._compute(tokens, slots, positions, rows)
+        tokens = self._slots.tokens[slots, positions]
+        hidden, self._slots.routes[slots, positions] = self._compute(tokens, slots, positions, rows)
         return hidden
 
     def _sample(self, hidden: Tensor, slots: NDArray[np.int64]) -> list[FinishedRequest]:
         """Draws a token for each of `slots` from hidden [N, width]; returns what finished."""
-        requests = [self._occupants[slot].request for slot in slots]
-        params = [request.params for request in requests if request is not None]
+        occupants = [self._slots.occupants[slot] for slot in slots]
+        params = [occupant.request.params for occupant in occupants if occupant.request is not None]
         assert len(params) == len(slots), "only slots with a request sample"
-        positions = self._length[slots]
-        keys = np.array([self._occupants[slot].key for slot in slots], dtype=np.uint64)
-        tokens, logprobs = sample(self.model.logits(hidden), params, uniforms(keys, positions))
-        index = (torch.from_numpy(slots), torch.from_numpy(positions))
-        self._tokens[index] = tokens
-        self._logprobs[index] = logprobs
-        self._length[slots] += 1
+        keys = np.array([occupant.key for occupant in occupants], dtype=np.uint64)
+        draws = uniforms(keys, self._slots.length[slots])
+        tokens, logprobs = sample(self.model.logits(hidden), params, draws)
+        self._slots.append(slots, tokens, logprobs)
         finished: list[FinishedRequest] = []
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
-            reason = self._finish_reason(slot, token)
+            reason = self._slots.finish_reason(slot, token)
             if reason is not None:
-                finished.append(self._finish(slot, reason))
+                finished.append(self._slots.finish(slot, reason, self.counters.steps))
         return finished
-
-    def _finish_reason(self, slot: int, token: int) -> str | None:
-        occupant = self._occupants[slot]
-        assert occupant.request is not None
-        if token in occupant.request.stop_tokens:
-            return "stop"
-        length = int(self._length[slot])
-        if (
-            length - occupant.first_sampled >= occupant.request.params.max_tokens
-            or length >= self._max_tokens
-        ):
-            return "length"
-        return None
-
-    # ---- answers --------------------------------------------------------------------------------
-
-    def _finish(self, slot: int, reason: str) -> FinishedRequest:
-        occupant = self._occupants[slot]
-        request = occupant.request
-        assert request is not None
-        occupant.spans[-1].kv_oldest = occupant.kv_oldest
-        chunks = [
-            self._chunk(slot, span, following.start, None)
-            for span, following in itertools.pairwise(occupant.spans)
-            if following.start > span.start
-        ]
-        chunks.append(self._chunk(slot, occupant.spans[-1], int(self._length[slot]), reason))
-        occupant.request = None
-        occupant.idle_since = self.counters.steps
-        self._sampling[slot] = False
-        return FinishedRequest(request, tuple(chunks))
-
-    def _chunk(self, slot: int, span: _Span, end: int, reason: str | None) -> SampleChunk:
-        """Sampled tokens of a span, up to `end`; the last chunk carries all unreported routes."""
-        occupant = self._occupants[slot]
-        first = occupant.reported_routes
-        routes = None
-        if reason is not None:
-            routes = self._routes[slot, first : int(self._computed[slot])].numpy().copy()
-            occupant.reported_routes = int(self._computed[slot])
-        return SampleChunk(
-            tokens=self._tokens[slot, span.start : end].numpy().astype(np.int32),
-            logprobs=self._logprobs[slot, span.start : end].numpy().copy(),
-            version=span.version,
-            kv_oldest=span.kv_oldest or span.version,
-            routes=routes,
-            routes_start=first,
-            finish=reason,
-            prefix_digest=self._digest(slot) if reason is not None else "",
-        )
-
-    def _digest(self, slot: int) -> str:
-        return xxh3_64_hexdigest(self._tokens[slot, : int(self._length[slot])].numpy().tobytes())
-
-    def _move(self, source: int, target: int) -> None:
-        length = int(self._length[source])
-        self._cache.move(source, target, int(self._computed[source]))
-        for store in (self._tokens, self._logprobs, self._routes):
-            store[target, :length] = store[source, :length]
-        for counts in (self._length, self._computed, self._sampling):
-            counts[target] = counts[source]
-        self._occupants[target] = self._occupants[source]
-        self._slot_of[self._occupants[target].session_id] = target
 
 
 def _serves(current: PolicyVersion, wanted: PolicyVersion, wanted_is_minimum: bool) -> bool:

@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.errors import EtudeError, SamplerError
-from etude.inference.engine import Engine, FinishedRequest
+from etude.inference.engine import Engine
+from etude.inference.slots import FinishedRequest
 from etude.model.scoring import score_sequences
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest

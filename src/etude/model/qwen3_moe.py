@@ -114,15 +114,18 @@ class Block(nn.Module):
         attention: Attention[Tensor],
         routes: Routes[Tensor],
         statistics: RouterStatistics | None,
+        wanted: Tensor | None,
     ) -> Tensor:
-        """hidden [T, width] -> [T, width]."""
+        """hidden [T, width] -> [T, width], or only the rows `wanted` [N] of it, [N, width]."""
         normed = F.rms_norm(hidden, self.attention_norm.shape, self.attention_norm, self.eps)
         rows = F.linear(normed, self.qkv).view(len(hidden), -1, self.dim)
         rotated = self.heads + self.kv_heads
         query_key = self._rotate(self._normalise(rows[:, :rotated]), rotation)
         query, key = query_key.split((self.heads, self.kv_heads), dim=1)
-        attended = attention.attend(layer, query, key, rows[:, rotated:])
-        hidden = torch.addmm(hidden, attended.reshape(len(hidden), -1), self.out.t())
+        attended = attention.attend(layer, query, key, rows[:, rotated:]).reshape(len(hidden), -1)
+        if wanted is not None:
+            hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
+        hidden = torch.addmm(hidden, attended, self.out.t())
         normed = F.rms_norm(hidden, self.experts_norm.shape, self.experts_norm, self.eps)
         return hidden + self.experts(layer, normed, routes, statistics)
 
@@ -167,13 +170,20 @@ class Qwen3Moe(nn.Module):
         attention: Attention[Tensor],
         routes: Routes[Tensor] | None = None,
         statistics: RouterStatistics | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor:
-        """tokens [T], positions [T] -> final hidden states [T, width], after the last norm."""
+        """tokens [T], positions [T] -> final hidden states [T, width], after the last norm.
+
+        `wanted` [N]: only these rows are returned, [N, width], and what follows the last attention is
+        computed for them alone: `routes` and `statistics` then see N rows in the last layer.
+        """
         hidden = F.embedding(tokens, self.embedding)
         rotation = (self.cosine[positions], self.signed_sine[positions])  # type: ignore[index]
         chosen_by = routes if routes is not None else self.native_routes
+        last = len(self.blocks) - 1
         for layer, block in enumerate(self.blocks):
-            hidden = block(layer, hidden, rotation, attention, chosen_by, statistics)
+            rows = wanted if layer == last else None
+            hidden = block(layer, hidden, rotation, attention, chosen_by, statistics, rows)
         return F.rms_norm(hidden, self.final_norm.shape, self.final_norm, self.config.rms_norm_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:

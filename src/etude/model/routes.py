@@ -48,16 +48,20 @@ class ReplayedRoutes:
     (rollout routing replay, R3: Ma et al. 2025).
     """
 
-    def __init__(self, recorded: Tensor) -> None:
-        """recorded [T, layers, top_k] uint8, NATIVE_ROUTE where the router is to choose."""
-        self._recorded = recorded.long()
-        self._missing = (recorded == NATIVE_ROUTE).any(dim=-1)
-        self._all_recorded = not bool(self._missing.any())
+    def __init__(self, recorded: Tensor, wanted: Tensor | None = None) -> None:
+        """recorded [T, layers, top_k] uint8, NATIVE_ROUTE where the router is to choose; `wanted` [N]: the
+        rows that the last layer computes, where not all."""
+        by_layer = list(recorded.unbind(1))
+        if wanted is not None:
+            by_layer[-1] = by_layer[-1].index_select(0, wanted)
+        self._recorded = [routes.long() for routes in by_layer]
+        self._missing = [(routes == NATIVE_ROUTE).any(dim=-1) for routes in by_layer]
+        self._all_recorded = not any(bool(missing.any()) for missing in self._missing)
 
     def select(self, layer: int, scores: Tensor) -> Tensor:
         """scores [T, experts] -> [T, top_k], in the recorded order."""
-        recorded = self._recorded[:, layer]
+        recorded = self._recorded[layer]
         if self._all_recorded:
             return recorded
         native = scores.topk(recorded.shape[-1], dim=-1).indices
-        return torch.where(self._missing[:, layer, None], native, recorded)
+        return torch.where(self._missing[layer][:, None], native, recorded)

@@ -68,9 +68,11 @@ def packed_logprobs(
     `targets` are rows of the packed batch whose token is to be scored given those before it: never the
     first row of a sequence. `routes` [T, layers, top_k] replays recorded experts. Differentiable.
     """
-    replay = ReplayedRoutes(routes) if routes is not None else None
-    hidden = model(batch.tokens, batch.positions, batch.attention, replay, statistics)
-    logits = model.logits(hidden.index_select(0, targets - 1))
+    wanted = targets - 1
+    replay = ReplayedRoutes(routes, wanted) if routes is not None else None
+    logits = model.logits(
+        model(batch.tokens, batch.positions, batch.attention, replay, statistics, wanted=wanted)
+    )
     if temperature != 1.0:
         logits = logits / temperature
     log_distribution = logits.log_softmax(dim=-1)
