@@ -87,6 +87,21 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others() -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("num_threads", [2, 3, 7])
+def test_threads_change_no_bit(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.inference.native.forward.MIN_ROWS_PER_THREAD", 2)
+    model = small_model(4)
+    tokens = torch.randint(0, VOCAB, (SLOTS, POSITIONS), generator=torch.Generator().manual_seed(2))
+    one = NativeForward(model, KvCache(model.config, SLOTS, POSITIONS))
+    many = NativeForward(model, KvCache(model.config, SLOTS, POSITIONS), num_threads)
+    for rows in STEPS:
+        expected, expected_routes = compute(one, rows, tokens)
+        hidden, routes = compute(many, rows, tokens)
+        assert torch.equal(hidden, expected)
+        assert torch.equal(routes, expected_routes)
+
+
+@needs_compiler
 def test_changed_weights_count_once_they_are_loaded() -> None:
     model, other = small_model(5), small_model(6)
     tokens = torch.randint(0, VOCAB, (SLOTS, POSITIONS))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from etude.tasks.code import code_documents
+from etude.tasks.code import REWRITE_MARK, code_documents, rewrite_documents
 from etude.tasks.functions import function_hash
 from etude.tasks.generator import split_of_hash
 
@@ -28,3 +28,19 @@ def test_documents_are_train_functions_with_docstrings() -> None:
 def test_documents_are_reproducible_and_a_longer_run_starts_the_same() -> None:
     assert list(code_documents(1, 20)) == list(code_documents(1, 40))[:20]
     assert list(code_documents(1, 20)) != list(code_documents(2, 20))
+
+
+def test_rewrites_show_a_broken_file_and_the_body_that_its_docstring_states() -> None:
+    for document in rewrite_documents(0, 200):
+        numbered, mark, rewrite = document.partition(REWRITE_MARK)
+        assert mark
+        span, _, body = rewrite.partition("\n")
+        first, last = map(int, span.split("-"))
+        broken, mended = plain(numbered).split("\n"), body.split("\n")
+        assert last == len(broken)
+        assert len(mended) == last - first + 1
+        assert broken[first - 2].endswith('"""')
+        assert 1 <= sum(a != b for a, b in zip(broken[first - 1 :], mended, strict=True)) <= 3
+        source = "\n".join([*broken[: first - 1], *mended])
+        assert split_of_hash(function_hash(source)) == "train"
+    assert list(rewrite_documents(1, 20)) == list(rewrite_documents(1, 40))[:20]

@@ -179,3 +179,17 @@ def test_malformed_calls_are_not_the_call() -> None:
     texts = {malform(call, Random(seed)) for seed in range(50)}
     assert right not in texts
     assert len(texts) == 5
+
+
+def test_a_rewrite_is_the_whole_body_and_mends_everything_at_once() -> None:
+    skill = replace(PERFECT_SKILL, rewrite=1.0, right_edit=0.0, search_replace=0.0)
+    for index in range(20):
+        task = TaskGenerator(0).task(index)
+        workspace, turns = play(task, index, skill)
+        edits = [call.arguments for call in calls_of(turns) if call.name == "edit_lines"]
+        for edit in edits:
+            lines = task.files[edit["path"]].removesuffix("\n").split("\n")
+            assert lines[int(edit["start"]) - 2].endswith('"""')
+            assert int(edit.get("end", edit["start"])) == len(lines)
+        if len(edits) > 1:  # a wrong first edit may pass the visible tests
+            assert passes(task, workspace.files, hidden=True)

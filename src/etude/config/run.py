@@ -49,6 +49,9 @@ class EngineConfig(Section):
     """What computes a step. `eager`: the trainer's module, operator by operator. `native`: one call of
     compiled code, several times faster for small models, on one core; needs a C compiler. `auto`: `native`
     where it compiles. The choice is stored with the run."""
+    native_threads: int = Field(default=0, ge=0)
+    """Most threads of a native step with many rows; they sleep between steps and change no bit; 0: all
+    cores."""
     num_threads: int = Field(default=1, ge=0)
     """Compute threads while sampling, where sandboxes want the other cores; 0: as many as in training."""
     tool_delay_steps: int = Field(default=4, ge=0)

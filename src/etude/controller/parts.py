@@ -12,6 +12,7 @@ from etude.controller.corpus import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import ResourceError
 from etude.inference import Engine, EngineService
+from etude.observe.machine import available_cores
 from etude.sandbox.backends import open_backend
 from etude.sandbox.interface import SandboxBackend
 from etude.store.blobs import MemoryBlobs
@@ -48,6 +49,7 @@ async def open_parts(
         config.agent.max_tokens + 1,
         config.engine.prefill_tokens,
         choose_kernels(config.engine.kernels),
+        config.engine.native_threads or available_cores(),
     )
     delay = config.engine.tool_delay_steps if deterministic else None
     environment = Environment(

@@ -51,16 +51,20 @@ class Engine:
         max_tokens: int,
         prefill_tokens: int = 2048,
         kernels: Kernels = "eager",
+        native_threads: int = 1,
     ) -> None:
         """`max_tokens`: longest session; `prefill_tokens`: most prompt tokens computed in one step;
-        `kernels`: the trainer's module operator by operator, or one native call (ResourceError where that
-        cannot be)."""
+        `kernels`: the trainer's module operator by operator, or native code on up to `native_threads` cores
+        (ResourceError where that cannot be)."""
         self.model = Qwen3Moe(config, vocab_size).requires_grad_(requires_grad=False)
         self.counters = EngineCounters()
         self._slots = Slots(config, num_slots, max_tokens)
         self._prefill_tokens = prefill_tokens
-        forward = NativeForward if kernels == "native" else EagerForward
-        self._compute: ForwardPass = forward(self.model, self._slots.cache)
+        self._compute: ForwardPass = (
+            NativeForward(self.model, self._slots.cache, native_threads)
+            if kernels == "native"
+            else EagerForward(self.model, self._slots.cache)
+        )
         self._queue: deque[SampleRequest] = deque()
         self._version: PolicyVersion | None = None
         self._staged: tuple[PolicyVersion, Mapping[str, Tensor]] | None = None

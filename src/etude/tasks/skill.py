@@ -29,7 +29,7 @@ class ExpertSkill:
     """An edit after one that did not help mends what is wrong."""
     reread: float = 0.3
     """Before another edit the file is read again."""
-    rewrite: float = 0.1
+    rewrite: float = 0.15
     """An edit writes the function's whole body."""
     blind_edit: float = 0.03
     """A file is edited that was not read."""
