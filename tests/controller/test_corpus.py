@@ -20,11 +20,14 @@ from etude.observe.observer import RecordingObserver
 from etude.records import SamplingParams, TrajectoryId
 from etude.rollout import ScriptedSession, generate_corpus, load_corpus
 from etude.rollout.corpus import load_lines
+from etude.tasks.code import REWRITE_MARK
 from etude.tasks.generator import TaskGenerator
 from etude.tokens import Renderer
 from tests.environment.playing import new_environment
 
-CONFIG = MidtrainConfig(num_code_documents=0, agent_weight=1.0, observation_weight=0.25)
+CONFIG = MidtrainConfig(
+    num_code_documents=0, num_rewrite_documents=0, agent_weight=1.0, observation_weight=0.25
+)
 SEED = 5
 
 
@@ -76,18 +79,19 @@ def test_what_the_agent_wrote_weighs_most_and_what_it_was_shown_less(
         assert document.agent[-1]
 
 
-def test_fixes_and_plain_code_come_along_by_weights_of_their_own(
+def test_fixes_rewrites_and_plain_code_come_along_by_weights_of_their_own(
     sessions: list[ScriptedSession], renderer: Renderer
 ) -> None:
-    config = MidtrainConfig(num_code_documents=5, code_weight=0.5, fix_weight=0.75)
+    config = MidtrainConfig(num_rewrite_documents=3, num_code_documents=5, code_weight=0.5, fix_weight=0.75)
     fixes = ["1\tdef f():\n2\t    1\nfix 2\t    return 1"] * 2
     documents = make_documents(sessions, fixes, renderer, config, max_tokens=1 << 20)
     texts = [renderer.tokenizer.decode(document.tokens) for document in documents[len(sessions) :]]
     assert texts[:2] == fixes
-    assert len(texts) == 7
+    assert len(texts) == 10
+    assert all(REWRITE_MARK in text for text in texts[2:5])
     assert all("def " in text for text in texts)
     weights = [set(document.weights) for document in documents[len(sessions) :]]
-    assert weights == [{0.5, 0.75}] * 2 + [{0.5}] * 5
+    assert weights == [{0.5, 0.75}] * 5 + [{0.5}] * 5
     assert not any(document.agent.any() for document in documents[len(sessions) :])
 
 
@@ -98,7 +102,8 @@ def test_documents_that_do_not_fit_are_left_out_whole(
     limit = sorted(len(document.tokens) for document in whole)[len(whole) // 2]
     kept = make_documents(sessions, [], renderer, CONFIG, max_tokens=limit)
     assert [d.tokens.tolist() for d in kept] == [d.tokens.tolist() for d in whole if len(d.tokens) <= limit]
-    assert make_documents([], [], renderer, MidtrainConfig(num_code_documents=5), max_tokens=16) == []
+    bare = MidtrainConfig(num_rewrite_documents=5, num_code_documents=5)
+    assert make_documents([], [], renderer, bare, max_tokens=16) == []
 
 
 def test_the_shipped_corpus_is_what_this_code_makes(tmp_path: Path) -> None:
