@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.config import ModelConfig, RunConfig, load_config
-from etude.controller.compute import choose_threads
+from etude.controller.compute import choose_threads, use_sampling_threads
 from etude.controller.corpus import load_sessions, make_documents, make_renderer, train_corpus_tokenizer
 from etude.controller.local import LocalHandle
 from etude.controller.parts import Parts, open_parts
@@ -120,7 +120,9 @@ class Blocks:
     """Measures a block after each RL step: the step itself, then its replay through the baseline."""
 
     def __init__(self, config: RunConfig, parts: Parts, trainer: RlTrainer, baseline: Baseline) -> None:
+        """Sampling gets the threads of the configuration, training and the baseline those set now."""
         self.done = Measurements()
+        self._all_threads = torch.get_num_threads()
         self._config, self._parts, self._trainer, self._baseline = config, parts, trainer, baseline
         self.recorder = WaveRecorder(parts.service)
         source = TaskGenerator(config.seed, "train", level_weights=config.rl.level_weights)
@@ -154,6 +156,7 @@ class Blocks:
         self._begin()
 
     def _begin(self) -> None:
+        use_sampling_threads(self._config)
         self._loop.times = LoopTimes()
         self.recorder.waves = []
         self._throughput = RunThroughput()
@@ -167,6 +170,7 @@ class Blocks:
             [segments[name] for session_id in wave if (name := session_id.rpartition("~")[0]) in segments]
             for wave in self.recorder.waves
         ]
+        torch.set_num_threads(self._all_threads)
         self._baseline.load(self._sampled_with)
         rollout, gaps = replay_waves(self._baseline, waves, self._config.engine.tool_delay_steps)
         updates, num_tokens = _updates(collected.trained, self._config)
@@ -322,7 +326,7 @@ async def measure(config: RunConfig, checkpoint: Path, num_steps: int) -> Measur
             trainer = RlTrainer(model, config.rl, config.name, parts.weights, parts.blobs.get)
             blocks = Blocks(config, parts, trainer, Baseline(described, to_huggingface(model)))
             loop = ReinforcementLoop(
-                LocalHandle(trainer),
+                LocalHandle(trainer, torch.get_num_threads()),
                 parts.service,
                 blocks.collector,
                 TrajectoryLog(Path(directory)),

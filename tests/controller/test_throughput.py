@@ -6,7 +6,7 @@ import pytest
 
 from etude.controller.throughput import RunThroughput, split_step_times
 from etude.environment.episodes import EnvironmentTimes
-from etude.inference import EngineCounters, ServiceTimes, StepCost
+from etude.inference import EngineCounters, ServiceTimes, StepSums
 
 
 class Measured:
@@ -34,17 +34,21 @@ def test_rates_are_tokens_over_the_time_that_was_spent_on_them() -> None:
     measured, throughput = Measured(), RunThroughput()
     measured.counters.decode_tokens = 77
     measured.times.step_s = 99.0
-    measured.times.steps.append(StepCost(77, 0, 99.0))
+    measured.times.steps.add(77, 0, 99.0)
     throughput.begin(measured.parts)
     measured.counters.decode_tokens += 6_000
     measured.counters.prefill_tokens += 30_000
     measured.times.step_s += 10.0
-    measured.times.steps += [StepCost(50, 0, 0.05)] * 100 + [StepCost(10, 300, 0.05)] * 100
+    counted = StepSums()
+    for _ in range(100):
+        for cost in ((50, 0, 0.05), (10, 300, 0.05)):
+            counted.add(*cost)
+            measured.times.steps.add(*cost)
     measured.times.waiting_s += 1.25
     measured.environment.num_episodes += 64
     throughput.end(measured.parts, measured.loop)
     figures = throughput.to_json()
-    decode_s, prefill_s = split_step_times(measured.times.steps[1:])
+    decode_s, prefill_s = split_step_times(counted, 10.0)
     assert decode_s + prefill_s == pytest.approx(10.0)
     assert figures["decode_tokens_per_s"] == pytest.approx(6_000 / decode_s)
     assert figures["prefill_tokens_per_s"] == pytest.approx(30_000 / prefill_s)
@@ -61,8 +65,10 @@ def test_a_step_s_time_is_shared_out_by_what_decoding_and_prefill_cost() -> None
     prefilled = source.integers(0, 2, 400) * source.integers(1, 500, 400)
     decode = np.where(decoded > 0, 1e-3 + 5e-5 * decoded, 0.0)
     prefill = np.where(prefilled > 0, 2e-3 + 2e-5 * prefilled, 0.0) + 1e-3 * (decoded == 0)
-    costs = zip(decoded.tolist(), prefilled.tolist(), (decode + prefill).tolist(), strict=True)
-    decode_s, prefill_s = split_step_times([StepCost(*cost) for cost in costs])
+    steps = StepSums()
+    for cost in zip(decoded.tolist(), prefilled.tolist(), (decode + prefill).tolist(), strict=True):
+        steps.add(*cost)
+    decode_s, prefill_s = split_step_times(steps, float((decode + prefill).sum()))
     assert decode_s == pytest.approx(decode.sum(), rel=0.01)
     assert prefill_s == pytest.approx(prefill.sum(), rel=0.01)
 

@@ -44,10 +44,22 @@ def examine(directory: Path) -> dict[str, Any]:
         "machine": describe_machine(),
         "versions": versions(),
         "threads": available_cores(),
+        "kernels": _describe_kernels(),
         "free_memory_bytes": available_memory_bytes(),
         "free_disk_bytes": shutil.disk_usage(directory).free,
         "problems": problems,
     }
+
+
+def _describe_kernels() -> str:
+    """What computes the engine's steps here, and why."""
+    from etude.inference.native import load_library
+
+    try:
+        load_library()
+    except ResourceError as error:
+        return f"eager ({error})"
+    return "native"
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -56,6 +68,7 @@ def _print(found: dict[str, Any]) -> None:
     machine = found["machine"]
     rows = {
         "processor": f"{machine['cpu']}, {found['threads']} threads",
+        "kernels": found["kernels"],
         "memory": f"{_gib(found['free_memory_bytes'])} free of {_gib(machine['memory_bytes'])}",
         "disk": f"{_gib(found['free_disk_bytes'])} free",
         "system": f"{machine['os']}, kernel {machine['kernel']}",

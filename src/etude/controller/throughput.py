@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from etude.controller.parts import Parts
 from etude.controller.reinforcement import LoopTimes, ReinforcementLoop
 from etude.environment.episodes import EnvironmentTimes
-from etude.inference import EngineCounters, ServiceTimes, StepCost
+from etude.inference import EngineCounters, ServiceTimes, StepSums
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +18,6 @@ class _Snapshot:
     counters: EngineCounters
     service: ServiceTimes
     environment: EnvironmentTimes
-    num_steps: int
 
 
 class RunThroughput:
@@ -46,9 +44,8 @@ class RunThroughput:
 def _snapshot(parts: Parts) -> _Snapshot:
     return _Snapshot(
         copy.copy(parts.service.engine.counters),
-        copy.copy(parts.service.times),
+        copy.deepcopy(parts.service.times),
         copy.copy(parts.environment.times),
-        len(parts.service.times.steps),
     )
 
 
@@ -61,7 +58,7 @@ def _figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict[str, f
     decode_tokens = b.decode_tokens - a.decode_tokens
     prefill_tokens = b.prefill_tokens - a.prefill_tokens
     step_s = ended.service.step_s - began.service.step_s
-    decode_s, prefill_s = split_step_times(ended.service.steps[began.num_steps : ended.num_steps])
+    decode_s, prefill_s = split_step_times(ended.service.steps.since(began.service.steps), step_s)
     return {
         "decode_tokens_per_s": decode_tokens / decode_s if decode_s > 0 else 0.0,
         "prefill_tokens_per_s": prefill_tokens / prefill_s if prefill_s > 0 else 0.0,
@@ -80,18 +77,14 @@ def _figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict[str, f
     }
 
 
-def split_step_times(steps: Sequence[StepCost]) -> tuple[float, float]:
-    """(decode seconds, prefill seconds) of engine steps; they add up to the steps' time.
+def split_step_times(steps: StepSums, elapsed_s: float) -> tuple[float, float]:
+    """(decode seconds, prefill seconds) of engine steps that took `elapsed_s`; they add up to it.
 
     Least squares over all steps: a fixed cost per step and one per decoded token, which are decoding's, a
-    fixed cost for prefilling at all and one per prefilled token, which are prefill's. Steps without any
-    decoding are prefill's as they are.
+    fixed cost for prefilling at all and one per prefilled token, which are prefill's. Steps that did only one
+    of them are as they are.
     """
-    if not steps:
-        return 0.0, 0.0
-    decoded, prefilled, elapsed = (np.array(column, dtype=np.float64) for column in zip(*steps, strict=True))
-    features = np.stack((np.ones(len(steps)), decoded, prefilled > 0, prefilled), axis=1)
-    fixed, per_token, *_ = np.linalg.lstsq(features, elapsed, rcond=None)[0]
-    estimate = np.where(decoded > 0, np.maximum(fixed + per_token * decoded, 0.0), 0.0)
-    decode_s = float(np.where(prefilled > 0, np.minimum(estimate, elapsed), elapsed * (decoded > 0)).sum())
-    return decode_s, float(elapsed.sum()) - decode_s
+    fixed, per_token, *_ = np.linalg.lstsq(steps.gram, steps.moment, rcond=None)[0]
+    estimate = fixed * steps.mixed_steps + per_token * steps.mixed_decode_tokens
+    decode_s = steps.decode_s + float(np.clip(estimate, 0.0, steps.mixed_s))
+    return decode_s, elapsed_s - decode_s

@@ -18,8 +18,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,12 +45,36 @@ class _Ticket:
     returned: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class StepCost(NamedTuple):
-    """What one engine step computed, and how long it took."""
+@dataclass(slots=True)
+class StepSums:
+    """What engine steps cost, summed so that a regression over all of them needs none of them."""
 
-    decode_tokens: int
-    prefill_tokens: int
-    elapsed_s: float
+    gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((4, 4)))
+    """Sum of f f^T, where f = (1, decoded tokens, whether it prefilled, prefilled tokens)."""
+    moment: NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
+    """Sum of f times the step's seconds."""
+    decode_s: float = 0.0
+    """Of steps that only decoded."""
+    mixed_s: float = 0.0
+    """Of steps that did both."""
+    mixed_steps: int = 0
+    mixed_decode_tokens: int = 0
+
+    def add(self, decode_tokens: int, prefill_tokens: int, elapsed_s: float) -> None:
+        """Counts one step in."""
+        features = np.array((1.0, decode_tokens, prefill_tokens > 0, prefill_tokens))
+        self.gram += np.outer(features, features)
+        self.moment += features * elapsed_s
+        if decode_tokens and prefill_tokens:
+            self.mixed_s += elapsed_s
+            self.mixed_steps += 1
+            self.mixed_decode_tokens += decode_tokens
+        elif decode_tokens:
+            self.decode_s += elapsed_s
+
+    def since(self, earlier: StepSums) -> StepSums:
+        """The steps that were counted after `earlier`."""
+        return StepSums(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
 
 @dataclass(slots=True)
@@ -59,8 +82,7 @@ class ServiceTimes:
     """Where the loop's wall time went, in seconds."""
 
     step_s: float = 0.0
-    steps: list[StepCost] = field(default_factory=list[StepCost])
-    """Every step, in order."""
+    steps: StepSums = field(default_factory=StepSums)
     waiting_s: float = 0.0
     """Waiting for sessions that were due and still away."""
 
@@ -235,8 +257,7 @@ class EngineService:
         finished = self.engine.step()
         elapsed = time.perf_counter() - began
         self.times.step_s += elapsed
-        cost = StepCost(counters.decode_tokens - decoded, counters.prefill_tokens - prefilled, elapsed)
-        self.times.steps.append(cost)
+        self.times.steps.add(counters.decode_tokens - decoded, counters.prefill_tokens - prefilled, elapsed)
         self._clock += 1
         for request in finished:
             self._deliver(request)

@@ -100,12 +100,12 @@ def _processor() -> str:
 
 def _cache_directory() -> Path:
     """Where compiled libraries stay: $XDG_CACHE_HOME/etude or ~/.cache/etude, else a temporary directory."""
-    wanted = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude"
     try:
+        wanted = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "etude"
         wanted.mkdir(parents=True, exist_ok=True)
         if os.access(wanted, os.W_OK):
             return wanted
-    except OSError:
+    except (OSError, RuntimeError):  # no home directory, or none that can be written
         pass
     return _own_temporary_directory()
 
