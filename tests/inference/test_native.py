@@ -16,6 +16,7 @@ from etude.inference.cache import KvCache
 from etude.inference.forward import EagerForward, ForwardPass, StepRows
 from etude.inference.native import NativeForward, find_compiler, load_library
 from etude.model import Qwen3Moe
+from etude.records import SamplingParams
 from tests.inference.builders import needs_compiler
 from tests.model.builders import VOCAB, small_config, small_model
 
@@ -99,6 +100,24 @@ def test_threads_change_no_bit(num_threads: int, monkeypatch: pytest.MonkeyPatch
         hidden, routes = compute(many, rows, tokens)
         assert torch.equal(hidden, expected)
         assert torch.equal(routes, expected_routes)
+
+
+@needs_compiler
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 2.5])
+def test_tokens_and_logprobs_are_those_of_the_sampler(temperature: float) -> None:
+    model = small_model(8)
+    cache = KvCache(model.config, SLOTS, POSITIONS)
+    source = np.random.default_rng(0)
+    hidden = torch.from_numpy(source.normal(size=(300, model.config.hidden_size))).float()
+    params, draws = [SamplingParams(temperature=temperature)] * 300, source.random(300)
+    tokens, logprobs = NativeForward(model, cache).sample(hidden, params, draws)
+    expected, expected_logprobs = EagerForward(model, cache).sample(hidden, params, draws)
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=1e-5)
+    cut = [SamplingParams(temperature=0.6, top_k=1)] * 300
+    assert torch.equal(
+        NativeForward(model, cache).sample(hidden, cut, draws)[0], model.logits(hidden).argmax(-1)
+    )
 
 
 @needs_compiler

@@ -21,7 +21,7 @@ from etude.config import ModelConfig
 from etude.errors import PrefixMissError, SamplerError, WeightUpdateError
 from etude.inference.forward import EagerForward, ForwardPass, StepRows
 from etude.inference.native import NativeForward
-from etude.inference.sampling import sample, uniforms
+from etude.inference.sampling import uniforms
 from etude.inference.slots import FinishedRequest, Slots
 from etude.model import Qwen3Moe
 from etude.protocols import KvPolicy
@@ -278,7 +278,7 @@ class Engine:
         assert len(params) == len(slots), "only slots with a request sample"
         keys = np.array([occupant.key for occupant in occupants], dtype=np.uint64)
         draws = uniforms(keys, self._slots.length[slots])
-        tokens, logprobs = sample(self.model.logits(hidden), params, draws)
+        tokens, logprobs = self._compute.sample(hidden, params, draws)
         self._slots.append(slots, tokens, logprobs)
         finished: list[FinishedRequest] = []
         for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,7 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.inference.cache import CacheAttention, DecodeRows, KvCache, PrefillRows
+from etude.inference.sampling import sample
 from etude.model import Qwen3Moe, RecordedRoutes
+from etude.records import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,12 @@ class ForwardPass(Protocol):
         uint8; stores keys and values."""
         ...
 
+    def sample(
+        self, hidden: Tensor, params: Sequence[SamplingParams], draws: NDArray[np.float64]
+    ) -> tuple[Tensor, Tensor]:
+        """See `etude.inference.sampling.sample`, from hidden states [N, width] on."""
+        ...
+
 
 class EagerForward:
     """The trainer's own module, operator by operator."""
@@ -84,3 +93,9 @@ class EagerForward:
         attention = CacheAttention(self._cache, cache_rows, decode_rows, prefill_rows)
         hidden = self._model(tokens, positions, attention, self._recorder)
         return hidden, self._recorder.take()
+
+    def sample(
+        self, hidden: Tensor, params: Sequence[SamplingParams], draws: NDArray[np.float64]
+    ) -> tuple[Tensor, Tensor]:
+        """See ForwardPass."""
+        return sample(self._model.logits(hidden), params, draws)

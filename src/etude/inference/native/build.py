@@ -53,7 +53,7 @@ def load_library() -> ctypes.CDLL:
     except OSError as error:
         raise _failure(f"the compiled library does not load: {error}", compiler) from error
     library.etude_scratch_floats.restype = ctypes.c_int64
-    library.etude_forward.restype = None
+    library.etude_forward.restype = library.etude_sample.restype = None
     return library
 
 

@@ -345,3 +345,43 @@ void etude_forward(const Model *model, const Layer *layers, const Step *step, fl
     for (int64_t t = 0; t < rows; t++)
         rms_norm(width, step->hidden + t * width, model->final_norm, model->eps, step->hidden + t * width);
 }
+
+/* ---- sampling --------------------------------------------------------------------------------- */
+
+/* Draws a token per row by inverting the cumulative distribution at draws [rows] in [0, 1); takes the likeliest
+ * where the temperature is 0, and then reports its log-probability at temperature 1. `head` [width, vocabulary];
+ * `logits` [rows, vocabulary] is scratch. */
+void etude_sample(int64_t rows, int64_t width, int64_t vocabulary, const float *hidden, const float *head,
+                  const float *temperatures, const double *draws, float *logits, int64_t *tokens,
+                  float *logprobs)
+{
+    product(rows, vocabulary, width, hidden, head, logits, 0);
+    for (int64_t t = 0; t < rows; t++) {
+        float *row = logits + t * vocabulary;
+        float scale = temperatures[t] > 0 ? 1.0f / temperatures[t] : 1.0f;
+        int64_t best = 0;
+        for (int64_t j = 0; j < vocabulary; j++)
+            row[j] *= scale;
+        for (int64_t j = 1; j < vocabulary; j++)
+            best = row[j] > row[best] ? j : best;
+        float highest = row[best];
+        double sum = 0;
+        for (int64_t j = 0; j < vocabulary; j++)
+            row[j] = exponential(row[j] - highest);
+        for (int64_t j = 0; j < vocabulary; j++)
+            sum += row[j];
+        int64_t chosen = best;
+        if (temperatures[t] > 0) {
+            double threshold = draws[t] * sum, cumulative = 0;
+            for (int64_t j = 0; j < vocabulary; j++) {
+                cumulative += row[j];
+                if (cumulative > threshold) {
+                    chosen = j;
+                    break;
+                }
+            }
+        }
+        tokens[t] = chosen;
+        logprobs[t] = logf(row[chosen]) - (float)log(sum);
+    }
+}

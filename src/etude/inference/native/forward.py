@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -15,7 +16,9 @@ from etude.errors import ResourceError
 from etude.inference.cache import KvCache
 from etude.inference.forward import StepRows
 from etude.inference.native.build import load_library
+from etude.inference.sampling import sample
 from etude.model import Qwen3Moe
+from etude.records import SamplingParams
 
 MAX_HEAD_DIM = 256
 """MAX_DIM of the source."""
@@ -112,6 +115,7 @@ class NativeForward:
         """See ForwardPass: copies of the weights, matrices as [inputs, outputs]."""
         model, config = self._model, self._model.config
         self._held = []
+        self._head = model.embedding.detach().float().t().contiguous()
         point = self._point
         self._native = _Model(
             config.hidden_size,
@@ -169,6 +173,28 @@ class NativeForward:
         for other in others:
             other.result()
         return hidden, routes
+
+    def sample(
+        self, hidden: Tensor, params: Sequence[SamplingParams], draws: NDArray[np.float64]
+    ) -> tuple[Tensor, Tensor]:
+        """See ForwardPass. Rows of which some are truncated (top-k and the like) go operator by operator."""
+        if any(param.truncated and param.temperature > 0 for param in params):
+            return sample(self._model.logits(hidden), params, draws)
+        count, vocabulary = len(hidden), self._model.vocab_size
+        tokens, logprobs = torch.empty(count, dtype=torch.int64), torch.empty(count)
+        inputs = (
+            hidden.contiguous(),
+            self._head,
+            torch.tensor([param.temperature for param in params], dtype=torch.float32),
+            torch.from_numpy(draws),
+            torch.empty((count, vocabulary)),
+        )
+        sizes = (count, hidden.shape[1], vocabulary)
+        self._library.etude_sample(
+            *(ctypes.c_int64(size) for size in sizes),
+            *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (*inputs, tokens, logprobs)),
+        )
+        return tokens, logprobs
 
     def _edges(self, counts: NDArray[np.int64]) -> list[int]:
         """Rows at which the parts of a step begin, and the end: between sessions, of about equal size."""
