@@ -164,6 +164,24 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing_behind(
     assert list(fresh_library.iterdir()) == []
 
 
+def test_cc_may_carry_options_and_stands_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "my-cc"
+    compiler.write_text("#!/bin/sh\nexit 0\n", encoding="utf-8")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", f"{compiler} -m64")
+    assert find_compiler() == [str(compiler), "-m64"]
+    monkeypatch.setenv("CC", str(tmp_path / "missing"))
+    assert find_compiler() is None
+
+
+def test_a_compiler_that_writes_nothing_is_named(
+    monkeypatch: pytest.MonkeyPatch, fresh_library: Path
+) -> None:
+    monkeypatch.setenv("CC", "true")
+    with pytest.raises(ResourceError, match="it wrote no library"):
+        load_library()
+
+
 @needs_compiler
 def test_it_is_compiled_once_and_loaded_from_then_on(fresh_library: Path) -> None:
     load_library()

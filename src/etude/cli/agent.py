@@ -45,6 +45,8 @@ def agent_command(
         error_console().print(f"{len(files)} files changed in {path}", markup=False)
     elif files:
         error_console().print("nothing was written; --apply writes these changes back")
+    else:
+        error_console().print("the agent changed no file")
 
 
 def print_session(console: Console, session: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ from etude.config import RunConfig, load_config
 from etude.errors import RunDirectoryError
 from etude.observe import RunDirectory
 
-MAY_CHANGE_ON_RESUME = frozenset({"runs_directory", "max_wall_s"})
+MAY_CHANGE_ON_RESUME = frozenset({"runs_directory", "max_wall_s", "engine.kernels"})
 
 
 def train_command(
@@ -38,10 +38,16 @@ def train_command(
     """Train an agent: mid-training, reinforcement learning, evaluation before and after."""
     settings = _merge(overrides or [], seed, name)
     run_config = load_config(config, settings)
-    run = _resumed(run_config) if resume else RunDirectory.create(run_config)
     # Heavy: torch comes with it.
+    from etude.controller.starting import check_start
     from etude.controller.train import train
     from etude.observe.report import build_report
+
+    if resume:
+        run = _resumed(run_config)
+    else:
+        check_start(run_config)
+        run = RunDirectory.create(run_config)
 
     try:
         report = train(run_config, run, open_observer(), resume)

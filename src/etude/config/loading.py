@@ -53,6 +53,10 @@ def _read_toml(path: Path) -> Tree:
             received=str(path),
             fix="name a TOML file, such as one in configs/",
         ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be read: {error.strerror}", field="config", received=str(path), fix="name a TOML file"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"not valid TOML: {error}", field="config", received=str(path), fix="mend the file's syntax"

@@ -47,8 +47,9 @@ class EngineConfig(Section):
     """Most prompt and observation tokens computed in one step."""
     kernels: Literal["auto", "eager", "native"] = "auto"
     """What computes a step. `eager`: the trainer's module, operator by operator. `native`: one call of
-    compiled code, several times faster for small models, on one core; needs a C compiler. `auto`: `native`
-    where it compiles. The choice is stored with the run."""
+    compiled code, several times faster for small models; needs a C compiler (`CC`, cc, gcc or clang; the
+    library is kept under `XDG_CACHE_HOME` or ~/.cache). `auto`: `native` where it compiles. The choice is
+    stored with the run, in `environment.json`; a resumed run must have it again, or name another."""
     native_threads: int = Field(default=0, ge=0)
     """Most threads of a native step with many rows; they sleep between steps and change no bit; 0: all
     cores."""

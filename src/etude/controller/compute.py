@@ -16,37 +16,47 @@ from etude.errors import ResourceError
 from etude.inference.engine import Kernels
 from etude.inference.native import load_library
 from etude.model import PackedAttention, Qwen3Moe
-from etude.observe import RunDirectory
+from etude.observe import Observer, RunDirectory
 
 _LENGTHS = [160] * 12
 
 
-def settle_compute(run: RunDirectory, config: RunConfig) -> RunConfig:
+def settle_compute(run: RunDirectory, config: RunConfig, observer: Observer) -> RunConfig:
     """The configuration with threads and kernels settled: as configured, else as the run was begun with,
-    else as they suit this machine. Sets the compute threads and stores both with the run."""
+    else as they suit this machine. Sets the compute threads and stores both with the run.
+
+    Raises ResourceError for native kernels that are asked for, or that the run was begun with, and cannot
+    be had.
+    """
     stored = run.environment
     threads = config.num_threads or int(stored.get("compute_threads") or 0)
     threads = choose_threads(threads, config.model, config.tokenizer.vocab_size)
     kernels = config.engine.kernels
-    if kernels == "auto" and stored.get("kernels") == "eager":
-        kernels = "eager"
-    kernels = choose_kernels(kernels)
-    settled = {"compute_threads": threads, "kernels": kernels}
-    if any(stored.get(name) != value for name, value in settled.items()):
-        run.update_environment(settled)
+    kernels = choose_kernels(stored.get("kernels", "auto") if kernels == "auto" else kernels, observer)
+    run.update_environment({"compute_threads": threads, "kernels": kernels})
+    return settled(config, threads, kernels)
+
+
+def settled(config: RunConfig, threads: int, kernels: Kernels) -> RunConfig:
+    """The configuration with these threads and kernels."""
     engine = config.engine.model_copy(update={"kernels": kernels})
     return config.model_copy(update={"num_threads": threads, "engine": engine})
 
 
-def choose_kernels(configured: Literal["auto", "eager", "native"]) -> Kernels:
-    """`native` where it compiles, if the choice is open. Raises ResourceError if it must be and does not."""
+def choose_kernels(
+    configured: Literal["auto", "eager", "native"], observer: Observer | None = None
+) -> Kernels:
+    """`native` where it compiles, if the choice is open; says why not. Raises ResourceError if it must be and
+    does not."""
     if configured == "eager":
         return "eager"
     try:
         load_library()
-    except ResourceError:
+    except ResourceError as error:
         if configured == "native":
             raise
+        if observer is not None:
+            observer.say(f"sampling operator by operator, which is several times slower: {error}")
         return "eager"
     return "native"
 

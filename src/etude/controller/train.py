@@ -95,7 +95,7 @@ class _Run:
 
     def go(self) -> dict[str, Any]:
         asyncio.run(open_checked_backend(self.config.sandbox.backend).close())
-        self.config = settle_compute(self.run, self.config)
+        self.config = settle_compute(self.run, self.config, self.observer)
         tokenizer, model = self._midtrained()
         asyncio.run(self._after_midtraining(tokenizer, model))
         return self.report

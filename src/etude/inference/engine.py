@@ -1,8 +1,8 @@
 """The engine: continuous batching over many sessions, step by step, in the caller's thread.
 
 Each step computes one token for every session that is sampling and a run of tokens for sessions whose
-prompt or observations are not computed yet, all in one forward pass of the trainer's own module. Nothing
-here waits, does I/O or reads a clock, so equal calls give equal bits.
+prompt or observations are not computed yet, all in one forward pass: the trainer's own module, or native code
+that computes the same. Nothing here waits, does I/O or reads a clock, so equal calls give equal bits.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -32,10 +33,14 @@ _TARGETS = ("-march=native", "-mcpu=native", None)
 _TIMEOUT_S = 120.0
 
 
-def find_compiler() -> str | None:
-    """Path of a C compiler: $CC, cc, gcc or clang; None without one."""
-    named = os.environ.get("CC")
-    return next((path for name in (named, *_COMPILERS) if name and (path := shutil.which(name))), None)
+def find_compiler() -> list[str] | None:
+    """The command of a C compiler: $CC alone where it is set, else cc, gcc or clang; None without one."""
+    named = shlex.split(os.environ.get("CC", ""))
+    for command in [named] if named else [[name] for name in _COMPILERS]:
+        path = shutil.which(command[0])
+        if path is not None:
+            return [path, *command[1:]]
+    return None
 
 
 @functools.cache
@@ -43,7 +48,7 @@ def load_library() -> ctypes.CDLL:
     """The library, compiled if no cached one fits. Raises ResourceError without a compiler that does it."""
     compiler = find_compiler()
     if compiler is None:
-        raise _failure("no C compiler was found", None)
+        raise _failure("no C compiler was found", os.environ.get("CC"))
     source = Path(str(files("etude.inference.native") / "forward.c")).read_text(encoding="utf-8")
     target = _cache_directory() / f"forward-{_key(compiler, source)}.so"
     if not target.exists():
@@ -51,24 +56,25 @@ def load_library() -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(target))
     except OSError as error:
-        raise _failure(f"the compiled library does not load: {error}", compiler) from error
+        raise _failure(f"the compiled library does not load: {error}", shlex.join(compiler)) from error
     library.etude_scratch_floats.restype = ctypes.c_int64
     library.etude_forward.restype = library.etude_sample.restype = None
     return library
 
 
-def _compile(compiler: str, source: str, target: Path) -> None:
+def _compile(compiler: Sequence[str], source: str, target: Path) -> None:
     """Writes `target` whole or not at all, so that processes may race for it."""
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
         output = Path(directory) / target.name
         problems = ""
         for processor in _TARGETS:
             flags = [*_FLAGS, *([processor] if processor else [])]
-            problems = _run([compiler, *flags, "-x", "c", "-", "-o", str(output), "-lm"], source)
+            problems = _run([*compiler, *flags, "-x", "c", "-", "-o", str(output), "-lm"], source)
             if output.exists() and not problems:
                 output.replace(target)
                 return
-    raise _failure(f"compiling failed: {problems.strip()[-500:]}", compiler)
+    reason = problems.strip()[-500:] or "it wrote no library"
+    raise _failure(f"compiling failed: {reason}", shlex.join(compiler))
 
 
 def _run(command: Sequence[str], source: str) -> str:
@@ -82,10 +88,10 @@ def _run(command: Sequence[str], source: str) -> str:
     return (done.stderr or f"exit status {done.returncode}") if done.returncode else ""
 
 
-def _key(compiler: str, source: str) -> str:
+def _key(compiler: Sequence[str], source: str) -> str:
     """Whatever decides the machine code: source, flags, compiler and processor."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    return xxh3_128_hexdigest("\0".join((source, *_FLAGS, compiler, version, _processor())).encode())
+    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    return xxh3_128_hexdigest("\0".join((source, *_FLAGS, *compiler, version, _processor())).encode())
 
 
 def _processor() -> str:
