@@ -22,7 +22,7 @@ from etude.records import SamplingParams
 
 MAX_HEAD_DIM = 256
 """MAX_DIM of the source."""
-MIN_ROWS_PER_THREAD = 96
+MIN_ROWS_PER_THREAD = 64
 """With fewer, waking a thread costs more than it computes."""
 
 
