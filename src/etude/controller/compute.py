@@ -28,17 +28,30 @@ def settle_compute(run: RunDirectory, config: RunConfig, observer: Observer) -> 
     Raises ResourceError for native kernels that are asked for, or that the run was begun with, and cannot
     be had.
     """
-    stored = run.environment
-    threads = config.num_threads or int(stored.get("compute_threads") or 0)
-    threads = choose_threads(threads, config.model, config.tokenizer.vocab_size)
+    threads = _begun_threads(run, config)
     kernels = config.engine.kernels
-    kernels = choose_kernels(stored.get("kernels", "auto") if kernels == "auto" else kernels, observer)
+    begun = run.environment.get("kernels", "auto")
+    kernels = choose_kernels(begun if kernels == "auto" else kernels, observer)
     run.update_environment({"compute_threads": threads, "kernels": kernels})
-    return settled(config, threads, kernels)
+    return _settled(config, threads, kernels)
 
 
-def settled(config: RunConfig, threads: int, kernels: Kernels) -> RunConfig:
-    """The configuration with these threads and kernels."""
+def settle_evaluation(run: RunDirectory) -> RunConfig:
+    """As `settle_compute`, for judging a run's policies: stores nothing, and where native kernels cannot be
+    had, eager ones do."""
+    config = run.config
+    begun = run.environment.get("kernels", config.engine.kernels)
+    kernels = choose_kernels("eager" if begun == "eager" else "auto")
+    return _settled(config, _begun_threads(run, config), kernels)
+
+
+def _begun_threads(run: RunDirectory, config: RunConfig) -> int:
+    """Sets and returns the compute threads: as configured, as the run was begun with, or the fastest."""
+    configured = config.num_threads or int(run.environment.get("compute_threads") or 0)
+    return choose_threads(configured, config.model, config.tokenizer.vocab_size)
+
+
+def _settled(config: RunConfig, threads: int, kernels: Kernels) -> RunConfig:
     engine = config.engine.model_copy(update={"kernels": kernels})
     return config.model_copy(update={"num_threads": threads, "engine": engine})
 

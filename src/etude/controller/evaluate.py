@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from etude.config import RunConfig
-from etude.controller.compute import choose_kernels, choose_threads, settled, use_sampling_threads
+from etude.controller.compute import settle_evaluation, use_sampling_threads
 from etude.controller.parts import open_parts
 from etude.controller.train import CURVE, FINAL, MIDTRAINED, TOKENIZER
 from etude.errors import ConfigError, RunDirectoryError
@@ -31,7 +31,7 @@ def evaluate_run(
     if split not in SPLITS:
         raise ConfigError("unknown split", field="split", received=split, fix=f"one of {', '.join(SPLITS)}")
     tokenizer, model = load_policy(run, checkpoint)
-    config = _settled(run)
+    config = settle_evaluation(run)
     use_sampling_threads(config)
     observer.stage_begins(f"evaluation on {split}", 1)
     evaluation = asyncio.run(_evaluate(config, cast(Split, split), num_tasks, tokenizer, model))
@@ -67,15 +67,6 @@ def _tokenizer_directory(run: RunDirectory, checkpoint: Path) -> Path:
         return checkpoint
     initial = run.config.initial_checkpoint
     return Path(initial) if initial is not None else run.path / TOKENIZER
-
-
-def _settled(run: RunDirectory) -> RunConfig:
-    """With the run's threads and kernels; eager where native ones cannot be had, as training would refuse."""
-    config, stored = run.config, run.environment
-    threads = config.num_threads or int(stored.get("compute_threads") or 0)
-    threads = choose_threads(threads, config.model, config.tokenizer.vocab_size)
-    wanted = stored.get("kernels", config.engine.kernels)
-    return settled(config, threads, choose_kernels("eager" if wanted == "eager" else "auto"))
 
 
 async def _evaluate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
@@ -166,7 +167,7 @@ class NativeForward:
         edges = self._edges(rows.counts)
         parts = [
             (tuple(tensor[first:end] for tensor in tensors), scratch)
-            for first, end, scratch in zip(edges, edges[1:], range(len(edges)), strict=False)
+            for scratch, (first, end) in enumerate(itertools.pairwise(edges))
         ]
         others = [self._pool.submit(self._run, *part) for part in parts[1:]]
         self._run(*parts[0])
