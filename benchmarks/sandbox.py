@@ -20,7 +20,8 @@ from typing import Any
 from etude.environment.cheats import TARGET
 from etude.environment.grading import grade
 from etude.sandbox.backends import open_backend
-from etude.sandbox.interface import Sandbox, SandboxBackend, Template
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.template import Template
 
 REPETITIONS = 60
 SESSIONS = 100

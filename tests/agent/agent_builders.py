@@ -14,7 +14,7 @@ from etude.agent import (
 )
 from etude.records import ToolCall, TrajectoryId
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.interface import Template
+from etude.sandbox.template import Template
 from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
 

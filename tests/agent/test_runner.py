@@ -21,7 +21,7 @@ from etude.agent import ScriptedSampler, Serving, describe_tools, play, run_sess
 from etude.agent.scripted import SCRIPTED_VERSION
 from etude.errors import PrefixMissError, SamplerError, SandboxError
 from etude.records import PolicyVersion, SampleRequest, Status, ToolCall
-from etude.sandbox.interface import SandboxKilledByAgentError
+from etude.sandbox.errors import SandboxKilledByAgentError
 
 SOLVED = [[ToolCall("grep", {"pattern": "def tally"}), READ], [MEND, TEST], [FINISH]]
 

@@ -11,7 +11,8 @@ from etude.agent.tools.edit_lines import replace_lines
 from etude.agent.tools.run_command import head_and_tail
 from etude.errors import ConfigError, SandboxError, ToolArgumentError
 from etude.records import ToolCall, ToolErrorClass
-from etude.sandbox.interface import CommandResult, SandboxKilledByAgentError
+from etude.sandbox.errors import SandboxKilledByAgentError
+from etude.sandbox.types import CommandResult
 
 
 def call(name, **arguments):

@@ -9,7 +9,8 @@ import pytest
 from etude.environment.cheats import CHEATS, TARGET, Cheat, play
 from etude.environment.grading import Verdict
 from etude.environment.verdicts import Grader
-from etude.sandbox.interface import Sandbox, SandboxBackend, Template
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.template import Template
 from tests.environment.naive import exit_code_in_place, pytest_in_place, reward_file_in_place
 from tests.sandbox.backends import with_backend
 

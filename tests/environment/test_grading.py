@@ -14,7 +14,9 @@ from etude.environment.verdicts import Grader
 from etude.errors import SandboxError, TaskError
 from etude.records import Task
 from etude.sandbox.fake import MemoryBackend, MemorySandbox
-from etude.sandbox.interface import Limits, SandboxBackend, Template
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.template import Template
+from etude.sandbox.types import Resources
 from tests.sandbox.backends import with_backend
 
 SOLVED = dict(TARGET.solution_files)
@@ -90,7 +92,7 @@ def test_a_syntax_error_is_a_verdict_with_a_cause() -> None:
 class FailingBackend(MemoryBackend):
     """Makes the agent's sandbox, and no second one."""
 
-    async def create(self, template: Template, limits: Limits | None = None) -> MemorySandbox:
+    async def create(self, template: Template, limits: Resources | None = None) -> MemorySandbox:
         if self.live:
             raise SandboxError("no room")
         return await super().create(template, limits)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from etude.environment.hidden_tests import Opaque, decode_value, take_apart
 from etude.errors import TaskError
 from etude.sandbox.inside.testrunner import encode_value, run_probe_files, run_test_files
-from etude.sandbox.interface import ProbeResult
+from etude.sandbox.types import ProbeResult
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),

@@ -11,7 +11,8 @@ import pytest
 
 from etude.errors import ResourceError
 from etude.sandbox.backends import open_backend
-from etude.sandbox.interface import Sandbox, SandboxBackend, Template
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.template import Template
 
 Result = TypeVar("Result")
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from etude.errors import AgentError
-from etude.sandbox.interface import Sandbox, TestReport
+from etude.sandbox.interface import Sandbox
+from etude.sandbox.types import TestReport
 from tests.sandbox.backends import with_sandbox
 
 FILES: dict[str, bytes | str] = {

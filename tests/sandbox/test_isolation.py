@@ -10,18 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from etude.sandbox.interface import (
-    CommandResult,
-    DiskFullError,
-    Limits,
-    PathKindError,
-    PathOutsideError,
-    Sandbox,
-    SandboxBackend,
-    Template,
-    TestReport,
-    ToolArgumentError,
-)
+from etude.errors import ToolArgumentError
+from etude.sandbox.errors import DiskFullError, PathKindError, PathOutsideError
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.template import Template
+from etude.sandbox.types import CommandResult, Resources, TestReport
 from tests.sandbox.backends import with_backend, with_sandbox
 
 QUICK_S = 10.0
@@ -199,7 +192,7 @@ def test_a_bomb_left_in_the_background_does_not_stop_test_runs() -> None:
 
 def test_disk_and_inodes_are_bounded() -> None:
     async def scenario(backend: SandboxBackend) -> list[str]:
-        s = await backend.create(Template({}), Limits(disk_bytes=4 << 20, file_bytes=64 << 20))
+        s = await backend.create(Template({}), Resources(disk_bytes=4 << 20, file_bytes=64 << 20))
         full = await s.commands.run("head -c 20000000 /dev/zero > big; stat -c %s big; rm big")
         shared = await s.commands.run("head -c 20000000 /dev/zero > /dev/shm/big; stat -c %s /dev/shm/big")
         with pytest.raises(DiskFullError):
@@ -216,7 +209,7 @@ def test_disk_and_inodes_are_bounded() -> None:
 
 def test_one_file_is_bounded() -> None:
     async def scenario(backend: SandboxBackend) -> CommandResult:
-        s = await backend.create(Template({}), Limits(file_bytes=1 << 20))
+        s = await backend.create(Template({}), Resources(file_bytes=1 << 20))
         with pytest.raises(DiskFullError):
             await s.files.write("big", b"x" * (2 << 20))
         return await s.commands.run("head -c 3000000 /dev/zero > big; stat -c %s big")
@@ -226,7 +219,7 @@ def test_one_file_is_bounded() -> None:
 
 def test_memory_of_one_process_and_of_all_together_is_bounded() -> None:
     async def scenario(backend: SandboxBackend) -> list[CommandResult]:
-        s = await backend.create(Template({}), Limits(memory_bytes=96 << 20))
+        s = await backend.create(Template({}), Resources(memory_bytes=96 << 20))
         one = await s.commands.run("python3 -S -c 'x = bytearray(200 << 20)'")
         hold = "x = bytearray(60 << 20); import time; time.sleep(20)"
         four = f"for i in 1 2 3 4; do python3 -S -c '{hold}' & done; wait"

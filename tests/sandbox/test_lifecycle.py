@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import subprocess
+import sysconfig
 import sys
 import time
 from collections.abc import Callable
@@ -15,8 +16,10 @@ import pytest
 
 from etude.errors import ConfigError, ResourceError, SandboxError
 from etude.sandbox.backends import open_backend
-from etude.sandbox.interface import Sandbox, SandboxBackend, SandboxKilledByAgentError, Template
+from etude.sandbox.errors import SandboxKilledByAgentError
+from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.local.backend import LocalBackend, UnisolatedBackend
+from etude.sandbox.template import Template
 from tests.sandbox.backends import with_backend, with_sandbox
 
 FILES: dict[str, bytes | str] = {"t.py": "def test_a():\n    pass\n"}
@@ -25,7 +28,7 @@ OWNER = """
 import asyncio, sys, warnings
 warnings.simplefilter("ignore")
 from etude.sandbox.backends import open_backend
-from etude.sandbox.interface import Template
+from etude.sandbox.template import Template
 
 async def main():
     backend = open_backend(sys.argv[1])
@@ -42,7 +45,7 @@ asyncio.run(main())
 PLAIN_USER = """
 import asyncio, sys
 from etude.sandbox.local.backend import LocalBackend
-from etude.sandbox.interface import Template
+from etude.sandbox.template import Template
 
 async def main():
     backend = LocalBackend()
@@ -147,18 +150,17 @@ def test_files_can_be_read_while_a_command_runs() -> None:
     assert with_sandbox("local", FILES, scenario) < 0.4
 
 
-def test_commands_queue_and_a_cancelled_one_in_the_queue_never_runs() -> None:
+def test_commands_run_side_by_side_and_a_cancelled_one_ends() -> None:
     async def scenario(s: Sandbox) -> str:
-        first = asyncio.create_task(s.commands.run("sleep 0.2; echo 1 >> log"))
-        await asyncio.sleep(0.05)
-        second = asyncio.create_task(s.commands.run("echo 2 >> log"))
+        first = asyncio.create_task(s.commands.run("sleep 0.4; echo 1 >> log"))
+        second = asyncio.create_task(s.commands.run("sleep 0.2; echo 2 >> log"))
         third = asyncio.create_task(s.commands.run("echo 3 >> log"))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
         second.cancel()
         await asyncio.gather(first, second, third, return_exceptions=True)
         return (await s.files.read("log")).decode()
 
-    assert with_sandbox("local", FILES, scenario) == "1\n3\n"
+    assert with_sandbox("local", FILES, scenario) == "3\n1\n"
 
 
 def test_a_hundred_sandboxes_live_at_once() -> None:
@@ -271,7 +273,7 @@ def test_a_plain_user_has_isolated_sandboxes_too() -> None:
         pytest.skip("no Python 3.11 or no sources that a plain user may read")
     result = subprocess.run(
         [interpreter, "-B", "-c", PLAIN_USER],
-        env={"PYTHONPATH": str(source)},
+        env={"PYTHONPATH": f"{source}:{sysconfig.get_path('purelib')}", "HOME": "/nonexistent"},
         user=65534,
         group=65534,
         extra_groups=[],

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError
+from etude.sandbox.errors import PathOutsideError
 from etude.sandbox.inside.frames import FrameError, Unpacker, pack
 from etude.sandbox.inside.seccomp import build_filter
 from etude.sandbox.inside.testrunner import shorten
-from etude.sandbox.interface import PathOutsideError, Template, normal_path
 from etude.sandbox.local.doctor import find_problems
+from etude.sandbox.paths import normal_path
+from etude.sandbox.template import Template
 
 HEADERS = st.dictionaries(st.text(), st.integers() | st.text() | st.lists(st.text()), max_size=4)
 

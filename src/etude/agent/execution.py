@@ -15,7 +15,7 @@ from etude.agent.tools.interface import ToolContext, failure, shorten
 from etude.agent.tools.registry import check_arguments
 from etude.errors import AgentError, ToolArgumentError
 from etude.records import ToolCall, ToolErrorClass, ToolResult
-from etude.sandbox.interface import PathKindError, PathMissingError, SandboxKilledByAgentError
+from etude.sandbox.errors import PathKindError, PathMissingError, SandboxKilledByAgentError
 
 _MESSAGE_CHARACTERS = 160
 

@@ -15,7 +15,7 @@ from etude.agent.tools.interface import ToolContext
 from etude.errors import PrefixMissError, SamplerError
 from etude.protocols import Finished, RunCalls, Sample, Sampler, Session
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Status
-from etude.sandbox.interface import SandboxKilledByAgentError
+from etude.sandbox.errors import SandboxKilledByAgentError
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from etude.errors import ConfigError
 from etude.model import Qwen3Moe
 from etude.observe import Observer, RunDirectory
 from etude.records import PolicyVersion, SamplingParams, TrajectoryId
-from etude.sandbox.interface import Template
+from etude.sandbox.template import Template
 from etude.tokens.tokenizer import Tokenizer
 
 _IGNORED = {".git", ".venv", "__pycache__", "node_modules"}

@@ -29,7 +29,9 @@ from etude.environment.verdicts import Grader
 from etude.errors import InfrastructureError
 from etude.protocols import Sampler
 from etude.records import BlobRef, SamplingParams, Status, Task, Trajectory, TrajectoryId
-from etude.sandbox.interface import Limits, SandboxBackend, Template
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.template import Template
+from etude.sandbox.types import Resources
 from etude.tokens.renderer import Renderer
 
 RouteKeeper = Callable[[NDArray[np.uint8]], BlobRef]
@@ -41,7 +43,7 @@ class EpisodeLimits:
 
     session: SessionLimits = field(default_factory=SessionLimits)
     tools: ToolLimits = field(default_factory=ToolLimits)
-    sandbox: Limits = field(default_factory=Limits)
+    sandbox: Resources = field(default_factory=Resources)
     max_attempts: int = 3
     """Times an episode is begun where the infrastructure fails."""
 
@@ -56,7 +58,7 @@ class EpisodeLimits:
                 max_message_tokens=agent.max_message_tokens,
             ),
             ToolLimits(test_timeout_s=sandbox.test_timeout_s, command_timeout_s=sandbox.command_timeout_s),
-            Limits(memory_bytes=sandbox.memory_bytes),
+            Resources(memory_bytes=sandbox.memory_bytes),
         )
 
 

@@ -28,7 +28,9 @@ from functools import lru_cache
 from etude.environment.hidden_tests import HiddenFile, take_apart
 from etude.errors import AgentError, TaskError
 from etude.records import Task
-from etude.sandbox.interface import Limits, ProbeReport, SandboxBackend, Template
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.template import Template
+from etude.sandbox.types import ProbeReport, Resources
 
 GRADING_TIMEOUT_S = 5.0
 """Wall time for the hidden tests; they take milliseconds, so who needs this long hangs."""
@@ -49,7 +51,7 @@ async def judge_changes(
     task: Task,
     changes: Mapping[str, bytes | None],
     backend: SandboxBackend,
-    limits: Limits | None = None,
+    limits: Resources | None = None,
     timeout_s: float = GRADING_TIMEOUT_S,
 ) -> Verdict:
     """Judges what `allowed_changes` gave, in a fresh sandbox.
@@ -140,7 +142,7 @@ async def _probe(
     changes: Mapping[str, bytes | None],
     hidden: list[HiddenFile],
     backend: SandboxBackend,
-    limits: Limits | None,
+    limits: Resources | None,
     timeout_s: float,
 ) -> ProbeReport:
     """Runs the probes over the agent's changes in a sandbox of their own."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from etude.errors import TaskError
 from etude.sandbox.inside.testrunner import OPERATORS, RECORD, Value, failed_comparison
-from etude.sandbox.interface import ProbeResult
+from etude.sandbox.types import ProbeResult
 
 _SEALED = ("Eq", "NotEq", "Is", "IsNot", "In", "NotIn")
 

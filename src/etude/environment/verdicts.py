@@ -21,7 +21,8 @@ from etude.environment.grading import (
 )
 from etude.errors import AgentError
 from etude.records import Task
-from etude.sandbox.interface import Limits, Sandbox, SandboxBackend
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.types import Resources
 
 _MAX_KEPT = 4096
 
@@ -33,7 +34,7 @@ class Grader:
     """
 
     def __init__(
-        self, backend: SandboxBackend, limits: Limits | None = None, timeout_s: float = GRADING_TIMEOUT_S
+        self, backend: SandboxBackend, limits: Resources | None = None, timeout_s: float = GRADING_TIMEOUT_S
     ) -> None:
         self._backend = backend
         self._limits = limits

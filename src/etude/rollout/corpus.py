@@ -23,7 +23,7 @@ from etude.errors import StoreError
 from etude.protocols import Finished, RunCalls
 from etude.records import PolicyVersion, SampleChunk, Task, ToolCall, ToolResult, TrajectoryId
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.interface import Template
+from etude.sandbox.template import Template
 from etude.tasks.expert import Expert, ExpertSkill
 from etude.tasks.generator import TaskGenerator
 from etude.tokens.grammar import XmlGrammar

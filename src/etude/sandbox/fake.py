@@ -2,131 +2,50 @@
 
 For *trusted generated code only*: it makes training corpora at well under a millisecond an operation, and
 stands in for real sandboxes in tests. It runs tests with the very code that runs them inside a real
-sandbox, and runs no commands.
+sandbox, and runs no commands. Its snapshots live as long as the backend.
 """
 
 from __future__ import annotations
 
+import asyncio
 import io
 import itertools
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
-from etude.errors import AgentError, SandboxError
-from etude.sandbox.inside import faults, testrunner
-from etude.sandbox.inside.faults import Fault
-from etude.sandbox.inside.filesystem import compile_pattern, matching_lines
-from etude.sandbox.interface import (
+from etude.errors import SandboxError
+from etude.sandbox.errors import SandboxMissingError, SandboxStateError, SnapshotError, Unsupported
+from etude.sandbox.fake_files import MemoryFiles, MemorySource
+from etude.sandbox.inside import testrunner
+from etude.sandbox.interface import Command, OnOutput, Sandbox, SandboxBackend
+from etude.sandbox.paths import normal_path
+from etude.sandbox.snapshots import pack_template, unpack_templates
+from etude.sandbox.template import Template
+from etude.sandbox.types import (
+    NO_NETWORK,
+    Capabilities,
     CommandResult,
-    CommandsUnsupportedError,
-    FileInfo,
-    GrepMatch,
-    Limits,
+    Network,
     ProbeReport,
     ProbeResult,
-    Sandbox,
-    Template,
+    ProcessInfo,
+    Resources,
+    SandboxInfo,
+    SnapshotInfo,
+    SnapshotKind,
     TestFailure,
     TestReport,
-    fault_error,
-    normal_path,
 )
 
 Run = TypeVar("Run")
-
-
-class MemoryFiles:
-    """`Files` over a dict of path -> content. As on a disk, a directory outlives its last file."""
-
-    def __init__(self, contents: dict[str, bytes], template: Mapping[str, bytes]) -> None:
-        self.contents = contents
-        self.folders = {folder for path in (*template, *contents) for folder in _folders(path)}
-
-    async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:
-        return self._content(normal_path(path), path)[:limit_bytes]
-
-    async def write(self, path: str, data: str | bytes) -> None:
-        name = normal_path(path)
-        if self.is_dir(name):
-            raise fault_error(faults.IS_DIRECTORY, "path", path)
-        folders = _folders(name)
-        if any(folder in self.contents for folder in folders):
-            raise fault_error(faults.PART_IS_FILE, "path", path)
-        self.folders.update(folders)
-        self.contents[name] = data.encode() if isinstance(data, str) else bytes(data)
-
-    async def write_many(self, files: Mapping[str, str | bytes]) -> None:
-        for path, data in files.items():
-            await self.write(path, data)
-
-    async def list(self, path: str = ".", depth: int = 1) -> list[FileInfo]:
-        name = normal_path(path)
-        if name in self.contents:
-            raise fault_error(faults.NOT_DIRECTORY, "path", path)
-        if not self.is_dir(name):
-            raise self._nothing_there(name, path)
-        prefix = "" if name == "." else name + "/"
-        entries = [FileInfo(file, "file", len(data)) for file, data in self.contents.items()]
-        entries += [FileInfo(folder, "dir", 0) for folder in self.folders]
-        below = [
-            entry
-            for entry in entries
-            if entry.path.startswith(prefix) and entry.path.count("/", len(prefix)) < depth
-        ]
-        return sorted(below, key=lambda entry: entry.path)
-
-    async def remove(self, path: str) -> None:
-        name = normal_path(path)
-        if name == ".":
-            raise fault_error(faults.ROOT_STAYS, "path", path)
-        if name in self.contents:
-            del self.contents[name]
-            return
-        if not self.is_dir(name):
-            raise self._nothing_there(name, path)
-        for file in [file for file in self.contents if file.startswith(name + "/")]:
-            del self.contents[file]
-        self.folders = {f for f in self.folders if f != name and not f.startswith(name + "/")}
-
-    async def grep(self, pattern: str, path: str = ".", limit: int = 50) -> list[GrepMatch]:
-        name = normal_path(path)
-        try:
-            expression = compile_pattern(pattern)
-        except Fault as fault:
-            raise fault_error((fault.kind, fault.message), "pattern", pattern) from fault
-        if name not in self.contents and not self.is_dir(name):
-            raise self._nothing_there(name, path)
-        matches: list[GrepMatch] = []
-        for file in sorted(self.contents):
-            below = name in (".", file) or file.startswith(name + "/")
-            if not below or "__pycache__" in file.split("/"):
-                continue
-            for number, line in matching_lines(expression, self.contents[file]):
-                matches.append(GrepMatch(file, number, line))
-                if len(matches) >= limit:
-                    return matches
-        return matches
-
-    def is_dir(self, path: str) -> bool:
-        """Whether `path`, already normalised, is a directory."""
-        return path == "." or path in self.folders
-
-    def _nothing_there(self, name: str, path: str) -> AgentError:
-        blocked = any(folder in self.contents for folder in _folders(name))
-        return fault_error(faults.PART_IS_FILE if blocked else faults.MISSING, "path", path)
-
-    def _content(self, name: str, path: str) -> bytes:
-        data = self.contents.get(name)
-        if data is None:
-            if self.is_dir(name):
-                raise fault_error(faults.IS_DIRECTORY, "path", path)
-            raise self._nothing_there(name, path)
-        return data
 
 
 class MemoryCommands:
@@ -139,26 +58,101 @@ class MemoryCommands:
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         limit_bytes: int = 64 << 10,
+        stdin: str | bytes | None = None,
+        on_output: OnOutput | None = None,
     ) -> CommandResult:
-        raise CommandsUnsupportedError(
-            "the in-memory backend runs no commands",
-            field="sandbox.backend",
-            received="memory",
-            fix='use the "local" backend, or tasks that need no commands',
-        )
+        """Raises Unsupported."""
+        raise _unsupported("commands")
+
+    async def start(
+        self,
+        cmd: str,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limit_bytes: int = 64 << 10,
+        on_output: OnOutput | None = None,
+    ) -> Command:
+        """Raises Unsupported."""
+        raise _unsupported("commands")
+
+    async def list(self) -> list[ProcessInfo]:
+        """See Commands.list: there are none."""
+        return []
+
+    async def connect(self, pid: int) -> Command:
+        """Raises Unsupported."""
+        raise _unsupported("commands")
+
+    async def send_stdin(self, pid: int, data: str | bytes) -> None:
+        """Raises Unsupported."""
+        raise _unsupported("commands")
+
+    async def kill(self, pid: int) -> bool:
+        """See Commands.kill: there is none."""
+        return False
 
 
 class MemorySandbox:
     """`Sandbox` in this process. Not isolated in any way."""
 
-    def __init__(self, backend: MemoryBackend, template: Template, contents: dict[str, bytes]) -> None:
+    def __init__(
+        self,
+        backend: MemoryBackend,
+        template: Template,
+        contents: dict[str, bytes],
+        resources: Resources | None = None,
+        metadata: Mapping[str, str] | None = None,
+        parent: str | None = None,
+    ) -> None:
         self.id = f"memory-{next(_ids)}"
         self.template = template
-        self.files = MemoryFiles(contents, template.contents)
+        self.files = MemoryFiles(contents, template.contents, template.workspace)
         self.commands = MemoryCommands()
         self._backend = backend
-        self._dead = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._info = SandboxInfo(
+            id=self.id,
+            backend="memory",
+            template=template.name,
+            template_digest=template.digest,
+            state="running",
+            resources=resources or Resources(),
+            network=NO_NETWORK,
+            created_s=time.time(),
+            expires_s=None,
+            parent=parent,
+            metadata=dict(metadata or {}),
+        )
         backend.live.add(self)
+
+    async def get_info(self) -> SandboxInfo:
+        """See Sandbox.get_info."""
+        return self._info
+
+    async def set_timeout(self, timeout_s: float | None) -> None:
+        """See Sandbox.set_timeout."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        expires_s = None
+        if timeout_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(timeout_s, self._end)
+            expires_s = time.time() + timeout_s
+        self._info = replace(self._info, expires_s=expires_s)
+
+    async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
+        """Raises Unsupported."""
+        raise _unsupported("commands")
+
+    async def run_in_session(
+        self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
+    ) -> CommandResult:
+        """Raises Unsupported."""
+        raise _unsupported("commands")
+
+    async def close_session(self, session: str) -> None:
+        """See Sandbox.close_session: there is none."""
 
     async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
         """Runs the files in this process.
@@ -179,27 +173,86 @@ class MemorySandbox:
         results = tuple(ProbeResult(path, name, tuple(v), error) for path, name, v, error in run["results"])
         return ProbeReport(results, run["error"], False, duration_s)
 
-    async def fork(self, count: int) -> list[Sandbox | SandboxError]:
-        self._alive()
-        return [MemorySandbox(self._backend, self.template, dict(self.files.contents)) for _ in range(count)]
-
     async def diff(self) -> Mapping[str, bytes | None]:
-        self._alive()
+        """See Sandbox.diff."""
+        self._awake()
         now, then = self.files.contents, self.template.contents
         changed: dict[str, bytes | None] = {p: d for p, d in now.items() if then.get(p) != d}
         changed.update({path: None for path in then if path not in now})
         return dict(sorted(changed.items()))
 
     async def final_diff(self) -> Mapping[str, bytes | None]:
+        """See Sandbox.final_diff."""
         return await self.diff()
 
+    async def pause(self, mode: SnapshotKind = "full") -> None:
+        """See Sandbox.pause: files are all there is."""
+        if mode != "filesystem":
+            raise _unsupported("memory of processes")
+        self._alive()
+        self._info = replace(self._info, state="paused")
+
+    async def resume(self) -> None:
+        """See Sandbox.resume."""
+        self._alive()
+        self._info = replace(self._info, state="running")
+
+    async def create_snapshot(
+        self, kind: SnapshotKind | None = None, name: str | None = None
+    ) -> SnapshotInfo:
+        """See Sandbox.create_snapshot."""
+        if kind == "full":
+            raise _unsupported("memory of processes")
+        self._awake()
+        return self._backend.keep(self.template, dict(self.files.contents), self.id, name)
+
+    async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
+        """See Sandbox.fork."""
+        self._awake()
+        info = self._info
+        copies: list[Sandbox | SandboxError] = []
+        for _ in range(count):
+            contents = dict(self.files.contents)
+            copies.append(
+                MemorySandbox(self._backend, self.template, contents, info.resources, info.metadata, self.id)
+            )
+        return copies
+
+    async def migrate(self, target: SandboxBackend) -> Sandbox:
+        """See Sandbox.migrate."""
+        snapshot = await self.create_snapshot()
+        try:
+            with tempfile.TemporaryDirectory(prefix="etude-migrate-") as directory:
+                file = Path(directory, "snapshot")
+                await self._backend.export_snapshot(snapshot.id, file)
+                imported = await target.import_snapshot(file)
+            moved = await target.create(snapshot=imported.id)
+            await target.delete_snapshot(imported.id)
+        finally:
+            await self._backend.delete_snapshot(snapshot.id)
+        await self.kill()
+        return moved
+
     async def kill(self) -> None:
-        self._dead = True
+        """See Sandbox.kill."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._end()
+
+    def _end(self) -> None:
+        self._info = replace(self._info, state="killed")
         self._backend.live.discard(self)
 
     def _alive(self) -> None:
-        if self._dead:
+        if self._info.state == "killed":
             raise SandboxError("the sandbox was killed", field="sandbox", received=self.id)
+
+    def _awake(self) -> None:
+        self._alive()
+        if self._info.state == "paused":
+            raise SandboxStateError(
+                "the sandbox is paused", field="sandbox", received=self.id, fix="resume it first"
+            )
 
     def _run(
         self,
@@ -208,16 +261,25 @@ class MemorySandbox:
         timeout_s: float,
     ) -> tuple[Run | None, float]:
         """The runner's result, or None at the timeout; and the time taken."""
-        self._alive()
-        names = [normal_path(path) for path in paths]
+        self._awake()
+        names = [normal_path(path, self.template.workspace) for path in paths]
         start_s = time.perf_counter()
         result: Run | None = None
         try:
             with _alarm(timeout_s), _quiet():
-                result = runner(_MemorySource(self.files), names)
+                result = runner(MemorySource(self.files), names)
         except testrunner.TimeUp:
             result = None
         return result, time.perf_counter() - start_s
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A snapshot in memory."""
+
+    info: SnapshotInfo
+    template: Template
+    contents: dict[str, bytes]
 
 
 class MemoryBackend:
@@ -225,38 +287,103 @@ class MemoryBackend:
 
     def __init__(self) -> None:
         self.live: set[MemorySandbox] = set()
+        self._kept: dict[str, _Kept] = {}
 
-    async def create(self, template: Template, limits: Limits | None = None) -> MemorySandbox:
-        """A sandbox over a copy of the template. `limits` bound processes, of which there are none."""
-        return MemorySandbox(self, template, dict(template.contents))
+    def capabilities(self) -> Capabilities:
+        """See SandboxBackend.capabilities."""
+        files: frozenset[SnapshotKind] = frozenset({"filesystem"})
+        return Capabilities(
+            "memory", "none", False, False, False, files, files, fork="filesystem", migrate="filesystem"
+        )
+
+    async def create(
+        self,
+        template: Template | None = None,
+        resources: Resources | None = None,
+        network: Network | None = None,
+        timeout_s: float | None = None,
+        snapshot: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> MemorySandbox:
+        """See SandboxBackend.create. `resources` bound processes, of which there are none."""
+        if network is not None and network.allow:
+            raise _unsupported("network")
+        if snapshot is not None:
+            kept = self._get(snapshot)
+            template, contents = kept.template, dict(kept.contents)
+        else:
+            template = template or Template()
+            contents = dict(template.contents)
+        sandbox = MemorySandbox(self, template, contents, resources, metadata, snapshot)
+        await sandbox.set_timeout(timeout_s)
+        return sandbox
+
+    async def connect(self, sandbox_id: str) -> MemorySandbox:
+        """See SandboxBackend.connect."""
+        for sandbox in self.live:
+            if sandbox.id == sandbox_id:
+                await sandbox.resume()
+                return sandbox
+        raise SandboxMissingError("no such sandbox", field="sandbox", received=sandbox_id)
+
+    async def list(self) -> list[SandboxInfo]:
+        """See SandboxBackend.list."""
+        infos = [await sandbox.get_info() for sandbox in self.live]
+        return sorted(infos, key=lambda info: info.created_s)
+
+    async def list_snapshots(self) -> list[SnapshotInfo]:
+        """See SandboxBackend.list_snapshots."""
+        return [kept.info for kept in self._kept.values()]
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """See SandboxBackend.delete_snapshot."""
+        self._get(snapshot)
+        del self._kept[snapshot]
+
+    async def export_snapshot(self, snapshot: str, target: Path) -> None:
+        """See SandboxBackend.export_snapshot."""
+        kept = self._get(snapshot)
+        files = Template({**kept.contents}, snapshot)
+        frames = pack_template(kept.template) + pack_template(files)
+        await asyncio.to_thread(target.write_bytes, frames)
+
+    async def import_snapshot(self, source: Path) -> SnapshotInfo:
+        """See SandboxBackend.import_snapshot."""
+        template, files = unpack_templates(await asyncio.to_thread(source.read_bytes), source.name, 2)
+        return self.keep(template, dict(files.contents), "", None)
+
+    def keep(
+        self, template: Template, contents: dict[str, bytes], sandbox: str, name: str | None
+    ) -> SnapshotInfo:
+        """Keeps files as a snapshot."""
+        snapshot = f"memory-snap-{next(_ids)}"
+        size = sum(map(len, contents.values()))
+        info = SnapshotInfo(snapshot, "filesystem", "memory", sandbox, template.name, time.time(), size, name)
+        self._kept[snapshot] = _Kept(info, template, contents)
+        return info
 
     async def close(self) -> None:
+        """See SandboxBackend.close."""
         for sandbox in list(self.live):
             await sandbox.kill()
 
     def doctor(self) -> list[str]:
+        """See SandboxBackend.doctor."""
         return []
 
+    def _get(self, snapshot: str) -> _Kept:
+        if snapshot not in self._kept:
+            raise SnapshotError("the snapshot does not exist", field="snapshot", received=snapshot)
+        return self._kept[snapshot]
 
-class _MemorySource:
-    """Workspace modules out of a dict."""
 
-    def __init__(self, files: MemoryFiles) -> None:
-        self._files = files
-
-    def read(self, path: str) -> str | None:
-        data = self._files.contents.get(path)
-        return None if data is None else data.decode(errors="replace")
-
-    def is_dir(self, path: str) -> bool:
-        return self._files.is_dir(path)
-
-    def entries(self, path: str) -> list[str]:
-        prefix = path + "/" if path else ""
-        names = {
-            name[len(prefix) :].partition("/")[0] for name in self._files.contents if name.startswith(prefix)
-        }
-        return sorted(names)
+def _unsupported(ability: str) -> Unsupported:
+    return Unsupported(
+        f"the in-memory backend has no {ability}",
+        field="sandbox.backend",
+        received="memory",
+        fix='use the "local" backend, or tasks that need none',
+    )
 
 
 @contextmanager
@@ -288,12 +415,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         sys.dont_write_bytecode = before
-
-
-def _folders(path: str) -> list[str]:
-    """Every directory that `path` lies in."""
-    parts = path.split("/")
-    return ["/".join(parts[:depth]) for depth in range(1, len(parts))]
 
 
 _ids = itertools.count(1)

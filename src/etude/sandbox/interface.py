@@ -1,7 +1,8 @@
 """The sandbox as everything above sees it: what a session may do to its files and processes.
 
-Three protocols (`Files`, `Commands`, `Sandbox`) and the backend that makes sandboxes; local, unisolated
-and in-memory backends keep the same contract, which `tests/sandbox/test_contract.py` runs on each.
+Four protocols (`Files`, `Commands`, `Shells`, `Sandbox`) and the backend that makes sandboxes. All backends
+keep the same contract, which `tests/sandbox/test_contract.py` runs on each; what one cannot do it
+says in `capabilities()` and refuses with `Unsupported`.
 
 Paths are relative to the workspace (`/workspace` inside); an absolute path below it is accepted.
 What the *agent* did wrong (a missing file, a path that leaves the workspace, a full disk) raises an
@@ -11,187 +12,29 @@ killed it: that is `SandboxKilledByAgentError`, an `AgentError`.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from etude.errors import AgentError, ConfigError, SandboxError, ToolArgumentError
-from etude.sandbox.inside import faults
-from etude.sandbox.inside.testrunner import Value
+from etude.errors import SandboxError
+from etude.sandbox.template import Template
+from etude.sandbox.types import (
+    Capabilities,
+    CommandResult,
+    FileInfo,
+    GrepMatch,
+    Network,
+    ProbeReport,
+    ProcessInfo,
+    Resources,
+    SandboxInfo,
+    SnapshotInfo,
+    SnapshotKind,
+    TestReport,
+)
 
-WORKSPACE = "/workspace"
-"""Where the workspace lies inside a sandbox."""
-
-
-class PathMissingError(ToolArgumentError):
-    """The path names nothing."""
-
-
-class PathKindError(ToolArgumentError):
-    """The path names something of another kind: a directory for a file, or the reverse."""
-
-
-class PathOutsideError(ToolArgumentError):
-    """The path leaves the workspace, or is no path at all."""
-
-
-class DiskFullError(AgentError):
-    """The sandbox's disk or its supply of inodes is used up."""
-
-
-class DiffTooLargeError(AgentError):
-    """The changes of a sandbox exceed what a diff carries."""
-
-
-class SandboxKilledByAgentError(AgentError):
-    """The agent's own doing ended its sandbox: it killed or starved the sandbox's first process."""
-
-
-class CommandsUnsupportedError(SandboxError):
-    """This backend runs no commands."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one sandbox may use. Sizes in bytes, times in seconds."""
-
-    memory_bytes: int = 512 << 20
-    """Of all processes together where a memory cgroup can be had; of each process otherwise."""
-    num_processes: int = 64
-    disk_bytes: int = 64 << 20
-    file_bytes: int = 32 << 20
-    """Size of any one file."""
-    cpu_s: int = 60
-    """Processor time of each process."""
-    open_files: int = 256
-
-
-@dataclass(frozen=True, slots=True)
-class CommandResult:
-    """How a command ended. `exit_code` is minus the signal's number where a signal ended it."""
-
-    exit_code: int
-    stdout: str
-    stderr: str
-    timed_out: bool
-    duration_s: float
-    truncated: bool
-    """Whether output was dropped because it exceeded the limit."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileInfo:
-    """One entry of a listing."""
-
-    path: str
-    kind: str
-    """file, dir, symlink or other."""
-    size_bytes: int
-    """Size of a regular file; 0 for everything else."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrepMatch:
-    """One matching line; `line_number` counts from 1, `line` has no line end."""
-
-    path: str
-    line_number: int
-    line: str
-
-
-@dataclass(frozen=True, slots=True)
-class TestFailure:
-    """One failed test: `name` is `test_tally`; `message` is `12 != 14` or `NameError: name 'x' ...`."""
-
-    __test__ = False
-
-    name: str
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class TestReport:
-    """What a test run said, in the order in which the tests stand in their files."""
-
-    __test__ = False
-
-    passed: tuple[str, ...]
-    failed: tuple[TestFailure, ...]
-    error: str | None
-    """Why there is no (whole) result: a file that does not import, `timeout`, a runner that died."""
-    timed_out: bool
-    duration_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """What one test function computed when its assertions only recorded (see `environment.grading`)."""
-
-    path: str
-    name: str
-    values: tuple[Value, ...]
-    """Recorded values in order of execution."""
-    error: str | None
-    """`ExceptionType: text` where the function did not run to its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeReport:
-    """All probe results of one run."""
-
-    results: tuple[ProbeResult, ...]
-    error: str | None
-    timed_out: bool
-    duration_s: float
-
-
-@dataclass(frozen=True)
-class Template:
-    """The files that a sandbox starts with. Equal digests mean equal files."""
-
-    files: Mapping[str, bytes | str]
-    """Workspace-relative path -> content; text is stored as UTF-8."""
-    name: str = "template"
-    _bytes: dict[str, bytes] = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        contents = {
-            normal_path(path): data.encode() if isinstance(data, str) else bytes(data)
-            for path, data in self.files.items()
-        }
-        object.__setattr__(self, "_bytes", contents)
-
-    @property
-    def contents(self) -> Mapping[str, bytes]:
-        """The files as bytes, keyed by normalised path."""
-        return self._bytes
-
-    @cached_property
-    def digest(self) -> str:
-        """BLAKE2b hex digest over sorted paths and contents."""
-        state = hashlib.blake2b(digest_size=20)
-        for path in sorted(self._bytes):
-            data = self._bytes[path]
-            name = path.encode()
-            state.update(b"%d %d " % (len(name), len(data)) + name + data)
-        return state.hexdigest()
-
-    @classmethod
-    def from_directory(cls, path: str | Path) -> Template:
-        """Reads every regular file below `path`; symbolic links are left out.
-
-        Raises ConfigError if `path` is no directory.
-        """
-        root = Path(path)
-        if not root.is_dir():
-            raise ConfigError(
-                "no such directory", field="template", received=str(path), fix="name a directory"
-            )
-        found = sorted(entry for entry in root.rglob("*") if entry.is_file() and not entry.is_symlink())
-        return cls({entry.relative_to(root).as_posix(): entry.read_bytes() for entry in found}, root.name)
+OnOutput = Callable[[int, bytes], None]
+"""Called with (1 or 2, bytes) as a command prints to stdout or stderr."""
 
 
 class Files(Protocol):
@@ -225,9 +68,45 @@ class Files(Protocol):
         """
         ...
 
+    async def upload(self, source: Path, path: str) -> int:
+        """Copies a host file, or a directory with its regular files, to `path`; returns the bytes copied.
+
+        In pieces: of any size. Symbolic links below `source` are left out. Raises as `write`.
+        """
+        ...
+
+    async def download(self, path: str, target: Path) -> int:
+        """Copies a file or directory of the workspace to the host; returns the bytes copied.
+
+        Whatever the sandbox answers, nothing outside `target` is written: names that climb out are
+        refused, links are not followed. Raises as `read`.
+        """
+        ...
+
+
+class Command(Protocol):
+    """A command in the background."""
+
+    @property
+    def pid(self) -> int:
+        """Its process id inside the sandbox."""
+        ...
+
+    async def wait(self, timeout_s: float | None = None) -> CommandResult:
+        """The result once it has ended. Raises TimeoutError after `timeout_s`; the command goes on."""
+        ...
+
+    async def send_stdin(self, data: str | bytes, close: bool = False) -> None:
+        """Writes to its standard input; `close` ends the input after it."""
+        ...
+
+    async def kill(self) -> bool:
+        """Ends it and what it started; False if it had ended already."""
+        ...
+
 
 class Commands(Protocol):
-    """Shell commands inside the sandbox."""
+    """Shell commands inside the sandbox. Several may run at once."""
 
     async def run(
         self,
@@ -236,8 +115,41 @@ class Commands(Protocol):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
         limit_bytes: int = 64 << 10,
+        stdin: str | bytes | None = None,
+        on_output: OnOutput | None = None,
     ) -> CommandResult:
-        """Runs `cmd` with `/bin/sh` in the workspace; at the timeout everything it started is killed."""
+        """Runs `cmd` with `/bin/sh` in the workspace; at the timeout everything it started is killed.
+
+        A process that it leaves in the background lives on. `on_output` sees the output as it comes.
+        """
+        ...
+
+    async def start(
+        self,
+        cmd: str,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limit_bytes: int = 64 << 10,
+        on_output: OnOutput | None = None,
+    ) -> Command:
+        """Runs `cmd` in the background, with a standard input that stays open."""
+        ...
+
+    async def list(self) -> list[ProcessInfo]:
+        """The background commands, those that have ended and were not waited for included."""
+        ...
+
+    async def connect(self, pid: int) -> Command:
+        """A background command by its process id. Raises ToolArgumentError if there is none."""
+        ...
+
+    async def send_stdin(self, pid: int, data: str | bytes) -> None:
+        """See Command.send_stdin."""
+        ...
+
+    async def kill(self, pid: int) -> bool:
+        """See Command.kill. False if there is no such command."""
         ...
 
 
@@ -251,19 +163,34 @@ class Sandbox(Protocol):
     @property
     def commands(self) -> Commands: ...
 
+    async def get_info(self) -> SandboxInfo: ...
+
+    async def set_timeout(self, timeout_s: float | None) -> None:
+        """The sandbox is killed `timeout_s` seconds from now; None: it is not."""
+        ...
+
+    async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
+        """Starts a shell that keeps directory, variables, functions and jobs between calls: its id."""
+        ...
+
+    async def run_in_session(
+        self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
+    ) -> CommandResult:
+        """Runs `cmd` in a session's shell. At the timeout what it started is killed; the shell survives
+        unless it is itself what hangs. Raises SessionClosedError if the session has ended.
+        """
+        ...
+
+    async def close_session(self, session: str) -> None:
+        """Ends a session's shell and all that runs in it. Idempotent."""
+        ...
+
     async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
         """Runs the `test_*` functions of the named files in a fresh fork of the warm interpreter."""
         ...
 
     async def run_probes(self, paths: Sequence[str], timeout_s: float = 2.0) -> ProbeReport:
         """Like `run_tests` for probe files: returns what their functions recorded, judges nothing."""
-        ...
-
-    async def fork(self, count: int) -> list[Sandbox | SandboxError]:
-        """Copies of the workspace in `count` new sandboxes; processes are not copied.
-
-        Each place holds a sandbox or the error that prevented it.
-        """
         ...
 
     async def diff(self) -> Mapping[str, bytes | None]:
@@ -278,6 +205,39 @@ class Sandbox(Protocol):
         """Ends every process that the agent started, then as `diff`: nothing can change any more."""
         ...
 
+    async def pause(self, mode: SnapshotKind = "full") -> None:
+        """Puts the sandbox to sleep on disk and frees its processor and memory. Idempotent.
+
+        `full` keeps memory and processes, `filesystem` the files alone (processes end). Until `resume`,
+        every other call but `kill` and `get_info` raises SandboxStateError. Raises Unsupported.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Wakes a paused sandbox. Idempotent. Raises SnapshotError, and the sandbox stays paused."""
+        ...
+
+    async def create_snapshot(
+        self, kind: SnapshotKind | None = None, name: str | None = None
+    ) -> SnapshotInfo:
+        """A durable copy of the state; the sandbox goes on. `kind` None: the most that the backend can."""
+        ...
+
+    async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
+        """Copies of the present state in `count` new sandboxes; this one goes on.
+
+        What is copied (files alone, or processes too) is `capabilities().fork`. Each place of the result
+        holds a sandbox or the error that prevented it.
+        """
+        ...
+
+    async def migrate(self, target: SandboxBackend) -> Sandbox:
+        """Moves the sandbox to another backend (another host), and kills it here once it runs there.
+
+        Raises SandboxError if that fails, and then the sandbox still runs here.
+        """
+        ...
+
     async def kill(self) -> None:
         """Ends every process of the sandbox. Idempotent; returns before the kernel has freed all of it."""
         ...
@@ -286,56 +246,53 @@ class Sandbox(Protocol):
 class SandboxBackend(Protocol):
     """Makes sandboxes of one kind."""
 
-    async def create(self, template: Template, limits: Limits | None = None) -> Sandbox:
-        """A sandbox whose workspace holds the template's files. Raises SandboxError."""
+    def capabilities(self) -> Capabilities: ...
+
+    async def create(
+        self,
+        template: Template | None = None,
+        resources: Resources | None = None,
+        network: Network | None = None,
+        timeout_s: float | None = None,
+        snapshot: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Sandbox:
+        """A sandbox whose workspace holds the template's files, or that continues a snapshot.
+
+        `timeout_s`: time to live; None: until killed. With `snapshot` (its id), template and resources
+        are the snapshot's. Raises ResourceError for more than this host has, SnapshotError, Unsupported,
+        SandboxError.
+        """
+        ...
+
+    async def connect(self, sandbox_id: str) -> Sandbox:
+        """A living sandbox by its id; a paused one is resumed. Raises SandboxMissingError."""
+        ...
+
+    async def list(self) -> list[SandboxInfo]:
+        """The living and the paused sandboxes of this backend, oldest first."""
+        ...
+
+    async def list_snapshots(self) -> list[SnapshotInfo]:
+        """Snapshots that this backend can restore, oldest first."""
+        ...
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """Deletes one. Raises SnapshotError if there is none; sandboxes made from it go on."""
+        ...
+
+    async def export_snapshot(self, snapshot: str, target: Path) -> None:
+        """Writes a snapshot as one file that `import_snapshot` of another host takes in."""
+        ...
+
+    async def import_snapshot(self, source: Path) -> SnapshotInfo:
+        """Takes in an exported snapshot, checked. Raises SnapshotError if it is torn or foreign."""
         ...
 
     async def close(self) -> None:
-        """Kills every sandbox and leaves no process, mount or file behind. Idempotent."""
+        """Kills every sandbox and leaves no process, mount or file behind; snapshots stay. Idempotent."""
         ...
 
     def doctor(self) -> list[str]:
         """What keeps this backend from working here, each with its fix; empty when all is well."""
         ...
-
-
-_FAULTS: dict[str, type[AgentError]] = {
-    "missing": PathMissingError,
-    "kind": PathKindError,
-    "outside": PathOutsideError,
-    "argument": ToolArgumentError,
-    "disk": DiskFullError,
-    "diff": DiffTooLargeError,
-}
-
-
-def fault_error(fault: tuple[str, str], field: str | None = None, received: object = None) -> AgentError:
-    """The typed error for a fault (kind, message) of `inside.faults`."""
-    kind, message = fault
-    return _FAULTS.get(kind, ToolArgumentError)(message, field=field, received=received)
-
-
-def normal_path(path: str) -> str:
-    """The normalised workspace-relative form of `path`; `.` is the workspace itself.
-
-    Raises PathOutsideError for what leaves the workspace or cannot be a path.
-    """
-    if "\0" in path:
-        raise PathOutsideError("a path has no NUL characters", field="path", received=path)
-    if path.startswith("/"):
-        if path != WORKSPACE and not path.startswith(WORKSPACE + "/"):
-            raise _outside(path)
-        path = path[len(WORKSPACE) :]
-    parts: list[str] = []
-    for part in path.split("/"):
-        if part == "..":
-            if not parts:
-                raise _outside(path)
-            parts.pop()
-        elif part not in ("", "."):
-            parts.append(part)
-    return "/".join(parts) or "."
-
-
-def _outside(path: str) -> AgentError:
-    return fault_error(faults.OUTSIDE, "path", path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from etude.agent.tools.interface import Arguments, ToolContext, failure, shorten, shown
 from etude.records import ToolErrorClass, ToolResult
-from etude.sandbox.interface import TestReport
+from etude.sandbox.types import TestReport
 from etude.tokens.grammar import ToolSchema
 
 

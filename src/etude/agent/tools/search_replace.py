@@ -6,7 +6,7 @@ from etude.agent.tools.interface import Arguments, ToolContext, failure
 from etude.agent.tools.text_file import path_of, read_text, write_text
 from etude.errors import ToolArgumentError
 from etude.records import ToolErrorClass, ToolResult
-from etude.sandbox.interface import normal_path
+from etude.sandbox.paths import normal_path
 from etude.tokens.grammar import Parameter, ToolSchema
 
 

@@ -18,6 +18,7 @@ from etude.sandbox.inside.faults import Fault
 MAX_DIFF_BYTES = 32 << 20
 MAX_ENTRIES = 50_000
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 class Workspace:
@@ -27,8 +28,8 @@ class Workspace:
         self.root = os.path.realpath(root)
         self._template = template
 
-    def read(self, path: str, limit_bytes: int) -> bytes:
-        """The first `limit_bytes` of a regular file."""
+    def read(self, path: str, limit_bytes: int, offset: int = 0) -> bytes:
+        """Up to `limit_bytes` of a regular file, from `offset` on."""
         descriptor = os.open(self._resolve(path), _READ_FLAGS)
         try:
             mode = os.fstat(descriptor).st_mode
@@ -36,16 +37,18 @@ class Workspace:
                 raise Fault(*faults.IS_DIRECTORY)
             if not stat.S_ISREG(mode):
                 raise Fault(*faults.NOT_REGULAR)
+            if offset:
+                os.lseek(descriptor, offset, os.SEEK_SET)
             return _read_up_to(descriptor, limit_bytes)
         finally:
             os.close(descriptor)
 
-    def write(self, path: str, data: bytes) -> None:
-        """Replaces or makes a file, and the directories above it."""
+    def write(self, path: str, data: bytes, append: bool = False) -> None:
+        """Replaces, makes or lengthens a file, and makes the directories above it."""
         if path == ".":
             raise Fault(*faults.IS_DIRECTORY)
         full = self._resolve(path)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+        flags = _WRITE_FLAGS | (os.O_APPEND if append else os.O_TRUNC)
         try:
             descriptor = os.open(full, flags, 0o644)
         except FileNotFoundError:
@@ -130,10 +133,6 @@ class Workspace:
                 total_bytes += len(data)
         rows += [[path, None] for path in self._template_paths() if path not in seen]
         return rows, b"".join(contents)
-
-    def source_path(self, path: str) -> str:
-        """Where a workspace-relative path lies."""
-        return os.path.join(self.root, path)
 
     def _resolve(self, path: str) -> str:
         full = os.path.realpath(os.path.join(self.root, path))

@@ -1,4 +1,4 @@
-"""One command or test run: a child process, its bounded output and its deadline."""
+"""One command or test run: a child process, its input, its bounded output and its deadline."""
 
 from __future__ import annotations
 
@@ -9,25 +9,35 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from etude.sandbox.inside import testrunner
 
 _CHUNK = 1 << 16
-_RESTORED_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGALRM, signal.SIGCHLD)
+_RESTORED_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGALRM,
+                     signal.SIGCHLD)  # fmt: skip
+
+Child = Callable[[list[int]], NoReturn]
+"""The life of a child, which gets its ends of the pipes."""
 
 
 @dataclass(frozen=True)
 class ChildLimits:
-    """What each process of a job may use."""
+    """What each process of a job may use, and as whom it runs."""
 
     memory_bytes: int
     cpu_s: int
+    uid: int | None = None
+    """User and group to become; None: stay who the server is."""
 
     def apply(self) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (self.memory_bytes, self.memory_bytes))
         resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s))
+        if self.uid is not None:
+            os.setgroups([])
+            os.setresgid(self.uid, self.uid, self.uid)
+            os.setresuid(self.uid, self.uid, self.uid)
 
 
 class Output:
@@ -36,44 +46,95 @@ class Output:
     def __init__(self, descriptor: int, limit_bytes: int) -> None:
         os.set_blocking(descriptor, False)
         self.descriptor = descriptor
+        self.limit_bytes = limit_bytes
+        self.ended = False
         self.truncated = False
-        self._limit_bytes = limit_bytes
         self._data = bytearray()
 
-    def read(self) -> bool:
-        """Takes what is there. False at the end of the stream."""
-        while True:
+    def read(self) -> bytes:
+        """Takes what is there and returns it; `ended` is set at the end of the stream.
+
+        One call takes little more than the limit: a writer without end cannot hold the server.
+        """
+        taken = bytearray()
+        while len(taken) <= self.limit_bytes:
             try:
                 data = os.read(self.descriptor, _CHUNK)
             except BlockingIOError:
-                return True
+                break
             if not data:
-                return False
-            self._data += data
-            if len(self._data) > 2 * self._limit_bytes + _CHUNK:
-                self._trim()
+                self.ended = True
+                break
+            taken += data
             if len(data) < _CHUNK:
-                return True
+                break
+        self._data += taken
+        if len(self._data) > 2 * self.limit_bytes + _CHUNK:
+            self.trim()
+        return bytes(taken)
 
-    def _trim(self) -> None:
-        if len(self._data) > self._limit_bytes:
+    def trim(self) -> None:
+        """Cuts the middle out of what exceeds the limit."""
+        if len(self._data) > self.limit_bytes:
             self.truncated = True
-            head = self._limit_bytes // 2
-            tail = self._limit_bytes - head
-            self._data[head : len(self._data) - tail] = b""
+            head = self.limit_bytes // 2
+            tail = self.limit_bytes - head
+            del self._data[head : len(self._data) - tail]
 
     def take(self) -> bytes:
-        """All that was kept. Closes the pipe."""
-        self._trim()
+        """All that was kept; begins anew."""
+        self.trim()
+        data, self._data = bytes(self._data), bytearray()
+        return data
+
+    def close(self) -> None:
         os.close(self.descriptor)
-        return bytes(self._data)
+
+
+class Input:
+    """What is still to be written to a child's standard input."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_blocking(descriptor, False)
+        self.descriptor = descriptor
+        self.closed = False
+        self._unsent = bytearray()
+        self._closing = False
+
+    @property
+    def pending(self) -> bool:
+        return not self.closed and bool(self._unsent)
+
+    def write(self, data: bytes, close: bool) -> None:
+        """Writes as far as the child reads; the rest waits for `flush`."""
+        self._unsent += data
+        self._closing = self._closing or close
+        self.flush()
+
+    def flush(self) -> None:
+        if self.closed:
+            return
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self.descriptor, self._unsent[:_CHUNK])]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            self._unsent.clear()
+            self._closing = True
+        if self._closing:
+            self.close()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            os.close(self.descriptor)
 
 
 @dataclass
 class Job:
     """A running child. `spare` are the processes that were there before it."""
 
-    request_id: int
     pid: int
     watch: int
     """A pidfd: readable once the child has ended."""
@@ -83,76 +144,90 @@ class Job:
     spare: set[int]
     keep_background: bool
     """Whether processes that the child leaves behind may live on."""
-    whole: bool = True
-    """False when the deadline or the memory limit ended it."""
+    request_id: int = 0
+    """Whom to answer at its end; 0: it runs in the background."""
+    cmd: str = ""
+    stream: bool = False
+    """Whether output is sent on as it comes."""
+    input: Input | None = None
     timed_out: bool = False
     memory_exceeded: bool = False
+    waiting: list[int] = field(default_factory=list)
+    """Requests that wait for the end of a background job."""
 
 
 def start_job(
-    request_id: int,
-    child: Callable[[list[int]], NoReturn],
+    child: Child,
     num_pipes: int,
     limit_bytes: int,
-    timeout_s: float,
+    timeout_s: float | None,
     spare: set[int],
     keep_background: bool,
+    with_input: bool = False,
 ) -> Job:
-    """Forks `child`, which gets the writing ends of `num_pipes` pipes. Raises OSError."""
+    """Forks `child`, which gets the reading end of its input (if any) and `num_pipes` writing ends.
+
+    Raises OSError.
+    """
     pipes = [os.pipe() for _ in range(num_pipes)]
+    inward = os.pipe() if with_input else None
     start_s = time.monotonic()
     try:
         pid = os.fork()
     except OSError:
-        for pair in pipes:
+        for pair in [*pipes, *([inward] if inward else [])]:
             os.close(pair[0])
             os.close(pair[1])
         raise
     if pid == 0:
         try:
-            child([writer for _, writer in pipes])
+            child([*([inward[0]] if inward else []), *(writer for _, writer in pipes)])
         finally:
             os._exit(127)
     for _, writer in pipes:
         os.close(writer)
+    stdin = None
+    if inward:
+        os.close(inward[0])
+        stdin = Input(inward[1])
     outputs = [Output(reader, limit_bytes) for reader, _ in pipes]
+    deadline_s = float("inf") if timeout_s is None else start_s + timeout_s
     watch = os.pidfd_open(pid)
-    deadline_s = start_s + timeout_s
-    return Job(request_id, pid, watch, outputs, start_s, deadline_s, spare, keep_background)
+    return Job(pid, watch, outputs, start_s, deadline_s, spare, keep_background, input=stdin)
 
 
-def command_child(
-    cmd: str, env: dict[str, str], cwd: str, limits: ChildLimits
-) -> Callable[[list[int]], NoReturn]:
-    """A child that becomes `/bin/sh -c cmd`."""
+def command_child(argv: list[str], env: dict[str, str], cwd: str, limits: ChildLimits) -> Child:
+    """A child that becomes a program. Gets [stdout, stderr], or [stdin, stdout, stderr, ...]."""
 
-    def run(writers: list[int]) -> NoReturn:
-        _detach([os.open("/dev/null", os.O_RDONLY), *writers])
+    def run(pipes: list[int]) -> NoReturn:
+        _detach(pipes if len(pipes) > 2 else [os.open("/dev/null", os.O_RDONLY), *pipes])
         for number in _RESTORED_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
         try:
+            limits.apply()
             os.chdir(cwd)
         except OSError as error:
             os.write(2, f"cannot enter {cwd}: {error.strerror}\n".encode())
             os._exit(126)
-        limits.apply()
-        os.execve("/bin/sh", ["sh", "-c", cmd], env)
+        try:
+            os.execve(argv[0], argv, env)
+        except OSError as error:
+            os.write(2, f"cannot run {argv[0]}: {error.strerror}\n".encode())
+            os._exit(127)
 
     return run
 
 
-def tests_child(
-    paths: Sequence[str], root: str, probe: bool, limits: ChildLimits
-) -> Callable[[list[int]], NoReturn]:
+def tests_child(paths: Sequence[str], root: str, probe: bool, limits: ChildLimits) -> Child:
     """A child that runs test files and sends the JSON result down its pipe."""
 
-    def run(writers: list[int]) -> NoReturn:
+    def run(pipes: list[int]) -> NoReturn:
         null = os.open("/dev/null", os.O_RDWR)
-        _detach([null, null, null, writers[0]])
+        _detach([null, null, null, pipes[0]])
         for number in _RESTORED_SIGNALS:
             signal.signal(number, signal.SIG_DFL)
-        os.chdir(root)
         limits.apply()
+        os.chdir(root)
         gc.enable()
         source = DirectorySource(root)
         runner = testrunner.run_probe_files if probe else testrunner.run_test_files

@@ -2,14 +2,21 @@
 
 The fork server lives in a mount namespace of its own, whose root is a small tmpfs:
 
-    /root          what a sandbox sees as `/`: the host's programs, read-only
-    /templates     one directory for each template, writable here only
-    /templates_ro  the same, read-only: lower layer of each sandbox's workspace
-    /scratch       empty; each sandbox mounts its own size-limited tmpfs on it
-    /proc          of the fork server's pid namespace
+    /root        what a sandbox without an image sees as `/`: the host's programs, read-only
+    /image_root  empty; a sandbox with an image mounts its root on it
+    /images      layers of images, as the layer store keeps them (if there is one)
+    /files       templates/<digest> and layers/<id>, writable here only
+    /files_ro    the same, read-only: lower layers of the sandboxes
+    /scratch     empty; each sandbox mounts its own size-limited tmpfs on it
+    /proc        of the fork server's pid namespace
 
 A sandbox is cloned into new user, mount, pid, network, IPC, UTS and cgroup namespaces, mounts its own
-tmpfs, overlay and /proc, and pivots into /root: nothing else of the above can be named from then on.
+tmpfs, overlays and /proc, and pivots into its root: nothing else of the above can be named from then on.
+
+    no image    /            the fork server's /root, read-only
+                /workspace   overlay: scratch over saved layers over the template
+    an image    /            overlay: scratch over saved layers over the template over the image's layers
+    both        /tmp         scratch, or an overlay of it over what saved layers hold
 """
 
 from __future__ import annotations
@@ -17,14 +24,16 @@ from __future__ import annotations
 import os
 import resource
 import socket
+from dataclasses import dataclass
 
-from etude.sandbox.inside import kernel
+from etude.sandbox.inside import kernel, layers
 from etude.sandbox.inside.kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
 from etude.sandbox.inside.seccomp import build_filter
 
 SANDBOX_UID = 1000
 NOBODY = 65534
 """What the real root becomes before it makes a user namespace: id 0 of the host is never mapped."""
+FILES, FILES_RO = "/files", "/files_ro"
 HOST_DIRECTORIES = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ETC = {
@@ -39,15 +48,44 @@ _SANDBOX_FLAGS = (
 )  # fmt: skip
 
 
-def isolate_fork_server(prefix: str) -> None:
+@dataclass(frozen=True)
+class Plan:
+    """What one sandbox's file system is made of. Layer names are directories of the fork server's."""
+
+    digest: str
+    """Of the template."""
+    disk_bytes: int
+    layers: tuple[str, ...] = ()
+    """Saved layers, uppermost first."""
+    images: tuple[str, ...] = ()
+    """Layers of the image, uppermost first."""
+    workspace: str = "/workspace"
+    user: str = "agent"
+
+    @property
+    def template(self) -> str:
+        return f"{FILES_RO}/templates/{self.digest}"
+
+    def lowers(self) -> list[str]:
+        """Lower layers of the workspace, or of the whole root where there is an image."""
+        saved = [f"{FILES_RO}/layers/{layer}/{layers.ROOT}" for layer in self.layers]
+        return [*saved, self.template, *(f"/images/{layer}" for layer in self.images)]
+
+    def temporaries(self) -> list[str]:
+        """Lower layers of /tmp."""
+        return [f"{FILES_RO}/layers/{layer}/{layers.TEMPORARY}" for layer in self.layers]
+
+
+def isolate_fork_server(prefix: str, images: str | None) -> None:
     """Moves this process into its own user, mount and (for its next child) pid namespace.
 
-    `prefix` is the interpreter's installation, shown to sandboxes. The real root builds the file system
-    with its own rights (the interpreter may lie where nobody else may enter) and then gives them up.
+    `prefix` is the interpreter's installation, shown to sandboxes; `images` the layer store's directory. The
+    real root builds the file system with its own rights (the interpreter may lie where nobody else may
+    enter) and then gives them up.
     """
     if os.geteuid() == 0:
         kernel.unshare(kernel.NEWNS)
-        _build_root(prefix)
+        _build_root(prefix, images)
         os.setgroups([])
         os.setresgid(NOBODY, NOBODY, NOBODY)
         os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -59,26 +97,31 @@ def isolate_fork_server(prefix: str) -> None:
         uid, gid = os.geteuid(), os.getegid()
         kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
         kernel.write_maps(0, uid, gid)
-        _build_root(prefix)
+        _build_root(prefix, images)
     kernel.unshare(kernel.NEWPID)
 
 
 def mount_fork_server() -> None:
     """The mounts that belong to the fork server's own namespaces; runs as its pid 1."""
     kernel.mount("proc", "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    kernel.mount("templates", "/templates", "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
-    kernel.mount("/templates", "/templates_ro", flags=MS_BIND)
-    kernel.make_read_only("/templates_ro")
+    kernel.mount("files", FILES, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755")
+    for name in ("templates", "layers"):
+        os.mkdir(f"{FILES}/{name}")
+    kernel.mount(FILES, FILES_RO, flags=MS_BIND)
+    kernel.make_read_only(FILES_RO)
 
 
-def _build_root(prefix: str) -> None:
+def _build_root(prefix: str, images: str | None) -> None:
     kernel.mount("", "/", flags=MS_PRIVATE | MS_REC)
     kernel.mount("fork-server", "/tmp", "tmpfs", MS_NOSUID, "mode=755")
     os.mkdir("/tmp/host")
     os.chdir("/tmp")
     kernel.pivot_into(".", "host")
-    for name in ("root", "templates", "templates_ro", "scratch", "proc"):
+    for name in ("root", "image_root", "images", FILES[1:], FILES_RO[1:], "scratch", "proc"):
         os.mkdir(f"/{name}")
+    if images is not None:
+        kernel.mount(f"/host{images}", "/images", flags=MS_BIND)
+        kernel.make_read_only("/images")
     kernel.mount("sandbox", "/root", "tmpfs", MS_NOSUID, "mode=755,size=4m")
     for name in HOST_DIRECTORIES:
         _show(name)
@@ -131,35 +174,93 @@ def clone_sandbox() -> int:
     return kernel.clone(_SANDBOX_FLAGS)
 
 
-def enter_sandbox(digest: str, disk_bytes: int) -> int:
+def enter_sandbox(plan: Plan) -> tuple[int, int]:
     """Gives a freshly cloned pid 1 its file system and identity.
 
-    Returns a descriptor of the template's directory, which stays readable after the pivot.
+    Returns descriptors that stay usable after the pivot: of what the workspace was at first, and of the
+    sandbox's own disk. Raises OSError, KeyError for a user that the image does not know.
     """
-    kernel.write_maps(SANDBOX_UID, 0, 0)
-    lower = f"/templates_ro/{digest}"
-    template = os.open(lower, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    inodes = max(1024, disk_bytes >> 12)
-    options = f"size={disk_bytes},nr_inodes={inodes},mode=755"
+    uid = _user_id(plan)
+    kernel.write_maps(uid, 0, 0)
+    inodes = max(1024, plan.disk_bytes >> 12)
+    options = f"size={plan.disk_bytes},nr_inodes={inodes},mode=755"
     kernel.mount("scratch", "/scratch", "tmpfs", MS_NOSUID | MS_NODEV, options)
-    for name in ("upper", "work", "tmp", "shm"):
+    for name in (layers.ROOT, "work", layers.TEMPORARY, "tmp_work", "shm"):
         os.mkdir(f"/scratch/{name}")
-    # A bind of its own, because a mount inherited from the fork server is locked and cannot become root.
-    kernel.mount("/root", "/root", flags=MS_BIND | MS_REC)
-    layers = f"lowerdir={lower},upperdir=/scratch/upper,workdir=/scratch/work,userxattr"
-    kernel.mount("workspace", "/root/workspace", "overlay", MS_NOSUID | MS_NODEV, layers)
-    kernel.mount("/scratch/tmp", "/root/tmp", flags=MS_BIND)
-    kernel.mount("/scratch/shm", "/root/dev/shm", flags=MS_BIND)
-    kernel.mount("proc", "/root/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    os.chdir("/root")
+    os.chmod(f"/scratch/{layers.TEMPORARY}", 0o1777)
+    scratch = os.open("/scratch", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    if plan.images:
+        root = _mount_image(plan)
+    else:
+        # A bind of its own, because a mount inherited from the fork server is locked and cannot become root.
+        root = "/root"
+        kernel.mount(root, root, flags=MS_BIND | MS_REC)
+        _overlay("/root/workspace", plan.lowers(), layers.ROOT, "work")
+    if plan.layers:
+        _overlay(f"{root}/tmp", plan.temporaries(), layers.TEMPORARY, "tmp_work")
+    else:
+        kernel.mount(f"/scratch/{layers.TEMPORARY}", f"{root}/tmp", flags=MS_BIND)
+    kernel.mount("/scratch/shm", f"{root}/dev/shm", flags=MS_BIND)
+    kernel.mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    base = _open_base(plan)
+    os.chdir(root)
     kernel.pivot_root_here()
-    os.chdir("/workspace")
+    os.chdir(plan.workspace)
     socket.sethostname("sandbox")
     kernel.raise_loopback()
-    return template
+    return base, scratch
 
 
-def lock_down(num_processes: int, open_files: int, file_bytes: int) -> None:
+def _mount_image(plan: Plan) -> str:
+    root = "/image_root"
+    _overlay(root, plan.lowers(), layers.ROOT, "work")
+    for name in ("dev", "proc", "tmp"):
+        os.makedirs(f"{root}/{name}", exist_ok=True)
+    os.makedirs(root + plan.workspace, exist_ok=True)
+    kernel.mount("/root/dev", f"{root}/dev", flags=MS_BIND | MS_REC)
+    return root
+
+
+def _overlay(target: str, lowers: list[str], upper: str, work: str) -> None:
+    options = f"lowerdir={':'.join(lowers)},upperdir=/scratch/{upper},workdir=/scratch/{work},userxattr"
+    kernel.mount("overlay", target, "overlay", MS_NOSUID | MS_NODEV, options)
+
+
+def _open_base(plan: Plan) -> int:
+    """A descriptor of the workspace as the template has it; a template's image may have files there too."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    if not plan.images:
+        return os.open(plan.template, flags)
+    os.mkdir("/scratch/base")
+    lowers = [plan.template, *(f"/images/{layer}" for layer in plan.images)]
+    kernel.mount(
+        "base", "/scratch/base", "overlay", kernel.MS_RDONLY, f"lowerdir={':'.join(lowers)},userxattr"
+    )
+    os.makedirs(f"/scratch/empty{plan.workspace}", exist_ok=True)
+    found = f"/scratch/base{plan.workspace}"
+    return os.open(found if os.path.isdir(found) else "/scratch/empty", flags)
+
+
+def _user_id(plan: Plan) -> int:
+    """Number of the plan's user, by the uppermost layer that has an /etc/passwd."""
+    if not plan.images:
+        return SANDBOX_UID
+    if plan.user in ("", "root", "0"):
+        return 0
+    name = plan.user.partition(":")[0]
+    if name.isdigit():
+        return int(name)
+    for layer in plan.lowers():
+        try:
+            with open(f"{layer}/etc/passwd") as file:
+                rows = [line.split(":") for line in file]
+        except OSError:
+            continue
+        return {row[0]: int(row[2]) for row in rows if len(row) > 2}[name]
+    raise KeyError(name)
+
+
+def lock_down(num_processes: int, open_files: int, file_bytes: int, emulate_root: bool) -> None:
     """Takes from pid 1, and so from all that it starts, every right that a sandbox does not need."""
     for kind, limit in (
         (resource.RLIMIT_NPROC, num_processes),
@@ -172,7 +273,8 @@ def lock_down(num_processes: int, open_files: int, file_bytes: int) -> None:
         resource.setrlimit(kind, (limit, limit))
     kernel.set_dumpable(False)
     kernel.drop_capabilities()
-    kernel.install_filter(FILTER)
+    kernel.install_filter(_ROOT_FILTER if emulate_root else _FILTER)
 
 
-FILTER = build_filter(kernel.MACHINE)
+_FILTER = build_filter(kernel.MACHINE)
+_ROOT_FILTER = build_filter(kernel.MACHINE, emulate_root=True)

@@ -1,34 +1,50 @@
-"""Which processes a sandbox has, and how they are ended."""
+"""Which processes a sandbox has, and how they are ended, stopped and told apart."""
 
 from __future__ import annotations
 
 import os
 import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_ROUNDS = 20
+_STOP_S = 2.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """One row of the process table."""
+
+    parent: int
+    session: int
+    state: str
+
+
+Table = dict[int, Process]
+Spare = Callable[[Table], set[int]]
+"""Which processes of a table are left alone."""
 
 
 class Processes(Protocol):
     """All processes of a sandbox except its server."""
 
-    def pids(self) -> set[int]: ...
+    def table(self) -> Table: ...
 
-    def kill(self, spare: set[int]) -> None:
-        """Kills all processes but those in `spare`, new ones included."""
-        ...
+    def kill_all(self) -> None: ...
 
 
 class NamespaceProcesses:
     """The processes of this pid namespace, of which the server is pid 1."""
 
-    def pids(self) -> set[int]:
-        return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1}
+    def table(self) -> Table:
+        table = _read_table()
+        table.pop(1, None)
+        return table
 
-    def kill(self, spare: set[int]) -> None:
-        if spare:
-            _kill_all_but(self, spare)
-            return
+    def kill_all(self) -> None:
         assert os.getpid() == 1, "kill(-1) outside of a pid namespace would end the host's processes"
         try:
             os.kill(-1, signal.SIGKILL)
@@ -39,35 +55,81 @@ class NamespaceProcesses:
 class DescendantProcesses:
     """The descendants of this process, which adopts its orphans. For servers without a pid namespace."""
 
-    def pids(self) -> set[int]:
-        children: dict[int, list[int]] = {}
-        for name in os.listdir("/proc"):
-            if name.isdigit() and (parent := _parent(int(name))) is not None:
-                children.setdefault(parent, []).append(int(name))
-        found: set[int] = set()
-        pending = [os.getpid()]
-        while pending:
-            below = children.get(pending.pop(), [])
-            found.update(below)
-            pending.extend(below)
-        return found
+    def table(self) -> Table:
+        table = _read_table()
+        return {pid: table[pid] for pid in descendants(table, [os.getpid()]) if pid in table}
 
-    def kill(self, spare: set[int]) -> None:
-        _kill_all_but(self, spare)
+    def kill_all(self) -> None:
+        kill_all_but(self, lambda table: set())
 
 
-def _kill_all_but(processes: Processes, spare: set[int]) -> None:
-    """Kills until nothing new is left: a process may have forked while the list was being read."""
-    for _ in range(20):
-        doomed = processes.pids() - spare
+class UserProcesses:
+    """The processes of one user, who is nobody else. For a server that is root in a guest of its own."""
+
+    def __init__(self, uid: int) -> None:
+        self._uid = uid
+
+    def table(self) -> Table:
+        table = _read_table()
+        return {pid: row for pid, row in table.items() if _owner(pid) == self._uid}
+
+    def kill_all(self) -> None:
+        kill_all_but(self, lambda table: set())
+
+
+def descendants(table: Table, roots: Iterable[int]) -> set[int]:
+    """What the roots have started, however deep; the roots themselves not."""
+    children: dict[int, list[int]] = {}
+    for pid, row in table.items():
+        children.setdefault(row.parent, []).append(pid)
+    found: set[int] = set()
+    pending = list(roots)
+    while pending:
+        below = [pid for pid in children.get(pending.pop(), ()) if pid not in found]
+        found.update(below)
+        pending.extend(below)
+    return found
+
+
+def families(table: Table, leaders: Iterable[int]) -> set[int]:
+    """The leaders, all that they started, and whatever still lies in their sessions.
+
+    A process that leaves its parent *and* its session belongs to nobody.
+    """
+    roots = set(leaders)
+    roots |= {pid for pid, row in table.items() if row.session in roots}
+    return roots | descendants(table, roots)
+
+
+def kill_all_but(processes: Processes, spare: Spare) -> None:
+    """Kills until nothing new is left: a process may have forked while the table was being read."""
+    for _ in range(_ROUNDS):
+        table = processes.table()
+        doomed = {pid for pid, row in table.items() if row.state not in "ZX"} - spare(table)
         for pid in doomed:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        reap()
+            _send(pid, signal.SIGKILL)
         if not doomed:
             return
+
+
+def stop_all(processes: Processes) -> set[int]:
+    """Stops everything that runs, and waits until it stands still; returns what `resume_all` wakes."""
+    stopped: set[int] = set()
+    end_s = time.monotonic() + _STOP_S
+    while time.monotonic() < end_s:
+        running = {pid for pid, row in processes.table().items() if row.state not in "TtZX"}
+        if not running:
+            break
+        for pid in running - stopped:
+            _send(pid, signal.SIGSTOP)
+        stopped |= running
+    return stopped
+
+
+def resume_all(pids: Iterable[int]) -> None:
+    """Lets go on what `stop_all` stopped."""
+    for pid in pids:
+        _send(pid, signal.SIGCONT)
 
 
 def reap() -> tuple[dict[int, int], bool]:
@@ -83,7 +145,7 @@ def reap() -> tuple[dict[int, int], bool]:
         ended[pid] = status
 
 
-def private_bytes(pids: set[int]) -> int:
+def private_bytes(pids: Iterable[int]) -> int:
     """Memory that the processes hold for themselves: resident pages less shared ones."""
     total = 0
     for pid in pids:
@@ -96,9 +158,29 @@ def private_bytes(pids: set[int]) -> int:
     return total * _PAGE_BYTES
 
 
-def _parent(pid: int) -> int | None:
+def _read_table() -> Table:
+    table: Table = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            table[int(name)] = Process(int(fields[1]), int(fields[3]), fields[0].decode())
+        except (OSError, IndexError):
+            continue
+    return table
+
+
+def _owner(pid: int) -> int | None:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            return int(file.read().rpartition(b")")[2].split()[1])
-    except (OSError, IndexError):
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
         return None
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

@@ -1,143 +1,154 @@
-"""The server of one sandbox: pid 1 inside, and the warm interpreter that test runs are forked from.
+"""The server of one sandbox: pid 1 inside (or its child in a guest), and the warm interpreter of test runs.
 
-One thread, one poll loop over the owner's socket, the running job's pipes and its pidfd. File operations
-are answered at once; one command or test run goes on beside them. It waits for nothing without a deadline.
-It ends when the owner's socket ends, and the kernel ends everything else in its pid namespace with it.
+One thread, one poll loop over the owner's line, the pipes and pidfds of what runs, and forwarded
+connections. File operations are answered at once; commands, test runs and shells go on beside them. It
+waits for nothing without a deadline. It ends when the owner's line ends, and in a pid namespace the
+kernel ends everything else with it; where the line comes back (a guest that was restored), it goes on.
+
+Every request has an id and one answer: a result, `fault` (what the agent did wrong) or `failure`
+(what we did wrong). Events (`output`, `net.*`) come unasked.
 """
 
 from __future__ import annotations
 
-import os
 import select
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.filesystem import Workspace
-from etude.sandbox.inside.frames import Header, Unpacker, pack
-from etude.sandbox.inside.jobs import ChildLimits, Job, command_child, start_job, tests_child
-from etude.sandbox.inside.processes import Processes, private_bytes, reap
+from etude.sandbox.inside.forward import Forwarder
+from etude.sandbox.inside.frames import Header
+from etude.sandbox.inside.processes import Processes
+from etude.sandbox.inside.running import Running, Settings
+from etude.sandbox.inside.wire import Wire
 
 FILE_OPERATION_S = 2.0
 """Processor time that one file operation may take; a regular expression can ask for any amount."""
-WATCH_S = 0.1
-"""How often the memory of running processes is looked at."""
-MAX_RESULT_BYTES = 4 << 20
+ABSENCE_MS = 10.0
+"""How often the server of a guest looks whether an owner has come back."""
 
 Answer = tuple[Header, bytes]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the server must know of its sandbox."""
-
-    memory_bytes: int
-    cpu_s: int
-    path: str
-    """PATH of commands."""
+Operation = Callable[[Header, bytes], Answer | None]
+Greet = Callable[[Header], None]
 
 
 class Server:
-    """Serves one sandbox until the owner's socket ends."""
+    """Serves one sandbox until the owner's line ends."""
 
     def __init__(
-        self, control: socket.socket, workspace: Workspace, processes: Processes, settings: Settings
+        self,
+        reader: int,
+        writer: int,
+        workspace: Workspace,
+        processes: Processes,
+        settings: Settings,
+        scratch: int | None = None,
+        greet: Greet = lambda header: None,
+        extra: Mapping[str, Operation] | None = None,
     ) -> None:
-        self._control = control
-        self._workspace = workspace
-        self._processes = processes
-        self._memory_bytes = settings.memory_bytes
-        self._limits = ChildLimits(settings.memory_bytes, settings.cpu_s)
-        self._path = settings.path
-        self._unpacker = Unpacker()
+        """`scratch`: a descriptor that the owner may borrow to copy the sandbox's files.
+
+        `greet` is called when an owner says hello after a restore: it sets clock, entropy and identity.
+        `extra`: operations that only some machines have.
+        """
         self._poll = select.poll()
-        self._poll.register(control, select.POLLIN)
-        self._job: Job | None = None
-        self._has_children = False
-        self._next_watch_s = 0.0
-        self._operations: dict[str, Callable[[Header, bytes], Answer]] = {
+        self._wire = Wire(reader, writer, self._poll)
+        self._workspace = workspace
+        self._running = Running(self._wire, self._poll, processes, settings, workspace.root)
+        self._scratch = scratch
+        self._greet = greet
+        self._forwarder: Forwarder | None = None
+        self._operations: dict[str, Operation] = {
             "read": self._read,
             "write": self._write,
             "list": self._list,
             "remove": self._remove,
             "grep": self._grep,
             "diff": self._diff,
+            "ping": self._ping,
+            "lend": self._lend,
+            "hold": self._hold,
+            "hello": self._hello,
+            "net.listen": self._listen,
+            **(extra or {}),
         }
 
-    def serve(self) -> None:
-        """Returns when the owner has closed its end."""
+    def serve(self, returning: bool = False) -> None:
+        """Returns when the owner has closed its end. `returning`: waits for the next owner instead."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         signal.signal(signal.SIGALRM, _on_alarm)
-        self._send({"ready": True})
+        self._wire.send({"ready": True})
         while True:
-            for descriptor, _ in self._poll.poll(self._timeout_ms()):
-                if descriptor == self._control.fileno():
-                    if not self._receive():
-                        return
-                else:
-                    self._read_output(descriptor)
-            if self._has_children:
-                self._look_after_children()
+            while self._turn(self._running.timeout_ms()):
+                pass
+            if not returning:
+                return
+            self._wire.disconnect()
+            while not self._wire.connected():
+                self._turn(ABSENCE_MS)
 
-    def _timeout_ms(self) -> float | None:
-        if not self._has_children:
-            return None
-        until_s = self._next_watch_s
-        if self._job is not None:
-            until_s = min(until_s, self._job.deadline_s)
-        return max(0.0, (until_s - time.monotonic()) * 1e3 + 1.0)
+    def _turn(self, timeout_ms: float | None) -> bool:
+        """Waits once and handles what came. False when the owner is gone."""
+        for descriptor, events in self._poll.poll(timeout_ms):
+            if descriptor == self._wire.writer and events & select.POLLOUT:
+                self._wire.flush()
+            if descriptor == self._wire.reader:
+                if events & ~select.POLLOUT and not self._receive():
+                    return False
+            elif self._forwarder is not None and self._forwarder.owns(descriptor):
+                self._forwarder.on_ready(descriptor, events)
+            elif descriptor != self._wire.writer:
+                self._running.on_ready(descriptor)
+        self._running.look_after_children()
+        return True
 
     def _receive(self) -> bool:
-        data = self._control.recv(1 << 18)
-        if not data:
+        frames = self._wire.receive()
+        if frames is None:
             return False
-        for header, payload in self._unpacker.feed(data):
-            self._handle(header, payload)
+        for header, payload in frames:
+            if header["op"].startswith("net.") and self._forwarder is not None:
+                self._forwarder.handle(header, payload)
+            else:
+                self._handle(header, payload)
         return True
 
     def _handle(self, header: Header, payload: bytes) -> None:
         operation = header["op"]
-        if operation == "cancel":
-            if self._job is not None:
-                self._drop_job(self._job)
-            return
         try:
             if operation in self._operations:
                 with _time_limit(FILE_OPERATION_S):
-                    answer, data = self._operations[operation](header, payload)
+                    answer = self._operations[operation](header, payload)
             else:
-                self._start(header)
-                return
+                answer = self._running.operations[operation](header, payload)
         except Fault as fault:
-            answer, data = {"fault": [fault.kind, fault.message]}, b""
+            answer = {"fault": [fault.kind, fault.message]}, b""
         except OSError as error:
             fault = faults.from_os_error(error)
-            answer, data = {"fault": [fault.kind, fault.message]}, b""
+            answer = {"fault": [fault.kind, fault.message]}, b""
         except MemoryError:
-            answer, data = {"fault": ["argument", "the answer is too large"]}, b""
-        answer["id"] = header["id"]
-        self._send(answer, data)
-
-    def _send(self, header: Header, payload: bytes = b"") -> None:
-        self._control.sendall(pack(header, payload))
+            answer = {"fault": ["argument", "the answer is too large"]}, b""
+        except Exception as error:
+            answer = {"failure": f"{type(error).__name__}: {error}\n{traceback.format_exc()[-2000:]}"}, b""
+        if answer is not None:
+            self._wire.send({**answer[0], "id": header["id"]}, answer[1])
 
     # File operations
 
     def _read(self, header: Header, payload: bytes) -> Answer:
-        return {}, self._workspace.read(header["path"], header["limit_bytes"])
+        return {}, self._workspace.read(header["path"], header["limit_bytes"], header.get("offset", 0))
 
     def _write(self, header: Header, payload: bytes) -> Answer:
         start = 0
         for path, size in header["files"]:
-            self._workspace.write(path, payload[start : start + size])
+            self._workspace.write(path, payload[start : start + size], bool(header.get("append")))
             start += size
         return {}, b""
 
@@ -153,112 +164,36 @@ class Server:
 
     def _diff(self, header: Header, payload: bytes) -> Answer:
         if header["kill_processes"]:
-            if self._job is not None:
-                self._drop_job(self._job)
-            self._processes.kill(set())
-            self._has_children = reap()[1]
+            self._running.end_all()
         rows, contents = self._workspace.diff()
         return {"files": rows}, contents
 
-    # Commands and test runs
+    # Of the machine as a whole
 
-    def _start(self, header: Header) -> None:
-        if self._job is not None:
-            raise Fault("argument", "another command is still running")
-        spare = self._processes.pids() if self._has_children else set[int]()
-        arguments = self._job_arguments(header)
-        try:
-            job = start_job(header["id"], *arguments, header["timeout_s"], spare, header["op"] == "command")
-        except BlockingIOError:
-            # The agent's processes have used up the sandbox's process limit: they go, the job runs.
-            self._processes.kill(set())
-            reap()
-            job = start_job(header["id"], *arguments, header["timeout_s"], set(), header["op"] == "command")
-        self._job = job
-        self._has_children = True
-        self._next_watch_s = job.start_s + WATCH_S
-        self._poll.register(job.watch, select.POLLIN)
-        for output in job.outputs:
-            self._poll.register(output.descriptor, select.POLLIN)
+    def _ping(self, header: Header, payload: bytes) -> Answer:
+        return {"time_s": time.time()}, payload
 
-    def _job_arguments(self, header: Header) -> tuple[Any, int, int]:
-        root = self._workspace.root
-        if header["op"] == "command":
-            env = {
-                "PATH": self._path,
-                "HOME": root,
-                "LANG": "C.UTF-8",
-                "PYTHONDONTWRITEBYTECODE": "1",
-                "PYTHONHASHSEED": "0",
-                **header["env"],
-            }
-            cwd = os.path.join(root, header["cwd"])
-            return command_child(header["cmd"], env, cwd, self._limits), 2, header["limit_bytes"]
-        child = tests_child(header["paths"], root, header["op"] == "probes", self._limits)
-        return child, 1, MAX_RESULT_BYTES
+    def _lend(self, header: Header, payload: bytes) -> Answer | None:
+        """The answer carries the descriptor of the sandbox's own disk."""
+        if self._scratch is None:
+            raise Fault("argument", "this sandbox has no disk to lend")
+        self._wire.lend({"id": header["id"]}, self._scratch)
+        return None
 
-    def _read_output(self, descriptor: int) -> None:
-        job = self._job
-        if job is None:
-            return
-        for output in job.outputs:
-            if output.descriptor == descriptor and not output.read():
-                self._poll.unregister(descriptor)
+    def _hold(self, header: Header, payload: bytes) -> None:
+        """After this answer nothing more is sent until `hello`: the machine may be copied."""
+        self._wire.send({"id": header["id"]})
+        self._wire.hold()
 
-    def _look_after_children(self) -> None:
-        ended, self._has_children = reap()
-        now_s = time.monotonic()
-        job = self._job
-        if self._has_children and now_s >= self._next_watch_s:
-            self._next_watch_s = now_s + WATCH_S
-            if private_bytes(self._processes.pids()) > self._memory_bytes:
-                self._processes.kill(set())
-                if job is not None:
-                    job.memory_exceeded = True
-        if job is None:
-            return
-        if job.pid in ended:
-            self._finish(job, os.waitstatus_to_exitcode(ended[job.pid]))
-        elif now_s >= job.deadline_s:
-            job.timed_out = True
-            self._processes.kill(job.spare)
-            self._finish(job, -signal.SIGKILL)
+    def _hello(self, header: Header, payload: bytes) -> None:
+        """An owner, perhaps a new one, of a machine that was held: answers first, then all that was held."""
+        self._greet(header)
+        self._wire.answer_first({"id": header["id"], "time_s": time.time()})
 
-    def _finish(self, job: Job, exit_code: int) -> None:
-        """Answers for an ended job. What it left behind is killed, unless it may keep it."""
-        duration_s = time.monotonic() - job.start_s
-        if self._has_children and not (job.keep_background or job.timed_out):
-            self._processes.kill(job.spare)
-        for output in job.outputs:
-            output.read()
-        outputs = self._close_job(job)
-        self._has_children = reap()[1]
-        answer = {
-            "id": job.request_id,
-            "exit_code": exit_code,
-            "timed_out": job.timed_out,
-            "memory_exceeded": job.memory_exceeded,
-            "duration_s": duration_s,
-            "truncated": any(output.truncated for output in job.outputs),
-            "sizes": [len(data) for data in outputs],
-        }
-        self._send(answer, b"".join(outputs))
-
-    def _drop_job(self, job: Job) -> None:
-        """Ends a job that nobody waits for any longer."""
-        self._processes.kill(job.spare)
-        self._close_job(job)
-        self._has_children = reap()[1]
-
-    def _close_job(self, job: Job) -> list[bytes]:
-        self._job = None
-        for descriptor in (job.watch, *(output.descriptor for output in job.outputs)):
-            try:
-                self._poll.unregister(descriptor)
-            except KeyError:
-                continue
-        os.close(job.watch)
-        return [output.take() for output in job.outputs]
+    def _listen(self, header: Header, payload: bytes) -> Answer:
+        if self._forwarder is None:
+            self._forwarder = Forwarder(self._wire, self._poll, header["port"])
+        return {}, b""
 
 
 _alarm_deadline_s = float("inf")

@@ -2,11 +2,15 @@
 
 It waits on two descriptors: the owner's control socket (one JSON packet a request, descriptors attached)
 and the owner's pidfd. When either ends it exits, and with it, being pid 1 of a pid namespace around all
-sandboxes, everything it ever started. Requests:
+sandboxes, everything it ever started. Requests, with the descriptors that come along:
 
-    {"op": "create", "id", "digest", "limits"}   fds: the sandbox's socket, then (for a new template) a memfd
-    {"op": "kill", "id"}
-    {"op": "forget", "digest"}                   the template is not needed any longer
+    create   id, plan, limits, env, emulate_root, new_template, num_groups
+             the sandbox's socket, a memfd for a new template, then `cgroup.procs` files to enter
+    kill     id
+    forget   kind ("templates" or "layers"), name
+    copy     layer: keeps a sandbox's files as a layer         a socket for the answer, the sandbox's disk
+    pack     layer, part ("root" or "tmp"): as a tar file      a socket for the answer, the file
+    unpack   layer, part                                       a socket for the answer, the file
 """
 
 from __future__ import annotations
@@ -22,15 +26,18 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from etude.sandbox.inside import kernel, namespaces
+from etude.sandbox.inside import kernel, layers, namespaces
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.frames import Unpacker, pack
 from etude.sandbox.inside.processes import DescendantProcesses, NamespaceProcesses, Processes, reap
-from etude.sandbox.inside.server import Server, Settings
+from etude.sandbox.inside.running import Settings
+from etude.sandbox.inside.server import Server
 
 MAX_REQUEST_BYTES = 1 << 16
+MAX_DESCRIPTORS = 8
 _CLOSE_S = 5.0
 """How long sandboxes without a namespace get to end their processes and remove their folders."""
 WARM_MODULES = ("collections", "copy", "dataclasses", "datetime", "functools", "heapq", "itertools", "math",
@@ -38,16 +45,27 @@ WARM_MODULES = ("collections", "copy", "dataclasses", "datetime", "functools", "
 """Imported once here, so that test runs need not."""
 
 
+@dataclass(frozen=True)
+class Entered:
+    """A sandbox's first process has its sandbox around it."""
+
+    workspace: Workspace
+    processes: Processes
+    disk: int
+    """Directory with `root` and `tmp`: what the sandbox changed."""
+
+
 class Isolation(Protocol):
     """How a sandbox is kept apart."""
 
-    templates: str
+    files: str
+    """Directory of `templates` and `layers`."""
 
     def clone(self) -> int:
         """Starts a sandbox's first process: 0 in the child, its pid in the parent."""
         ...
 
-    def enter(self, digest: str, limits: dict[str, int]) -> tuple[Workspace, Processes]:
+    def enter(self, plan: namespaces.Plan, limits: dict[str, int], emulate_root: bool) -> Entered:
         """In the child: makes the sandbox around it. Raises OSError."""
         ...
 
@@ -63,16 +81,18 @@ class Isolation(Protocol):
 class Namespaces:
     """Sandboxes in namespaces of their own."""
 
-    templates = "/templates"
+    files = namespaces.FILES
 
     def clone(self) -> int:
         return namespaces.clone_sandbox()
 
-    def enter(self, digest: str, limits: dict[str, int]) -> tuple[Workspace, Processes]:
-        template = namespaces.enter_sandbox(digest, limits["disk_bytes"])
-        workspace = Workspace("/workspace", template)
-        namespaces.lock_down(limits["num_processes"], limits["open_files"], limits["file_bytes"])
-        return workspace, NamespaceProcesses()
+    def enter(self, plan: namespaces.Plan, limits: dict[str, int], emulate_root: bool) -> Entered:
+        base, disk = namespaces.enter_sandbox(plan)
+        workspace = Workspace(plan.workspace, base)
+        namespaces.lock_down(
+            limits["num_processes"], limits["open_files"], limits["file_bytes"], emulate_root
+        )
+        return Entered(workspace, NamespaceProcesses(), disk)
 
     def leave(self) -> None:
         """Nothing: the kernel takes the namespaces apart."""
@@ -85,33 +105,41 @@ class Folders:
     """Sandboxes that are folders below `base`. Nothing is kept apart."""
 
     def __init__(self, base: str) -> None:
-        self.templates = os.path.join(base, "templates")
-        os.mkdir(self.templates)
+        self.files = os.path.join(base, "files")
+        for name in ("templates", "layers"):
+            os.makedirs(os.path.join(self.files, name))
         self._base = base
-        self._workspace = ""
+        self._disk = ""
         self._processes = DescendantProcesses()
 
     def clone(self) -> int:
         return os.fork()
 
-    def enter(self, digest: str, limits: dict[str, int]) -> tuple[Workspace, Processes]:
+    def enter(self, plan: namespaces.Plan, limits: dict[str, int], emulate_root: bool) -> Entered:
         os.setsid()
         kernel.adopt_orphans()
-        self._workspace = os.path.join(self._base, f"workspace-{os.getpid()}")
-        template = os.path.join(self.templates, digest)
-        shutil.copytree(template, self._workspace, copy_function=shutil.copyfile)
-        os.chdir(self._workspace)
-        return Workspace(self._workspace, os.open(template, os.O_RDONLY | os.O_DIRECTORY)), self._processes
+        self._disk = os.path.join(self._base, f"sandbox-{os.getpid()}")
+        workspace = os.path.join(self._disk, layers.ROOT)
+        template = os.path.join(self.files, "templates", plan.digest)
+        # A saved layer holds the whole workspace here, not the changes alone.
+        saved = [os.path.join(self.files, "layers", layer, layers.ROOT) for layer in plan.layers[:1]]
+        shutil.copytree((saved or [template])[0], workspace, copy_function=shutil.copyfile)
+        os.mkdir(os.path.join(self._disk, layers.TEMPORARY))
+        os.chdir(workspace)
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        return Entered(
+            Workspace(workspace, os.open(template, flags)), self._processes, os.open(self._disk, flags)
+        )
 
     def leave(self) -> None:
-        self._processes.kill(set())
-        shutil.rmtree(self._workspace, ignore_errors=True)
+        self._processes.kill_all()
+        shutil.rmtree(self._disk, ignore_errors=True)
 
     def close(self) -> None:
         end_s = time.monotonic() + _CLOSE_S
         while reap()[1] and time.monotonic() < end_s:
             time.sleep(0.01)
-        self._processes.kill(set())
+        self._processes.kill_all()
         shutil.rmtree(self._base, ignore_errors=True)
 
 
@@ -146,58 +174,120 @@ class ForkServer:
             if self._owner in ready:
                 return
             if self._control.fileno() in ready:
-                data, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, 2)
+                data, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
                 if not data:
                     return
                 self._handle(json.loads(data), descriptors)
 
     def _handle(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        if request["op"] == "create":
+        operation = request["op"]
+        if operation == "create":
             self._create(request, descriptors)
-        elif request["op"] == "kill":
+        elif operation == "kill":
             pid = self._pids.get(request["id"])
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
+        elif operation == "forget":
+            doomed = os.path.join(self._isolation.files, request["kind"], request["name"])
+            shutil.rmtree(doomed, ignore_errors=True)
         else:
-            shutil.rmtree(os.path.join(self._isolation.templates, request["digest"]), ignore_errors=True)
+            self._work_on_layer(request, descriptors)
 
     def _create(self, request: dict[str, Any], descriptors: list[int]) -> None:
         with socket.socket(fileno=descriptors[0]) as channel:
+            groups = descriptors[len(descriptors) - request["num_groups"] :]
             try:
-                if len(descriptors) > 1:
-                    store_template(os.path.join(self._isolation.templates, request["digest"]), descriptors[1])
+                if request["new_template"]:
+                    digest = request["plan"]["digest"]
+                    store_template(os.path.join(self._isolation.files, "templates", digest), descriptors[1])
                 pid = self._isolation.clone()
             except OSError as error:
                 channel.sendall(pack({"failure": f"cannot make the sandbox: {error}"}))
                 return
             if pid == 0:
-                self._become_sandbox(channel, request)
+                self._become_sandbox(channel, request, groups)
+            for group in groups:
+                os.close(group)
             self._pids[request["id"]] = pid
             self._ids[pid] = request["id"]
 
-    def _become_sandbox(self, channel: socket.socket, request: dict[str, Any]) -> NoReturn:
+    def _become_sandbox(self, channel: socket.socket, request: dict[str, Any], groups: list[int]) -> NoReturn:
         """The child's whole life. Never returns into the fork server's loop."""
         code = 1
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            self._control.close()
-            for descriptor in (self._owner, self._wake_reader, self._wake_writer):
-                os.close(descriptor)
+            self._let_go()
+            for group in groups:
+                os.write(group, b"0")
+                os.close(group)
             limits = request["limits"]
-            workspace, processes = self._isolation.enter(request["digest"], limits)
-            settings = Settings(limits["memory_bytes"], limits["cpu_s"], self._path)
-            Server(channel, workspace, processes, settings).serve()
+            plan = namespaces.Plan(**{k: _tuple(v) for k, v in request["plan"].items()})
+            entered = self._isolation.enter(plan, limits, request["emulate_root"])
+            settings = Settings(limits["memory_bytes"], limits["cpu_s"], self._path, request["env"])
+            line = channel.detach()
+            Server(line, line, entered.workspace, entered.processes, settings, entered.disk).serve()
             code = 0
         except (BrokenPipeError, ConnectionResetError):
             code = 0
         except BaseException as error:
-            channel.sendall(
-                pack({"failure": f"{type(error).__name__}: {error}\n{traceback.format_exc()[-2000:]}"})
-            )
+            _report(channel, error)
         finally:
             self._isolation.leave()
             os._exit(code)
+
+    def _let_go(self) -> None:
+        """In a child: drops what belongs to the fork server alone."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        self._control.close()
+        for descriptor in (self._owner, self._wake_reader, self._wake_writer):
+            os.close(descriptor)
+
+    def _work_on_layer(self, request: dict[str, Any], descriptors: list[int]) -> None:
+        """In a child of its own: a large copy must not hold up the others."""
+        channel = socket.socket(fileno=descriptors[0])
+        if os.fork() == 0:
+            try:
+                self._let_go()
+                directory = os.path.join(self._isolation.files, "layers", request["layer"])
+                work_on_layer(request, directory, descriptors[1])
+                channel.sendall(pack({"ready": True}))
+            except BaseException as error:
+                _report(channel, error)
+            finally:
+                os._exit(0)
+        channel.close()
+        os.close(descriptors[1])
+
+
+def work_on_layer(request: dict[str, Any], directory: str, descriptor: int) -> None:
+    """Copies, packs or unpacks a layer. Raises OSError, LayerError."""
+    if request["op"] == "copy":
+        for name in (layers.ROOT, layers.TEMPORARY):
+            os.makedirs(os.path.join(directory, name))
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+            source = os.open(name, flags, dir_fd=descriptor)
+            layers.copy_tree(source, os.open(os.path.join(directory, name), flags))
+        return
+    part = os.path.join(directory, request["part"])
+    if request["op"] == "pack":
+        with os.fdopen(descriptor, "wb") as file:
+            layers.pack_tree(part, file)
+    else:
+        os.makedirs(part)
+        with os.fdopen(descriptor, "rb") as file:
+            layers.unpack_tree(file, part)
+
+
+def _report(channel: socket.socket, error: BaseException) -> None:
+    """Tells the owner why there will be no sandbox. Without a line there is nobody to tell."""
+    if channel.fileno() < 0:
+        return
+    failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-2000:]}"
+    channel.sendall(pack({"failure": failure}))
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def store_template(directory: str, descriptor: int) -> None:
@@ -217,7 +307,7 @@ def store_template(directory: str, descriptor: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Arguments: control socket, owner's pidfd, `namespaces` or a base folder."""
+    """Arguments: control socket, owner's pidfd, `namespaces` or a base folder, directory of image layers."""
     control = socket.socket(fileno=int(arguments[0]))
     owner = int(arguments[1])
     for name in WARM_MODULES:
@@ -226,7 +316,7 @@ def main(arguments: Sequence[str]) -> None:
     path = ":".join(dict.fromkeys((f"{prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin")))
     try:
         if arguments[2] == "namespaces":
-            namespaces.isolate_fork_server(prefix)
+            namespaces.isolate_fork_server(prefix, arguments[3] if len(arguments) > 3 else None)
             isolation: Isolation = Namespaces()
         else:
             isolation = Folders(arguments[2])

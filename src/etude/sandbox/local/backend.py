@@ -5,230 +5,321 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import json
 import os
 import shutil
 import socket
-import subprocess
 import sys
 import tempfile
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
-from etude.errors import ResourceError, SandboxError
+from etude.errors import SandboxError
+from etude.sandbox.channel import READY, Channel
 from etude.sandbox.inside.frames import pack
-from etude.sandbox.interface import Limits, Template
-from etude.sandbox.local.channel import READY, Channel
+from etude.sandbox.interface import Sandbox
+from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
-from etude.sandbox.local.sandbox import LocalSandbox
+from etude.sandbox.local.forkserver import ForkServer
+from etude.sandbox.machine import OPERATION_S, MachineSandbox
+from etude.sandbox.machine_backend import MachineBackend, gather_copies
+from etude.sandbox.snapshots import Snapshot, SnapshotDraft
+from etude.sandbox.template import Template
+from etude.sandbox.types import Capabilities, SnapshotKind
 
-START_S = 20.0
 CREATE_S = 60.0
-CLOSE_S = 10.0
 MAX_IDLE_TEMPLATES = 256
 MAX_IDLE_TEMPLATE_BYTES = 256 << 20
-_LAUNCH = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from etude.sandbox.inside.zygote import main
-main(sys.argv[2:])
-"""
+_PARTS = ("root", "tmp")
 _UNISOLATED_WARNING = (
     "the unisolated sandbox backend keeps nothing apart: an agent's code runs with all of your rights"
 )
 
 
-class ForkServerBackend:
+@dataclass(frozen=True)
+class Clone:
+    """What the fork server has for one sandbox."""
+
+    number: int
+    layers: tuple[str, ...]
+    """Saved layers that it stands on, uppermost first."""
+
+
+class ForkServerBackend(MachineBackend):
     """Clones sandboxes from one fork server, which starts with the first sandbox.
 
     The fork server and everything below it ends with `close()`, and with this process however that ends.
+    A copy of a sandbox stands on a layer of what the sandbox had changed, made once for all copies.
     """
 
-    name = "sandbox"
-    agent_can_kill = False
-    """Whether an agent's process can reach its sandbox's server."""
-
-    def __init__(self) -> None:
-        self._launcher: subprocess.Popen[bytes] | None = None
-        self._control: socket.socket | None = None
-        self._log: IO[bytes] | None = None
+    def __init__(self, state: Path | None = None, images: Path | None = None) -> None:
+        """`images`: the layer store, whose layers a template's image may name."""
+        super().__init__(state)
+        self._images = images
+        self._server: ForkServer | None = None
         self._starting = asyncio.Lock()
         self._numbers = itertools.count(1)
-        self._live: dict[int, LocalSandbox] = {}
-        self._uses: dict[str, int] = {}
-        self._idle: OrderedDict[str, int] = OrderedDict()
-        self._closed = False
-
-    async def create(self, template: Template, limits: Limits | None = None) -> LocalSandbox:
-        """A new sandbox. Raises ResourceError if this machine cannot have any, SandboxError otherwise."""
-        await self._ensure_started()
-        limits = limits or Limits()
-        number = next(self._numbers)
-        ours, theirs = socket.socketpair()
-        channel = Channel(ours, f"{self.name}-{number}")
-        request = {
-            "op": "create",
-            "id": number,
-            "digest": template.digest,
-            "limits": dataclasses.asdict(limits),
-        }
-        try:
-            with theirs:
-                self._send_create(request, template, theirs)
-            sandbox = LocalSandbox(self, number, template, limits, channel)
-            self._live[number] = sandbox
-            await channel.answer(READY, CREATE_S)
-        except BaseException:
-            # A start that failed, timed out or was cancelled leaves nothing behind.
-            channel.close("the sandbox was never ready")
-            if self._live.pop(number, None) is not None:
-                self._send({"op": "kill", "id": number})
-            self._release(template)
-            raise
-        return sandbox
-
-    async def close(self) -> None:
-        """Kills every sandbox, then the fork server, and waits for its end."""
-        self._closed = True
-        for sandbox in list(self._live.values()):
-            self.kill(sandbox)
-        if self._control is not None:
-            self._control.close()
-            self._control = None
-        launcher, self._launcher = self._launcher, None
-        if launcher is not None:
-            await asyncio.to_thread(_wait_for_end, launcher)
-        if self._log is not None:
-            self._log.close()
-            self._log = None
-
-    def kill(self, sandbox: LocalSandbox) -> None:
-        """Ends a sandbox without waiting. Idempotent."""
-        if self._live.pop(sandbox.number, None) is None:
-            return
-        sandbox.channel.close("the sandbox was killed")
-        try:
-            self._send({"op": "kill", "id": sandbox.number})
-        except SandboxError:
-            # The fork server is gone, and every sandbox with it.
-            return
-        finally:
-            self._release(sandbox.template)
-
-    def is_killed(self, sandbox: LocalSandbox) -> bool:
-        """Whether the owner has killed the sandbox."""
-        return sandbox.number not in self._live
+        self._clones: dict[str, Clone] = {}
+        self._template_uses: dict[str, int] = {}
+        self._idle_templates: OrderedDict[str, int] = OrderedDict()
+        self._layer_uses: Counter[str] = Counter()
+        self._groups: ControlGroups | None = None
 
     @property
     def launcher_pid(self) -> int | None:
         """Process id of the fork server's parent; None before the first sandbox and after `close`."""
-        return None if self._launcher is None else self._launcher.pid
+        return None if self._server is None else self._server.pid
 
-    def doctor(self) -> list[str]:
-        return []
+    def capabilities(self) -> Capabilities:
+        """See SandboxBackend.capabilities."""
+        return Capabilities(
+            backend=self.name,
+            isolation="namespaces",
+            commands=True,
+            network=True,
+            images=self._images is not None,
+            snapshots=frozenset({"filesystem"}),
+            pause=frozenset({"filesystem"}),
+            fork="filesystem",
+            migrate="filesystem",
+        )
 
-    def _mode(self) -> str:
-        """Last argument of the fork server: how it keeps sandboxes apart."""
-        raise AssertionError("a fork server backend names its mode")
+    async def boot(self, sandbox: MachineSandbox) -> Channel:
+        """See MachineBackend.boot."""
+        return await self._clone(sandbox, ())
+
+    async def stop(self, sandbox: MachineSandbox) -> None:
+        """See MachineBackend.stop."""
+        clone = self._clones.pop(sandbox.id, None)
+        if clone is None:
+            return
+        if self._server is not None:
+            try:
+                self._end(clone)
+            except SandboxError:
+                # The fork server is gone, and every sandbox with it.
+                self._server = None
+        if self._groups is not None:
+            self._groups.remove(str(clone.number))
+        self._release_template(sandbox.spec.template)
+        self._release_layers(clone.layers)
+
+    async def fork(self, sandbox: MachineSandbox, count: int) -> list[Sandbox | SandboxError]:
+        """See Sandbox.fork."""
+        async with sandbox.lifecycle:
+            layers = await self._save_layer(sandbox)
+        try:
+            spec = self.copied_spec(sandbox)
+            copies = [MachineSandbox(self, self.new_id(), spec) for _ in range(count)]
+            return await gather_copies([self.begin(copy, self._clone(copy, layers)) for copy in copies])
+        finally:
+            self._release_layers(layers)
+
+    async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
+        """See MachineBackend.save."""
+        layers = await self._save_layer(sandbox)
+        try:
+            for index, layer in enumerate(layers):
+                for part in _PARTS:
+                    await self._ask("pack", layer, draft.directory / f"layer-{index}-{part}.tar", part)
+            draft.extra["num_layers"] = len(layers)
+        finally:
+            self._release_layers(layers)
+
+    async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
+        """See MachineBackend.restore."""
+        await self._ensure_started()
+        layers = tuple(self._new_layer() for _ in range(snapshot.extra["num_layers"]))
+        self._layer_uses.update(layers)
+        try:
+            for index, layer in enumerate(layers):
+                for part in _PARTS:
+                    await self._ask("unpack", layer, snapshot.file(f"layer-{index}-{part}.tar"), part)
+            return await self._clone(sandbox, layers)
+        finally:
+            self._release_layers(layers)
+
+    async def save_root(self, sandbox: MachineSandbox, target: Path) -> None:
+        """Writes what a sandbox with an image has changed below its root as an OCI layer (a tar file)."""
+        async with sandbox.lifecycle:
+            layers = await self._save_layer(sandbox)
+        try:
+            await self._ask("pack", layers[0], target, "root")
+        finally:
+            self._release_layers(layers)
+
+    async def close(self) -> None:
+        """See SandboxBackend.close."""
+        await super().close()
+        server, self._server = self._server, None
+        if server is not None:
+            await server.close()
+        groups, self._groups = self._groups, None
+        if groups is not None:
+            await asyncio.to_thread(groups.close)
+
+    # For the kinds of fork server
+
+    def _arguments(self) -> Sequence[str]:
+        """How the fork server keeps sandboxes apart, and where image layers lie."""
+        raise NotImplementedError
 
     def _interpreter(self) -> str:
         return sys.executable
 
-    async def _ensure_started(self) -> None:
-        if self._closed:
-            raise SandboxError("the backend is closed", field="sandbox.backend", received=self.name)
-        if self._control is None:
+    def _open_groups(self) -> ControlGroups | None:
+        return None
+
+    def _end(self, clone: Clone) -> None:
+        """Ends a sandbox's first process, and with it all others."""
+        assert self._server is not None, "a clone has a fork server"
+        self._server.send({"op": "kill", "id": clone.number})
+
+    # Clones
+
+    async def _ensure_started(self) -> ForkServer:
+        if self._server is None:
             async with self._starting:
-                if self._control is None:
-                    await asyncio.to_thread(self._start)
+                if self._server is None:
+                    self._groups = self._open_groups()
+                    arguments = self._arguments()
+                    self._server = await asyncio.to_thread(
+                        ForkServer.start, self._interpreter(), arguments, self.name
+                    )
+        return self._server
 
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.settimeout(START_S)
-        log = tempfile.TemporaryFile()  # noqa: SIM115 -- open as long as the fork server lives
-        owner = os.pidfd_open(os.getpid())
-        source = str(Path(__file__).resolve().parents[3])
-        command = [self._interpreter(), "-I", "-S", "-B", "-c", _LAUNCH, source]
-        command += [str(theirs.fileno()), str(owner), self._mode()]
-        environment = {
-            "PATH": os.environ.get("PATH", "/usr/bin:/bin"),
-            "PYTHONHASHSEED": "0",
-            "LANG": "C.UTF-8",
-        }
+    async def _clone(self, sandbox: MachineSandbox, layers: tuple[str, ...]) -> Channel:
+        server = await self._ensure_started()
+        number = next(self._numbers)
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours, sandbox.id)
+        self._clones[sandbox.id] = Clone(number, layers)
+        self._layer_uses.update(layers)
+        groups: list[int] = []
         try:
-            launcher = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(), owner),
-                env=environment,
-            )
+            if self._groups is not None:
+                groups = self._groups.create(str(number), sandbox.spec.resources)
+            with theirs:
+                self._send_create(server, number, sandbox, layers, [theirs.fileno()], groups)
+            await channel.answer(READY, CREATE_S)
+        except BaseException as error:
+            channel.close("the sandbox was never ready")
+            if isinstance(error, OSError):
+                raise SandboxError(
+                    f"no control group: {error}", field="sandbox", received=sandbox.id
+                ) from error
+            raise
         finally:
-            theirs.close()
-            os.close(owner)
-        try:
-            answer = json.loads(ours.recv(1 << 16) or b"{}")
-        except (OSError, ValueError) as error:
-            answer = {"failure": str(error)}
-        if "ready" not in answer:
-            ours.close()
-            _wait_for_end(launcher)
-            log.seek(0)
-            detail = answer.get("failure") or log.read()[-1000:].decode(errors="replace")
-            log.close()
-            raise ResourceError(
-                f"the sandbox fork server does not start: {detail}",
-                field="sandbox.backend",
-                received=self.name,
-                fix="; ".join(find_problems()) or "run the doctor command for a diagnosis",
-            )
-        self._launcher, self._control, self._log = launcher, ours, log
+            for group in groups:
+                os.close(group)
+        return channel
 
-    def _send_create(self, request: dict[str, object], template: Template, channel: socket.socket) -> None:
-        digest = template.digest
-        known = digest in self._uses
-        self._uses[digest] = self._uses.get(digest, 0) + 1
-        self._idle.pop(digest, None)
-        if known:
-            self._send(request, channel.fileno())
+    def _send_create(
+        self,
+        server: ForkServer,
+        number: int,
+        sandbox: MachineSandbox,
+        layers: tuple[str, ...],
+        descriptors: list[int],
+        groups: list[int],
+    ) -> None:
+        template, resources = sandbox.spec.template, sandbox.spec.resources
+        image = template.image
+        new = self._hold_template(template)
+        request: dict[str, object] = {
+            "op": "create",
+            "id": number,
+            "plan": {
+                "digest": template.digest,
+                "disk_bytes": resources.disk_bytes,
+                "layers": layers,
+                "images": () if image is None else image.layers[::-1],
+                "workspace": template.workspace,
+                "user": "agent" if image is None else image.user,
+            },
+            "limits": dataclasses.asdict(resources),
+            "env": {} if image is None else dict(image.env),
+            "emulate_root": image is not None and image.user in ("", "root", "0"),
+            "new_template": new,
+            "num_groups": len(groups),
+        }
+        if not new:
+            server.send(request, *descriptors, *groups)
             return
-        packed = os.memfd_create("template")
+        packed = _packed(template)
         try:
-            rows = [[path, len(data)] for path, data in template.contents.items()]
-            with os.fdopen(os.dup(packed), "wb") as file:
-                file.write(pack({"files": rows}, b"".join(template.contents.values())))
-            os.lseek(packed, 0, os.SEEK_SET)
-            self._send(request, channel.fileno(), packed)
+            server.send(request, *descriptors, packed, *groups)
         finally:
             os.close(packed)
 
-    def _send(self, request: dict[str, object], *descriptors: int) -> None:
-        if self._control is None:
-            raise SandboxError("the fork server is gone", field="sandbox.backend", received=self.name)
-        try:
-            socket.send_fds(self._control, [json.dumps(request).encode()], list(descriptors))
-        except OSError as error:
-            raise SandboxError(
-                f"the fork server does not answer: {error}", field="sandbox.backend", received=self.name
-            ) from error
+    def _hold_template(self, template: Template) -> bool:
+        """Counts a template's users up; whether the fork server has yet to hear of it."""
+        digest = template.digest
+        new = digest not in self._template_uses
+        self._template_uses[digest] = self._template_uses.get(digest, 0) + 1
+        self._idle_templates.pop(digest, None)
+        return new
 
-    def _release(self, template: Template) -> None:
+    def _release_template(self, template: Template) -> None:
         """Counts a template's users down, and has the longest unused ones forgotten."""
         digest = template.digest
-        if digest not in self._uses:
+        if digest not in self._template_uses:
             return
-        self._uses[digest] -= 1
-        if self._uses[digest] > 0:
+        self._template_uses[digest] -= 1
+        if self._template_uses[digest] > 0:
             return
-        self._idle[digest] = sum(map(len, template.contents.values()))
-        while len(self._idle) > MAX_IDLE_TEMPLATES or sum(self._idle.values()) > MAX_IDLE_TEMPLATE_BYTES:
-            oldest, _ = self._idle.popitem(last=False)
-            del self._uses[oldest]
-            if self._control is not None:
-                self._send({"op": "forget", "digest": oldest})
+        idle = self._idle_templates
+        idle[digest] = sum(map(len, template.contents.values()))
+        while len(idle) > MAX_IDLE_TEMPLATES or sum(idle.values()) > MAX_IDLE_TEMPLATE_BYTES:
+            oldest, _ = idle.popitem(last=False)
+            del self._template_uses[oldest]
+            self._forget("templates", oldest)
+
+    # Layers
+
+    async def _save_layer(self, sandbox: MachineSandbox) -> tuple[str, ...]:
+        """A layer of what the sandbox has changed, over those that it stands on; each held once more."""
+        server = await self._ensure_started()
+        below = self._clones[sandbox.id].layers if sandbox.id in self._clones else ()
+        layer = self._new_layer()
+        layers = (layer, *below)
+        self._layer_uses.update(layers)
+        try:
+            async with sandbox.standing_still() as channel:
+                disk = await channel.borrow(OPERATION_S)
+                try:
+                    await server.ask({"op": "copy", "layer": layer}, disk)
+                finally:
+                    os.close(disk)
+        except BaseException:
+            self._release_layers(layers)
+            raise
+        return layers
+
+    def _new_layer(self) -> str:
+        return f"{next(self._numbers):x}"
+
+    def _release_layers(self, layers: Sequence[str]) -> None:
+        for layer in layers:
+            self._layer_uses[layer] -= 1
+            if self._layer_uses[layer] <= 0:
+                del self._layer_uses[layer]
+                self._forget("layers", layer)
+
+    def _forget(self, kind: str, name: str) -> None:
+        if self._server is not None:
+            self._server.send({"op": "forget", "kind": kind, "name": name})
+
+    async def _ask(self, operation: str, layer: str, file: Path, part: str) -> None:
+        server = await self._ensure_started()
+        flags = os.O_RDONLY if operation == "unpack" else os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        descriptor = os.open(file, flags | os.O_CLOEXEC, 0o600)
+        try:
+            await server.ask({"op": operation, "layer": layer, "part": part}, descriptor)
+        finally:
+            os.close(descriptor)
 
 
 class LocalBackend(ForkServerBackend):
@@ -240,12 +331,15 @@ class LocalBackend(ForkServerBackend):
         """Known obstacles of this machine, each with its fix; starts nothing."""
         return find_problems()
 
-    def _mode(self) -> str:
-        return "namespaces"
+    def _arguments(self) -> Sequence[str]:
+        return ["namespaces", *([] if self._images is None else [str(self._images.resolve())])]
 
     def _interpreter(self) -> str:
         interpreter = os.path.realpath(sys.executable)
         return interpreter if os.access(interpreter, os.X_OK) else "/usr/bin/python3"
+
+    def _open_groups(self) -> ControlGroups | None:
+        return ControlGroups.open()
 
 
 class UnisolatedBackend(ForkServerBackend):
@@ -257,32 +351,36 @@ class UnisolatedBackend(ForkServerBackend):
     name = "unisolated"
     agent_can_kill = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, state: Path | None = None) -> None:
+        super().__init__(state)
         warnings.warn(_UNISOLATED_WARNING, stacklevel=3)
         self._base: str | None = None
 
+    def capabilities(self) -> Capabilities:
+        """See SandboxBackend.capabilities. Its processes are on the host's network already."""
+        return dataclasses.replace(super().capabilities(), isolation="none", network=False, images=False)
+
     async def close(self) -> None:
+        """See SandboxBackend.close."""
         await super().close()
         if self._base is not None:
-            shutil.rmtree(self._base, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._base, ignore_errors=True)
             self._base = None
 
-    def kill(self, sandbox: LocalSandbox) -> None:
-        """Closing the channel lets the server end its processes and remove its folder."""
-        if self._live.pop(sandbox.number, None) is not None:
-            sandbox.channel.close("the sandbox was killed")
-            self._release(sandbox.template)
+    def _end(self, clone: Clone) -> None:
+        """Nothing: the closed channel lets the server end its processes and remove its folder."""
 
-    def _mode(self) -> str:
+    def _arguments(self) -> Sequence[str]:
         self._base = tempfile.mkdtemp(prefix="etude-unisolated-")
-        return self._base
+        return [self._base]
 
 
-def _wait_for_end(launcher: subprocess.Popen[bytes]) -> None:
-    try:
-        launcher.wait(CLOSE_S)
-    except subprocess.TimeoutExpired:
-        # The fork server dies with the launcher, and the namespaces with the fork server.
-        launcher.kill()
-        launcher.wait(CLOSE_S)
+def _packed(template: Template) -> int:
+    """A memfd with the template's files as one frame; below the image's workspace if there is an image."""
+    prefix = "" if template.image is None else template.workspace.strip("/") + "/"
+    rows = [[prefix + path, len(data)] for path, data in template.contents.items()]
+    packed = os.memfd_create("template")
+    with os.fdopen(os.dup(packed), "wb") as file:
+        file.write(pack({"files": rows}, b"".join(template.contents.values())))
+    os.lseek(packed, 0, os.SEEK_SET)
+    return packed

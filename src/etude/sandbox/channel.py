@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+from collections.abc import Callable
 
 from etude.errors import SandboxError
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
@@ -30,6 +32,9 @@ class Channel:
         self._unsent = bytearray()
         self._next_id = READY + 1
         self._end: str | None = None
+        self._lent: list[int] | None = None
+        self.on_event: Callable[[Header, bytes], None] = lambda header, payload: None
+        """Called with what the sandbox sends unasked."""
         self._loop.add_reader(sock.fileno(), self._readable)
 
     @property
@@ -39,32 +44,58 @@ class Channel:
 
     async def request(self, header: Header, payload: bytes, deadline_s: float) -> Answer:
         """Sends a request and waits for its answer. Raises SandboxError."""
-        request_id = self._next_id
-        self._next_id += 1
-        header["id"] = request_id
+        header["id"] = request_id = self.next_id()
         self._send(pack(header, payload))
         return await self.answer(request_id, deadline_s)
 
-    async def answer(self, request_id: int, deadline_s: float) -> Answer:
-        """Waits for the answer with the given id. Raises SandboxError after `deadline_s` seconds."""
+    def next_id(self) -> int:
+        """An id for a request that the caller sends on its own."""
+        self._next_id += 1
+        return self._next_id - 1
+
+    async def answer(self, request_id: int, deadline_s: float | None) -> Answer:
+        """Waits for the answer with the given id. Raises SandboxError after `deadline_s` seconds.
+
+        A sandbox that lets the deadline pass is taken for lost. None: the caller has a deadline of its own.
+        """
         if self._end is not None:
             raise SandboxError(self._end, field="sandbox", received=self._name)
         future = self._loop.create_future()
         self._waiting[request_id] = future
-        timer = self._loop.call_later(deadline_s, self.close, f"no answer within {deadline_s:g} s")
+        timer = None
+        if deadline_s is not None:
+            timer = self._loop.call_later(deadline_s, self.close, f"no answer within {deadline_s:g} s")
         try:
             header, payload = await future
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
             self._waiting.pop(request_id, None)
         if "failure" in header:
             raise SandboxError(header["failure"], field="sandbox", received=self._name)
         return header, payload
 
-    def send_cancel(self) -> None:
-        """Tells the sandbox to end its running job without an answer."""
-        if not self.closed:
-            self._send(pack({"op": "cancel"}))
+    async def borrow(self, deadline_s: float) -> int:
+        """A descriptor of the sandbox's own disk, for the caller to close. Raises SandboxError."""
+        self._lent = []
+        try:
+            await self.request({"op": "lend"}, b"", deadline_s)
+            if not self._lent:
+                raise SandboxError("the sandbox lent no disk", field="sandbox", received=self._name)
+            return self._lent.pop()
+        finally:
+            lent, self._lent = self._lent or [], None
+            for descriptor in lent:
+                os.close(descriptor)
+
+    def send(self, header: Header, payload: bytes = b"") -> None:
+        """Sends what has no answer. Raises SandboxError."""
+        self._send(pack(header, payload))
+
+    @property
+    def backlog_bytes(self) -> int:
+        """What the sandbox has not taken yet."""
+        return len(self._unsent)
 
     def close(self, reason: str) -> None:
         """Closes the socket; everything that waits raises SandboxError with the reason. Idempotent."""
@@ -108,7 +139,11 @@ class Channel:
 
     def _readable(self) -> None:
         try:
-            data = self._sock.recv(1 << 18)
+            if self._lent is None:
+                data = self._sock.recv(1 << 18)
+            else:
+                data, lent, _, _ = socket.recv_fds(self._sock, 1 << 18, 1)
+                self._lent += lent
             frames = self._unpacker.feed(data)
         except BlockingIOError:
             return
@@ -119,6 +154,9 @@ class Channel:
             self.close(f"the sandbox does not speak the protocol: {error}")
             return
         for header, payload in frames:
+            if "event" in header:
+                self.on_event(header, payload)
+                continue
             future = self._waiting.get(header.get("id", READY))
             if future is not None and not future.done():
                 future.set_result((header, payload))

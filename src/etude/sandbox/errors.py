@@ -1,0 +1,98 @@
+"""What can go wrong with a sandbox, and whose doing it is.
+
+    AgentError                      the agent's doing: an outcome, it stays in the batch
+    ├── PathMissingError, PathKindError, PathOutsideError   (ToolArgumentErrors)
+    ├── DiskFullError               the sandbox's disk or its inodes are used up
+    ├── DiffTooLargeError           more changes than a diff carries
+    ├── SessionClosedError          a shell session that has ended: by `exit`, a kill or a timeout
+    └── SandboxKilledByAgentError   the agent ended its sandbox's first process
+    InfrastructureError
+    └── SandboxError                ours: never a reward
+        ├── SandboxMissingError     no sandbox of that id lives here
+        ├── SandboxStateError       paused, or not paused, when the call needs the other
+        ├── SandboxLostError        its host or its server died
+        ├── SnapshotError           damaged, truncated, of another version or machine
+        └── CapacityError           no place became free in time
+    UserError
+    ├── Unsupported                 this backend cannot do that; names one that can
+    └── TemplateError               a template or image that does not exist or does not parse
+
+Each names the sandbox (or snapshot, or template), what was received and what to do.
+"""
+
+from __future__ import annotations
+
+from etude.errors import AgentError, SandboxError, ToolArgumentError, UserError
+
+
+class PathMissingError(ToolArgumentError):
+    """The path names nothing."""
+
+
+class PathKindError(ToolArgumentError):
+    """The path names something of another kind: a directory for a file, or the reverse."""
+
+
+class PathOutsideError(ToolArgumentError):
+    """The path leaves the workspace, or is no path at all."""
+
+
+class DiskFullError(AgentError):
+    """The sandbox's disk or its supply of inodes is used up."""
+
+
+class DiffTooLargeError(AgentError):
+    """The changes of a sandbox exceed what a diff carries."""
+
+
+class SessionClosedError(AgentError):
+    """The shell session has ended: the agent left it, killed it, or let it run into its timeout."""
+
+
+class SandboxKilledByAgentError(AgentError):
+    """The agent's own doing ended its sandbox: it killed or starved the sandbox's first process."""
+
+
+class SandboxMissingError(SandboxError):
+    """No sandbox of that id lives here: it never did, was killed, or its time to live is over."""
+
+
+class SandboxStateError(SandboxError):
+    """The sandbox is paused where it must run, or runs where it must be paused."""
+
+
+class SandboxLostError(SandboxError):
+    """The sandbox's host, hypervisor or server died, and the sandbox with it."""
+
+
+class SnapshotError(SandboxError):
+    """A snapshot that is damaged, truncated, missing, or made by another version or machine."""
+
+
+class CapacityError(SandboxError):
+    """No place for another sandbox became free within the time that the caller gave."""
+
+
+class Unsupported(UserError):
+    """This backend cannot do what was asked; the fix names one that can. Never a silent downgrade."""
+
+
+class TemplateError(UserError):
+    """A template or image that does not exist, does not parse or does not build."""
+
+
+_FAULTS: dict[str, type[AgentError]] = {
+    "missing": PathMissingError,
+    "kind": PathKindError,
+    "outside": PathOutsideError,
+    "argument": ToolArgumentError,
+    "disk": DiskFullError,
+    "diff": DiffTooLargeError,
+    "session": SessionClosedError,
+}
+
+
+def fault_error(fault: tuple[str, str], field: str | None = None, received: object = None) -> AgentError:
+    """The typed error for a fault (kind, message) of `inside.faults`."""
+    kind, message = fault
+    return _FAULTS.get(kind, ToolArgumentError)(message, field=field, received=received)

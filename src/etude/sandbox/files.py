@@ -1,0 +1,159 @@
+"""File operations over a sandbox's channel."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from etude.errors import ToolArgumentError
+from etude.sandbox.channel import Answer
+from etude.sandbox.errors import PathKindError, PathOutsideError
+from etude.sandbox.inside.frames import Header
+from etude.sandbox.paths import normal_path
+from etude.sandbox.types import FileInfo, GrepMatch
+
+PIECE_BYTES = 4 << 20
+"""Files travel in pieces of this size."""
+_MAX_DEPTH = 100
+
+
+class Line(Protocol):
+    """What file operations need of their sandbox."""
+
+    @property
+    def workspace(self) -> str: ...
+
+    async def call(self, header: Header, payload: bytes = b"", path: str | None = None) -> Answer: ...
+
+
+class ChannelFiles:
+    """`Files` over a sandbox's channel."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:
+        """See Files.read."""
+        header: Header = {"op": "read", "path": self._normal(path), "limit_bytes": limit_bytes}
+        return (await self._line.call(header, b"", path))[1]
+
+    async def write(self, path: str, data: str | bytes) -> None:
+        """See Files.write."""
+        await self.write_many({path: data})
+
+    async def write_many(self, files: Mapping[str, str | bytes]) -> None:
+        """See Files.write_many."""
+        contents = [data.encode() if isinstance(data, str) else data for data in files.values()]
+        rows = [[self._normal(path), len(data)] for path, data in zip(files, contents, strict=True)]
+        received = next(iter(files)) if len(files) == 1 else None
+        await self._line.call({"op": "write", "files": rows}, b"".join(contents), received)
+
+    async def list(self, path: str = ".", depth: int = 1) -> list[FileInfo]:
+        """See Files.list."""
+        header: Header = {"op": "list", "path": self._normal(path), "depth": depth}
+        answer, _ = await self._line.call(header, b"", path)
+        return [FileInfo(*row) for row in answer["entries"]]
+
+    async def remove(self, path: str) -> None:
+        """See Files.remove."""
+        await self._line.call({"op": "remove", "path": self._normal(path)}, b"", path)
+
+    async def grep(self, pattern: str, path: str = ".", limit: int = 50) -> list[GrepMatch]:
+        """See Files.grep."""
+        header: Header = {"op": "grep", "pattern": pattern, "path": self._normal(path), "limit": limit}
+        answer, _ = await self._line.call(header, b"", path)
+        return [GrepMatch(*row) for row in answer["matches"]]
+
+    async def upload(self, source: Path, path: str) -> int:
+        """See Files.upload."""
+        pairs = await asyncio.to_thread(uploads, source, path)
+        return sum([await self._upload_file(file, target) for file, target in pairs])
+
+    async def _upload_file(self, source: Path, path: str) -> int:
+        name = self._normal(path)
+        total = 0
+        with source.open("rb") as file:
+            while True:
+                piece = await asyncio.to_thread(file.read, PIECE_BYTES)
+                if total and not piece:
+                    return total
+                header: Header = {"op": "write", "files": [[name, len(piece)]], "append": total > 0}
+                await self._line.call(header, piece, path)
+                total += len(piece)
+                if len(piece) < PIECE_BYTES:
+                    return total
+
+    async def download(self, path: str, target: Path) -> int:
+        """See Files.download."""
+        try:
+            entries = await self.list(path, _MAX_DEPTH)
+        except PathKindError:
+            return await self._download_file(path, target)
+        name = self._normal(path)
+        prefix = "" if name == "." else name + "/"
+        total = 0
+        for entry in entries:
+            if entry.kind == "file":
+                total += await self._download_file(entry.path, below(target, entry.path, prefix))
+        await asyncio.to_thread(target.mkdir, parents=True, exist_ok=True)
+        return total
+
+    async def _download_file(self, path: str, target: Path) -> int:
+        """Writes beside the target and renames: a link in its place is replaced, never followed."""
+        await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.part")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+        offset = 0
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                while True:
+                    header: Header = {"op": "read", "path": self._normal(path), "limit_bytes": PIECE_BYTES}
+                    piece = (await self._line.call({**header, "offset": offset}, b"", path))[1]
+                    await asyncio.to_thread(file.write, piece)
+                    offset += len(piece)
+                    if len(piece) < PIECE_BYTES:
+                        break
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+        return offset
+
+    def _normal(self, path: str) -> str:
+        return normal_path(path, self._line.workspace)
+
+
+def uploads(source: Path, path: str) -> list[tuple[Path, str]]:
+    """(host file, where it goes) of everything that is to be copied."""
+    if source.is_dir():
+        return [(file, f"{path}/{file.relative_to(source).as_posix()}") for file in _regular(source)]
+    if source.is_file():
+        return [(source, path)]
+    raise ToolArgumentError("no such file or directory", field="source", received=str(source), fix="name one")
+
+
+def _regular(directory: Path) -> Iterator[Path]:
+    """Regular files below a directory, sorted; links are not followed."""
+    for folder, names, files in os.walk(directory):
+        names.sort()
+        for name in sorted(files):
+            path = Path(folder, name)
+            if path.is_file() and not path.is_symlink():
+                yield path
+
+
+def below(target: Path, name: str, prefix: str) -> Path:
+    """Where an entry of a listing belongs on the host. The sandbox made the name up: it is not trusted."""
+    relative = name[len(prefix) :] if name.startswith(prefix) else ""
+    parts = relative.split("/")
+    climbs = not relative or "\0" in relative or any(part in ("", ".", "..") for part in parts)
+    if climbs:
+        raise PathOutsideError("the sandbox names a path that leads out", field="path", received=name)
+    path = target
+    for part in parts[:-1]:
+        path = path / part
+        if path.is_symlink():
+            raise PathOutsideError("a link lies in the way", field="target", received=str(path))
+    return path / parts[-1]

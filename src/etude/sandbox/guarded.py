@@ -1,0 +1,93 @@
+"""Programs of ours that end with us: started below a guard, which watches this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from etude.errors import SandboxError
+
+_LAUNCH = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from etude.sandbox.inside.guard import main
+main(sys.argv[2:])
+"""
+_SOURCE = str(Path(__file__).resolve().parents[2])
+_LOG_BYTES = 4000
+_END_S = 10.0
+
+
+class GuardedProcess:
+    """A running program below its guard. `kill` ends it and everything it started."""
+
+    def __init__(self, process: asyncio.subprocess.Process, log: int, name: str) -> None:
+        self._process = process
+        self._log = log
+        self.name = name
+
+    @classmethod
+    async def spawn(
+        cls,
+        argv: Sequence[str],
+        *,
+        stdin: int | None = None,
+        stdout: int | None = None,
+        pass_fds: Sequence[int] = (),
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+    ) -> GuardedProcess:
+        """Starts `argv` below a guard. What it prints is kept for `log`. Raises SandboxError."""
+        owner = os.pidfd_open(os.getpid())
+        log = os.memfd_create("log")
+        command = [sys.executable, "-I", "-S", "-B", "-c", _LAUNCH, _SOURCE, str(owner), *argv]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL if stdin is None else stdin,
+                stdout=log if stdout is None else stdout,
+                stderr=log,
+                pass_fds=(owner, *pass_fds),
+                env=None if env is None else dict(env),
+                cwd=cwd,
+                start_new_session=True,
+            )
+        except OSError as error:
+            os.close(log)
+            raise SandboxError(f"cannot start: {error}", field="program", received=argv[0]) from error
+        finally:
+            os.close(owner)
+        return cls(process, log, argv[0])
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code of the program; None while it runs."""
+        return self._process.returncode
+
+    async def wait(self) -> int:
+        """Waits for the program's end."""
+        return await self._process.wait()
+
+    def log(self) -> str:
+        """The end of what the program printed."""
+        size = os.fstat(self._log).st_size
+        return os.pread(self._log, _LOG_BYTES, max(0, size - _LOG_BYTES)).decode(errors="replace")
+
+    async def kill(self) -> None:
+        """Ends the program and all that it started. Idempotent."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                async with asyncio.timeout(_END_S):
+                    await self._process.wait()
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        if self._log >= 0:
+            os.close(self._log)
+            self._log = -1

@@ -1,0 +1,211 @@
+"""The program of a guest: a server on a virtio-serial port, a vsock or standard input and output.
+
+    python3 -I -S guest.pyz --line stdio|PATH|vsock:PORT --workspace DIR --base DIR [--uid N] ...
+
+A guest outlives its owner's line: it is copied, put to sleep and moved. Before that the owner says `hold`,
+and whoever it wakes for says `hello`, with the time, fresh entropy and a name: two copies of one guest must
+not go on with the same clock, random numbers and identity.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import fcntl
+import os
+import random
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+
+from etude.sandbox.inside import kernel
+from etude.sandbox.inside.filesystem import Workspace
+from etude.sandbox.inside.frames import Header
+from etude.sandbox.inside.processes import NamespaceProcesses, UserProcesses
+from etude.sandbox.inside.running import Settings
+from etude.sandbox.inside.seccomp import build_filter
+from etude.sandbox.inside.server import Answer, Server
+
+_ADD_ENTROPY, _RESEED = 0x40085203, 0x5207
+_WARM = ("collections", "copy", "dataclasses", "datetime", "functools", "heapq", "itertools", "math",
+         "re", "string", "typing")  # fmt: skip
+
+
+class Files:
+    """Installs a template's files: once as the base of diffs, once as the workspace."""
+
+    def __init__(self, workspace: str, base: str, uid: int | None) -> None:
+        self._workspace = workspace
+        self._base = base
+        self._uid = uid
+        for directory in (workspace, base):
+            os.makedirs(directory, exist_ok=True)
+        os.chmod(base, 0o755 if uid is None else 0o700)
+        if uid is not None:
+            os.chown(workspace, uid, uid)
+
+    def install(self, header: Header, payload: bytes) -> Answer:
+        """Replaces base and workspace by the given files; with `more`, adds these to what is there."""
+        for directory in () if header.get("more") else (self._workspace, self._base):
+            for entry in os.scandir(directory):
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    os.unlink(entry.path)
+        start = 0
+        for path, size in header["files"]:
+            data = payload[start : start + size]
+            start += size
+            self._write(self._base, path, data, None)
+            self._write(self._workspace, path, data, self._uid)
+        return {}, b""
+
+    def _write(self, root: str, path: str, data: bytes, uid: int | None) -> None:
+        folder = root
+        for part in path.split("/")[:-1]:
+            folder = os.path.join(folder, part)
+            try:
+                os.mkdir(folder)
+            except FileExistsError:
+                continue
+            if uid is not None:
+                os.chown(folder, uid, uid)
+        full = os.path.join(root, path)
+        with open(full, "wb") as file:
+            file.write(data)
+        if uid is not None:
+            os.chown(full, uid, uid)
+
+
+class ChildWatch:
+    """Stands in for `pidfd_open` of children, which gVisor lacks: a pipe each, whose end is the child's."""
+
+    def __init__(self) -> None:
+        self._writers: dict[int, int] = {}
+        signal.signal(signal.SIGCHLD, lambda number, frame: self._close_ended())
+
+    def open(self, pid: int, flags: int = 0) -> int:
+        """A descriptor that becomes readable once the child has ended."""
+        reader, writer = os.pipe()
+        self._writers[pid] = writer
+        self._close_ended()
+        return reader
+
+    def _close_ended(self) -> None:
+        for pid in list(self._writers):
+            try:
+                ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            except ChildProcessError:
+                # The server collected it already.
+                ended = True
+            if ended:
+                os.close(self._writers.pop(pid))
+
+
+def has_pidfds() -> bool:
+    """Whether this kernel knows `pidfd_open`."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+        return False
+    return True
+
+
+def greet(header: Header) -> None:
+    """Gives a copied or restored guest its own time, entropy and identity, as far as it may."""
+    random.seed(header["entropy"])
+    if os.geteuid() != 0:
+        return
+    _attempt(lambda: time.clock_settime(time.CLOCK_REALTIME, header["time_s"]))
+    _attempt(lambda: _stir(bytes.fromhex(header["entropy"])))
+    _attempt(lambda: socket.sethostname(header["hostname"]))
+    _attempt(lambda: _write_text("/etc/machine-id", header["machine_id"] + "\n"))
+
+
+def _attempt(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except OSError as error:
+        # gVisor has no settable clock and no entropy pool of its own: it takes both from the host.
+        print(f"not set after the restore: {error}", file=sys.stderr, flush=True)
+
+
+def _stir(entropy: bytes) -> None:
+    with open("/dev/urandom", "wb", buffering=0) as pool:
+        fcntl.ioctl(pool, _ADD_ENTROPY, struct.pack("ii", 8 * len(entropy), len(entropy)) + entropy)
+        fcntl.ioctl(pool, _RESEED)
+
+
+def _write_text(path: str, text: str) -> None:
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def open_line(name: str) -> tuple[int, int]:
+    """(reader, writer) of a line. Raises OSError."""
+    if name == "stdio":
+        reader, writer = os.dup(0), os.dup(1)
+        null = os.open("/dev/null", os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+        os.close(null)
+        return reader, writer
+    if name.startswith("vsock:"):
+        with socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM) as listener:
+            listener.bind((socket.VMADDR_CID_ANY, int(name.partition(":")[2])))
+            listener.listen(1)
+            line, _ = listener.accept()
+        descriptor = line.detach()
+        return descriptor, descriptor
+    descriptor = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+    return descriptor, descriptor
+
+
+def main(arguments: list[str]) -> None:
+    """Serves until the line ends for good (standard input), or for ever."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--line", required=True)
+    parser.add_argument("--workspace", default="/workspace")
+    parser.add_argument("--base", default="/var/lib/etude/base")
+    parser.add_argument("--uid", type=int)
+    parser.add_argument("--memory-bytes", type=int, default=1 << 40)
+    parser.add_argument("--cpu-s", type=int, default=1 << 30)
+    parser.add_argument("--path", default="/usr/local/bin:/usr/bin:/bin")
+    parser.add_argument("--filter", action="store_true", help="filter the system calls of commands")
+    options = parser.parse_args(arguments)
+    for name in _WARM:
+        __import__(name)
+    files = Files(options.workspace, options.base, options.uid)
+    workspace = Workspace(options.workspace, os.open(options.base, os.O_RDONLY | os.O_DIRECTORY))
+    is_init = os.getpid() == 1
+    processes = UserProcesses(options.uid) if options.uid is not None else NamespaceProcesses()
+    assert is_init or options.uid is not None, "without a user of their own, commands need a pid namespace"
+    settings = Settings(
+        options.memory_bytes, options.cpu_s, options.path, uid=options.uid, watch_memory=False
+    )
+    if options.filter:
+        program = build_filter(kernel.MACHINE)
+        os.register_at_fork(after_in_child=lambda: kernel.install_filter(program))
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    if not has_pidfds():
+        os.pidfd_open = ChildWatch().open
+    reader, writer = open_line(options.line)
+
+    def end_processes(header: Header, payload: bytes) -> Answer:
+        """The owner saw that memory is used up."""
+        processes.kill_all()
+        return {}, b""
+
+    extra = {"install": files.install, "exhausted": end_processes}
+    server = Server(reader, writer, workspace, processes, settings, greet=greet, extra=extra)
+    server.serve(returning=options.line != "stdio")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,456 @@
+"""Everything that runs in a sandbox: commands, test runs, background commands, shells; their ends."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from etude.sandbox.inside.faults import Fault
+from etude.sandbox.inside.frames import Header
+from etude.sandbox.inside.jobs import Child, ChildLimits, Job, command_child, start_job, tests_child
+from etude.sandbox.inside.processes import (
+    Processes,
+    Table,
+    families,
+    kill_all_but,
+    private_bytes,
+    reap,
+    resume_all,
+    stop_all,
+)
+from etude.sandbox.inside.shells import STATUS_DESCRIPTOR, Shell, shell_program
+from etude.sandbox.inside.wire import Wire
+
+WATCH_S = 0.1
+"""How often the memory of running processes is looked at."""
+MAX_RESULT_BYTES = 4 << 20
+MAX_ENDED = 256
+"""Ended background commands that are kept for whoever asks; the oldest go first."""
+
+Answer = tuple[Header, bytes]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the server must know of its sandbox."""
+
+    memory_bytes: int
+    cpu_s: int
+    path: str
+    """PATH of commands."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Of the image."""
+    uid: int | None = None
+    """Whom commands run as, where the server itself is root."""
+    watch_memory: bool = True
+    """Whether the watchdog bounds memory; not needed where the kernel does."""
+
+
+class Running:
+    """Starts and ends jobs. Part of the server's one thread; waits for nothing."""
+
+    def __init__(
+        self, wire: Wire, poll: select.poll, processes: Processes, settings: Settings, root: str
+    ) -> None:
+        self._wire = wire
+        self._poll = poll
+        self._processes = processes
+        self._settings = settings
+        self._limits = ChildLimits(settings.memory_bytes, settings.cpu_s, settings.uid)
+        self._root = root
+        self._jobs: dict[int, Job] = {}
+        self._by_descriptor: dict[int, Job] = {}
+        self._ended: dict[int, tuple[Job, Header, bytes]] = {}
+        self._shells: dict[str, Shell] = {}
+        self._num_shells = 0
+        self._has_children = False
+        self._next_watch_s = 0.0
+        self._reaped: dict[int, int] = {}
+        self._stopped: set[int] = set()
+        self._muted: list[int] = []
+        wire.on_drained = self._listen_again
+        self.operations: dict[str, Callable[[Header, bytes], Answer | None]] = {
+            "command": self._command,
+            "tests": self._tests,
+            "probes": self._tests,
+            "wait": self._wait,
+            "stdin": self._stdin,
+            "kill": self._kill,
+            "processes": self._list,
+            "lookup": self._lookup,
+            "shell.open": self._open_shell,
+            "shell.run": self._run_in_shell,
+            "shell.close": self._close_shell,
+            "cancel": self._cancel,
+            "freeze": self._freeze,
+            "thaw": self._thaw,
+        }
+
+    # What the server's loop asks
+
+    def timeout_ms(self) -> float | None:
+        """How long the loop may sleep."""
+        if not self._has_children:
+            return None
+        deadlines = [self._next_watch_s] if self._settings.watch_memory else []
+        deadlines += [job.deadline_s for job in self._jobs.values()]
+        deadlines += [shell.next_deadline_s() for shell in self._shells.values()]
+        until_s = min(deadlines, default=float("inf"))
+        if until_s == float("inf"):
+            return None
+        return max(0.0, (until_s - time.monotonic()) * 1e3 + 1.0)
+
+    def on_ready(self, descriptor: int) -> None:
+        """A pipe or a pidfd of a child has something."""
+        job = self._by_descriptor.get(descriptor)
+        if job is not None:
+            self._read_output(job, descriptor)
+            return
+        for shell in self._shells.values():
+            if shell.owns(descriptor):
+                shell.read(descriptor)
+                self._settle(shell, None)
+                return
+
+    def look_after_children(self) -> None:
+        """Reaps, enforces deadlines and memory, answers what has ended."""
+        if not self._has_children and not self._reaped:
+            return
+        self._reap()
+        ended, self._reaped = self._reaped, {}
+        now_s = time.monotonic()
+        if self._settings.watch_memory and self._has_children and now_s >= self._next_watch_s:
+            self._next_watch_s = now_s + WATCH_S
+            self._watch_memory()
+        for job in list(self._jobs.values()):
+            if job.pid in ended:
+                self._finish(job, os.waitstatus_to_exitcode(ended[job.pid]))
+            elif now_s >= job.deadline_s:
+                job.timed_out = True
+                self._kill_family(job)
+                self._finish(job, -signal.SIGKILL)
+        for shell in list(self._shells.values()):
+            if shell.job.pid in ended:
+                self._end_shell(shell, os.waitstatus_to_exitcode(ended[shell.job.pid]))
+            else:
+                self._expire_shell(shell, now_s)
+
+    def end_all(self) -> None:
+        """Ends every process of the sandbox; whoever waits for one hears that it was killed."""
+        self._processes.kill_all()
+        self._reap()
+        for job in list(self._jobs.values()):
+            job.keep_background = True
+            self._finish(job, -signal.SIGKILL)
+        for shell in list(self._shells.values()):
+            self._end_shell(shell, -signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Collects ended children; `look_after_children` deals with them."""
+        ended, self._has_children = reap()
+        self._reaped.update(ended)
+
+    # Commands and test runs
+
+    def _command(self, header: Header, payload: bytes) -> Answer | None:
+        background = bool(header.get("background"))
+        env = self._environment(header["env"])
+        argv = header.get("argv") or ["/bin/sh", "-c", header["cmd"]]
+        child = command_child(argv, env, os.path.join(self._root, header["cwd"]), self._limits)
+        wants_input = background or bool(header.get("stdin"))
+        job = self._start(child, 2, header["limit_bytes"], header["timeout_s"], True, wants_input)
+        job.cmd = header.get("cmd") or " ".join(argv)
+        job.stream = bool(header.get("stream"))
+        if job.input is not None and not background:
+            self._feed(job, payload, close=True)
+        if background:
+            return {"pid": job.pid}, b""
+        job.request_id = header["id"]
+        return None
+
+    def _tests(self, header: Header, payload: bytes) -> None:
+        child = tests_child(header["paths"], self._root, header["op"] == "probes", self._limits)
+        job = self._start(child, 1, MAX_RESULT_BYTES, header["timeout_s"], False, False)
+        job.request_id = header["id"]
+
+    def _start(
+        self,
+        child: Child,
+        num_pipes: int,
+        limit_bytes: int,
+        timeout_s: float | None,
+        keep_background: bool,
+        with_input: bool,
+    ) -> Job:
+        spare = set(self._processes.table()) if self._has_children else set[int]()
+        try:
+            job = start_job(child, num_pipes, limit_bytes, timeout_s, spare, keep_background, with_input)
+        except BlockingIOError:
+            # The agent's processes have used up the sandbox's process limit: they go, the job runs.
+            self._processes.kill_all()
+            self._reap()
+            job = start_job(child, num_pipes, limit_bytes, timeout_s, set(), keep_background, with_input)
+        self._jobs[job.pid] = job
+        self._note_child(job.start_s)
+        self._poll.register(job.watch, select.POLLIN)
+        for output in job.outputs:
+            self._by_descriptor[output.descriptor] = job
+            self._poll.register(output.descriptor, select.POLLIN)
+        return job
+
+    def _note_child(self, now_s: float) -> None:
+        self._has_children = True
+        self._next_watch_s = now_s + WATCH_S
+
+    def _environment(self, extra: dict[str, str]) -> dict[str, str]:
+        return {
+            "PATH": self._settings.path,
+            "HOME": self._root,
+            "LANG": "C.UTF-8",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONHASHSEED": "0",
+            **self._settings.env,
+            **extra,
+        }
+
+    def _read_output(self, job: Job, descriptor: int) -> None:
+        if job.input is not None and descriptor == job.input.descriptor:
+            self._feed(job, b"", close=False)
+            return
+        for index, output in enumerate(job.outputs):
+            if output.descriptor != descriptor:
+                continue
+            if job.stream and self._wire.congested:
+                self._poll.unregister(descriptor)
+                self._muted.append(descriptor)
+                return
+            data = output.read()
+            if job.stream and data:
+                self._wire.send(
+                    {"event": "output", "pid": job.pid, "id": job.request_id, "fd": index + 1}, data
+                )
+            if output.ended:
+                self._poll.unregister(descriptor)
+
+    def _send_on(self, job: Job, index: int, data: bytes) -> None:
+        if job.stream and data:
+            event = {"event": "output", "pid": job.pid, "id": job.request_id, "fd": index + 1}
+            self._wire.send(event, data)
+
+    def _listen_again(self) -> None:
+        muted, self._muted = self._muted, []
+        for descriptor in muted:
+            if descriptor in self._by_descriptor:
+                self._poll.register(descriptor, select.POLLIN)
+
+    def _feed(self, job: Job, data: bytes, close: bool) -> None:
+        """Writes to a job's input, and goes on with it as the job reads."""
+        assert job.input is not None, "a job that is fed has an input"
+        descriptor = job.input.descriptor
+        job.input.write(data, close)
+        if job.input.pending:
+            self._by_descriptor[descriptor] = job
+            self._poll.register(descriptor, select.POLLOUT)
+        elif self._by_descriptor.pop(descriptor, None):
+            self._poll.unregister(descriptor)
+
+    def _finish(self, job: Job, exit_code: int) -> None:
+        """Answers for an ended job. What it left behind is killed, unless it may keep it."""
+        duration_s = time.monotonic() - job.start_s
+        if self._has_children and not (job.keep_background or job.timed_out):
+            self._kill_family(job)
+        for index, output in enumerate(job.outputs):
+            data = b"" if output.ended else output.read()
+            if job.stream and data:
+                self._wire.send(
+                    {"event": "output", "pid": job.pid, "id": job.request_id, "fd": index + 1}, data
+                )
+        outputs = [output.take() for output in job.outputs]
+        self._close(job)
+        answer: Header = {
+            "exit_code": exit_code,
+            "timed_out": job.timed_out,
+            "memory_exceeded": job.memory_exceeded,
+            "duration_s": duration_s,
+            "truncated": any(output.truncated for output in job.outputs),
+            "sizes": [len(data) for data in outputs],
+        }
+        payload = b"".join(outputs)
+        if job.request_id:
+            self._wire.send({**answer, "id": job.request_id}, payload)
+            return
+        for request_id in job.waiting:
+            self._wire.send({**answer, "id": request_id}, payload)
+        if not job.waiting:
+            self._ended[job.pid] = job, answer, payload
+            if len(self._ended) > MAX_ENDED:
+                del self._ended[next(iter(self._ended))]
+
+    def _close(self, job: Job) -> None:
+        del self._jobs[job.pid]
+        if job.input is not None and not job.input.closed:
+            if self._by_descriptor.pop(job.input.descriptor, None):
+                self._poll.unregister(job.input.descriptor)
+            job.input.close()
+        self._poll.unregister(job.watch)
+        os.close(job.watch)
+        for output in job.outputs:
+            del self._by_descriptor[output.descriptor]
+            if output.descriptor in self._muted:
+                self._muted.remove(output.descriptor)
+            elif not output.ended:
+                self._poll.unregister(output.descriptor)
+            output.close()
+
+    # Killing: what belongs to one job, and to no other
+
+    def _kill_family(self, job: Job) -> None:
+        others = [other.pid for other in self._jobs.values() if other is not job]
+        others += [shell.job.pid for shell in self._shells.values()]
+        if not others and not job.spare:
+            self._processes.kill_all()
+        else:
+            kill_all_but(self._processes, lambda table: job.spare | families(table, others))
+        self._reap()
+
+    def _kill_below(self, shell: Shell) -> None:
+        """Ends what the shell's present command started; the shell and its older jobs stay."""
+
+        def spare(table: Table) -> set[int]:
+            others = [job.pid for job in self._jobs.values()]
+            others += [other.job.pid for other in self._shells.values() if other is not shell]
+            return shell.spare | families(table, others) | {shell.job.pid}
+
+        kill_all_but(self._processes, spare)
+
+    def _watch_memory(self) -> None:
+        if private_bytes(self._processes.table()) <= self._settings.memory_bytes:
+            return
+        self._processes.kill_all()
+        for job in [*self._jobs.values(), *(shell.job for shell in self._shells.values())]:
+            job.memory_exceeded = True
+
+    # Background commands
+
+    def _wait(self, header: Header, payload: bytes) -> Answer | None:
+        job = self._jobs.get(header["pid"])
+        if job is not None and not job.request_id:
+            job.waiting.append(header["id"])
+            return None
+        _, answer, data = self._ended_job(header["pid"])
+        return dict(answer), data
+
+    def _ended_job(self, pid: int) -> tuple[Job, Header, bytes]:
+        if pid not in self._ended:
+            raise Fault("argument", f"no background command has the process id {pid}")
+        return self._ended[pid]
+
+    def _stdin(self, header: Header, payload: bytes) -> Answer:
+        job = self._jobs.get(header["pid"])
+        if job is None or job.input is None:
+            self._ended_job(header["pid"])
+            raise Fault("argument", "the command has ended")
+        if job.input.closed:
+            raise Fault("argument", "the command's input is closed")
+        self._feed(job, payload, header["close"])
+        return {}, b""
+
+    def _kill(self, header: Header, payload: bytes) -> Answer:
+        job = self._jobs.get(header["pid"])
+        if job is None or job.request_id:
+            return {"killed": False}, b""
+        kill_all_but(self._processes, lambda table: set(table) - families(table, [job.pid]))
+        return {"killed": True}, b""
+
+    def _list(self, header: Header, payload: bytes) -> Answer:
+        rows = [[job.pid, job.cmd, True, None] for job in self._jobs.values() if not job.request_id]
+        rows += [[pid, job.cmd, False, answer["exit_code"]] for pid, (job, answer, _) in self._ended.items()]
+        return {"processes": rows}, b""
+
+    def _lookup(self, header: Header, payload: bytes) -> Answer:
+        if header["pid"] not in self._jobs or self._jobs[header["pid"]].request_id:
+            self._ended_job(header["pid"])
+        return {}, b""
+
+    def _cancel(self, header: Header, payload: bytes) -> None:
+        """Nobody waits for a request any longer: what it started ends. Has no answer."""
+        target = header["target"]
+        for job in list(self._jobs.values()):
+            if job.request_id == target:
+                self._kill_family(job)
+                self._close(job)
+            elif target in job.waiting:
+                job.waiting.remove(target)
+        for shell in self._shells.values():
+            if shell.request_id == target:
+                shell.deadline_s = time.monotonic()
+
+    # Shells
+
+    def _open_shell(self, header: Header, payload: bytes) -> Answer:
+        name = f"session-{self._num_shells + 1}"
+        program = shell_program()
+        argv = [program, "--noprofile", "--norc"] if program.endswith("bash") else [program]
+        cwd = os.path.join(self._root, header["cwd"])
+        if not os.path.isdir(cwd):
+            raise Fault("missing", "no such directory")
+        child = command_child(argv, self._environment(header["env"]), cwd, self._limits)
+        shell = Shell(name, child, self._poll)
+        self._num_shells += 1
+        self._shells[name] = shell
+        self._poll.register(shell.job.watch, select.POLLIN)
+        self._note_child(shell.job.start_s)
+        return {"session": name, "status_fd": STATUS_DESCRIPTOR}, b""
+
+    def _run_in_shell(self, header: Header, payload: bytes) -> None:
+        shell = self._shells.get(header["session"])
+        if shell is None:
+            raise Fault("session", f"there is no session {header['session']!r}: it has ended")
+        if shell.request_id:
+            raise Fault("argument", "another command still runs in this session")
+        spare = set(self._processes.table())
+        shell.run(header["id"], header["cmd"], header["timeout_s"], header["limit_bytes"], spare)
+
+    def _close_shell(self, header: Header, payload: bytes) -> Answer:
+        shell = self._shells.get(header["session"])
+        if shell is not None:
+            kill_all_but(self._processes, lambda table: set(table) - families(table, [shell.job.pid]))
+            self._end_shell(shell, -signal.SIGKILL)
+        return {}, b""
+
+    def _expire_shell(self, shell: Shell, now_s: float) -> None:
+        due = shell.expire(now_s)
+        if due == "command":
+            self._kill_below(shell)
+        elif due == "shell":
+            kill_all_but(self._processes, lambda table: set(table) - families(table, [shell.job.pid]))
+
+    def _settle(self, shell: Shell, exit_status: int | None) -> None:
+        answer = shell.settle(exit_status)
+        if answer is not None:
+            self._wire.send(*answer)
+
+    def _end_shell(self, shell: Shell, exit_status: int) -> None:
+        for output in shell.job.outputs:
+            if not output.ended:
+                shell.read(output.descriptor)
+        self._settle(shell, exit_status)
+        del self._shells[shell.name]
+        self._poll.unregister(shell.job.watch)
+        shell.close()
+
+    # Standing still, for a copy
+
+    def _freeze(self, header: Header, payload: bytes) -> Answer:
+        """Everything but this server stands still until `thaw`."""
+        self._stopped |= stop_all(self._processes) if self._has_children else set[int]()
+        return {}, b""
+
+    def _thaw(self, header: Header, payload: bytes) -> Answer:
+        resume_all(self._stopped)
+        self._stopped = set()
+        return {}, b""

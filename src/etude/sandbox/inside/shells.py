@@ -1,0 +1,146 @@
+"""Shell sessions: one shell that lives on between commands, so that all of its state does.
+
+The shell reads commands from a pipe and runs each with `eval` in itself; a last `printf` tells the exit
+status through a pipe of its own, so that no output can be mistaken for it. What a background job prints
+between two commands counts to the next one, as on a terminal.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shlex
+import signal
+import time
+
+from etude.sandbox.inside.frames import Header
+from etude.sandbox.inside.jobs import Child, Input, Job, Output, start_job
+
+STATUS_DESCRIPTOR = 3
+_IDLE_BYTES = 64 << 10
+"""How much of what is printed between two commands is kept."""
+GRACE_S = 1.0
+"""How long a shell may take to notice that the command it waited for was killed."""
+
+
+def shell_program() -> str:
+    """bash where there is one: it alone survives every mistake in a command."""
+    return "/bin/bash" if os.access("/bin/bash", os.X_OK) else "/bin/sh"
+
+
+class Shell:
+    """One session. At most one command at a time."""
+
+    def __init__(self, name: str, child: Child, poll: select.poll) -> None:
+        """Starts the shell. Raises OSError."""
+        self.name = name
+        self.job: Job = start_job(child, 3, _IDLE_BYTES, None, set(), keep_background=True, with_input=True)
+        self.request_id = 0
+        """The command that runs; 0: none."""
+        self.deadline_s = float("inf")
+        self.spare: set[int] = set()
+        """What ran before the present command began."""
+        self._poll = poll
+        self._timed_out = False
+        self._kill_at_s = float("inf")
+        self._start_s = 0.0
+        self._status = bytearray()
+        for output in self.job.outputs:
+            poll.register(output.descriptor, select.POLLIN)
+
+    @property
+    def _streams(self) -> list[Output]:
+        return self.job.outputs[:2]
+
+    @property
+    def stdin(self) -> Input:
+        """The pipe from which the shell reads commands."""
+        assert self.job.input is not None, "a shell is started with an input"
+        return self.job.input
+
+    def run(self, request_id: int, cmd: str, timeout_s: float, limit_bytes: int, spare: set[int]) -> None:
+        """Begins a command; `settle` tells when it has ended."""
+        for output in self._streams:
+            output.limit_bytes = limit_bytes
+            output.truncated = False
+        self.request_id = request_id
+        self.spare = spare
+        self._start_s = time.monotonic()
+        self.deadline_s = self._start_s + timeout_s
+        self._timed_out = False
+        self._kill_at_s = float("inf")
+        status = STATUS_DESCRIPTOR
+        line = f"command eval {shlex.quote(cmd)} </dev/null {status}>&-\nprintf '%d\\n' $? >&{status}\n"
+        self.stdin.write(line.encode(errors="surrogateescape"), close=False)
+
+    def owns(self, descriptor: int) -> bool:
+        return any(output.descriptor == descriptor for output in self.job.outputs)
+
+    def read(self, descriptor: int) -> None:
+        """Takes what one of the shell's pipes holds."""
+        for index, output in enumerate(self.job.outputs):
+            if output.descriptor == descriptor:
+                data = output.read()
+                if index == 2:
+                    self._status += data
+                if output.ended:
+                    self._poll.unregister(descriptor)
+
+    def next_deadline_s(self) -> float:
+        """When `expire` wants to be asked again."""
+        return min(self.deadline_s, self._kill_at_s)
+
+    def expire(self, now_s: float) -> str:
+        """What is due: "command" (kill what it started), "shell" (kill the shell itself) or ""."""
+        if self.request_id and now_s >= self._kill_at_s:
+            return "shell"
+        if self.request_id and now_s >= self.deadline_s:
+            self._timed_out = True
+            self.deadline_s = float("inf")
+            self._kill_at_s = now_s + GRACE_S
+            return "command"
+        return ""
+
+    def settle(self, exit_status: int | None) -> tuple[Header, bytes] | None:
+        """The answer to the command if it has ended; `exit_status`: the shell's own, if it has ended."""
+        if not self.request_id:
+            return None
+        line, newline, rest = bytes(self._status).partition(b"\n")
+        if newline:
+            self._status = bytearray(rest)
+            code = _signal_as_negative(int(line)) if line.isdigit() else 1
+        elif exit_status is not None:
+            code = exit_status
+        else:
+            return None
+        for output in self._streams:
+            output.read()
+        data = [output.take() for output in self._streams]
+        truncated = any(output.truncated for output in self._streams)
+        header: Header = {
+            "id": self.request_id,
+            "exit_code": -signal.SIGKILL if self._timed_out else code,
+            "timed_out": self._timed_out,
+            "memory_exceeded": self.job.memory_exceeded,
+            "duration_s": time.monotonic() - self._start_s,
+            "truncated": truncated,
+            "sizes": [len(part) for part in data],
+            "closed": exit_status is not None,
+        }
+        self.request_id = 0
+        self.deadline_s = self._kill_at_s = float("inf")
+        return header, b"".join(data)
+
+    def close(self) -> None:
+        """Closes the shell's pipes."""
+        for output in self.job.outputs:
+            if not output.ended:
+                self._poll.unregister(output.descriptor)
+            output.close()
+        self.stdin.close()
+        os.close(self.job.watch)
+
+
+def _signal_as_negative(code: int) -> int:
+    """A shell says 128 + n for signal n; everywhere here that is -n."""
+    return code if code <= 128 or code > 192 else 128 - code

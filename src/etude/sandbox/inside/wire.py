@@ -1,0 +1,126 @@
+"""The line to the owner: frames in, frames out, over a socket, a pair of pipes or a virtio-serial port.
+
+Sending never blocks the server: what the owner does not take waits here, and once more than
+`HIGH_WATER_BYTES` wait, whoever produces output stops reading it, so that a command that prints
+gigabytes is slowed down instead of filling memory.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import select
+import socket
+from collections.abc import Callable
+
+from etude.sandbox.inside.frames import Header, Unpacker, pack
+
+HIGH_WATER_BYTES = 1 << 20
+_CHUNK = 1 << 18
+
+
+class Wire:
+    """Frames over two descriptors (which may be the same one)."""
+
+    def __init__(self, reader: int, writer: int, poll: select.poll) -> None:
+        for descriptor in (reader, writer):
+            os.set_blocking(descriptor, False)
+        self.reader = reader
+        self.writer = writer
+        self._poll = poll
+        self._unpacker = Unpacker()
+        self._unsent = bytearray()
+        self._held: list[bytes] | None = None
+        self.on_drained: Callable[[], None] = lambda: None
+        """Called when the backlog is gone."""
+        poll.register(reader, select.POLLIN)
+
+    @property
+    def congested(self) -> bool:
+        """Whether producers should wait."""
+        return len(self._unsent) > HIGH_WATER_BYTES
+
+    def receive(self) -> list[tuple[Header, bytes]] | None:
+        """The frames that have come; None when the owner has closed its end. Raises FrameError."""
+        try:
+            data = os.read(self.reader, _CHUNK)
+        except BlockingIOError:
+            return []
+        return self._unpacker.feed(data) if data else None
+
+    def send(self, header: Header, payload: bytes = b"") -> None:
+        """Sends a frame now or as soon as the owner takes it. Raises BrokenPipeError and the like."""
+        frame = pack(header, payload)
+        if self._held is not None:
+            self._held.append(frame)
+            return
+        self._push(frame)
+
+    def lend(self, header: Header, descriptor: int) -> None:
+        """Sends a frame with a descriptor attached. The line must be a socket; waits until it is drained."""
+        os.set_blocking(self.writer, True)
+        if self._unsent:
+            self.flush()
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        with socket.socket(fileno=os.dup(self.writer)) as line:
+            line.sendmsg([pack(header)], rights)
+        os.set_blocking(self.writer, False)
+
+    def hold(self) -> None:
+        """From now on frames are kept back: the machine is about to be copied."""
+        self._held = []
+
+    def answer_first(self, header: Header) -> None:
+        """Ends `hold`: this frame goes out, then what was kept back."""
+        held, self._held = self._held or [], None
+        self.send(header)
+        for frame in held:
+            self._push(frame)
+
+    def connected(self) -> bool:
+        """Whether an owner is at the other end; listens again if so. For lines that come back."""
+        probe = select.poll()
+        probe.register(self.reader, select.POLLIN)
+        ready = probe.poll(0)
+        if ready and ready[0][1] & (select.POLLHUP | select.POLLERR):
+            return False
+        self._poll.register(self.reader, select.POLLIN)
+        if self._unsent:
+            self._watch_writer(True)
+        return True
+
+    def disconnect(self) -> None:
+        """Listens no longer, and forgets half-read frames: whoever comes back begins anew."""
+        self._poll.unregister(self.reader)
+        if self._unsent and self.writer != self.reader:
+            self._poll.unregister(self.writer)
+        self._unpacker = Unpacker()
+        self._unsent.clear()
+
+    def flush(self) -> None:
+        """Sends what waits, as far as the owner takes it."""
+        try:
+            del self._unsent[: os.write(self.writer, self._unsent)]
+        except BlockingIOError:
+            return
+        if not self._unsent:
+            self._watch_writer(False)
+            self.on_drained()
+
+    def _push(self, frame: bytes) -> None:
+        if not self._unsent:
+            with contextlib.suppress(BlockingIOError):
+                frame = frame[os.write(self.writer, frame) :]
+            if not frame:
+                return
+            self._watch_writer(True)
+        self._unsent += frame
+
+    def _watch_writer(self, wanted: bool) -> None:
+        if self.writer == self.reader:
+            self._poll.modify(self.reader, select.POLLIN | (select.POLLOUT if wanted else 0))
+        elif wanted:
+            self._poll.register(self.writer, select.POLLOUT)
+        else:
+            self._poll.unregister(self.writer)

@@ -1,0 +1,179 @@
+"""Control groups for sandboxes, where this process may make them: memory, processes, a share of cores.
+
+Version 1 (one tree for each controller, as root) and version 2 (a delegated subtree) are both used. Where
+neither is writable there is none, and the watchdog inside each sandbox bounds its memory instead.
+
+    <controller>/etude-<owner's tag>/<sandbox>
+
+Groups outlive whoever made them; the next start removes those of dead owners.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from etude.sandbox.reaping import is_owner_alive, owner_tag
+from etude.sandbox.types import Resources
+
+_ROOT = Path("/sys/fs/cgroup")
+_PREFIX = "etude-"
+_OVERHEAD_BYTES = 24 << 20
+"""Of the server inside and of the kernel on the sandbox's behalf."""
+_SHARES, _WEIGHT = 1024, 100
+"""One core's worth, in version 1 and in version 2."""
+_REMOVE_S = 2.0
+
+
+class ControlGroups:
+    """The groups of one backend's sandboxes."""
+
+    def __init__(self, parents: dict[str, Path]) -> None:
+        """`parents`: controller -> this owner's directory; all the same one in version 2."""
+        self._parents = parents
+        self._doomed: list[Path] = []
+
+    @classmethod
+    def open(cls, root: Path = _ROOT) -> ControlGroups | None:
+        """Makes this owner's groups and removes those of dead owners. None where that is not allowed."""
+        for find in (_version_2, _version_1):
+            parents = find(root)
+            if parents:
+                return cls(parents)
+        return None
+
+    def create(self, name: str, resources: Resources) -> list[int]:
+        """A sandbox's groups with their limits; descriptors of the files to which it writes `0` to enter.
+
+        The caller closes them. Raises OSError.
+        """
+        self._remove_doomed()
+        descriptors: list[int] = []
+        try:
+            for controller, parent in self._parents.items():
+                group = parent / name
+                group.mkdir(exist_ok=True)
+                for file, value in _limits(controller, resources, is_v1="unified" not in self._parents):
+                    _write(group / file, value)
+                if controller in ("unified", *_V1):
+                    descriptors.append(os.open(group / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
+        except OSError:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self.remove(name)
+            raise
+        return descriptors
+
+    def remove(self, name: str) -> None:
+        """Removes a sandbox's groups, at the latest with `close`: the kernel may still be ending it."""
+        self._doomed += [parent / name for parent in self._parents.values()]
+        self._remove_doomed()
+
+    def num_killed_for_memory(self, name: str) -> int:
+        """How many processes of a sandbox the kernel ended because its memory was used up."""
+        parent = self._parents.get("memory") or self._parents["unified"]
+        for file in ("memory.events", "memory.oom_control"):
+            with contextlib.suppress(OSError):
+                for line in (parent / name / file).read_text().splitlines():
+                    key, _, value = line.partition(" ")
+                    if key == "oom_kill":
+                        return int(value)
+        return 0
+
+    def close(self) -> None:
+        """Removes everything."""
+        end_s = time.monotonic() + _REMOVE_S
+        for parent in self._parents.values():
+            self._doomed += [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+        self._remove_doomed()
+        while self._doomed and time.monotonic() < end_s:
+            time.sleep(0.005)
+            self._remove_doomed()
+        for parent in self._parents.values():
+            _remove([parent])
+
+    def _remove_doomed(self) -> None:
+        self._doomed = _remove(self._doomed)
+
+
+_V1 = ("memory", "pids", "cpu")
+
+
+def _version_1(root: Path) -> dict[str, Path]:
+    parents: dict[str, Path] = {}
+    for controller in _V1:
+        directory = root / controller
+        if not (directory / "cgroup.procs").exists() or not os.access(directory, os.W_OK):
+            continue
+        _sweep(directory)
+        parent = directory / f"{_PREFIX}{owner_tag()}"
+        with contextlib.suppress(OSError):
+            parent.mkdir(exist_ok=True)
+            if controller == "cpu":
+                # All sandboxes together weigh as much as a busy thread on each core, several times over.
+                _write(parent / "cpu.shares", str(_SHARES * 4 * (os.cpu_count() or 1)))
+            parents[controller] = parent
+    return parents
+
+
+def _version_2(root: Path) -> dict[str, Path]:
+    """Below our own group, if it was delegated to us with the controllers that count."""
+    try:
+        own = [row[3:] for row in Path("/proc/self/cgroup").read_text().splitlines() if row.startswith("0::")]
+        directory = root / own[0].lstrip("/")
+        if not {"memory", "pids"} <= set((directory / "cgroup.controllers").read_text().split()):
+            return {}
+        _sweep(directory)
+        parent = directory / f"{_PREFIX}{owner_tag()}"
+        parent.mkdir(exist_ok=True)
+        # No internal processes: a group whose controllers are handed down may hold none itself.
+        _write(directory / "cgroup.subtree_control", "+memory +pids +cpu")
+        _write(parent / "cgroup.subtree_control", "+memory +pids +cpu")
+    except (OSError, IndexError):
+        return {}
+    return {"unified": parent}
+
+
+def _limits(controller: str, resources: Resources, is_v1: bool) -> Iterable[tuple[str, str]]:
+    memory = str(resources.memory_bytes + resources.disk_bytes + _OVERHEAD_BYTES)
+    processes = str(resources.num_processes + 1)
+    if controller == "memory":
+        yield "memory.limit_in_bytes", memory
+    elif controller == "pids":
+        yield "pids.max", processes
+    elif controller == "cpu":
+        yield "cpu.shares", str(max(2, int(_SHARES * resources.cpus)))
+    elif not is_v1:
+        yield "memory.max", memory
+        yield "pids.max", processes
+        yield "cpu.weight", str(max(1, min(10_000, int(_WEIGHT * resources.cpus))))
+
+
+def _sweep(directory: Path) -> None:
+    for entry in directory.glob(f"{_PREFIX}*"):
+        if not is_owner_alive(entry.name.removeprefix(_PREFIX)):
+            _remove([*(inner for inner in entry.iterdir() if inner.is_dir()), entry])
+
+
+def _remove(groups: list[Path]) -> list[Path]:
+    """Removes what can be removed; returns what the kernel still holds."""
+    held: list[Path] = []
+    for group in groups:
+        try:
+            group.rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            held.append(group)
+    return held
+
+
+def _write(path: Path, value: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        os.write(descriptor, value.encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,118 @@
+"""The owner's end of the fork server: starts it, and asks it for clones and layers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+from etude.errors import ResourceError, SandboxError
+from etude.sandbox.channel import READY, Channel
+from etude.sandbox.local.doctor import find_problems
+
+START_S = 20.0
+CLOSE_S = 10.0
+LAYER_S = 300.0
+"""Longest copy, packing or unpacking of a layer."""
+_LAUNCH = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from etude.sandbox.inside.zygote import main
+main(sys.argv[2:])
+"""
+
+
+class ForkServer:
+    """A running fork server. It ends with `close()`, and with this process however that ends."""
+
+    def __init__(self, launcher: subprocess.Popen[bytes], control: socket.socket, log: IO[bytes]) -> None:
+        self._launcher = launcher
+        self._control = control
+        self._log = log
+
+    @classmethod
+    def start(cls, interpreter: str, arguments: Sequence[str], name: str) -> ForkServer:
+        """Starts one and waits until it serves. Blocks for up to 20 s. Raises ResourceError."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(START_S)
+        log = tempfile.TemporaryFile()  # noqa: SIM115 -- open as long as the fork server lives
+        owner = os.pidfd_open(os.getpid())
+        source = str(Path(__file__).resolve().parents[3])
+        command = [interpreter, "-I", "-S", "-B", "-c", _LAUNCH, source]
+        command += [str(theirs.fileno()), str(owner), *arguments]
+        path = os.environ.get("PATH", "/usr/bin:/bin")
+        try:
+            launcher = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(theirs.fileno(), owner),
+                env={"PATH": path, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},
+            )
+        finally:
+            theirs.close()
+            os.close(owner)
+        try:
+            answer = json.loads(ours.recv(1 << 16) or b"{}")
+        except (OSError, ValueError) as error:
+            answer = {"failure": str(error)}
+        if "ready" not in answer:
+            ours.close()
+            _wait_for_end(launcher)
+            log.seek(0)
+            detail = answer.get("failure") or log.read()[-1000:].decode(errors="replace")
+            log.close()
+            raise ResourceError(
+                f"the sandbox fork server does not start: {detail}",
+                field="sandbox.backend",
+                received=name,
+                fix="; ".join(find_problems()) or "run `etude sandbox doctor` for a diagnosis",
+            )
+        return cls(launcher, ours, log)
+
+    @property
+    def pid(self) -> int:
+        """Process id of the fork server's parent."""
+        return self._launcher.pid
+
+    def send(self, request: dict[str, object], *descriptors: int) -> None:
+        """Sends a request. Raises SandboxError."""
+        try:
+            socket.send_fds(self._control, [json.dumps(request).encode()], list(descriptors))
+        except OSError as error:
+            raise SandboxError(
+                f"the fork server does not answer: {error}", field="sandbox.backend", fix="make a new backend"
+            ) from error
+
+    async def ask(self, request: dict[str, object], descriptor: int) -> None:
+        """Sends a request about a layer and waits until it is done. Raises SandboxError."""
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours, f"layer {request['layer']}")
+        try:
+            with theirs:
+                self.send(request, theirs.fileno(), descriptor)
+            await channel.answer(READY, LAYER_S)
+        finally:
+            channel.close("done")
+
+    async def close(self) -> None:
+        """Ends it and every sandbox, and waits for its end."""
+        self._control.close()
+        await asyncio.to_thread(_wait_for_end, self._launcher)
+        self._log.close()
+
+
+def _wait_for_end(launcher: subprocess.Popen[bytes]) -> None:
+    try:
+        launcher.wait(CLOSE_S)
+    except subprocess.TimeoutExpired:
+        # The fork server dies with the launcher, and the namespaces with the fork server.
+        launcher.kill()
+        launcher.wait(CLOSE_S)

@@ -1,0 +1,406 @@
+"""What all backends with machines share: the table of the living, their time to live, sleep and copies.
+
+A kind of machine fills in `boot`, `stop` and, as far as it can, `save` and `restore`:
+
+    create            boot                  or, of a snapshot, restore
+    pause / resume    save + stop / restore
+    create_snapshot   save
+    fork              save once, restore `count` times      (kinds that know better override it)
+    migrate           save, export, import over there, restore there, stop here
+
+A start that fails, times out or is cancelled is stopped; a pause that fails leaves the sandbox running.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Awaitable, Mapping
+from pathlib import Path
+
+from etude.errors import ConfigError, ResourceError, SandboxError
+from etude.sandbox.channel import Channel
+from etude.sandbox.errors import SandboxMissingError, Unsupported
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.network.log import RequestLog
+from etude.sandbox.network.proxy import EgressProxy
+from etude.sandbox.snapshots import Snapshot, SnapshotDraft, SnapshotStore
+from etude.sandbox.template import Template
+from etude.sandbox.types import (
+    NO_NETWORK,
+    Capabilities,
+    Network,
+    Resources,
+    SandboxInfo,
+    SnapshotInfo,
+    SnapshotKind,
+)
+
+_ABLE: dict[str, str] = {"full": "vm or gvisor", "filesystem": "local", "network": "local", "images": "local"}
+"""For each ability, a backend that has it."""
+
+
+def default_state_directory() -> Path:
+    """Where snapshots, images and layers live: `$XDG_STATE_HOME/etude` or `~/.local/state/etude`."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "etude"
+
+
+class MachineBackend:
+    """Base of the backends whose sandboxes are `MachineSandbox`es. For one event loop."""
+
+    name = "machine"
+    agent_can_kill = False
+    """Whether an agent's process can end its sandbox's server."""
+    version = "1"
+    """Of whatever a snapshot of this kind depends on."""
+
+    allow_private: tuple[str, ...] = ()
+    """`IP:port` of private addresses that sandboxes may reach if their rules say so: the operator's choice."""
+
+    def __init__(self, state: Path | None = None) -> None:
+        """`state`: directory of snapshots, logs and working files, made when first needed."""
+        self._request_log: RequestLog | None = None
+        self.state = state or default_state_directory()
+        self.snapshots = SnapshotStore(self.state / "snapshots")
+        self._live: dict[str, MachineSandbox] = {}
+        self._saved: dict[str, str] = {}
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    # For each kind of machine
+
+    def capabilities(self) -> Capabilities:
+        """See SandboxBackend.capabilities."""
+        raise NotImplementedError
+
+    async def boot(self, sandbox: MachineSandbox) -> Channel:
+        """Starts a machine for `sandbox.spec`; the channel answers. Raises SandboxError, ResourceError."""
+        raise NotImplementedError
+
+    async def stop(self, sandbox: MachineSandbox) -> None:
+        """Ends the sandbox's machine, whatever state it is in, and frees all it had. Idempotent."""
+        raise NotImplementedError
+
+    async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
+        """Writes the running machine's state into the draft; the machine goes on afterwards."""
+        raise self.unsupported(kind)
+
+    async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
+        """Starts a machine that goes on where the snapshot was taken."""
+        raise self.unsupported(snapshot.info.kind)
+
+    def doctor(self) -> list[str]:
+        """See SandboxBackend.doctor."""
+        return []
+
+    # SandboxBackend
+
+    async def create(
+        self,
+        template: Template | None = None,
+        resources: Resources | None = None,
+        network: Network | None = None,
+        timeout_s: float | None = None,
+        snapshot: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> MachineSandbox:
+        """See SandboxBackend.create."""
+        if snapshot is None:
+            spec = Spec(
+                template or Template(), resources or Resources(), network or NO_NETWORK, dict(metadata or {})
+            )
+            return await self.start(spec, timeout_s)
+        if template is not None or resources is not None:
+            raise ConfigError(
+                "a snapshot brings its own template and resources",
+                field="snapshot",
+                received=snapshot,
+                fix="give one or the other",
+            )
+        saved = await self.snapshots.open(snapshot)
+        spec = Spec(
+            saved.template,
+            saved.resources,
+            network or saved.network,
+            dict(metadata if metadata is not None else saved.metadata),
+            parent=snapshot,
+        )
+        return await self.start(spec, timeout_s, saved)
+
+    async def start(
+        self, spec: Spec, timeout_s: float | None = None, snapshot: Snapshot | None = None
+    ) -> MachineSandbox:
+        """A new sandbox for a spec, booted or restored."""
+        self._check(spec)
+        sandbox = MachineSandbox(self, self.new_id(), spec)
+        if snapshot is None:
+            return await self.begin(sandbox, self.boot(sandbox), timeout_s)
+        self._check_snapshot(snapshot)
+        return await self.begin(sandbox, self.restore(sandbox, snapshot), timeout_s)
+
+    async def begin(
+        self, sandbox: MachineSandbox, starting: Awaitable[Channel], timeout_s: float | None = None
+    ) -> MachineSandbox:
+        """Waits for a machine that starts; a start that fails or is cancelled leaves nothing behind."""
+        self._live[sandbox.id] = sandbox
+        try:
+            sandbox.attach(await starting)
+            await self.connect_network(sandbox)
+        except BaseException:
+            await asyncio.shield(self.kill(sandbox))
+            raise
+        self.expire_at(sandbox, timeout_s)
+        return sandbox
+
+    async def connect_network(self, sandbox: MachineSandbox) -> None:
+        """Gives a sandbox whose spec names a network its way out, through a proxy of its own."""
+        rules = sandbox.spec.network.allow
+        if rules:
+            await sandbox.connect_network(
+                EgressProxy(rules, self.request_log(), sandbox.id, allow_private=self.allow_private)
+            )
+
+    def request_log(self) -> RequestLog:
+        """Where the egress proxy logs what sandboxes ask of the network."""
+        if self._request_log is None:
+            self.state.mkdir(parents=True, exist_ok=True)
+            self._request_log = RequestLog.to_file(self.state / "network.jsonl")
+        return self._request_log
+
+    async def connect(self, sandbox_id: str) -> MachineSandbox:
+        """See SandboxBackend.connect."""
+        sandbox = self._live.get(sandbox_id)
+        if sandbox is None:
+            raise SandboxMissingError(
+                "no such sandbox: it was killed, or its time to live is over",
+                field="sandbox",
+                received=sandbox_id,
+                fix="list the sandboxes to see which live",
+            )
+        if sandbox.state == "paused":
+            await self.resume(sandbox)
+        return sandbox
+
+    async def list(self) -> list[SandboxInfo]:
+        """See SandboxBackend.list."""
+        return [await sandbox.get_info() for sandbox in self._live.values()]
+
+    async def list_snapshots(self) -> list[SnapshotInfo]:
+        """See SandboxBackend.list_snapshots."""
+        asleep = set(self._saved.values())
+        return [info for info in self.snapshots.list(self.name) if info.id not in asleep]
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """See SandboxBackend.delete_snapshot."""
+        await asyncio.to_thread(self.snapshots.delete, snapshot)
+
+    async def export_snapshot(self, snapshot: str, target: Path) -> None:
+        """See SandboxBackend.export_snapshot."""
+        await self.snapshots.export(snapshot, target)
+
+    async def import_snapshot(self, source: Path) -> SnapshotInfo:
+        """See SandboxBackend.import_snapshot."""
+        return await self.snapshots.import_(source)
+
+    async def close(self) -> None:
+        """See SandboxBackend.close."""
+        self._closed = True
+        await asyncio.gather(*(self.kill(sandbox) for sandbox in list(self._live.values())))
+        if self._background:
+            await asyncio.gather(*self._background)
+
+    # What sandboxes ask of their backend
+
+    async def kill(self, sandbox: MachineSandbox) -> None:
+        """See Sandbox.kill."""
+        if self._live.pop(sandbox.id, None) is None:
+            return
+        timer = self._timers.pop(sandbox.id, None)
+        if timer is not None:
+            timer.cancel()
+        sandbox.detach("killed")
+        await self.stop(sandbox)
+        saved = self._saved.pop(sandbox.id, None)
+        if saved is not None:
+            await self.delete_snapshot(saved)
+
+    async def pause(self, sandbox: MachineSandbox, mode: SnapshotKind) -> None:
+        """See Sandbox.pause."""
+        if mode not in self.capabilities().pause:
+            raise self.unsupported(mode)
+        async with sandbox.lifecycle:
+            if sandbox.state == "paused":
+                return
+            info = await self._save(sandbox, mode, f"asleep-{sandbox.id}")
+            self._saved[sandbox.id] = info.id
+            sandbox.detach("paused")
+            await self.stop(sandbox)
+
+    async def resume(self, sandbox: MachineSandbox) -> None:
+        """See Sandbox.resume."""
+        async with sandbox.lifecycle:
+            if sandbox.state != "paused":
+                return
+            saved = self._saved[sandbox.id]
+            snapshot = await self.snapshots.open(saved)
+            try:
+                sandbox.attach(await self.restore(sandbox, snapshot))
+                await self.connect_network(sandbox)
+            except BaseException:
+                sandbox.detach("paused")
+                await asyncio.shield(self.stop(sandbox))
+                raise
+            del self._saved[sandbox.id]
+            await self.delete_snapshot(saved)
+
+    async def snapshot(
+        self, sandbox: MachineSandbox, kind: SnapshotKind | None, name: str | None
+    ) -> SnapshotInfo:
+        """See Sandbox.create_snapshot."""
+        able = self.capabilities().snapshots
+        wanted: SnapshotKind = kind or ("full" if "full" in able else "filesystem")
+        if wanted not in able:
+            raise self.unsupported(wanted)
+        async with sandbox.lifecycle:
+            return await self._save(sandbox, wanted, name)
+
+    async def fork(self, sandbox: MachineSandbox, count: int) -> list[Sandbox | SandboxError]:
+        """See Sandbox.fork."""
+        kind = self.capabilities().fork
+        if kind is None:
+            raise self.unsupported("full")
+        async with sandbox.lifecycle:
+            info = await self._save(sandbox, kind, None)
+        try:
+            snapshot = await self.snapshots.open(info.id)
+            spec = self.copied_spec(sandbox)
+            return await gather_copies([self.start(spec, None, snapshot) for _ in range(count)])
+        finally:
+            await self.delete_snapshot(info.id)
+
+    async def migrate(self, sandbox: MachineSandbox, target: SandboxBackend) -> Sandbox:
+        """See Sandbox.migrate. By a snapshot of files that travels; live where a kind overrides this."""
+        remaining_s = None if sandbox.expires_s is None else max(0.0, sandbox.expires_s - time.time())
+        async with sandbox.lifecycle:
+            info = await self._save(sandbox, "filesystem", None)
+            try:
+                with tempfile.TemporaryDirectory(prefix="etude-migrate-") as directory:
+                    file = Path(directory, "snapshot.tar")
+                    await self.export_snapshot(info.id, file)
+                    imported = await target.import_snapshot(file)
+                moved = await target.create(snapshot=imported.id, timeout_s=remaining_s)
+                if imported.id != info.id or target is not self:
+                    await target.delete_snapshot(imported.id)
+            finally:
+                if info.id in {known.id for known in self.snapshots.list(self.name)}:
+                    await self.delete_snapshot(info.id)
+        await self.kill(sandbox)
+        return moved
+
+    def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None:
+        """See Sandbox.set_timeout."""
+        timer = self._timers.pop(sandbox.id, None)
+        if timer is not None:
+            timer.cancel()
+        sandbox.expires_s = None
+        if timeout_s is None or sandbox.id not in self._live:
+            return
+        sandbox.expires_s = time.time() + timeout_s
+        loop = asyncio.get_running_loop()
+        self._timers[sandbox.id] = loop.call_later(timeout_s, self._expire, sandbox)
+
+    def new_id(self) -> str:
+        """A name for a sandbox that no other has, on any host."""
+        return f"{self.name}-{secrets.token_hex(6)}"
+
+    def copied_spec(self, sandbox: MachineSandbox) -> Spec:
+        """The spec of a copy of a sandbox."""
+        spec = sandbox.spec
+        return Spec(spec.template, spec.resources, spec.network, spec.metadata, parent=sandbox.id)
+
+    def unsupported(self, ability: str) -> Unsupported:
+        """The error for what this kind of machine cannot do."""
+        return Unsupported(
+            f"the {self.name} backend cannot do this",
+            field="sandbox.backend",
+            received=ability,
+            fix=f"use the {_ABLE.get(ability, 'vm')} backend",
+        )
+
+    def lost(self, sandbox: MachineSandbox) -> None:
+        """The sandbox's machine died by itself: it is marked, and kept until it is killed."""
+        if sandbox.state == "running":
+            sandbox.detach("lost")
+
+    # Inner workings
+
+    async def _save(self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None) -> SnapshotInfo:
+        draft = self.snapshots.draft(sandbox.id)
+        try:
+            await self.save(sandbox, kind, draft)
+            return await self.snapshots.publish(
+                draft,
+                kind=kind,
+                name=name,
+                backend=self.name,
+                backend_version=self.version,
+                sandbox_id=sandbox.id,
+                template=sandbox.spec.template,
+                resources=sandbox.spec.resources,
+                network=sandbox.spec.network,
+                metadata=sandbox.spec.metadata,
+            )
+        except BaseException:
+            self.snapshots.discard(draft)
+            raise
+
+    def _expire(self, sandbox: MachineSandbox) -> None:
+        task = asyncio.ensure_future(self.kill(sandbox))
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def _check_snapshot(self, snapshot: Snapshot) -> None:
+        snapshot.check_origin(self.name, self.version, memory=snapshot.info.kind == "full")
+
+    def _check(self, spec: Spec) -> None:
+        """Refuses what this backend or this host cannot give."""
+        if self._closed:
+            raise SandboxError("the backend is closed", field="sandbox.backend", received=self.name)
+        able = self.capabilities()
+        if spec.network.allow and not able.network:
+            raise self.unsupported("network")
+        if spec.template.image is not None and not able.images:
+            raise self.unsupported("images")
+        check_resources(spec.resources)
+
+
+def check_resources(resources: Resources) -> None:
+    """Raises ResourceError for more than this host has."""
+    total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cores = os.cpu_count() or 1
+    for field, received, most in (
+        ("resources.memory_bytes", resources.memory_bytes, total_bytes),
+        ("resources.disk_bytes", resources.disk_bytes, total_bytes),
+        ("resources.cpus", resources.cpus, cores),
+    ):
+        if received > most or received <= 0:
+            raise ResourceError(
+                f"this host has {most}", field=field, received=received, fix="ask for more than 0 and no more"
+            )
+
+
+async def gather_copies(starting: list[Awaitable[MachineSandbox]]) -> list[Sandbox | SandboxError]:
+    """Each copy, or the error that prevented it; anything but a SandboxError is raised."""
+    copies = await asyncio.gather(*starting, return_exceptions=True)
+    result: list[Sandbox | SandboxError] = []
+    for copy in copies:
+        if isinstance(copy, BaseException) and not isinstance(copy, SandboxError):
+            raise copy
+        result.append(copy)
+    return result

@@ -1,0 +1,111 @@
+"""The log of what sandboxes asked of the network: one JSON line for each request.
+
+Never in it: headers, bodies, credentials, paths and query strings of URLs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from etude.errors import SandboxError
+
+Decision = Literal["allowed", "refused"]
+_MAX_TEXT_CHARS = 255
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """One request: filled in while it is served, logged once at its end."""
+
+    sandbox: str
+    time_s: float = field(default_factory=time.time)
+    """Seconds since 1970 at which its head had come."""
+    method: str = ""
+    host: str = ""
+    """Canonical; what was received, without credentials, if it is no host; empty if there was none."""
+    port: int = 0
+    decision: Decision = "refused"
+    """Whether rules and addresses let it through; what failed after that is in `reason`."""
+    reason: str = ""
+    """One word for why it was refused, failed or was cut short; empty if all went well."""
+    address: str = ""
+    """IP address that was connected to."""
+    status: int = 0
+    """HTTP status that the client got; 0: none."""
+    bytes_up: int = 0
+    """Sent to the server, the rewritten head of a plain request included."""
+    bytes_down: int = 0
+    """Received from the server."""
+    duration_s: float = 0.0
+
+    def to_line(self) -> str:
+        """The record as one line of ASCII JSON with a line end; long texts are cut."""
+        values = dataclasses.asdict(self)
+        for key, value in values.items():
+            if isinstance(value, str):
+                values[key] = value[:_MAX_TEXT_CHARS]
+        values["time_s"] = round(self.time_s, 6)
+        values["duration_s"] = round(self.duration_s, 6)
+        return json.dumps(values) + "\n"
+
+
+class RequestLog:
+    """Takes records, writes lines. Several proxies may share one; several processes one file."""
+
+    def __init__(self, sink: Callable[[str], None]) -> None:
+        """`sink` is called with each line and must not block."""
+        self._sink = sink
+        self._fd: int | None = None
+
+    @classmethod
+    def to_file(cls, path: str | Path) -> RequestLog:
+        """A log that appends to a file; a new one is for its owner's eyes only. Raises SandboxError."""
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _log_error(error, str(path)) from error
+        log = cls(lambda line: _write_line(fd, line))
+        log._fd = fd
+        return log
+
+    def write(self, record: RequestRecord) -> None:
+        """Appends a record. Raises SandboxError if it cannot be written."""
+        try:
+            self._sink(record.to_line())
+        except OSError as error:
+            raise _log_error(error, record.sandbox) from error
+
+    def close(self) -> None:
+        """Closes the file if there is one. Idempotent."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            self._sink = _refuse_line
+            os.close(fd)
+
+
+def _refuse_line(line: str) -> None:
+    raise OSError("the log is closed")
+
+
+def _write_line(fd: int, line: str) -> None:
+    """One write for one line, so that lines of several writers never mix."""
+    data = line.encode("ascii")
+    written = os.write(fd, data)
+    if written != len(data):
+        raise OSError(f"only {written} of {len(data)} bytes were written")
+
+
+def _log_error(error: OSError, received: str) -> SandboxError:
+    return SandboxError(
+        f"the request log cannot be written: {error}",
+        field="network.log",
+        received=received,
+        fix="make room, or give a path that can be written",
+    )

@@ -1,0 +1,265 @@
+"""Heads of HTTP/1.1 messages (RFC 9110, 9112), read strictly and written anew.
+
+Where two programs may read the same bytes differently, a request can be smuggled past the one that checks.
+So whatever is doubtful is refused, and what goes on is composed from what was understood, never copied.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Literal
+
+from etude.sandbox.network.rules import HostError, join_authority, split_authority
+
+MAX_HEAD_BYTES = 32 << 10
+HTTP_PORT = 80
+_MAX_HEADERS = 128
+_TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+"
+_REQUEST_LINE = re.compile(rb"(%s) ([\x21-\x7e]+) HTTP/1\.([01])" % _TOKEN)
+_STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-5][0-9]{2})(?: [\x20-\x7e\t\x80-\xff]*)?")
+_HEADER = re.compile(rb"(%s):([\x20-\x7e\t\x80-\xff]*)" % _TOKEN)
+_LENGTH = re.compile(rb"[0-9]{1,15}")
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"http2-settings",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+
+Header = tuple[bytes, bytes]
+
+
+class Refusal(Exception):
+    """Why a request is not served. It becomes a response and a log line, and never leaves the proxy."""
+
+    def __init__(self, status: int, reason: str, message: str, received: str = "") -> None:
+        """`reason`: one word for the log; `message`: for whoever made the request; `received`: a host."""
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.received = received
+
+    def response(self) -> bytes:
+        """The response that says so; the connection ends with it."""
+        body = f"{self.message}\n".encode("ascii", "backslashreplace")
+        head = (
+            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"
+            f"Content-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        return head.encode("ascii") + body
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How a body's end is found."""
+
+    kind: Literal["none", "length", "chunked", "close"]
+    length_bytes: int = 0
+    """Of `length` only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a request wants to go."""
+
+    host: str
+    """Canonical."""
+    port: int
+    path: str = ""
+    """Path and query of a plain request; empty for CONNECT."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestHead:
+    """A request as it was understood."""
+
+    method: str
+    target: Target
+    headers: tuple[Header, ...]
+    framing: Framing
+    minor_version: int
+    """0 or 1, of HTTP/1."""
+    keep_alive: bool
+    """Whether the client expects to send another request on the connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseHead:
+    """A response as it was understood."""
+
+    status: int
+    headers: tuple[Header, ...]
+    framing: Framing
+    length: bytes | None
+    """Content-Length as received; also says how long the body of a HEAD would have been."""
+
+
+def parse_request_head(data: bytes) -> RequestHead:
+    """A request from the bytes of its head, empty line included. Raises Refusal, and nothing else."""
+    first, headers = _split_head(data, 400)
+    match = _REQUEST_LINE.fullmatch(first)
+    if match is None:
+        raise Refusal(400, "malformed", "not a request line of HTTP/1.1")
+    method, minor_version = match[1].decode("ascii"), int(match[3])
+    target = _parse_target(method, match[2].decode("ascii"))
+    hosts = _values(headers, b"host")
+    if len(hosts) > 1 or (minor_version == 1 and not hosts):
+        raise Refusal(400, "malformed", "a request has exactly one Host header", target.host)
+    if method == "CONNECT":
+        return RequestHead(method, target, headers, Framing("none"), minor_version, False)
+    if hosts:
+        _check_host_header(hosts[0], target)
+    framing, _ = _framing(headers, 400)
+    if framing.kind == "chunked" and minor_version == 0:
+        raise Refusal(400, "malformed", "HTTP/1.0 has no Transfer-Encoding", target.host)
+    tokens = _connection_tokens(headers)
+    keep_alive = minor_version == 1 and b"close" not in tokens
+    if framing.kind == "close":
+        framing = Framing("none")
+    return RequestHead(method, target, headers, framing, minor_version, keep_alive)
+
+
+def parse_response_head(data: bytes, method: str) -> ResponseHead:
+    """The response to a request of `method`. Raises Refusal with status 502."""
+    first, headers = _split_head(data, 502)
+    match = _STATUS_LINE.fullmatch(first)
+    if match is None:
+        raise Refusal(502, "bad_response", "the server's answer is not HTTP/1.1")
+    status = int(match[2])
+    framing, length = _framing(headers, 502)
+    if method == "HEAD" or status < 200 or status in (204, 304):
+        framing = Framing("none")
+    return ResponseHead(status, headers, framing, length)
+
+
+def upstream_head(request: RequestHead) -> bytes:
+    """The head that the server gets. Its connection serves this one request."""
+    target = request.target
+    authority = join_authority(target.host, target.port)
+    if target.port == HTTP_PORT:
+        authority = authority.removesuffix(f":{HTTP_PORT}")
+    lines = [f"{request.method} {target.path} HTTP/1.1".encode(), b"Host: " + authority.encode()]
+    lines += _end_to_end(request.headers, frozenset({b"host", b"content-length"}))
+    if request.framing.kind == "chunked":
+        lines.append(b"Transfer-Encoding: chunked")
+    elif request.framing.kind == "length":
+        lines.append(b"Content-Length: %d" % request.framing.length_bytes)
+    lines += [b"Via: 1.1 etude", b"Connection: close"]
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def client_head(response: ResponseHead, framing: Framing, keep_alive: bool) -> bytes:
+    """The head that the client gets, its body framed as `framing`."""
+    lines = [f"HTTP/1.1 {response.status} {_phrase(response.status)}".encode()]
+    lines += _end_to_end(response.headers, frozenset({b"content-length"}))
+    if framing.kind == "chunked":
+        lines.append(b"Transfer-Encoding: chunked")
+    elif response.length is not None and response.status >= 200 and response.status != 204:
+        lines.append(b"Content-Length: " + response.length)
+    if response.status >= 200:
+        lines += [b"Via: 1.1 etude", b"Connection: keep-alive" if keep_alive else b"Connection: close"]
+    return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def parse_headers(data: bytes, status: int) -> tuple[Header, ...]:
+    """Header lines, each with its CRLF. Raises Refusal with `status`."""
+    lines = data.split(b"\r\n")
+    if lines.pop() != b"" or len(lines) > _MAX_HEADERS:
+        raise Refusal(status, "malformed", f"more than {_MAX_HEADERS} headers, or one without its line end")
+    headers: list[Header] = []
+    for line in lines:
+        match = _HEADER.fullmatch(line)
+        if match is None:
+            # Folded lines among them: they begin with white space, which no name does.
+            raise Refusal(status, "malformed", "a header that is not `name: value` on one line")
+        headers.append((match[1], match[2].strip(b" \t")))
+    return tuple(headers)
+
+
+def _split_head(data: bytes, status: int) -> tuple[bytes, tuple[Header, ...]]:
+    if len(data) > MAX_HEAD_BYTES:
+        raise Refusal(431 if status == 400 else status, "head_too_large", "a head of more than 32 KiB")
+    if not data.endswith(b"\r\n\r\n"):
+        raise Refusal(status, "malformed", "a head ends with an empty line, and its lines with CR LF")
+    first, _, rest = data[:-2].partition(b"\r\n")
+    return first, parse_headers(rest, status)
+
+
+def _parse_target(method: str, text: str) -> Target:
+    """The target of CONNECT (`host:port`) or of a plain request (`http://host/path`)."""
+    if method == "CONNECT":
+        authority, port, path = text, None, ""
+    else:
+        scheme, colon, rest = text.partition("://")
+        if not colon or scheme.lower() != "http":
+            raise Refusal(400, "malformed", "this is a proxy: send http://host/path, or CONNECT host:port")
+        length = min((at for at in map(rest.find, "/?#") if at >= 0), default=len(rest))
+        authority, port, path = rest[:length], HTTP_PORT, rest[length:]
+        path = path if path.startswith("/") else "/" + path
+    # Credentials are dropped from what may be logged.
+    received = authority.rpartition("@")[2]
+    if "#" in path or "\\" in text or "@" in authority:
+        raise Refusal(400, "malformed", "a fragment, a backslash or credentials in the target", received)
+    try:
+        return Target(*split_authority(authority, port), path)
+    except HostError as error:
+        raise Refusal(400, "bad_host", f"not a host and port: {error}", received) from error
+
+
+def _check_host_header(value: bytes, target: Target) -> None:
+    try:
+        named = split_authority(value.decode("latin-1"), HTTP_PORT)
+    except HostError as error:
+        raise Refusal(400, "bad_host", f"the Host header: {error}", target.host) from error
+    if named != (target.host, target.port):
+        raise Refusal(400, "host_mismatch", "the Host header names another host than the URL", target.host)
+
+
+def _framing(headers: tuple[Header, ...], status: int) -> tuple[Framing, bytes | None]:
+    """(framing, Content-Length). `close` where neither of the two headers stands."""
+    lengths, codings = _values(headers, b"content-length"), _values(headers, b"transfer-encoding")
+    if len(lengths) + len(codings) > 1:
+        raise Refusal(status, "ambiguous_length", "more than one Content-Length or Transfer-Encoding")
+    if codings:
+        if codings[0].lower() != b"chunked":
+            raise Refusal(501 if status == 400 else status, "coding", "a Transfer-Encoding but `chunked`")
+        return Framing("chunked"), None
+    if lengths:
+        if not _LENGTH.fullmatch(lengths[0]):
+            raise Refusal(status, "ambiguous_length", "a Content-Length that is no number")
+        return Framing("length", int(lengths[0])), b"%d" % int(lengths[0])
+    return Framing("close"), None
+
+
+def _values(headers: tuple[Header, ...], name: bytes) -> list[bytes]:
+    return [value for key, value in headers if key.lower() == name]
+
+
+def _connection_tokens(headers: tuple[Header, ...]) -> frozenset[bytes]:
+    values = _values(headers, b"connection") + _values(headers, b"proxy-connection")
+    return frozenset(token.strip(b" \t").lower() for value in values for token in value.split(b","))
+
+
+def _end_to_end(headers: tuple[Header, ...], composed: frozenset[bytes]) -> list[bytes]:
+    """Header lines without those of one connection and those that are composed anew."""
+    dropped = _HOP_BY_HOP | composed | _connection_tokens(headers)
+    return [name + b": " + value for name, value in headers if name.lower() not in dropped]
+
+
+def _phrase(status: int) -> str:
+    try:
+        return HTTPStatus(status).phrase
+    except ValueError:
+        return "Unknown"

@@ -1,0 +1,233 @@
+"""The egress proxy: every byte that leaves a sandbox's network namespace passes here.
+
+For each connection of the sandbox it reads a request, checks its name against the rules and every
+address behind the name, connects to an address that was checked, carries bytes, and logs one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from etude.errors import SandboxError
+from etude.sandbox.network.addresses import parse_private
+from etude.sandbox.network.dialing import Connect, Dialer, Resolve, open_tcp, resolve_name
+from etude.sandbox.network.exchange import CutError, Forwarding, Tunnel
+from etude.sandbox.network.log import RequestLog, RequestRecord
+from etude.sandbox.network.messages import MAX_HEAD_BYTES, Refusal, RequestHead, parse_request_head
+from etude.sandbox.network.rules import FIELD, Rule, join_authority, parse_rules, permits
+from etude.sandbox.network.streams import CHUNK_BYTES, BufferedStream, Stream, UpstreamStream
+
+_ANSWER_S = 5.0
+_LINGER_S = 1.0
+_LINGER_BYTES = 256 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyLimits:
+    """What one sandbox may ask of its proxy, and how long anything may take."""
+
+    head_s: float = 10.0
+    """From the first byte of a request's head (or of a ClientHello) to its last."""
+    keep_alive_s: float = 30.0
+    """Until the first byte of a connection's first or next request."""
+    connect_s: float = 10.0
+    """To resolve a name and connect to one of its addresses."""
+    idle_s: float = 60.0
+    """Without a byte to or from the server."""
+    num_connections: int = 64
+    """At once."""
+    num_requests: int = 100_000
+    """In all: what a sandbox can write into the log is bounded too."""
+    num_lookups: int = 4
+    """Names being resolved at once."""
+
+
+class EgressProxy:
+    """Serves the connections of one sandbox. One event loop; `serve` may run many times at once."""
+
+    def __init__(
+        self,
+        rules: Iterable[str | Rule],
+        log: RequestLog,
+        sandbox_id: str,
+        resolve: Resolve = resolve_name,
+        connect: Connect = open_tcp,
+        limits: ProxyLimits | None = None,
+        allow_private: Iterable[str] = (),
+    ) -> None:
+        """`rules`: as in `Network.allow`. `allow_private`: exact `IP:port` that are reached although
+        they are private or this machine's own; the operator's choice, never a sandbox's.
+
+        Raises ConfigError for what is no rule or no exact address.
+        """
+        self._rules = tuple(rule if isinstance(rule, Rule) else parse_rules([rule])[0] for rule in rules)
+        self._log = log
+        self._sandbox_id = sandbox_id
+        self._limits = limits or ProxyLimits()
+        self._dialer = Dialer(
+            resolve, connect, parse_private(allow_private), self._limits.connect_s, self._limits.num_lookups
+        )
+        self._num_open = 0
+        self._num_requests = 0
+        self._log_failed = False
+
+    @property
+    def num_open(self) -> int:
+        """Connections being served."""
+        return self._num_open
+
+    async def serve(self, client: Stream) -> None:
+        """Serves one connection until it ends, and closes it. Cancelling it ends it at once.
+
+        Raises SandboxError if the log cannot be written; from then on every request is refused.
+        """
+        self._num_open += 1
+        source = BufferedStream(client)
+        try:
+            if self._num_open > self._limits.num_connections:
+                await self._refuse_connection(source)
+                return
+            while await self._serve_request(source):
+                pass
+        except OSError:
+            # The client is gone, and with it whoever could be told.
+            return
+        finally:
+            self._num_open -= 1
+            client.close()
+
+    async def _serve_request(self, client: BufferedStream) -> bool:
+        """Serves one request; whether there may be another."""
+        if not await self._wait(client):
+            return False
+        record = RequestRecord(self._sandbox_id)
+        started = time.monotonic()
+        self._num_requests += 1
+        logged = self._num_requests <= self._limits.num_requests + 1
+        keep, refused = False, None
+        try:
+            keep = await self._handle(client, record)
+        except Refusal as refusal:
+            refused = refusal
+            record.host = record.host or refusal.received
+            record.reason, record.status = refusal.reason, refusal.status
+        except CutError as cut:
+            record.reason = cut.reason
+        except OSError:
+            record.reason = "client_failed"
+        except asyncio.CancelledError:
+            record.reason = "cancelled"
+            raise
+        finally:
+            record.duration_s = time.monotonic() - started
+            try:
+                if logged:
+                    self._write(record)
+            finally:
+                if refused is not None:
+                    await self._answer(client, refused)
+        return keep
+
+    async def _wait(self, client: BufferedStream) -> bool:
+        try:
+            async with asyncio.timeout(self._limits.keep_alive_s):
+                return await client.wait()
+        except TimeoutError:
+            return False
+
+    async def _handle(self, client: BufferedStream, record: RequestRecord) -> bool:
+        """Raises Refusal, CutError, OSError (of the client)."""
+        if self._num_requests > self._limits.num_requests:
+            raise Refusal(429, "too_many_requests", "this sandbox has used up its requests")
+        request = await self._read_request(client)
+        target = request.target
+        record.method, record.host, record.port = request.method, target.host, target.port
+        if self._log_failed:
+            raise Refusal(503, "log_failed", "requests cannot be logged, so none is served")
+        if not permits(self._rules, target.host, target.port):
+            name = join_authority(target.host, target.port)
+            raise Refusal(403, "no_rule", f'{name} is not allowed: add "{name}" to {FIELD}')
+        async with self._connected(request, record) as upstream:
+            if request.method == "CONNECT":
+                record.status = 200
+                await self._run_tunnel(Tunnel(client, upstream, target.host, self._limits.head_s), record)
+                return False
+            forwarding = Forwarding(client, upstream, request)
+            try:
+                return await forwarding.run(self._limits.idle_s)
+            finally:
+                record.status = forwarding.status
+
+    async def _run_tunnel(self, tunnel: Tunnel, record: RequestRecord) -> None:
+        try:
+            await tunnel.run(self._limits.idle_s)
+        except CutError as cut:
+            if cut.reason.startswith("tls_"):
+                record.decision = "refused"
+            raise
+
+    async def _read_request(self, client: BufferedStream) -> RequestHead:
+        try:
+            async with asyncio.timeout(self._limits.head_s):
+                data = await client.read_head(MAX_HEAD_BYTES)
+        except TimeoutError as error:
+            raise Refusal(408, "head_timeout", "the request's head did not come in time") from error
+        except EOFError as error:
+            raise Refusal(400, "incomplete", "the connection ended within the request's head") from error
+        if data is None:
+            raise Refusal(431, "head_too_large", "a head of more than 32 KiB")
+        return parse_request_head(data)
+
+    @asynccontextmanager
+    async def _connected(self, request: RequestHead, record: RequestRecord) -> AsyncIterator[UpstreamStream]:
+        """An open connection to the request's target; sets the record's decision and address."""
+
+        def count(sent: int, received: int) -> None:
+            record.bytes_up += sent
+            record.bytes_down += received
+
+        try:
+            record.address, stream = await self._dialer.dial(request.target)
+        except Refusal as refusal:
+            record.decision = "refused" if refusal.status == 403 else "allowed"
+            raise
+        record.decision = "allowed"
+        try:
+            yield UpstreamStream(stream, count)
+        finally:
+            stream.close()
+
+    async def _refuse_connection(self, client: BufferedStream) -> None:
+        limit = self._limits.num_connections
+        refusal = Refusal(503, "too_many_connections", f"this sandbox has {limit} connections open already")
+        self._num_requests += 1
+        if self._num_requests <= self._limits.num_requests:
+            self._write(RequestRecord(self._sandbox_id, reason=refusal.reason, status=refusal.status))
+        if self._num_open > 2 * limit:
+            return
+        await self._answer(client, refusal)
+
+    async def _answer(self, client: BufferedStream, refusal: Refusal) -> None:
+        """Sends a refusal, then reads for a moment: closing on unread bytes would destroy it on its way."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                await client.write(refusal.response())
+                await client.write_eof()
+            async with asyncio.timeout(_LINGER_S):
+                left = _LINGER_BYTES
+                while left > 0 and (data := await client.read(CHUNK_BYTES)):
+                    left -= len(data)
+        except OSError:
+            # Too slow, or gone: the connection is closed next.
+            return
+
+    def _write(self, record: RequestRecord) -> None:
+        try:
+            self._log.write(record)
+        except SandboxError:
+            self._log_failed = True
+            raise

@@ -1,0 +1,166 @@
+"""Allow rules: which hosts and ports a sandbox may reach, by name.
+
+A rule speaks of names; whether the address behind a name may be reached is `addresses.py`. Both must agree.
+Host names are compared in one form: ASCII (IDNA), lower case, without a trailing dot.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from etude.errors import ConfigError
+
+FIELD = "network.allow"
+DEFAULT_PORT = 443
+_FIX = 'write "host:port", "host" (port 443), "*.domain:port" or "[IPv6]:port"'
+_MAX_NAME_CHARS = 253
+_LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
+_PORT = re.compile(r"[1-9][0-9]{0,4}")
+_NUMBER = re.compile(r"[0-9]+|0x[0-9a-f]*")
+_AMBIGUOUS = frozenset("\u00df\u03c2\u200c\u200d")
+"""Characters that the two editions of IDNA turn into different names."""
+
+
+class HostError(ValueError):
+    """A text that names no host, or names one in a form that programs read differently."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One allowed destination."""
+
+    host: str
+    """Canonical name or IP address, without brackets; of a wildcard rule, the domain after `*.`."""
+    port: int
+    subdomains: bool = False
+    """Whether the names below `host` are meant, at any depth, and not `host` itself."""
+
+    def matches(self, host: str, port: int) -> bool:
+        """Whether a canonical host and a port are what this rule allows."""
+        if port != self.port:
+            return False
+        return host.endswith("." + self.host) if self.subdomains else host == self.host
+
+
+def parse_rules(allow: Iterable[str]) -> tuple[Rule, ...]:
+    """The rules of an allow-list. Raises ConfigError, see `parse_rule`."""
+    return tuple(parse_rule(text) for text in allow)
+
+
+def parse_rule(text: str) -> Rule:
+    """One rule from `host:port`, `host`, `*.domain:port` or `[IPv6]:port`.
+
+    Raises ConfigError for what is no rule, for whole top-level domains and for names of the loopback.
+    """
+    subdomains = text.startswith("*.")
+    try:
+        host, port = split_authority(text[2:] if subdomains else text, DEFAULT_PORT, foreign=True)
+    except HostError as error:
+        raise ConfigError(f"no allow rule: {error}", field=FIELD, received=text, fix=_FIX) from error
+    if is_loopback_name(host):
+        raise ConfigError(
+            "a sandbox never reaches the host's loopback",
+            field=FIELD,
+            received=text,
+            fix="leave the rule out; servers inside the sandbox are reached without it",
+        )
+    if subdomains and (is_address(host) or "." not in host):
+        raise ConfigError(
+            "a wildcard needs a domain of two labels at least", field=FIELD, received=text, fix=_FIX
+        )
+    return Rule(host, port, subdomains)
+
+
+def permits(rules: Iterable[Rule], host: str, port: int) -> bool:
+    """Whether some rule allows `host` (a name or address in any spelling, no brackets) at `port`."""
+    try:
+        name = canonical_host(host)
+    except HostError:
+        return False
+    return any(rule.matches(name, port) for rule in rules)
+
+
+def split_authority(text: str, default_port: int | None, foreign: bool = False) -> tuple[str, int]:
+    """(canonical host, port) of `host:port`, `[IPv6]:port`, or of a host alone if there is a default port.
+
+    `foreign`: names in other scripts are converted; else they are refused. Raises HostError.
+    """
+    if text.startswith("["):
+        inner, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise HostError("a bracketed address does not end")
+        host, port_text = canonical_address(inner), rest[1:] if rest else None
+        if ":" not in host:
+            raise HostError("only IPv6 addresses stand in brackets")
+    else:
+        name, colon, after = text.partition(":")
+        host, port_text = canonical_host(name, foreign), after if colon else None
+    if port_text is None:
+        if default_port is None:
+            raise HostError("the port is missing")
+        return host, default_port
+    if not _PORT.fullmatch(port_text) or int(port_text) > 65535:
+        raise HostError("a port is a number from 1 to 65535")
+    return host, int(port_text)
+
+
+def join_authority(host: str, port: int) -> str:
+    """`host:port`, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def canonical_host(text: str, foreign: bool = False) -> str:
+    """The one form in which hosts are compared. Raises HostError for anything doubtful.
+
+    Refused are numbers that C libraries take for addresses (`127.1`, `0x7f000001`, `0177.0.0.1`).
+    """
+    if ":" in text:
+        return canonical_address(text)
+    if not text.isascii() and not foreign:
+        raise HostError("a name in another script is sent in its ASCII form (xn--...)")
+    name = text if text.isascii() else _to_ascii(text)
+    name = name.lower().removesuffix(".")
+    if not name or len(name) > _MAX_NAME_CHARS:
+        raise HostError(f"a host name has 1 to {_MAX_NAME_CHARS} characters")
+    labels = name.split(".")
+    if _NUMBER.fullmatch(labels[-1]):
+        return canonical_address(name)
+    if not all(_LABEL.fullmatch(label) for label in labels):
+        raise HostError("a host name consists of letters, digits, hyphens and dots")
+    return name
+
+
+def canonical_address(text: str) -> str:
+    """The shortest spelling of an IP address. Raises HostError for zones, octal, hexadecimal, short forms."""
+    try:
+        if "%" in text:
+            raise ValueError("zone")
+        return str(ipaddress.ip_address(text))
+    except ValueError as error:
+        raise HostError("an address is four decimal numbers, or IPv6 without a zone") from error
+
+
+def is_address(host: str) -> bool:
+    """Whether a canonical host is an IP address."""
+    return ":" in host or host.rpartition(".")[2].isdigit()
+
+
+def is_loopback_name(host: str) -> bool:
+    """Whether a canonical name means the own machine (RFC 6761, and names that hosts files often hold)."""
+    return host in _LOOPBACK_NAMES or host.endswith((".localhost", ".localdomain"))
+
+
+_LOOPBACK_NAMES = frozenset({"localhost", "localdomain", "ip6-localhost", "ip6-loopback", "loopback"})
+
+
+def _to_ascii(text: str) -> str:
+    """IDNA's ASCII form; refuses names on which its two editions disagree."""
+    if len(text) > _MAX_NAME_CHARS or _AMBIGUOUS & set(text):
+        raise HostError("write this name in its ASCII form (xn--...)")
+    try:
+        return text.encode("idna").decode("ascii")
+    except UnicodeError as error:
+        raise HostError("not a name that IDNA can encode") from error

@@ -1,0 +1,182 @@
+"""Byte streams as the proxy sees them, over sockets or over a sandbox's channel alike."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Protocol
+
+CHUNK_BYTES = 64 << 10
+_BARE_LF = re.compile(rb"(?<!\r)\n")
+
+
+class Stream(Protocol):
+    """Two directions of bytes between two programs."""
+
+    async def read(self, num_bytes: int) -> bytes:
+        """1 to `num_bytes` bytes; empty once the other side has ended its direction. Raises OSError."""
+        ...
+
+    async def write(self, data: bytes) -> None:
+        """Sends all of `data`; returns only when the stream is ready for more. Raises OSError."""
+        ...
+
+    async def write_eof(self) -> None:
+        """Ends this side's direction; the other may go on. Idempotent. Raises OSError."""
+        ...
+
+    def close(self) -> None:
+        """Ends both directions and frees the stream without waiting. Idempotent."""
+        ...
+
+
+class AsyncioStream:
+    """`Stream` over a pair of asyncio streams."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        # With nothing buffered here, a write that has returned needs no flush at the end.
+        writer.transport.set_write_buffer_limits(high=0)
+
+    async def read(self, num_bytes: int) -> bytes:
+        """See Stream.read."""
+        return await self._reader.read(num_bytes)
+
+    async def write(self, data: bytes) -> None:
+        """See Stream.write."""
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def write_eof(self) -> None:
+        """See Stream.write_eof."""
+        if self._writer.can_write_eof() and not self._writer.transport.is_closing():
+            self._writer.write_eof()
+
+    def close(self) -> None:
+        """See Stream.close. What a cancelled write left unsent is dropped: its reader may never come."""
+        if self._writer.transport.get_write_buffer_size():
+            self._writer.transport.abort()
+        else:
+            self._writer.close()
+
+
+class BufferedStream:
+    """`Stream` around another that can also be read by line and by message head."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._buffer = bytearray()
+
+    async def read(self, num_bytes: int) -> bytes:
+        """See Stream.read."""
+        if not self._buffer:
+            return await self._stream.read(num_bytes)
+        data = bytes(self._buffer[:num_bytes])
+        del self._buffer[:num_bytes]
+        return data
+
+    async def wait(self) -> bool:
+        """Waits until there is something to read; False if the other side has ended instead."""
+        if not self._buffer:
+            self._buffer += await self._stream.read(CHUNK_BYTES)
+        return bool(self._buffer)
+
+    async def read_line(self, limit_bytes: int) -> bytes | None:
+        """A line with its LF; None if more than `limit_bytes` or the end of the stream come first."""
+        start = 0
+        while (end := self._buffer.find(b"\n", start)) < 0:
+            start = len(self._buffer)
+            if start > limit_bytes or not await self._fill():
+                return None
+        return self._take(end + 1) if end < limit_bytes else None
+
+    async def read_head(self, limit_bytes: int) -> bytes | None:
+        """The bytes up to and with an empty line, or up to a line end without CR, which heads cannot have.
+
+        None if more than `limit_bytes` come first. Raises EOFError if the stream ends first.
+        """
+        start = 0
+        while True:
+            end = self._buffer.find(b"\r\n\r\n", start)
+            bare = _BARE_LF.search(self._buffer, start)
+            if bare is not None and (end < 0 or bare.end() <= end):
+                return self._take(bare.end())
+            if end >= 0:
+                return self._take(end + 4) if end + 4 <= limit_bytes else None
+            if len(self._buffer) > limit_bytes:
+                return None
+            # The tail that may hold the beginning of the empty line is searched again.
+            start = max(0, len(self._buffer) - 3)
+            if not await self._fill():
+                raise EOFError("the stream ended within a head")
+
+    async def write(self, data: bytes) -> None:
+        """See Stream.write."""
+        await self._stream.write(data)
+
+    async def write_eof(self) -> None:
+        """See Stream.write_eof."""
+        await self._stream.write_eof()
+
+    def close(self) -> None:
+        """See Stream.close."""
+        self._stream.close()
+
+    async def _fill(self) -> bool:
+        data = await self._stream.read(CHUNK_BYTES)
+        self._buffer += data
+        return bool(data)
+
+    def _take(self, num_bytes: int) -> bytes:
+        data = bytes(self._buffer[:num_bytes])
+        del self._buffer[:num_bytes]
+        return data
+
+
+class UpstreamError(Exception):
+    """The server's side of a connection failed; tells its errors from the client's."""
+
+
+class UpstreamStream:
+    """`Stream` to a server: counts bytes, reports progress, and raises UpstreamError instead of OSError."""
+
+    def __init__(self, stream: Stream, counted: Callable[[int, int], None]) -> None:
+        """`counted` is called with the bytes (sent, received) of every write and read."""
+        self._stream = stream
+        self._counted = counted
+        self.on_progress: Callable[[], None] | None = None
+
+    async def read(self, num_bytes: int) -> bytes:
+        """See Stream.read. Raises UpstreamError."""
+        try:
+            data = await self._stream.read(num_bytes)
+        except OSError as error:
+            raise UpstreamError(str(error)) from error
+        self._moved(0, len(data))
+        return data
+
+    async def write(self, data: bytes) -> None:
+        """See Stream.write. Raises UpstreamError."""
+        try:
+            await self._stream.write(data)
+        except OSError as error:
+            raise UpstreamError(str(error)) from error
+        self._moved(len(data), 0)
+
+    async def write_eof(self) -> None:
+        """See Stream.write_eof. Raises UpstreamError."""
+        try:
+            await self._stream.write_eof()
+        except OSError as error:
+            raise UpstreamError(str(error)) from error
+
+    def close(self) -> None:
+        """See Stream.close."""
+        self._stream.close()
+
+    def _moved(self, sent: int, received: int) -> None:
+        self._counted(sent, received)
+        if self.on_progress is not None:
+            self.on_progress()

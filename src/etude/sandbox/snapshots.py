@@ -1,0 +1,350 @@
+"""Durable snapshots: a directory each, whole or not there at all.
+
+    <root>/<id>/manifest.json     what it is, of which machine, and size and BLAKE3 digest of each file
+    <root>/<id>/<files>           the backend's: memory, disk, layers, and `template`
+    <root>/.making-<pid>-<start>-<id>/   one that is being written; swept once its writer is dead
+
+A snapshot is written beside its place, synced, and renamed into it last: a crash leaves none or all of
+it. Opening one checks every byte. Who made it (backend and version, processor, kernel) is recorded, and a
+mismatch refused where memory is part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import tarfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from blake3 import blake3
+
+from etude.sandbox.errors import SnapshotError
+from etude.sandbox.inside.frames import FrameError, Unpacker, pack
+from etude.sandbox.reaping import is_owner_alive, owner_tag
+from etude.sandbox.template import Image, Template
+from etude.sandbox.types import Network, Resources, SnapshotInfo, SnapshotKind
+
+FORMAT = 1
+MANIFEST, TEMPLATE = "manifest.json", "template"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_FIELDS = {"resources", "network", "metadata", "backend_version", "machine", "extra", "files"}
+_PIECE_BYTES = 8 << 20
+
+
+def this_machine() -> dict[str, str]:
+    """What a snapshot of memory depends on."""
+    model = ""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            model = line.partition(":")[2].strip()
+            break
+    return {"arch": platform.machine(), "cpu": model, "kernel": platform.release()}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot that was opened: every file checked."""
+
+    info: SnapshotInfo
+    directory: Path
+    template: Template
+    resources: Resources
+    network: Network
+    metadata: Mapping[str, str]
+    backend_version: str
+    machine: Mapping[str, str]
+    extra: Mapping[str, Any]
+    """What the backend noted for itself."""
+
+    def file(self, name: str) -> Path:
+        """Path of one of its files. Raises SnapshotError if it has none of that name."""
+        path = self.directory / name
+        if not path.exists():
+            raise _error(self.info.id, f"has no file {name!r}", "it was made by another version")
+        return path
+
+    def check_origin(self, backend: str, backend_version: str, memory: bool) -> None:
+        """Raises SnapshotError unless this backend, at this version, on such a machine made it."""
+        if self.info.backend != backend:
+            raise _error(self.info.id, f"belongs to the {self.info.backend} backend", f"not {backend}")
+        if not memory:
+            return
+        ours = {**this_machine(), "version": backend_version}
+        for key, value in {**self.machine, "version": self.backend_version}.items():
+            if ours.get(key) != value:
+                raise _error(self.info.id, f"was made with {key} {value!r}", f"here it is {ours.get(key)!r}")
+
+
+@dataclass
+class SnapshotDraft:
+    """A snapshot in the making: write files into `directory`, then publish."""
+
+    id: str
+    directory: Path
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+class SnapshotStore:
+    """The snapshots below one directory. Several processes may share it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def draft(self, sandbox_id: str) -> SnapshotDraft:
+        """Begins a snapshot; nobody sees it before `publish`."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._sweep()
+        snapshot = f"snap-{int(time.time() * 1e3):x}-{secrets.token_hex(4)}"
+        directory = self.root / f".making-{owner_tag()}-{snapshot}"
+        directory.mkdir(mode=0o700)
+        return SnapshotDraft(snapshot, directory)
+
+    async def publish(
+        self,
+        draft: SnapshotDraft,
+        *,
+        kind: SnapshotKind,
+        name: str | None,
+        backend: str,
+        backend_version: str,
+        sandbox_id: str,
+        template: Template,
+        resources: Resources,
+        network: Network,
+        metadata: Mapping[str, str],
+    ) -> SnapshotInfo:
+        """Digests and syncs every file, then makes the snapshot appear. Raises SnapshotError."""
+        (draft.directory / TEMPLATE).write_bytes(pack_template(template))
+        try:
+            files = await asyncio.to_thread(_digest_files, draft.directory)
+        except OSError as error:
+            self.discard(draft)
+            raise _error(draft.id, f"could not be written: {error}", "free disk space") from error
+        manifest: dict[str, Any] = {
+            "format": FORMAT,
+            "id": draft.id,
+            "name": name,
+            "kind": kind,
+            "backend": backend,
+            "backend_version": backend_version,
+            "machine": this_machine(),
+            "sandbox_id": sandbox_id,
+            "template": template.name,
+            "created_s": time.time(),
+            "resources": dataclasses.asdict(resources),
+            "network": list(network.allow),
+            "metadata": dict(metadata),
+            "extra": draft.extra,
+            "files": files,
+        }
+        path = draft.directory / MANIFEST
+        path.write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
+        for synced in (path, draft.directory):
+            _sync(synced)
+        draft.directory.rename(self.root / draft.id)
+        _sync(self.root)
+        return _info(manifest)
+
+    def discard(self, draft: SnapshotDraft) -> None:
+        """Drops one that was never published. Idempotent."""
+        shutil.rmtree(draft.directory, ignore_errors=True)
+
+    async def open(self, snapshot: str) -> Snapshot:
+        """Reads and checks one. Raises SnapshotError if it is missing, torn, damaged or foreign."""
+        directory = self._directory(snapshot)
+        manifest = _read_manifest(directory, snapshot)
+        await asyncio.to_thread(_check_files, directory, manifest)
+        return Snapshot(
+            info=_info(manifest),
+            directory=directory,
+            template=unpack_templates((directory / TEMPLATE).read_bytes(), snapshot, 1)[0],
+            resources=Resources(**manifest["resources"]),
+            network=Network(tuple(manifest["network"])),
+            metadata=manifest["metadata"],
+            backend_version=manifest["backend_version"],
+            machine=manifest["machine"],
+            extra=manifest["extra"],
+        )
+
+    def list(self, backend: str) -> list[SnapshotInfo]:
+        """Snapshots of one backend, oldest first. What does not parse is left out: `open` says why."""
+        found: list[SnapshotInfo] = []
+        for entry in sorted(self.root.glob("snap-*")) if self.root.is_dir() else []:
+            try:
+                info = _info(_read_manifest(entry, entry.name))
+            except SnapshotError:
+                continue
+            if info.backend == backend:
+                found.append(info)
+        return sorted(found, key=lambda info: (info.created_s, info.id))
+
+    def delete(self, snapshot: str) -> None:
+        """Removes one. Raises SnapshotError if there is none."""
+        directory = self._directory(snapshot)
+        doomed = self.root / f".making-{owner_tag()}-deleted-{secrets.token_hex(4)}"
+        directory.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+    async def export(self, snapshot: str, target: Path) -> None:
+        """Writes one as an uncompressed tar file. Raises SnapshotError."""
+        directory = self._directory(snapshot)
+
+        def write() -> None:
+            partial = target.with_name(f".{target.name}.part")
+            with tarfile.open(partial, "w") as archive:
+                for path in sorted(directory.iterdir()):
+                    archive.add(path, arcname=path.name, recursive=False)
+            partial.replace(target)
+
+        await asyncio.to_thread(write)
+
+    async def import_(self, source: Path) -> SnapshotInfo:
+        """Takes in what `export` wrote, checked. Raises SnapshotError; then nothing is left behind."""
+        draft = self.draft("import")
+        try:
+            await asyncio.to_thread(_unpack, source, draft.directory)
+            manifest = _read_manifest(draft.directory, source.name)
+            await asyncio.to_thread(_check_files, draft.directory, manifest)
+            info = _info(manifest)
+            if not (self.root / info.id).exists():
+                draft.directory.rename(self.root / info.id)
+                _sync(self.root)
+            return info
+        finally:
+            self.discard(draft)
+
+    def _directory(self, snapshot: str) -> Path:
+        if not _NAME.fullmatch(snapshot) or not (self.root / snapshot).is_dir():
+            raise _error(snapshot, "does not exist", "list the snapshots to see which do")
+        return self.root / snapshot
+
+    def _sweep(self) -> None:
+        """Removes what dead writers left."""
+        for entry in self.root.glob(".making-*"):
+            if not is_owner_alive(entry.name.removeprefix(".making-")):
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def pack_template(template: Template) -> bytes:
+    """A template as one frame."""
+    image = None if template.image is None else dataclasses.asdict(template.image)
+    rows = [[path, len(data)] for path, data in template.contents.items()]
+    header = {"name": template.name, "image": image, "files": rows}
+    return pack(header, b"".join(template.contents.values()))
+
+
+def unpack_templates(data: bytes, origin: str, count: int) -> list[Template]:
+    """The reverse of `count` concatenated `pack_template`s. Raises SnapshotError."""
+    try:
+        frames = Unpacker().feed(data)
+        if len(frames) != count:
+            raise ValueError(f"{len(frames)} frames")
+        return [_template(header, payload) for header, payload in frames]
+    except (FrameError, ValueError, KeyError, TypeError) as error:
+        raise _error(origin, f"has no readable template: {error}", "make the snapshot anew") from error
+
+
+def _template(header: Mapping[str, Any], payload: bytes) -> Template:
+    files: dict[str, bytes | str] = {}
+    start = 0
+    for path, size in header["files"]:
+        files[path] = payload[start : start + size]
+        start += size
+    image = header["image"]
+    if image is not None:
+        image = Image(**{**image, "layers": tuple(image["layers"])})
+    return Template(files, header["name"], image)
+
+
+def _digest_files(directory: Path) -> dict[str, dict[str, Any]]:
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(directory.iterdir()):
+        _sync(path)
+        files[path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
+    return files
+
+
+def _digest(path: Path) -> str:
+    state = blake3()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            state.update(piece)
+    return state.hexdigest()
+
+
+def _check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
+    snapshot = str(manifest["id"])
+    present = {path.name for path in directory.iterdir()} - {MANIFEST}
+    if present != set(manifest["files"]):
+        raise _error(snapshot, f"has the files {sorted(present)}", f"expected {sorted(manifest['files'])}")
+    for name, row in manifest["files"].items():
+        size = (directory / name).stat().st_size
+        if size != row["bytes"]:
+            raise _error(snapshot, f"is torn: {name} has {size} bytes of {row['bytes']}", "make it anew")
+        if _digest(directory / name) != row["digest"]:
+            raise _error(snapshot, f"is damaged: {name} does not have its digest", "make it anew")
+
+
+def _read_manifest(directory: Path, snapshot: str) -> dict[str, Any]:
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        if manifest["format"] != FORMAT:
+            raise _error(snapshot, f"has format {manifest['format']!r}", f"this version reads {FORMAT}")
+        _info(manifest)
+        missing = {"resources", "network", "metadata", "backend_version", "machine", "extra", "files"} - set(
+            manifest
+        )
+        if missing or not all(_NAME.fullmatch(name) for name in (manifest["id"], *manifest["files"])):
+            raise ValueError(f"fields {sorted(missing)}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _error(snapshot, f"has no readable manifest: {error}", "it is torn or no snapshot") from error
+    return cast("dict[str, Any]", manifest)
+
+
+def _info(manifest: Mapping[str, Any]) -> SnapshotInfo:
+    return SnapshotInfo(
+        id=manifest["id"],
+        kind=manifest["kind"],
+        backend=manifest["backend"],
+        sandbox_id=manifest["sandbox_id"],
+        template=manifest["template"],
+        created_s=manifest["created_s"],
+        size_bytes=sum(row["bytes"] for row in manifest["files"].values()),
+        name=manifest["name"],
+    )
+
+
+def _unpack(source: Path, directory: Path) -> None:
+    """Regular files with plain names; anything else in the archive is refused."""
+    try:
+        with tarfile.open(source, "r:") as archive:
+            for member in archive:
+                file = archive.extractfile(member)
+                if not member.isreg() or not _NAME.fullmatch(member.name) or file is None:
+                    raise _error(source.name, f"holds {member.name!r}", "this is no exported snapshot")
+                with (directory / member.name).open("wb") as target:
+                    shutil.copyfileobj(file, target, _PIECE_BYTES)
+    except (OSError, tarfile.TarError, EOFError) as error:
+        raise _error(source.name, f"cannot be read: {error}", "export it again") from error
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _error(snapshot: str, message: str, fix: str) -> SnapshotError:
+    return SnapshotError(f"the snapshot {message}", field="snapshot", received=snapshot, fix=fix)

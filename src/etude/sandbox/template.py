@@ -1,0 +1,91 @@
+"""What a sandbox starts with: files in its workspace, and possibly a root file system of its own."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from etude.errors import ConfigError
+from etude.sandbox.paths import WORKSPACE, normal_path
+
+
+@dataclass(frozen=True)
+class Image:
+    """A root file system as a stack of content-addressed layers, and how programs run in it.
+
+    Where the layers lie is the layer store's business (`sandbox/images/`).
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    """Layer digests, lowest first."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    workdir: str = WORKSPACE
+    """Absolute; the workspace of sandboxes made from it."""
+    user: str = "root"
+
+    @cached_property
+    def digest(self) -> str:
+        """BLAKE2b hex digest over layers and configuration; the name does not count."""
+        rows = [*self.layers, self.workdir, self.user, *(f"{k}={v}" for k, v in sorted(self.env.items()))]
+        return hashlib.blake2b("\0".join(rows).encode(), digest_size=20).hexdigest()
+
+
+@dataclass(frozen=True)
+class Template:
+    """The files that a sandbox starts with. Equal digests mean equal files."""
+
+    files: Mapping[str, bytes | str] = field(default_factory=dict)
+    """Workspace-relative path -> content; text is stored as UTF-8."""
+    name: str = "template"
+    image: Image | None = None
+    """Root file system; None: the programs of the host (or of the guest's base image), read-only."""
+    _bytes: dict[str, bytes] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        contents = {
+            normal_path(path, self.workspace): data.encode() if isinstance(data, str) else bytes(data)
+            for path, data in self.files.items()
+        }
+        object.__setattr__(self, "_bytes", contents)
+
+    @property
+    def workspace(self) -> str:
+        """Absolute path of the workspace inside."""
+        return WORKSPACE if self.image is None else self.image.workdir
+
+    @property
+    def contents(self) -> Mapping[str, bytes]:
+        """The files as bytes, keyed by normalised path."""
+        return self._bytes
+
+    @cached_property
+    def digest(self) -> str:
+        """BLAKE2b hex digest over sorted paths and contents, and the image's if there is one."""
+        state = hashlib.blake2b(digest_size=20)
+        for path in sorted(self._bytes):
+            data = self._bytes[path]
+            name = path.encode()
+            state.update(b"%d %d " % (len(name), len(data)) + name + data)
+        if self.image is not None:
+            state.update(b"image " + self.image.digest.encode())
+        return state.hexdigest()
+
+    @classmethod
+    def from_directory(cls, path: str | Path, image: Image | None = None) -> Template:
+        """Reads every regular file below `path`; symbolic links are left out.
+
+        Raises ConfigError if `path` is no directory.
+        """
+        root = Path(path)
+        if not root.is_dir():
+            raise ConfigError(
+                "no such directory", field="template", received=str(path), fix="name a directory"
+            )
+        found = sorted(entry for entry in root.rglob("*") if entry.is_file() and not entry.is_symlink())
+        return cls(
+            {entry.relative_to(root).as_posix(): entry.read_bytes() for entry in found}, root.name, image
+        )

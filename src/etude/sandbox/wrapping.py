@@ -1,0 +1,258 @@
+"""A sandbox around another one: every call first asks `reach`, which may wait, count, refuse or fail.
+
+Subclasses say in `reach` what their wrapping is for: one that is still being made, one that fails on
+purpose, one that holds a place in a pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from etude.errors import SandboxError
+from etude.sandbox.interface import Command, OnOutput, Sandbox, SandboxBackend
+from etude.sandbox.template import Template
+from etude.sandbox.types import (
+    Capabilities,
+    CommandResult,
+    FileInfo,
+    GrepMatch,
+    Network,
+    ProbeReport,
+    ProcessInfo,
+    Resources,
+    SandboxInfo,
+    SnapshotInfo,
+    SnapshotKind,
+    TestReport,
+)
+
+
+class WrappedSandbox:
+    """Implements Sandbox by `reach`, which subclasses fill in."""
+
+    def __init__(self) -> None:
+        self.files = WrappedFiles(self)
+        self.commands = WrappedCommands(self)
+
+    @property
+    def id(self) -> str:
+        """See Sandbox."""
+        raise NotImplementedError
+
+    async def reach(self, operation: str) -> Sandbox:
+        """The inner sandbox, for an operation such as `fork`, `files.read` or `commands.run`."""
+        raise NotImplementedError
+
+    def wrap(self, copy: Sandbox) -> Sandbox:
+        """What a copy of the inner sandbox is handed out as."""
+        return copy
+
+    async def get_info(self) -> SandboxInfo:
+        """See Sandbox.get_info."""
+        return await (await self.reach("get_info")).get_info()
+
+    async def set_timeout(self, timeout_s: float | None) -> None:
+        """See Sandbox.set_timeout."""
+        await (await self.reach("set_timeout")).set_timeout(timeout_s)
+
+    async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
+        """See Sandbox.create_session."""
+        return await (await self.reach("create_session")).create_session(cwd, env)
+
+    async def run_in_session(
+        self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
+    ) -> CommandResult:
+        """See Sandbox.run_in_session."""
+        return await (await self.reach("run_in_session")).run_in_session(session, cmd, timeout_s, limit_bytes)
+
+    async def close_session(self, session: str) -> None:
+        """See Sandbox.close_session."""
+        await (await self.reach("close_session")).close_session(session)
+
+    async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
+        """See Sandbox.run_tests."""
+        return await (await self.reach("run_tests")).run_tests(paths, timeout_s)
+
+    async def run_probes(self, paths: Sequence[str], timeout_s: float = 2.0) -> ProbeReport:
+        """See Sandbox.run_probes."""
+        return await (await self.reach("run_probes")).run_probes(paths, timeout_s)
+
+    async def diff(self) -> Mapping[str, bytes | None]:
+        """See Sandbox.diff."""
+        return await (await self.reach("diff")).diff()
+
+    async def final_diff(self) -> Mapping[str, bytes | None]:
+        """See Sandbox.final_diff."""
+        return await (await self.reach("final_diff")).final_diff()
+
+    async def pause(self, mode: SnapshotKind = "full") -> None:
+        """See Sandbox.pause."""
+        await (await self.reach("pause")).pause(mode)
+
+    async def resume(self) -> None:
+        """See Sandbox.resume."""
+        await (await self.reach("resume")).resume()
+
+    async def create_snapshot(
+        self, kind: SnapshotKind | None = None, name: str | None = None
+    ) -> SnapshotInfo:
+        """See Sandbox.create_snapshot."""
+        return await (await self.reach("create_snapshot")).create_snapshot(kind, name)
+
+    async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
+        """See Sandbox.fork."""
+        copies = await (await self.reach("fork")).fork(count)
+        return [copy if isinstance(copy, SandboxError) else self.wrap(copy) for copy in copies]
+
+    async def migrate(self, target: SandboxBackend) -> Sandbox:
+        """See Sandbox.migrate."""
+        return await (await self.reach("migrate")).migrate(target)
+
+    async def kill(self) -> None:
+        """See Sandbox.kill."""
+        await (await self.reach("kill")).kill()
+
+
+class WrappedFiles:
+    """Files of a WrappedSandbox."""
+
+    def __init__(self, owner: WrappedSandbox) -> None:
+        self._owner = owner
+
+    async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:
+        """See Files.read."""
+        return await (await self._owner.reach("files.read")).files.read(path, limit_bytes)
+
+    async def write(self, path: str, data: str | bytes) -> None:
+        """See Files.write."""
+        await (await self._owner.reach("files.write")).files.write(path, data)
+
+    async def write_many(self, files: Mapping[str, str | bytes]) -> None:
+        """See Files.write_many."""
+        await (await self._owner.reach("files.write_many")).files.write_many(files)
+
+    async def list(self, path: str = ".", depth: int = 1) -> list[FileInfo]:
+        """See Files.list."""
+        return await (await self._owner.reach("files.list")).files.list(path, depth)
+
+    async def remove(self, path: str) -> None:
+        """See Files.remove."""
+        await (await self._owner.reach("files.remove")).files.remove(path)
+
+    async def grep(self, pattern: str, path: str = ".", limit: int = 50) -> list[GrepMatch]:
+        """See Files.grep."""
+        return await (await self._owner.reach("files.grep")).files.grep(pattern, path, limit)
+
+    async def upload(self, source: Path, path: str) -> int:
+        """See Files.upload."""
+        return await (await self._owner.reach("files.upload")).files.upload(source, path)
+
+    async def download(self, path: str, target: Path) -> int:
+        """See Files.download."""
+        return await (await self._owner.reach("files.download")).files.download(path, target)
+
+
+class WrappedCommands:
+    """Commands of a WrappedSandbox."""
+
+    def __init__(self, owner: WrappedSandbox) -> None:
+        self._owner = owner
+
+    async def run(
+        self,
+        cmd: str,
+        timeout_s: float = 30.0,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limit_bytes: int = 64 << 10,
+        stdin: str | bytes | None = None,
+        on_output: OnOutput | None = None,
+    ) -> CommandResult:
+        """See Commands.run."""
+        inner = await self._owner.reach("commands.run")
+        return await inner.commands.run(cmd, timeout_s, env, cwd, limit_bytes, stdin, on_output)
+
+    async def start(
+        self,
+        cmd: str,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limit_bytes: int = 64 << 10,
+        on_output: OnOutput | None = None,
+    ) -> Command:
+        """See Commands.start."""
+        inner = await self._owner.reach("commands.start")
+        return await inner.commands.start(cmd, timeout_s, env, cwd, limit_bytes, on_output)
+
+    async def list(self) -> list[ProcessInfo]:
+        """See Commands.list."""
+        return await (await self._owner.reach("commands.list")).commands.list()
+
+    async def connect(self, pid: int) -> Command:
+        """See Commands.connect."""
+        return await (await self._owner.reach("commands.connect")).commands.connect(pid)
+
+    async def send_stdin(self, pid: int, data: str | bytes) -> None:
+        """See Commands.send_stdin."""
+        await (await self._owner.reach("commands.send_stdin")).commands.send_stdin(pid, data)
+
+    async def kill(self, pid: int) -> bool:
+        """See Commands.kill."""
+        return await (await self._owner.reach("commands.kill")).commands.kill(pid)
+
+
+class WrappedBackend:
+    """Implements SandboxBackend around another one. Subclasses fill in what they change."""
+
+    def __init__(self, inner: SandboxBackend) -> None:
+        self.inner = inner
+
+    def capabilities(self) -> Capabilities:
+        """See SandboxBackend.capabilities."""
+        return self.inner.capabilities()
+
+    async def create(
+        self,
+        template: Template | None = None,
+        resources: Resources | None = None,
+        network: Network | None = None,
+        timeout_s: float | None = None,
+        snapshot: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Sandbox:
+        """See SandboxBackend.create."""
+        return await self.inner.create(template, resources, network, timeout_s, snapshot, metadata)
+
+    async def connect(self, sandbox_id: str) -> Sandbox:
+        """See SandboxBackend.connect."""
+        return await self.inner.connect(sandbox_id)
+
+    async def list(self) -> list[SandboxInfo]:
+        """See SandboxBackend.list."""
+        return await self.inner.list()
+
+    async def list_snapshots(self) -> list[SnapshotInfo]:
+        """See SandboxBackend.list_snapshots."""
+        return await self.inner.list_snapshots()
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """See SandboxBackend.delete_snapshot."""
+        await self.inner.delete_snapshot(snapshot)
+
+    async def export_snapshot(self, snapshot: str, target: Path) -> None:
+        """See SandboxBackend.export_snapshot."""
+        await self.inner.export_snapshot(snapshot, target)
+
+    async def import_snapshot(self, source: Path) -> SnapshotInfo:
+        """See SandboxBackend.import_snapshot."""
+        return await self.inner.import_snapshot(source)
+
+    async def close(self) -> None:
+        """See SandboxBackend.close."""
+        await self.inner.close()
+
+    def doctor(self) -> list[str]:
+        """See SandboxBackend.doctor."""
+        return self.inner.doctor()
