@@ -261,8 +261,8 @@ def test_a_closed_backend_makes_nothing() -> None:
 
 
 def test_unknown_backends_are_refused_with_the_choices() -> None:
-    with pytest.raises(ConfigError, match="local, unisolated, memory"):
-        open_backend("docker")
+    with pytest.raises(ConfigError, match="local, gvisor, vm, docker"):
+        open_backend("lxc")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="every other test runs as a plain user already")

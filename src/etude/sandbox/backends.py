@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from etude.errors import ConfigError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.local.backend import LocalBackend, UnisolatedBackend
+from etude.sandbox.machine_backend import default_state_directory
 
-BACKENDS: dict[str, Callable[[], SandboxBackend]] = {
-    "local": LocalBackend,
-    "unisolated": UnisolatedBackend,
-    "memory": MemoryBackend,
-}
-"""`local` isolates; `unisolated` and `memory` are for code that you trust, and only by name."""
+IMAGES = "images"
+"""Directory of the image store, below the state directory."""
 
 
-def open_backend(name: str) -> SandboxBackend:
-    """A new backend, not yet started. Raises ConfigError for an unknown name."""
+def open_backend(name: str, state: Path | None = None) -> SandboxBackend:
+    """A new backend, not yet started. `state`: where snapshots and images lie, if not in the usual place.
+
+    Raises ConfigError for an unknown name.
+    """
     if name not in BACKENDS:
         raise ConfigError(
             "unknown sandbox backend",
@@ -26,4 +27,60 @@ def open_backend(name: str) -> SandboxBackend:
             received=name,
             fix="one of " + ", ".join(BACKENDS),
         )
-    return BACKENDS[name]()
+    return BACKENDS[name](state)
+
+
+def _local(state: Path | None) -> SandboxBackend:
+    images = (state or default_state_directory()) / IMAGES
+    return LocalBackend(state, images if images.is_dir() else None)
+
+
+def _unisolated(state: Path | None) -> SandboxBackend:
+    return UnisolatedBackend(state)
+
+
+def _memory(state: Path | None) -> SandboxBackend:
+    return MemoryBackend()
+
+
+def _gvisor(state: Path | None) -> SandboxBackend:
+    from etude.sandbox.gvisor.backend import GvisorBackend
+
+    return GvisorBackend(state)
+
+
+def _vm(state: Path | None) -> SandboxBackend:
+    from etude.sandbox.vm.backend import VmBackend
+
+    return VmBackend(state)
+
+
+def _docker(state: Path | None) -> SandboxBackend:
+    from etude.sandbox.docker.backend import DockerBackend
+
+    return DockerBackend(state=state)
+
+
+def _podman(state: Path | None) -> SandboxBackend:
+    from etude.sandbox.docker.backend import PodmanBackend
+
+    return PodmanBackend(state=state)
+
+
+def _firecracker(state: Path | None) -> SandboxBackend:
+    from etude.sandbox.firecracker.backend import FirecrackerBackend
+
+    return FirecrackerBackend(state=state)
+
+
+BACKENDS: dict[str, Callable[[Path | None], SandboxBackend]] = {
+    "local": _local,
+    "gvisor": _gvisor,
+    "vm": _vm,
+    "docker": _docker,
+    "podman": _podman,
+    "firecracker": _firecracker,
+    "unisolated": _unisolated,
+    "memory": _memory,
+}
+"""`unisolated` and `memory` are for code that you trust, and only by name."""

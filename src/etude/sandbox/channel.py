@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import struct
 from collections.abc import Callable
 
 from etude.errors import SandboxError
@@ -12,6 +13,8 @@ from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 
 Answer = tuple[Header, bytes]
 
+_CREDENTIALS = struct.Struct("iII")
+"""struct ucred: process, user, group."""
 READY = 0
 """Id of the answer that a sandbox sends unasked once it serves."""
 
@@ -33,8 +36,13 @@ class Channel:
         self._next_id = READY + 1
         self._end: str | None = None
         self._lent: list[int] | None = None
+        self._wants_pid = False
+        self.peer_pid = 0
+        """Process id of the server as we see it; 0: not asked for, or out of our sight."""
         self.on_event: Callable[[Header, bytes], None] = lambda header, payload: None
         """Called with what the sandbox sends unasked."""
+        self.on_close: Callable[[str], None] = lambda reason: None
+        """Called once with the reason when the line has ended."""
         self._loop.add_reader(sock.fileno(), self._readable)
 
     @property
@@ -92,6 +100,20 @@ class Channel:
         """Sends what has no answer. Raises SandboxError."""
         self._send(pack(header, payload))
 
+    def ask_for_pid(self) -> None:
+        """Has the kernel say who sends the first bytes: `peer_pid` is set with the first answer."""
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self._wants_pid = True
+
+    def _receive_with_pid(self) -> bytes:
+        data, ancillary, _, _ = self._sock.recvmsg(1 << 18, socket.CMSG_SPACE(_CREDENTIALS.size))
+        for level, kind, value in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_CREDENTIALS:
+                self.peer_pid = _CREDENTIALS.unpack(value)[0]
+        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
+        self._wants_pid = False
+        return data
+
     @property
     def backlog_bytes(self) -> int:
         """What the sandbox has not taken yet."""
@@ -109,6 +131,7 @@ class Channel:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(SandboxError(reason, field="sandbox", received=self._name))
+        self.on_close(reason)
 
     def _send(self, data: bytes) -> None:
         if self._end is not None:
@@ -139,7 +162,9 @@ class Channel:
 
     def _readable(self) -> None:
         try:
-            if self._lent is None:
+            if self._wants_pid:
+                data = self._receive_with_pid()
+            elif self._lent is None:
                 data = self._sock.recv(1 << 18)
             else:
                 data, lent, _, _ = socket.recv_fds(self._sock, 1 << 18, 1)

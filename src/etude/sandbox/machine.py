@@ -63,9 +63,9 @@ class Owner(Protocol):
 
     @property
     def name(self) -> str: ...
-    @property
-    def agent_can_kill(self) -> bool:
-        """Whether an agent's process can reach its sandbox's server."""
+
+    def agents_doing(self, sandbox: MachineSandbox) -> str | None:
+        """How the agent ended its sandbox's server, if it did; None: the failure is ours."""
         ...
 
     async def kill(self, sandbox: MachineSandbox) -> None: ...
@@ -119,8 +119,20 @@ class MachineSandbox:
         """The machine runs and answers on this channel."""
         self._channel = channel
         channel.on_event = self._on_event
+        channel.on_close = self._on_close
         self.state = "running"
         self._gate.set()
+
+    def _on_close(self, reason: str) -> None:
+        """The line has ended. If nobody here ended it, the machine is lost."""
+        if self._channel is not None and self.state == "running":
+            self.state = "lost"
+            self._drop_network()
+
+    def _drop_network(self) -> None:
+        egress, self._egress = self._egress, None
+        if egress is not None:
+            egress.close()
 
     async def connect_network(self, proxy: EgressProxy) -> None:
         """Gives the programs inside a way out. Raises SandboxError."""
@@ -131,9 +143,7 @@ class MachineSandbox:
     def detach(self, state: SandboxState) -> None:
         """The machine no longer runs."""
         self.state = state
-        if self._egress is not None:
-            self._egress.close()
-            self._egress = None
+        self._drop_network()
         if self._channel is not None:
             self._channel.close(f"the sandbox is {state}")
         self._channel = None
@@ -208,13 +218,10 @@ class MachineSandbox:
                 channel.send({"op": "cancel", "target": request_id})
             raise
         except SandboxError as error:
-            if self._owner.agent_can_kill and self.state == "running":
-                raise SandboxKilledByAgentError(
-                    "the sandbox's server was killed while the agent's command ran",
-                    field="sandbox",
-                    received=self.id,
-                ) from error
-            raise
+            cause = self._owner.agents_doing(self) if self.state in ("running", "lost") else None
+            if cause is None:
+                raise
+            raise SandboxKilledByAgentError(cause, field="sandbox", received=self.id) from error
         finally:
             self._by_request.pop(request_id, None)
         if "fault" in answer:

@@ -18,8 +18,9 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from pathlib import Path
+from typing import Any
 
 from etude.errors import ConfigError, ResourceError, SandboxError
 from etude.sandbox.channel import Channel
@@ -54,13 +55,11 @@ class MachineBackend:
     """Base of the backends whose sandboxes are `MachineSandbox`es. For one event loop."""
 
     name = "machine"
-    agent_can_kill = False
-    """Whether an agent's process can end its sandbox's server."""
     version = "1"
     """Of whatever a snapshot of this kind depends on."""
 
     allow_private: tuple[str, ...] = ()
-    """`IP:port` of private addresses that sandboxes may reach if their rules say so: the operator's choice."""
+    """`IP:port`s of private addresses that sandboxes may reach if their rules do: an operator's choice."""
 
     def __init__(self, state: Path | None = None) -> None:
         """`state`: directory of snapshots, logs and working files, made when first needed."""
@@ -71,6 +70,7 @@ class MachineBackend:
         self._saved: dict[str, str] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._mishaps: list[BaseException] = []
         self._closed = False
 
     # For each kind of machine
@@ -94,6 +94,10 @@ class MachineBackend:
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
         """Starts a machine that goes on where the snapshot was taken."""
         raise self.unsupported(snapshot.info.kind)
+
+    def agents_doing(self, sandbox: MachineSandbox) -> str | None:
+        """How the agent ended its sandbox's server, if it did; None: the failure is ours."""
+        return None
 
     def doctor(self) -> list[str]:
         """See SandboxBackend.doctor."""
@@ -213,7 +217,10 @@ class MachineBackend:
         self._closed = True
         await asyncio.gather(*(self.kill(sandbox) for sandbox in list(self._live.values())))
         if self._background:
-            await asyncio.gather(*self._background)
+            await asyncio.gather(*self._background, return_exceptions=True)
+        mishaps, self._mishaps = self._mishaps, []
+        if mishaps:
+            raise mishaps[0]
 
     # What sandboxes ask of their backend
 
@@ -338,6 +345,18 @@ class MachineBackend:
         if sandbox.state == "running":
             sandbox.detach("lost")
 
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does something beside; `close` waits for it, and raises what went wrong."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._worked)
+
+    def _worked(self, task: asyncio.Task[None]) -> None:
+        self._background.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._mishaps.append(error)
+
     # Inner workings
 
     async def _save(self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None) -> SnapshotInfo:
@@ -361,9 +380,7 @@ class MachineBackend:
             raise
 
     def _expire(self, sandbox: MachineSandbox) -> None:
-        task = asyncio.ensure_future(self.kill(sandbox))
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        self.spawn(self.kill(sandbox))
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
         snapshot.check_origin(self.name, self.version, memory=snapshot.info.kind == "full")

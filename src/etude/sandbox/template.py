@@ -24,7 +24,7 @@ class Image:
     """Layer digests, lowest first."""
     env: Mapping[str, str] = field(default_factory=dict)
     workdir: str = WORKSPACE
-    """Absolute; the workspace of sandboxes made from it."""
+    """Absolute; the workspace of sandboxes made from it, unless it is `/`."""
     user: str = "root"
 
     @cached_property
@@ -54,8 +54,8 @@ class Template:
 
     @property
     def workspace(self) -> str:
-        """Absolute path of the workspace inside."""
-        return WORKSPACE if self.image is None else self.image.workdir
+        """Absolute path of the workspace inside. Never `/`: a whole root is no workspace."""
+        return WORKSPACE if self.image is None or self.image.workdir == "/" else self.image.workdir
 
     @property
     def contents(self) -> Mapping[str, bytes]:

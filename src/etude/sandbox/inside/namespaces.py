@@ -24,6 +24,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
+import sys
 from dataclasses import dataclass
 
 from etude.sandbox.inside import kernel, layers
@@ -35,6 +36,11 @@ NOBODY = 65534
 """What the real root becomes before it makes a user namespace: id 0 of the host is never mapped."""
 FILES, FILES_RO = "/files", "/files_ro"
 HOST_DIRECTORIES = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+ROOT_ENVIRONMENT = {"APT_CONFIG": "/dev/etude/apt.conf"}
+"""For commands of an emulated root: apt must not try to become another user, of whom there is none."""
+PYTHON = "/dev/etude/python"
+"""Where sandboxes with an image find the standard library of the interpreter that runs their tests."""
+_APT_CONFIG = 'APT::Sandbox::User "root";\n'
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _ETC = {
     "passwd": f"root:x:0:0::/:/bin/sh\nagent:x:{SANDBOX_UID}:{SANDBOX_UID}::/workspace:/bin/sh\n",
@@ -128,7 +134,7 @@ def _build_root(prefix: str, images: str | None) -> None:
     if not f"{prefix}/".startswith("/usr/"):
         _show(prefix.lstrip("/"))
     _fill_etc()
-    _fill_dev()
+    _fill_dev(prefix)
     for name in ("proc", "tmp", "workspace"):
         os.mkdir(f"/root/{name}")
     kernel.make_read_only("/root")
@@ -158,9 +164,15 @@ def _fill_etc() -> None:
     _show("etc/alternatives")
 
 
-def _fill_dev() -> None:
+def _fill_dev(prefix: str) -> None:
+    library = f"python{sys.version_info.major}.{sys.version_info.minor}"
     os.mkdir("/root/dev")
     os.mkdir("/root/dev/shm")
+    os.mkdir("/root/dev/etude")
+    with open("/root/dev/etude/apt.conf", "w") as file:
+        file.write(_APT_CONFIG)
+    os.makedirs(f"/root{PYTHON}/lib/{library}")
+    kernel.mount(f"/host{prefix}/lib/{library}", f"/root{PYTHON}/lib/{library}", flags=MS_BIND)
     for name in _DEVICES:
         with open(f"/root/dev/{name}", "w"):
             pass

@@ -158,7 +158,7 @@ class Running:
 
     def _command(self, header: Header, payload: bytes) -> Answer | None:
         background = bool(header.get("background"))
-        env = self._environment(header["env"])
+        env = header["env"] if header.get("exact_env") else self._environment(header["env"])
         argv = header.get("argv") or ["/bin/sh", "-c", header["cmd"]]
         child = command_child(argv, env, os.path.join(self._root, header["cwd"]), self._limits)
         wants_input = background or bool(header.get("stdin"))

@@ -4,8 +4,8 @@ It waits on two descriptors: the owner's control socket (one JSON packet a reque
 and the owner's pidfd. When either ends it exits, and with it, being pid 1 of a pid namespace around all
 sandboxes, everything it ever started. Requests, with the descriptors that come along:
 
-    create   id, plan, limits, env, emulate_root, new_template, num_groups
-             the sandbox's socket, a memfd for a new template, then `cgroup.procs` files to enter
+    create   id, plan, limits, env, emulate_root, new_template
+             the sandbox's socket, and a memfd for a new template
     kill     id
     forget   kind ("templates" or "layers"), name
     copy     layer: keeps a sandbox's files as a layer         a socket for the answer, the sandbox's disk
@@ -37,7 +37,7 @@ from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.server import Server
 
 MAX_REQUEST_BYTES = 1 << 16
-MAX_DESCRIPTORS = 8
+MAX_DESCRIPTORS = 2
 _CLOSE_S = 5.0
 """How long sandboxes without a namespace get to end their processes and remove their folders."""
 WARM_MODULES = ("collections", "copy", "dataclasses", "datetime", "functools", "heapq", "itertools", "math",
@@ -88,6 +88,8 @@ class Namespaces:
 
     def enter(self, plan: namespaces.Plan, limits: dict[str, int], emulate_root: bool) -> Entered:
         base, disk = namespaces.enter_sandbox(plan)
+        if plan.images:
+            sys.path[:] = [entry.replace(sys.base_prefix, namespaces.PYTHON, 1) for entry in sys.path]
         workspace = Workspace(plan.workspace, base)
         namespaces.lock_down(
             limits["num_processes"], limits["open_files"], limits["file_bytes"], emulate_root
@@ -195,7 +197,6 @@ class ForkServer:
 
     def _create(self, request: dict[str, Any], descriptors: list[int]) -> None:
         with socket.socket(fileno=descriptors[0]) as channel:
-            groups = descriptors[len(descriptors) - request["num_groups"] :]
             try:
                 if request["new_template"]:
                     digest = request["plan"]["digest"]
@@ -205,20 +206,15 @@ class ForkServer:
                 channel.sendall(pack({"failure": f"cannot make the sandbox: {error}"}))
                 return
             if pid == 0:
-                self._become_sandbox(channel, request, groups)
-            for group in groups:
-                os.close(group)
+                self._become_sandbox(channel, request)
             self._pids[request["id"]] = pid
             self._ids[pid] = request["id"]
 
-    def _become_sandbox(self, channel: socket.socket, request: dict[str, Any], groups: list[int]) -> NoReturn:
+    def _become_sandbox(self, channel: socket.socket, request: dict[str, Any]) -> NoReturn:
         """The child's whole life. Never returns into the fork server's loop."""
         code = 1
         try:
             self._let_go()
-            for group in groups:
-                os.write(group, b"0")
-                os.close(group)
             limits = request["limits"]
             plan = namespaces.Plan(**{k: _tuple(v) for k, v in request["plan"].items()})
             entered = self._isolation.enter(plan, limits, request["emulate_root"])

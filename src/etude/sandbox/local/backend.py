@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import itertools
 import os
 import shutil
@@ -19,6 +20,7 @@ from pathlib import Path
 from etude.errors import SandboxError
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.inside.frames import pack
+from etude.sandbox.inside.namespaces import ROOT_ENVIRONMENT
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
@@ -55,7 +57,7 @@ class ForkServerBackend(MachineBackend):
     """
 
     def __init__(self, state: Path | None = None, images: Path | None = None) -> None:
-        """`images`: the layer store, whose layers a template's image may name."""
+        """`images`: directory of the layer store, whose layers a template's image may name."""
         super().__init__(state)
         self._images = images
         self._server: ForkServer | None = None
@@ -89,6 +91,17 @@ class ForkServerBackend(MachineBackend):
     async def boot(self, sandbox: MachineSandbox) -> Channel:
         """See MachineBackend.boot."""
         return await self._clone(sandbox, ())
+
+    def agents_doing(self, sandbox: MachineSandbox) -> str | None:
+        """See MachineBackend.agents_doing."""
+        clone = self._clones.get(sandbox.id)
+        if (
+            clone is not None
+            and self._groups is not None
+            and self._groups.num_killed_for_memory(str(clone.number))
+        ):
+            return "the agent's processes used up the sandbox's memory"
+        return None
 
     async def stop(self, sandbox: MachineSandbox) -> None:
         """See MachineBackend.stop."""
@@ -197,12 +210,12 @@ class ForkServerBackend(MachineBackend):
         channel = Channel(ours, sandbox.id)
         self._clones[sandbox.id] = Clone(number, layers)
         self._layer_uses.update(layers)
-        groups: list[int] = []
         try:
             if self._groups is not None:
-                groups = self._groups.create(str(number), sandbox.spec.resources)
+                self._groups.create(str(number), sandbox.spec.resources)
+                channel.ask_for_pid()
             with theirs:
-                self._send_create(server, number, sandbox, layers, [theirs.fileno()], groups)
+                self._send_create(server, number, sandbox, layers, theirs.fileno())
             await channel.answer(READY, CREATE_S)
         except BaseException as error:
             channel.close("the sandbox was never ready")
@@ -211,10 +224,19 @@ class ForkServerBackend(MachineBackend):
                     f"no control group: {error}", field="sandbox", received=sandbox.id
                 ) from error
             raise
-        finally:
-            for group in groups:
-                os.close(group)
+        if self._groups is not None and channel.peer_pid:
+            # Entering may take longer than everything else together, so it goes on beside the first commands;
+            # until then the limits of each process and the watchdog hold alone.
+            self.spawn(asyncio.to_thread(self._enter_groups, self._groups, str(number), channel.peer_pid))
         return channel
+
+    def _enter_groups(self, groups: ControlGroups, name: str, pid: int) -> None:
+        try:
+            groups.enter(name, pid)
+        except OSError as error:
+            # Without its group, the sandbox was killed in the meantime.
+            if error.errno not in (errno.ENOENT, errno.ENODEV):
+                raise
 
     def _send_create(
         self,
@@ -222,11 +244,12 @@ class ForkServerBackend(MachineBackend):
         number: int,
         sandbox: MachineSandbox,
         layers: tuple[str, ...],
-        descriptors: list[int],
-        groups: list[int],
+        channel: int,
     ) -> None:
         template, resources = sandbox.spec.template, sandbox.spec.resources
         image = template.image
+        is_root = image is not None and image.user in ("", "root", "0")
+        image_env = {} if image is None else dict(image.env)
         new = self._hold_template(template)
         request: dict[str, object] = {
             "op": "create",
@@ -235,22 +258,21 @@ class ForkServerBackend(MachineBackend):
                 "digest": template.digest,
                 "disk_bytes": resources.disk_bytes,
                 "layers": layers,
-                "images": () if image is None else image.layers[::-1],
+                "images": () if image is None else [layer_folder(layer) for layer in image.layers[::-1]],
                 "workspace": template.workspace,
                 "user": "agent" if image is None else image.user,
             },
             "limits": dataclasses.asdict(resources),
-            "env": {} if image is None else dict(image.env),
-            "emulate_root": image is not None and image.user in ("", "root", "0"),
+            "env": {**ROOT_ENVIRONMENT, **image_env} if is_root else image_env,
+            "emulate_root": is_root,
             "new_template": new,
-            "num_groups": len(groups),
         }
         if not new:
-            server.send(request, *descriptors, *groups)
+            server.send(request, channel)
             return
         packed = _packed(template)
         try:
-            server.send(request, *descriptors, packed, *groups)
+            server.send(request, channel, packed)
         finally:
             os.close(packed)
 
@@ -332,7 +354,7 @@ class LocalBackend(ForkServerBackend):
         return find_problems()
 
     def _arguments(self) -> Sequence[str]:
-        return ["namespaces", *([] if self._images is None else [str(self._images.resolve())])]
+        return ["namespaces", *([] if self._images is None else [str(self._images.resolve() / "layers")])]
 
     def _interpreter(self) -> str:
         interpreter = os.path.realpath(sys.executable)
@@ -349,7 +371,6 @@ class UnisolatedBackend(ForkServerBackend):
     """
 
     name = "unisolated"
-    agent_can_kill = True
 
     def __init__(self, state: Path | None = None) -> None:
         super().__init__(state)
@@ -367,12 +388,21 @@ class UnisolatedBackend(ForkServerBackend):
             await asyncio.to_thread(shutil.rmtree, self._base, ignore_errors=True)
             self._base = None
 
+    def agents_doing(self, sandbox: MachineSandbox) -> str | None:
+        """See MachineBackend.agents_doing. Its processes can reach everything of ours."""
+        return "the sandbox's server was killed while the agent's command ran"
+
     def _end(self, clone: Clone) -> None:
         """Nothing: the closed channel lets the server end its processes and remove its folder."""
 
     def _arguments(self) -> Sequence[str]:
         self._base = tempfile.mkdtemp(prefix="etude-unisolated-")
         return [self._base]
+
+
+def layer_folder(digest: str) -> str:
+    """Where the layer store keeps a layer's files, below its directory of layers."""
+    return f"{digest.removeprefix('sha256:')}/root"
 
 
 def _packed(template: Template) -> int:

@@ -3,7 +3,7 @@
 Version 1 (one tree for each controller, as root) and version 2 (a delegated subtree) are both used. Where
 neither is writable there is none, and the watchdog inside each sandbox bounds its memory instead.
 
-    <controller>/etude-<owner's tag>/<sandbox>
+    <controller>/etude-<owner's tag>-<number>/<sandbox>
 
 Groups outlive whoever made them; the next start removes those of dead owners.
 """
@@ -11,6 +11,7 @@ Groups outlive whoever made them; the next start removes those of dead owners.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import time
 from collections.abc import Iterable
@@ -26,6 +27,7 @@ _OVERHEAD_BYTES = 24 << 20
 _SHARES, _WEIGHT = 1024, 100
 """One core's worth, in version 1 and in version 2."""
 _REMOVE_S = 2.0
+_ROUNDS = 20
 
 
 class ControlGroups:
@@ -38,34 +40,43 @@ class ControlGroups:
 
     @classmethod
     def open(cls, root: Path = _ROOT) -> ControlGroups | None:
-        """Makes this owner's groups and removes those of dead owners. None where that is not allowed."""
+        """Makes this backend's groups and removes those of dead owners. None where that is not allowed."""
+        name = f"{_PREFIX}{owner_tag()}-{next(_numbers)}"
         for find in (_version_2, _version_1):
-            parents = find(root)
+            parents = find(root, name)
             if parents:
                 return cls(parents)
         return None
 
-    def create(self, name: str, resources: Resources) -> list[int]:
-        """A sandbox's groups with their limits; descriptors of the files to which it writes `0` to enter.
-
-        The caller closes them. Raises OSError.
-        """
+    def create(self, name: str, resources: Resources) -> None:
+        """Makes a sandbox's groups with their limits. Raises OSError."""
         self._remove_doomed()
-        descriptors: list[int] = []
         try:
             for controller, parent in self._parents.items():
                 group = parent / name
                 group.mkdir(exist_ok=True)
-                for file, value in _limits(controller, resources, is_v1="unified" not in self._parents):
+                for file, value in _limits(controller, resources):
                     _write(group / file, value)
-                if controller in ("unified", *_V1):
-                    descriptors.append(os.open(group / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
         except OSError:
-            for descriptor in descriptors:
-                os.close(descriptor)
             self.remove(name)
             raise
-        return descriptors
+
+    def enter(self, name: str, pid: int) -> None:
+        """Moves a sandbox's first process and all that it has started into its groups.
+
+        Blocks for up to some ten milliseconds on a busy machine: the kernel waits until no process anywhere
+        is being forked. Rounds, because a process may fork while it is being moved. Raises OSError.
+        """
+        moved: set[int] = set()
+        for _ in range(_ROUNDS):
+            pids = {pid, *_descendants(pid)} - moved
+            for parent in self._parents.values():
+                for member in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        _write(parent / name / "cgroup.procs", str(member))
+            moved |= pids
+            if not pids:
+                return
 
     def remove(self, name: str) -> None:
         """Removes a sandbox's groups, at the latest with `close`: the kernel may still be ending it."""
@@ -99,19 +110,21 @@ class ControlGroups:
         self._doomed = _remove(self._doomed)
 
 
+_numbers = itertools.count()
+"""A process may have several backends; each has groups of its own."""
 _V1 = ("memory", "pids", "cpu")
 
 
-def _version_1(root: Path) -> dict[str, Path]:
+def _version_1(root: Path, name: str) -> dict[str, Path]:
     parents: dict[str, Path] = {}
     for controller in _V1:
         directory = root / controller
         if not (directory / "cgroup.procs").exists() or not os.access(directory, os.W_OK):
             continue
         _sweep(directory)
-        parent = directory / f"{_PREFIX}{owner_tag()}"
+        parent = directory / name
         with contextlib.suppress(OSError):
-            parent.mkdir(exist_ok=True)
+            parent.mkdir()
             if controller == "cpu":
                 # All sandboxes together weigh as much as a busy thread on each core, several times over.
                 _write(parent / "cpu.shares", str(_SHARES * 4 * (os.cpu_count() or 1)))
@@ -119,7 +132,7 @@ def _version_1(root: Path) -> dict[str, Path]:
     return parents
 
 
-def _version_2(root: Path) -> dict[str, Path]:
+def _version_2(root: Path, name: str) -> dict[str, Path]:
     """Below our own group, if it was delegated to us with the controllers that count."""
     try:
         own = [row[3:] for row in Path("/proc/self/cgroup").read_text().splitlines() if row.startswith("0::")]
@@ -127,8 +140,8 @@ def _version_2(root: Path) -> dict[str, Path]:
         if not {"memory", "pids"} <= set((directory / "cgroup.controllers").read_text().split()):
             return {}
         _sweep(directory)
-        parent = directory / f"{_PREFIX}{owner_tag()}"
-        parent.mkdir(exist_ok=True)
+        parent = directory / name
+        parent.mkdir()
         # No internal processes: a group whose controllers are handed down may hold none itself.
         _write(directory / "cgroup.subtree_control", "+memory +pids +cpu")
         _write(parent / "cgroup.subtree_control", "+memory +pids +cpu")
@@ -137,7 +150,20 @@ def _version_2(root: Path) -> dict[str, Path]:
     return {"unified": parent}
 
 
-def _limits(controller: str, resources: Resources, is_v1: bool) -> Iterable[tuple[str, str]]:
+def _descendants(pid: int) -> set[int]:
+    """What a process has started, however deep. In a pid namespace orphans stay below its first process."""
+    found: set[int] = set()
+    pending = [pid]
+    while pending:
+        parent = pending.pop()
+        with contextlib.suppress(OSError):
+            for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
+                found.add(int(child))
+                pending.append(int(child))
+    return found
+
+
+def _limits(controller: str, resources: Resources) -> Iterable[tuple[str, str]]:
     memory = str(resources.memory_bytes + resources.disk_bytes + _OVERHEAD_BYTES)
     processes = str(resources.num_processes + 1)
     if controller == "memory":
@@ -146,7 +172,7 @@ def _limits(controller: str, resources: Resources, is_v1: bool) -> Iterable[tupl
         yield "pids.max", processes
     elif controller == "cpu":
         yield "cpu.shares", str(max(2, int(_SHARES * resources.cpus)))
-    elif not is_v1:
+    else:
         yield "memory.max", memory
         yield "pids.max", processes
         yield "cpu.weight", str(max(1, min(10_000, int(_WEIGHT * resources.cpus))))

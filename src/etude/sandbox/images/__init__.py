@@ -1,0 +1,1 @@
+"""Root file systems for sandboxes: layers, named images, and the ways to come by them."""

@@ -1,0 +1,358 @@
+"""One layer's archive, laid out as a directory that overlayfs takes as a lower layer (with `userxattr`).
+
+A deleted file is a character device 0/0, a directory that hides what lies below it carries the extended
+attribute `user.overlay.opaque=y`. Archives are taken for hostile: every path is walked component by
+component from the layer's own directory, and no symbolic link is followed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import EtudeError, ResourceError, SandboxError
+from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.tar import CHUNK_BYTES, Entry, TarReader
+
+WHITEOUT_PREFIX = b".wh."
+OPAQUE_MARKER = b".wh..wh..opq"
+OPAQUE_XATTR = "user.overlay.opaque"
+MAX_NAME_BYTES = 2048
+MAX_DEPTH = 256
+_AUFS_PREFIX = b".wh..wh."
+_OPEN_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+Parts = tuple[bytes, ...]
+
+
+@dataclass(slots=True)
+class Contents:
+    """What an archive held."""
+
+    num_entries: int = 0
+    num_left_out: int = 0
+    """Devices and named pipes, which a sandbox has no use for."""
+    size_bytes: int = 0
+    """Of all regular files."""
+
+
+class Extractor:
+    """Lays entries out below `root`, an empty directory. All becomes the property of `owner` (uid, gid).
+
+    Set-user-id bits are dropped and the owner's read and write rights (for directories, execute too) added:
+    a sandbox has a single user, who is to read all. Raises TemplateError for an archive that is damaged or
+    leaves the layer, ResourceError for what this machine lacks; the caller removes what is there by then.
+    """
+
+    def __init__(self, root: Path, owner: tuple[int, int], max_entries: int, name: str) -> None:
+        self._owner = owner
+        self._max_entries = max_entries
+        self._name = name
+        self._root = os.open(root, _OPEN_DIRECTORY)
+        self._parent: tuple[Parts, int] | None = None
+        self._directories: dict[Parts, int] = {}
+        self._whiteouts: set[Parts] = set()
+
+    def run(self, reader: TarReader) -> Contents:
+        """Extracts every entry. Blocks."""
+        contents = Contents()
+        try:
+            for entry in reader:
+                contents.num_entries += 1
+                if contents.num_entries > self._max_entries:
+                    raise self._refusal(entry, f"more than {self._max_entries} entries")
+                contents.num_left_out += entry.kind == "other"
+                contents.size_bytes += entry.size_bytes
+                try:
+                    self._place(entry, reader)
+                except OSError as error:
+                    raise storage_error(error, self._name, _shown(entry.name)) from error
+            self._date_directories()
+            return contents
+        finally:
+            self._forget_parent()
+            os.close(self._root)
+
+    def _place(self, entry: Entry, reader: TarReader) -> None:
+        parts = self._split(entry.name, entry)
+        if not parts:
+            if entry.kind != "dir":
+                raise self._refusal(entry, "an entry without a name")
+            self._set_directory((), self._root, entry)
+        elif entry.kind != "other":
+            parent = self._enter(parts[:-1])
+            if parts[-1].startswith(WHITEOUT_PREFIX):
+                self._whiteout(parts, parent, entry)
+            elif entry.kind == "dir":
+                self._directory(parts, parent, entry)
+            elif entry.kind == "file":
+                self._file(parts, parent, entry, reader)
+            elif entry.kind == "symlink":
+                self._symlink(parts, parent, entry)
+            else:
+                self._hardlink(parts, parent, entry)
+
+    def _split(self, name: bytes, entry: Entry) -> Parts:
+        """Components below the layer's root; absolute names begin there."""
+        parts = tuple(part for part in name.split(b"/") if part not in (b"", b"."))
+        if b".." in parts or b"\0" in name:
+            raise self._refusal(entry, "a path that leaves the layer")
+        if len(name) > MAX_NAME_BYTES or len(parts) > MAX_DEPTH:
+            raise self._refusal(entry, "a path that is too long or too deep")
+        return parts
+
+    def _enter(self, parts: Parts) -> int:
+        """Descriptor of a directory, made with all above it if missing; valid until the next call."""
+        if self._parent is not None and self._parent[0] == parts:
+            return self._parent[1]
+        self._forget_parent()
+        here = os.dup(self._root)
+        try:
+            for depth in range(len(parts)):
+                below = self._step(here, parts[: depth + 1])
+                os.close(here)
+                here = below
+        except BaseException:
+            os.close(here)
+            raise
+        self._parent = (parts, here)
+        return here
+
+    def _step(self, parent: int, parts: Parts) -> int:
+        name = parts[-1]
+        try:
+            return os.open(name, _OPEN_DIRECTORY, dir_fd=parent)
+        except FileNotFoundError:
+            os.mkdir(name, dir_fd=parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                raise
+            if not is_whiteout(os.stat(name, dir_fd=parent, follow_symlinks=False)):
+                raise TemplateError(
+                    "a path leads through something that is no directory in the same layer",
+                    field=self._name, received=_shown(b"/".join(parts)),
+                    fix="name the place itself: links inside a layer are not followed",
+                ) from error  # fmt: skip
+            os.unlink(name, dir_fd=parent)
+            os.mkdir(name, dir_fd=parent)
+        here = os.open(name, _OPEN_DIRECTORY, dir_fd=parent)
+        self._set_directory(parts, here, Entry(name, "dir", 0o755))
+        return here
+
+    def _directory(self, parts: Parts, parent: int, entry: Entry) -> None:
+        there = self._look(parts[-1], parent)
+        if there is None or not stat.S_ISDIR(there.st_mode):
+            if there is not None:
+                os.unlink(parts[-1], dir_fd=parent)
+            os.mkdir(parts[-1], dir_fd=parent)
+        here = os.open(parts[-1], _OPEN_DIRECTORY, dir_fd=parent)
+        try:
+            self._set_directory(parts, here, entry)
+        finally:
+            os.close(here)
+
+    def _set_directory(self, parts: Parts, here: int, entry: Entry) -> None:
+        os.fchmod(here, entry.mode & 0o1777 | 0o700)
+        give(here, self._owner)
+        if parts in self._whiteouts:
+            mark_opaque(here)
+        self._directories[parts] = entry.mtime_s
+
+    def _file(self, parts: Parts, parent: int, entry: Entry, reader: TarReader) -> None:
+        self._clear(parts, parent)
+        here = os.open(parts[-1], _NEW_FILE, 0o600, dir_fd=parent)
+        try:
+            while chunk := reader.read(CHUNK_BYTES):
+                view = memoryview(chunk)
+                while view:
+                    view = view[os.write(here, view) :]
+            give(here, self._owner)
+            os.fchmod(here, entry.mode & 0o777 | 0o600)
+            _set_time(here, entry.mtime_s)
+        finally:
+            os.close(here)
+
+    def _symlink(self, parts: Parts, parent: int, entry: Entry) -> None:
+        if not entry.link or b"\0" in entry.link:
+            raise self._refusal(entry, "a symbolic link to nothing")
+        self._clear(parts, parent)
+        os.symlink(entry.link, parts[-1], dir_fd=parent)
+        give(parts[-1], self._owner, parent)
+        moment = (entry.mtime_s * 10**9, entry.mtime_s * 10**9)
+        os.utime(parts[-1], ns=moment, dir_fd=parent, follow_symlinks=False)
+
+    def _hardlink(self, parts: Parts, parent: int, entry: Entry) -> None:
+        target = self._split(entry.link, entry)
+        if target == parts:
+            return
+        self._clear(parts, parent)
+        parent = os.dup(parent)
+        try:
+            there = self._look(target[-1], self._enter(target[:-1])) if target else None
+            if there is None or not (stat.S_ISREG(there.st_mode) or stat.S_ISLNK(there.st_mode)):
+                raise self._refusal(entry, "a hard link to what is no file of this layer")
+            os.link(
+                target[-1], parts[-1], src_dir_fd=self._enter(target[:-1]), dst_dir_fd=parent,
+                follow_symlinks=False,
+            )  # fmt: skip
+        finally:
+            os.close(parent)
+
+    def _whiteout(self, parts: Parts, parent: int, entry: Entry) -> None:
+        if parts[-1] == OPAQUE_MARKER:
+            mark_opaque(parent)
+            self._whiteouts.add(parts[:-1])
+            return
+        if parts[-1].startswith(_AUFS_PREFIX):
+            return
+        name = parts[-1][len(WHITEOUT_PREFIX) :]
+        if name in (b"", b".", b".."):
+            raise self._refusal(entry, "a whiteout of nothing")
+        hidden = (*parts[:-1], name)
+        self._whiteouts.add(hidden)
+        there = self._look(name, parent)
+        if there is None:
+            make_whiteout(name, parent)
+            give(name, self._owner, parent)
+        elif stat.S_ISDIR(there.st_mode):
+            # A whiteout hides what lower layers hold, never what its own layer adds.
+            mark_opaque(self._enter(hidden))
+
+    def _clear(self, parts: Parts, parent: int) -> None:
+        """Removes what a later entry of the same name replaces."""
+        there = self._look(parts[-1], parent)
+        if there is None:
+            return
+        if not stat.S_ISDIR(there.st_mode):
+            os.unlink(parts[-1], dir_fd=parent)
+            return
+        shutil.rmtree(parts[-1], dir_fd=parent)
+
+    def _look(self, name: bytes, parent: int) -> os.stat_result | None:
+        try:
+            return os.stat(name, dir_fd=parent, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+
+    def _date_directories(self) -> None:
+        """Last of all, because every new entry changes its directory's time."""
+        for parts, mtime_s in self._directories.items():
+            try:
+                here = self._enter_existing(parts)
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    raise storage_error(error, self._name, _shown(b"/".join(parts))) from error
+                continue  # a later entry replaced it
+            try:
+                _set_time(here, mtime_s)
+            finally:
+                os.close(here)
+
+    def _enter_existing(self, parts: Parts) -> int:
+        here = os.dup(self._root)
+        for part in parts:
+            try:
+                below = os.open(part, _OPEN_DIRECTORY, dir_fd=here)
+            finally:
+                os.close(here)
+            here = below
+        return here
+
+    def _forget_parent(self) -> None:
+        if self._parent is not None:
+            os.close(self._parent[1])
+            self._parent = None
+
+    def _refusal(self, entry: Entry, reason: str) -> TemplateError:
+        return TemplateError(
+            f"the archive holds {reason}", field=self._name, received=_shown(entry.name),
+            fix="use an archive from a source that you trust",
+        )  # fmt: skip
+
+
+def give(file: int | bytes, owner: tuple[int, int], parent: int | None = None) -> None:
+    """Makes a file (a descriptor, or a name in `parent`) the owner's. Raises ResourceError if refused."""
+    if owner == (os.geteuid(), os.getegid()):
+        return
+    try:
+        if isinstance(file, int):
+            os.fchown(file, *owner)
+        else:
+            os.chown(file, *owner, dir_fd=parent, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EINVAL):
+            raise
+        raise ResourceError(
+            "files of layers cannot be given to the user of sandboxes",
+            field="layer store", received=owner,
+            fix="map that user into this container, or run as a plain user",
+        ) from error  # fmt: skip
+
+
+def is_whiteout(status: os.stat_result) -> bool:
+    """Whether a file stands for a deleted one."""
+    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
+
+
+def make_whiteout(name: bytes, parent: int) -> None:
+    """Makes a whiteout in the directory `parent`. Raises ResourceError where the kernel refuses."""
+    try:
+        os.mknod(name, stat.S_IFCHR | 0o600, os.makedev(0, 0), dir_fd=parent)
+    except PermissionError as error:
+        raise ResourceError(
+            "this kernel refuses whiteouts (character devices 0/0) to this user",
+            field="layer store", received=_shown(name),
+            fix="use Linux 5.8 or later, or a store outside of file systems mounted without device nodes",
+        ) from error  # fmt: skip
+
+
+def mark_opaque(directory: int) -> None:
+    """Hides what lower layers hold in a directory. Raises ResourceError where attributes are missing."""
+    try:
+        os.setxattr(directory, OPAQUE_XATTR, b"y")
+    except OSError as error:
+        if error.errno != errno.ENOTSUP:
+            raise
+        raise ResourceError(
+            "the file system of the layer store has no extended attributes of users",
+            field="layer store", fix="put the store on ext4, xfs or btrfs (or tmpfs from Linux 6.6 on)",
+        ) from error  # fmt: skip
+
+
+def is_opaque(path: bytes) -> bool:
+    """Whether a directory of a layer hides what lies below it."""
+    try:
+        return os.getxattr(path, OPAQUE_XATTR, follow_symlinks=False) == b"y"
+    except OSError as error:
+        if error.errno in (errno.ENODATA, errno.ENOTSUP):
+            return False
+        raise
+
+
+def storage_error(error: OSError, field: str, received: object) -> EtudeError:
+    """The typed error for a system call that failed on the store's files."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceError(
+            "no space left for layers",
+            field=field,
+            received=received,
+            fix="free disk space, or remove images",
+        )
+    if error.errno in (errno.ENAMETOOLONG, errno.EMLINK, errno.EILSEQ, errno.EINVAL):
+        return TemplateError(
+            f"this file system cannot hold the entry: {error.strerror}", field=field, received=received
+        )
+    return SandboxError(f"the layer store failed: {error}", field=field, received=received)
+
+
+def _set_time(descriptor: int, mtime_s: int) -> None:
+    os.utime(descriptor, ns=(mtime_s * 10**9, mtime_s * 10**9))
+
+
+def _shown(name: bytes) -> str:
+    return name[:200].decode(errors="replace")

@@ -1,0 +1,136 @@
+"""Named images: which layers make a root file system, and how programs run in it.
+
+ROOT/images/<quoted name>.json   written atomically, with the image's digest
+ROOT/cache/<key>.json            what a build step made, see `builder`
+ROOT/layers/, ROOT/tmp/          see `layers`
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.parse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from etude.observe.files import write_json
+from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.layers import LayerStore
+from etude.sandbox.images.view import ImageView
+from etude.sandbox.template import Image
+
+_VERSION = 1
+_MAX_NAME_BYTES = 200
+_KEY = re.compile(r"[0-9a-f]{64}\Z")
+
+
+class ImageStore:
+    """Images by name over a store of layers. All methods block; call them in a thread."""
+
+    def __init__(self, root: Path, owner: tuple[int, int] | None = None) -> None:
+        self.layers = LayerStore(root, owner)
+        """The layers of all images."""
+        self._images = root / "images"
+        self._cache = root / "cache"
+        for folder in (self._images, self._cache):
+            folder.mkdir(exist_ok=True)
+
+    def save(self, image: Image) -> None:
+        """Keeps an image under its name; another image of that name is replaced.
+
+        Raises TemplateError if a layer is missing or the name is empty or too long.
+        """
+        for digest in image.layers:
+            self.layers.info(digest)
+        record = {
+            "version": _VERSION,
+            "name": image.name,
+            "layers": list(image.layers),
+            "env": dict(image.env),
+            "workdir": image.workdir,
+            "user": image.user,
+            "digest": image.digest,
+        }
+        write_json(self._file(image.name), record)
+
+    def load(self, name: str) -> Image:
+        """The image of that name. Raises TemplateError if it, or a layer of it, is missing or damaged."""
+        try:
+            data = self._file(name).read_bytes()
+        except FileNotFoundError as error:
+            raise TemplateError(
+                "no such image", field="image", received=name,
+                fix=f"build or import it; known: {', '.join(self.list()) or 'none'}",
+            ) from error  # fmt: skip
+        image = _parse(data, name)
+        for digest in image.layers:
+            self.layers.info(digest)
+        return image
+
+    def has(self, name: str) -> bool:
+        """Whether an image of that name was saved; it may be damaged."""
+        return self._file(name).exists()
+
+    def list(self) -> list[str]:
+        """Names of all images, sorted."""
+        return sorted(urllib.parse.unquote(path.stem) for path in self._images.glob("[!.]*.json"))
+
+    def remove(self, name: str) -> None:
+        """Forgets a name; the layers stay. Raises TemplateError if there is no such image."""
+        try:
+            self._file(name).unlink()
+        except FileNotFoundError as error:
+            raise TemplateError("no such image", field="image", received=name) from error
+
+    def paths(self, image: Image) -> list[Path]:
+        """The directories of an image's layers, lowest first (overlayfs wants them highest first)."""
+        return [self.layers.path(digest) for digest in image.layers]
+
+    def view(self, image: Image) -> ImageView:
+        """The image's files."""
+        return ImageView(self.paths(image))
+
+    def recall(self, key: str) -> dict[str, Any] | None:
+        """What a build step left under `key` (64 hex digits); None if nothing, or if it does not parse."""
+        assert _KEY.match(key), key
+        try:
+            record = json.loads((self._cache / f"{key}.json").read_bytes())
+        except (FileNotFoundError, ValueError):
+            return None  # a torn note costs a rebuild, nothing else
+        return record if isinstance(record, dict) else None
+
+    def note(self, key: str, record: Mapping[str, Any]) -> None:
+        """Keeps what a build step made under `key`."""
+        assert _KEY.match(key), key
+        write_json(self._cache / f"{key}.json", dict(record))
+
+    def _file(self, name: str) -> Path:
+        quoted = urllib.parse.quote(name, safe=":", errors="replace")
+        if not name or name.startswith(".") or len(quoted) > _MAX_NAME_BYTES:
+            raise TemplateError(
+                "is no name for an image", field="image", received=name[:100],
+                fix="a short name that does not begin with a dot",
+            )  # fmt: skip
+        return self._images / f"{quoted}.json"
+
+
+def _parse(data: bytes, name: str) -> Image:
+    try:
+        record = json.loads(data)
+        env = {str(key): str(value) for key, value in record["env"].items()}
+        layers = tuple(str(layer) for layer in record["layers"])
+        image = Image(str(record["name"]), layers, env, str(record["workdir"]), str(record["user"]))
+        whole = record["version"] == _VERSION and record["digest"] == image.digest and image.name == name
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise _damaged(name) from error
+    if not whole:
+        raise _damaged(name)
+    return image
+
+
+def _damaged(name: str) -> TemplateError:
+    return TemplateError(
+        "the image's record is damaged, or of another version", field="image", received=name,
+        fix="build or import the image again",
+    )  # fmt: skip

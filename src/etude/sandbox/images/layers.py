@@ -1,0 +1,257 @@
+"""Content-addressed layers, each extracted once and shared read-only by all sandboxes.
+
+    ROOT/layers/<hex>/root         the layer's files: a lower layer for overlayfs with `userxattr`
+    ROOT/layers/<hex>/layer.json   what it holds, written last
+    ROOT/tmp/                      layers in the making, each locked by the process that makes it
+
+A layer appears by a rename, whole or not at all. What a killed process left in `tmp` goes when the store is
+opened next. Any number of processes may share a store.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import ResourceError
+from etude.observe.files import sync_directory, write_json
+from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.extract import Extractor, give, storage_error
+from etude.sandbox.images.pack import pack_directory
+from etude.sandbox.images.streams import DigestReader, DigestWriter, decompressed
+from etude.sandbox.images.tar import Readable, TarReader, Writable
+
+MAX_LAYER_BYTES = 8 << 30
+MAX_LAYER_ENTRIES = 1_000_000
+NOBODY = 65534
+_VERSION = 1
+_DIGEST = re.compile(r"sha256:[0-9a-f]{64}\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInfo:
+    """One layer of a store."""
+
+    digest: str
+    """`sha256:...` of the uncompressed archive that it came from: OCI's diff_id."""
+    packed_digest: str
+    """`sha256:...` of the archive that `export_tar` writes."""
+    packed_bytes: int
+    size_bytes: int
+    """Of all its files."""
+    num_entries: int
+    num_left_out: int
+    """Devices and named pipes of the archive."""
+
+
+def default_owner() -> tuple[int, int]:
+    """Who owns all files of all layers: the one user that sandboxes map."""
+    return (NOBODY, NOBODY) if os.geteuid() == 0 else (os.geteuid(), os.getegid())
+
+
+class LayerStore:
+    """Layers below the directory `root`. All methods block; call them in a thread.
+
+    Raises TemplateError for a layer that is missing, damaged or foreign, and for archives that are;
+    ResourceError for what the machine lacks.
+    """
+
+    def __init__(self, root: Path, owner: tuple[int, int] | None = None) -> None:
+        self.root = root
+        self.owner = owner or default_owner()
+        """Who owns every file (uid, gid)."""
+        self._layers = root / "layers"
+        self._temporary = root / "tmp"
+        try:
+            for folder in (self._layers, self._temporary):
+                folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ResourceError(
+                f"the layer store cannot be made: {error.strerror}",
+                field="layer store",
+                received=str(root),
+                fix="name a directory that you may write to",
+            ) from error
+        self._sweep()
+
+    def add_tar(
+        self,
+        stream: Readable,
+        expected: str | None = None,
+        limit_bytes: int = MAX_LAYER_BYTES,
+        max_entries: int = MAX_LAYER_ENTRIES,
+        name: str = "layer",
+    ) -> str:
+        """Extracts an archive (plain, gzip or zstd) into a layer and returns the layer's digest.
+
+        `limit_bytes` bounds the uncompressed archive. Nothing is kept of an archive that is damaged,
+        hostile, too large, or whose digest is not `expected`. `name` stands in errors.
+        """
+        reader = DigestReader(decompressed(stream), name, limit_bytes)
+        with self.scratch() as folder:
+            files = folder / "layer" / "root"
+            files.mkdir(parents=True)
+            files.chmod(0o755)
+            give(os.fsencode(files), self.owner)
+            contents = Extractor(files, self.owner, max_entries, name).run(TarReader(reader, name))
+            reader.drain()
+            if expected is not None and reader.digest != expected:
+                raise TemplateError(
+                    f"the layer's digest is {reader.digest}", field=name, received=expected,
+                    fix="make or download the image again",
+                )  # fmt: skip
+            if not self.has(reader.digest):
+                packed = DigestWriter()
+                pack_directory(os.fsencode(files), packed)
+                info = LayerInfo(
+                    reader.digest, packed.digest, packed.num_bytes,
+                    contents.size_bytes, contents.num_entries, contents.num_left_out,
+                )  # fmt: skip
+                self._publish(folder / "layer", info)
+        return reader.digest
+
+    def has(self, digest: str) -> bool:
+        """Whether the layer is here, and its record whole."""
+        try:
+            self.info(digest)
+        except TemplateError:
+            return False
+        return True
+
+    def info(self, digest: str) -> LayerInfo:
+        """What is known of a layer. Raises TemplateError if it is missing, torn or of another owner."""
+        folder = self._folder(digest)
+        try:
+            record = json.loads((folder / "layer.json").read_bytes())
+            info = LayerInfo(**record["layer"])
+            version, owner = record["version"], tuple(record["owner"])
+        except FileNotFoundError as error:
+            raise self._missing(digest) from error
+        except (ValueError, TypeError, KeyError) as error:
+            raise _damaged(digest, "its record does not parse") from error
+        if version != _VERSION or owner != self.owner or info.digest != digest:
+            raise _damaged(digest, f"it was made for owner {owner}, version {version}, as {info.digest}")
+        if not (folder / "root").is_dir():
+            raise _damaged(digest, "its files are gone")
+        return info
+
+    def path(self, digest: str) -> Path:
+        """The directory to mount as a lower layer. Raises as `info`."""
+        self.info(digest)
+        return self._folder(digest) / "root"
+
+    def list(self) -> list[str]:
+        """Digests of the layers here, sorted; damaged ones are left out."""
+        digests = (f"sha256:{folder.name}" for folder in self._layers.iterdir())
+        return sorted(digest for digest in digests if _DIGEST.match(digest) and self.has(digest))
+
+    def remove(self, digest: str) -> None:
+        """Deletes a layer, damaged or not, that no sandbox uses. Raises TemplateError if it is missing."""
+        with self.scratch() as folder:
+            try:
+                self._folder(digest).rename(folder / "removed")
+            except FileNotFoundError as error:
+                raise self._missing(digest) from error
+
+    def verify(self, digest: str) -> None:
+        """Reads the whole layer, and raises TemplateError if a name, mode, time or byte of it has changed."""
+        self._pack(digest, DigestWriter())
+
+    def export_tar(self, digest: str, target: Writable) -> str:
+        """Writes the layer as a plain OCI archive, sorted; returns that archive's digest.
+
+        Equal layers give equal bytes. The digest is `digest` itself if the layer came from such an archive.
+        Raises TemplateError for a damaged layer, at the end.
+        """
+        return self._pack(digest, DigestWriter(target.write))
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A temporary directory on the store's file system; goes with the block, or with this process."""
+        path, lock = self._locked_directory()
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(lock)
+
+    def _pack(self, digest: str, packed: DigestWriter) -> str:
+        info = self.info(digest)
+        try:
+            pack_directory(os.fsencode(self._folder(digest) / "root"), packed)
+        except FileNotFoundError as error:
+            raise _damaged(digest, "a file of it is gone") from error
+        if packed.digest != info.packed_digest:
+            raise _damaged(digest, "its files were changed")
+        return packed.digest
+
+    def _locked_directory(self) -> tuple[Path, int]:
+        while True:
+            path = Path(tempfile.mkdtemp(dir=self._temporary))
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if path.is_dir():
+                return path, lock
+            os.close(lock)  # swept by another process between mkdtemp and flock
+
+    def _sweep(self) -> None:
+        """Removes what dead processes left: their locks are free."""
+        for path in self._temporary.iterdir():
+            try:
+                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+            except BlockingIOError:
+                continue
+            finally:
+                os.close(lock)
+
+    def _publish(self, folder: Path, info: LayerInfo) -> None:
+        record = {"version": _VERSION, "owner": self.owner, "layer": dataclasses.asdict(info)}
+        write_json(folder / "layer.json", record)
+        target = self._folder(info.digest)
+        try:
+            folder.rename(target)
+        except OSError as error:
+            if self.has(info.digest):
+                return  # another process was faster
+            if not target.exists():
+                raise storage_error(error, "layer store", info.digest) from error
+            # What lies there is damaged: building again mends a store.
+            self.remove(info.digest)
+            folder.rename(target)
+        sync_directory(self._layers)
+
+    def _folder(self, digest: str) -> Path:
+        if not _DIGEST.match(digest):
+            raise TemplateError(
+                "is no layer digest", field="layer", received=digest, fix="sha256:<64 hex digits>"
+            )
+        return self._layers / digest.removeprefix("sha256:")
+
+    def _missing(self, digest: str) -> TemplateError:
+        return TemplateError(
+            "no such layer in the store",
+            field="layer",
+            received=digest,
+            fix="build or import the image again",
+        )
+
+
+def _damaged(digest: str, reason: str) -> TemplateError:
+    return TemplateError(
+        f"the layer is damaged: {reason}", field="layer", received=digest,
+        fix="remove the layer and build or import the image again",
+    )  # fmt: skip

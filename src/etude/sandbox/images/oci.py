@@ -1,0 +1,267 @@
+"""Images from elsewhere: an OCI layout (directory or archive), or what `docker save` writes.
+
+Nothing is fetched. Every digest is checked: index → manifest → configuration and layers; the layers' own
+digests (`diff_ids`) too. A name in the archive is never used as a path on this machine.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.blobs import Blobs, blob_name, open_blobs, read_document
+from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.images.layers import MAX_LAYER_BYTES
+from etude.sandbox.images.stage import architecture
+from etude.sandbox.images.streams import DigestReader
+from etude.sandbox.paths import WORKSPACE
+from etude.sandbox.template import Image
+
+OCI = "application/vnd.oci.image"
+DOCKER = "application/vnd.docker"
+INDEXES = (f"{OCI}.index.v1+json", f"{DOCKER}.distribution.manifest.list.v2+json")
+MANIFESTS = (f"{OCI}.manifest.v1+json", f"{DOCKER}.distribution.manifest.v2+json")
+CONFIGS = (f"{OCI}.config.v1+json", f"{DOCKER}.container.image.v1+json")
+LAYERS = (
+    f"{OCI}.layer.v1.tar", f"{OCI}.layer.v1.tar+gzip", f"{OCI}.layer.v1.tar+zstd",
+    f"{DOCKER}.image.rootfs.diff.tar", f"{DOCKER}.image.rootfs.diff.tar.gzip",
+)  # fmt: skip
+_NAMES = ("io.containerd.image.name", "org.opencontainers.image.ref.name")
+_MAX_INDEX_DEPTH = 4
+_MAX_MANIFESTS = 1000
+_MAX_LAYERS = 512
+
+Document = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A manifest that an index names."""
+
+    descriptor: Document
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer's place in the archive."""
+
+    part: str
+    digest: str | None
+    """Of the part as it lies there; None if nothing states it."""
+
+
+def import_image(
+    source: Path,
+    store: ImageStore,
+    name: str,
+    reference: str | None = None,
+    machine: str | None = None,
+    limit_bytes: int = MAX_LAYER_BYTES,
+) -> Image:
+    """Imports an image and keeps it under `name`. Blocks.
+
+    `reference` chooses among several images of one archive, by its tag; `machine` (`amd64`, `arm64`, default
+    this machine's) among platforms. `limit_bytes` bounds each uncompressed layer. Raises TemplateError for
+    whatever is missing, damaged, unknown or ambiguous; layers that were whole stay in the store.
+    """
+    with store.layers.scratch() as scratch, open_blobs(source, scratch) as blobs:
+        if blobs.has("index.json"):
+            config, layers = _read_oci(blobs, reference, machine or architecture())
+        elif blobs.has("manifest.json"):
+            config, layers = _read_docker(blobs, reference)
+        else:
+            raise TemplateError(
+                "is neither an OCI layout nor an archive of `docker save`",
+                field="image",
+                received=str(source),
+                fix="it must hold index.json or manifest.json",
+            )
+        diff_ids = _diff_ids(config, len(layers), machine or architecture())
+        for layer, diff_id in zip(layers, diff_ids, strict=True):
+            _import_layer(blobs, store, layer, diff_id, limit_bytes)
+    image = _image(config, diff_ids, name)
+    store.save(image)
+    return image
+
+
+def _read_oci(blobs: Blobs, reference: str | None, machine: str) -> tuple[Document, list[_Layer]]:
+    index = _object(read_document(blobs, "index.json"), "index.json")
+    found = _candidates(blobs, index, (), machine, 0)
+    if reference is not None:
+        found = [one for one in found if reference in one.names]
+    if len({one.descriptor["digest"] for one in found}) != 1:
+        names = sorted({label for one in found for label in one.names})
+        raise TemplateError(
+            f"holds {len(found)} images that fit, not one", field="image", received=reference or machine,
+            fix=f"choose one by its name: {', '.join(names) or 'they have none'}",
+        )  # fmt: skip
+    descriptor = found[0].descriptor
+    manifest = _linked(blobs, descriptor, MANIFESTS)
+    config = _linked(blobs, _field(manifest, "config", dict, "manifest"), CONFIGS)
+    rows = _field(manifest, "layers", list, "manifest")
+    layers: list[_Layer] = []
+    for row in rows:
+        if not isinstance(row, dict) or row.get("mediaType") not in LAYERS:
+            raise _unknown("layer", row.get("mediaType") if isinstance(row, dict) else row)
+        layers.append(_Layer(blob_name(row.get("digest")), row["digest"]))
+    return config, layers
+
+
+def _candidates(
+    blobs: Blobs, index: Document, names: tuple[str, ...], machine: str, depth: int
+) -> list[_Candidate]:
+    """Manifests of this platform below an index."""
+    rows = _field(index, "manifests", list, "index")
+    if depth > _MAX_INDEX_DEPTH or len(rows) > _MAX_MANIFESTS:
+        raise TemplateError("has too many indexes", field="image")
+    found: list[_Candidate] = []
+    for row in rows:
+        if not isinstance(row, dict):
+            raise _broken("index", "manifests")
+        annotations = row.get("annotations") or {}
+        own = tuple(
+            str(annotations[key]) for key in _NAMES if isinstance(annotations, dict) and key in annotations
+        )
+        if row.get("mediaType") in INDEXES:
+            below = _linked(blobs, row, INDEXES)
+            found += _candidates(blobs, below, (*names, *own), machine, depth + 1)
+        elif row.get("mediaType") not in MANIFESTS:
+            raise _unknown("manifest", row.get("mediaType"))
+        elif _fits(row.get("platform"), machine):
+            blob_name(row.get("digest"))
+            found.append(_Candidate(row, (*names, *own)))
+    return found
+
+
+def _fits(platform: object, machine: str) -> bool:
+    """Whether a descriptor is for this platform; one that does not say is judged by its configuration."""
+    if not isinstance(platform, dict):
+        return True
+    return platform.get("os") == "linux" and platform.get("architecture") == machine
+
+
+def _read_docker(blobs: Blobs, reference: str | None) -> tuple[Document, list[_Layer]]:
+    rows = _parse(read_document(blobs, "manifest.json"), "manifest.json")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise _broken("manifest.json", "list of images")
+    if reference is not None:
+        rows = [row for row in rows if reference in (row.get("RepoTags") or ())]
+    if len(rows) != 1:
+        raise TemplateError(
+            f"holds {len(rows)} images that fit, not one", field="image", received=reference,
+            fix="choose one by its tag",
+        )  # fmt: skip
+    name = _field(rows[0], "Config", str, "manifest.json")
+    # Its file is named after its digest; newer archives keep it among the blobs.
+    stem = name.rpartition("/")[2].removesuffix(".json")
+    data = read_document(blobs, name, f"sha256:{stem}" if len(stem) == 64 else None)
+    parts = _field(rows[0], "Layers", list, "manifest.json")
+    if not all(isinstance(part, str) for part in parts):
+        raise _broken("manifest.json", "Layers")
+    return _object(data, name), [_Layer(part, None) for part in parts]
+
+
+def _import_layer(blobs: Blobs, store: ImageStore, layer: _Layer, diff_id: str, limit_bytes: int) -> None:
+    if store.layers.has(diff_id):
+        return
+    with blobs.open(layer.part) as stream:
+        packed = DigestReader(stream, layer.part, limit_bytes)
+        store.layers.add_tar(packed, diff_id, limit_bytes, name=layer.part)
+        packed.drain()
+    if layer.digest is not None and packed.digest != layer.digest:
+        raise TemplateError(
+            "the content is not what its digest says", field=layer.part, received=layer.digest,
+            fix="make or download the image again",
+        )  # fmt: skip
+
+
+def _diff_ids(config: Document, num_layers: int, machine: str) -> list[str]:
+    if config.get("os", "linux") != "linux" or config.get("architecture") != machine:
+        raise TemplateError(
+            "is an image for another platform", field="image",
+            received=f"{config.get('os')}/{config.get('architecture')}", fix=f"take one for linux/{machine}",
+        )  # fmt: skip
+    diff_ids = _field(_field(config, "rootfs", dict, "configuration"), "diff_ids", list, "configuration")
+    if len(diff_ids) != num_layers or num_layers > _MAX_LAYERS:
+        raise TemplateError(
+            "manifest and configuration disagree about the layers", field="image",
+            received=f"{num_layers} layers, {len(diff_ids)} diff_ids",
+        )  # fmt: skip
+    for diff_id in diff_ids:
+        blob_name(diff_id)
+    return diff_ids
+
+
+def _image(config: Document, diff_ids: list[str], name: str) -> Image:
+    settings = config.get("config") or {}
+    if not isinstance(settings, dict):
+        raise _broken("configuration", "config")
+    env: dict[str, str] = {}
+    for row in settings.get("Env") or []:
+        key, equals, value = row.partition("=") if isinstance(row, str) else ("", "", "")
+        if not key or not equals or "\0" in row:
+            raise _broken("configuration", "Env")
+        env[key] = value
+    workdir, user = settings.get("WorkingDir") or "/", settings.get("User") or "root"
+    if not isinstance(workdir, str) or not isinstance(user, str) or not workdir.startswith("/"):
+        raise _broken("configuration", "WorkingDir or User")
+    try:
+        "".join([*env, *env.values(), workdir, user]).encode()
+    except UnicodeEncodeError as error:
+        raise _broken("configuration", "text") from error
+    if "\0" in workdir + user:
+        raise _broken("configuration", "WorkingDir or User")
+    # As with built images: the root directory is no workspace.
+    workdir = posixpath.normpath(workdir).replace("//", "/")
+    return Image(name, tuple(diff_ids), env, WORKSPACE if workdir == "/" else workdir, user)
+
+
+def _linked(blobs: Blobs, descriptor: Document, kinds: tuple[str, ...]) -> Document:
+    """The JSON object that a descriptor names, its size and digest checked."""
+    if descriptor.get("mediaType") not in kinds:
+        raise _unknown("document", descriptor.get("mediaType"))
+    name = blob_name(descriptor.get("digest"))
+    data = read_document(blobs, name, descriptor["digest"])
+    if descriptor.get("size") != len(data):
+        raise TemplateError("has another size than stated", field=name, received=descriptor.get("size"))
+    return _object(data, name)
+
+
+def _parse(data: bytes, name: str) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise TemplateError(f"is not JSON: {error}", field=name) from error
+
+
+def _object(data: bytes, name: str) -> Document:
+    value = _parse(data, name)
+    if not isinstance(value, dict):
+        raise _broken(name, "object")
+    return value
+
+
+def _field(table: Document, key: str, kind: type[Any], where: str) -> Any:
+    value = table.get(key)
+    if not isinstance(value, kind):
+        raise _broken(where, key)
+    return value
+
+
+def _broken(where: str, what: str) -> TemplateError:
+    return TemplateError(
+        f"{where} lacks a proper {what}", field="image", fix="make or download the image again"
+    )
+
+
+def _unknown(what: str, media_type: object) -> TemplateError:
+    return TemplateError(
+        f"a {what} of an unknown type", field="image", received=media_type,
+        fix="convert the image to plain OCI; encrypted and foreign layers are not supported",
+    )  # fmt: skip

@@ -1,0 +1,89 @@
+"""An image of ours as an OCI layout archive, which other tools load. Equal images give equal bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from etude.sandbox.images.blobs import blob_name
+from etude.sandbox.images.extract import storage_error
+from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.images.oci import CONFIGS, INDEXES, LAYERS, MANIFESTS
+from etude.sandbox.images.stage import architecture
+from etude.sandbox.images.tar import Entry, TarWriter
+from etude.sandbox.template import Image
+
+
+def export_image(image: Image, store: ImageStore, target: Path) -> str:
+    """Writes an uncompressed archive, whole or not at all, and returns the manifest's digest. Blocks.
+
+    The layers' digests are those of the sorted archives that the store makes, so they need not be the
+    image's own. Raises TemplateError for missing or damaged layers.
+    """
+    with store.layers.scratch() as scratch:
+        partial = target.with_name(f".{target.name}.{scratch.name}.partial")
+        try:
+            with partial.open("wb") as file:
+                digest = _write(image, store, scratch, file)
+            partial.replace(target)
+        except OSError as error:
+            raise storage_error(error, "image archive", str(target)) from error
+        finally:
+            partial.unlink(missing_ok=True)
+    return digest
+
+
+def _write(image: Image, store: ImageStore, scratch: Path, file: BinaryIO) -> str:
+    writer = TarWriter(file)
+    written: set[str] = set()
+    rows: list[dict[str, Any]] = []
+    for digest in image.layers:
+        info = store.layers.info(digest)
+        packed = scratch / "layer.tar"
+        with packed.open("wb") as layer:
+            exported = store.layers.export_tar(digest, layer)
+        rows.append(_descriptor(LAYERS[0], exported, packed.stat().st_size))
+        if exported not in written:
+            written.add(exported)
+            with packed.open("rb") as layer:
+                writer.add(Entry(blob_name(exported).encode(), "file", size_bytes=info.packed_bytes), layer)
+    config = _add_json(writer, CONFIGS[0], _config(image, [row["digest"] for row in rows]))
+    manifest = {"schemaVersion": 2, "mediaType": MANIFESTS[0], "config": config, "layers": rows}
+    descriptor = _add_json(writer, MANIFESTS[0], manifest)
+    named = {**descriptor, "annotations": {"org.opencontainers.image.ref.name": image.name}}
+    index = {"schemaVersion": 2, "mediaType": INDEXES[0], "manifests": [named]}
+    writer.add_bytes("index.json", _encoded(index))
+    writer.add_bytes("oci-layout", _encoded({"imageLayoutVersion": "1.0.0"}))
+    writer.close()
+    return descriptor["digest"]
+
+
+def _config(image: Image, diff_ids: list[str]) -> dict[str, Any]:
+    return {
+        "architecture": architecture(),
+        "os": "linux",
+        "config": {
+            "Env": [f"{key}={value}" for key, value in sorted(image.env.items())],
+            "WorkingDir": image.workdir,
+            "User": image.user,
+        },
+        "rootfs": {"type": "layers", "diff_ids": diff_ids},
+    }
+
+
+def _add_json(writer: TarWriter, media_type: str, value: Mapping[str, Any]) -> dict[str, Any]:
+    data = _encoded(value)
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    writer.add_bytes(blob_name(digest), data)
+    return _descriptor(media_type, digest, len(data))
+
+
+def _descriptor(media_type: str, digest: str, size_bytes: int) -> dict[str, Any]:
+    return {"mediaType": media_type, "digest": digest, "size": size_bytes}
+
+
+def _encoded(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,132 @@
+"""Base images: which packages, from where; once for real, where mmdebstrap is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from etude.errors import ResourceError
+from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.bases import BASES, Base, DebianBases, base_note, parse_sources
+from etude.sandbox.images.image_store import ImageStore
+from tests.sandbox.images.image_builders import file_member, leftovers, read_image, tar_bytes
+
+LISTING = """bookworm-backports|main|http://example.org/debian/
+bookworm|main|http://example.org/debian/
+bookworm|contrib|http://example.org/debian/
+bookworm-security|main|http://example.org/security/
+bookworm-updates|main|http://example.org/debian/
+nodistro|main|https://example.org/other
+"""
+
+
+def test_the_hosts_sources_of_the_suite_are_taken() -> None:
+    assert parse_sources(LISTING, "bookworm").splitlines() == [
+        "deb http://example.org/debian/ bookworm main",
+        "deb http://example.org/debian/ bookworm-updates main",
+        "deb http://example.org/security/ bookworm-security main",
+    ]
+
+
+def test_without_the_suite_itself_nothing_is_taken() -> None:
+    assert parse_sources(LISTING, "trixie") == ""
+    assert parse_sources("bookworm-updates|main|http://example.org/", "bookworm") == ""
+    assert parse_sources("garbage\n||\n", "bookworm") == ""
+
+
+def test_passwords_never_reach_an_image() -> None:
+    with pytest.raises(TemplateError, match="password"):
+        parse_sources("bookworm|main|https://me:secret@example.org/debian", "bookworm")
+
+
+def fake_tool(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """An `mmdebstrap` on the path that does what the shell script says; its target is `$target`."""
+    tool = folder / "bin" / "mmdebstrap"
+    tool.parent.mkdir(exist_ok=True)
+    head = '#!/bin/sh\nfor word in "$@"; do case "$word" in *.tar) target="$word";; esac; done\n'
+    tool.write_text(head + script)
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    return tool
+
+
+def test_a_base_is_built_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ready.base").write_bytes(tar_bytes(file_member("etc/debian_version", b"12")))
+    log = tmp_path / "log"
+    fake_tool(
+        tmp_path, monkeypatch, f'echo "$SOURCE_DATE_EPOCH $@" >>{log}\ncp {tmp_path}/ready.base "$target"'
+    )
+    store = ImageStore(tmp_path / "store")
+    bases = DebianBases(store)
+
+    async def twice() -> None:
+        images = await asyncio.gather(
+            bases.image("debian:bookworm-slim"), bases.image("debian:bookworm-slim")
+        )
+        assert images[0] == images[1]
+        assert await bases.image("debian:potato") is None
+
+    asyncio.run(twice())
+    assert read_image(store, store.load("debian:bookworm-slim"), "/etc/debian_version") == b"12"
+    (line,) = log.read_text().splitlines()
+    assert line.startswith("946684800 --variant=minbase --format=tar")
+    assert " bookworm " in line
+    assert leftovers(store.layers) == []
+
+
+def test_a_failed_build_says_why_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_tool(tmp_path, monkeypatch, 'echo half >"$target"\necho "E: no mirror" >&2\nexit 25')
+    store = ImageStore(tmp_path / "store")
+    with pytest.raises(ResourceError, match="exit code 25: E: no mirror"):
+        asyncio.run(DebianBases(store).image("debian:bookworm"))
+    assert store.list() == []
+    assert leftovers(store.layers) == []
+
+
+def test_a_hanging_build_is_ended_with_its_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_tool(tmp_path, monkeypatch, f"sleep 60 & echo $! >{tmp_path}/child\nwait")
+    store = ImageStore(tmp_path / "store")
+    with pytest.raises(ResourceError, match="longer than"):
+        asyncio.run(DebianBases(store, timeout_s=1.0).image("debian:bookworm"))
+    child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
+    assert not child.exists() or child.read_text().split()[2] == "Z"
+    assert leftovers(store.layers) == []
+
+
+def test_without_mmdebstrap_the_user_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ResourceError, match="not installed"):
+        asyncio.run(DebianBases(ImageStore(tmp_path / "store")).image("debian:bookworm"))
+
+
+def test_python_bases_say_whose_python_they_hold() -> None:
+    assert all("Debian's own Python" in base_note(name) for name in BASES if name.startswith("python:"))
+    assert base_note("debian:bookworm") == base_note("unknown") == ""
+
+
+@pytest.mark.slow
+def test_a_real_base_is_reproducible(tmp_path: Path) -> None:
+    if shutil.which("mmdebstrap") is None:
+        pytest.skip("mmdebstrap is not installed")
+    if os.geteuid() != 0 and shutil.which("newuidmap") is None:
+        pytest.skip("mmdebstrap needs root, or uidmap")
+    digests: list[str] = []
+    for name in ("one", "two"):
+        store = ImageStore(tmp_path / name)
+        try:
+            digest = asyncio.run(DebianBases(store).make_layer(Base("bookworm", ("python3-minimal",))))
+        except ResourceError as error:
+            pytest.skip(f"no package mirror here: {error}")
+        digests.append(digest)
+        root = store.layers.path(digest)
+        assert (root / "usr/bin/python3").exists()
+        assert (root / "etc/machine-id").read_bytes() == b""
+        lists = [path for path in (root / "var/lib/apt/lists").rglob("*") if path.is_file()]
+        assert sum(path.stat().st_size for path in lists) == 0
+        store.layers.verify(digest)
+        assert leftovers(store.layers) == []
+    assert digests[0] == digests[1]

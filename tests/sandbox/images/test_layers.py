@@ -1,0 +1,463 @@
+"""Layers: extracted safely, published whole, packed again to equal bytes."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import stat
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.errors import ResourceError
+from etude.sandbox.errors import TemplateError
+from etude.sandbox.images.extract import OPAQUE_XATTR
+from etude.sandbox.images.fake import layer_bytes
+from etude.sandbox.images.layers import LayerStore, default_owner
+from etude.sandbox.images.pack import pack_directory
+from etude.sandbox.images.view import ImageView
+from tests.sandbox.images.image_builders import (
+    Row,
+    add,
+    add_files,
+    file_member,
+    leftovers,
+    member,
+    tar_bytes,
+    tree,
+)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LayerStore:
+    return LayerStore(tmp_path / "store")
+
+
+def root_of(store: LayerStore, *rows: Row) -> Path:
+    return store.path(add(store, *rows))
+
+
+def export(store: LayerStore, digest: str) -> bytes:
+    target = io.BytesIO()
+    store.export_tar(digest, target)
+    return target.getvalue()
+
+
+def test_a_layer_is_named_by_its_archive_however_it_is_compressed(store: LayerStore) -> None:
+    data = tar_bytes(file_member("etc/name", b"x"))
+    digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
+    for packed in (data, gzip.compress(data), zstandard.compress(data)):
+        assert store.add_tar(io.BytesIO(packed)) == digest
+    assert store.list() == [digest]
+    assert (store.path(digest) / "etc/name").read_bytes() == b"x"
+    assert leftovers(store) == []
+
+
+def test_every_file_belongs_to_one_user_who_can_read_it(store: LayerStore) -> None:
+    root = root_of(
+        store,
+        member("locked", tarfile.DIRTYPE, 0o000),
+        file_member("locked/secret", b"x", 0o000),
+        file_member("locked/tool", b"x", 0o6711),
+        member("tmp", tarfile.DIRTYPE, 0o1777),
+        member("link", tarfile.SYMTYPE, link="/nowhere"),
+    )
+    modes = {path.name: stat.S_IMODE(path.lstat().st_mode) for path in root.rglob("*")}
+    assert modes["locked"] == 0o700
+    assert modes["secret"] == 0o600
+    assert modes["tool"] == 0o711
+    assert modes["tmp"] == 0o1777
+    owners = {(path.lstat().st_uid, path.lstat().st_gid) for path in [root, *root.rglob("*")]}
+    assert owners == {default_owner()}
+
+
+def test_times_are_kept(store: LayerStore) -> None:
+    root = root_of(store, member("d", tarfile.DIRTYPE, 0o755, mtime=11), file_member("d/f", b""))
+    assert (root / "d").stat().st_mtime == 11
+    assert (root / "d/f").stat().st_mtime == 5
+
+
+def test_devices_and_pipes_are_left_out_and_counted(store: LayerStore) -> None:
+    digest = add(
+        store, member("dev/null", tarfile.CHRTYPE), member("pipe", tarfile.FIFOTYPE), file_member("f", b"")
+    )
+    assert store.info(digest).num_left_out == 2
+    assert tree(store.path(digest)) == {"f": ""}
+
+
+def test_whiteouts_become_what_overlayfs_understands(store: LayerStore) -> None:
+    root = root_of(
+        store,
+        file_member("etc/.wh.gone", b""),
+        file_member("var/.wh..wh..opq", b""),
+        file_member("var/new", b"n"),
+    )
+    status = (root / "etc/gone").lstat()
+    assert stat.S_ISCHR(status.st_mode)
+    assert status.st_rdev == 0
+    assert os.getxattr(root / "var", OPAQUE_XATTR) == b"y"
+    assert sorted(tree(root)) == ["etc", "etc/gone", "var", "var/new"]
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_whiteout_never_hides_what_its_own_layer_adds(store: LayerStore, reverse: bool) -> None:
+    rows: list[Row] = [
+        file_member(".wh.a", b""),
+        file_member("a/new", b"n"),
+        file_member(".wh.f", b""),
+        file_member("f", b"n"),
+    ]
+    root = root_of(store, *(reversed(rows) if reverse else rows))
+    assert tree(root) == {"a": "dir", "a/new": "n", "f": "n"}
+    assert os.getxattr(root / "a", OPAQUE_XATTR) == b"y"
+
+
+def test_later_entries_replace_earlier_ones(store: LayerStore) -> None:
+    root = root_of(
+        store,
+        file_member("d/inner/x", b"1"),
+        file_member("d", b"now a file"),
+        member("l", tarfile.SYMTYPE, link="/etc"),
+        file_member("l", b"now a file, too"),
+        file_member("f", b"1"),
+        member("f", tarfile.DIRTYPE, 0o755),
+        file_member("f/y", b"2"),
+        file_member("g", b"first"),
+        file_member("g", b"second"),
+    )
+    assert tree(root) == {"d": "now a file", "l": "now a file, too", "f": "dir", "f/y": "2", "g": "second"}
+
+
+def test_hard_links_stay_links(store: LayerStore) -> None:
+    digest = add(store, file_member("a", b"x"), member("d/b", tarfile.LNKTYPE, link="./a"))
+    root = store.path(digest)
+    assert (root / "a").stat().st_ino == (root / "d/b").stat().st_ino
+    assert (root / "a").stat().st_nlink == 2
+    with tarfile.open(fileobj=io.BytesIO(export(store, digest))) as archive:
+        assert archive.getmember("d/b").linkname == "a"
+
+
+OUT = member("out", tarfile.SYMTYPE, link="{outside}")
+DIRECTORY = member("d", tarfile.DIRTYPE, 0o755)
+HOSTILE: dict[str, list[Row]] = {
+    "dots": [file_member("../escaped", b"x")],
+    "dots inside": [file_member("a/../../escaped", b"x")],
+    "link parent": [OUT, file_member("out/escaped", b"x")],
+    "relative link parent": [
+        member("out", tarfile.SYMTYPE, link="../../.."),
+        file_member("out/escaped", b"x"),
+    ],
+    "link to link": [
+        DIRECTORY,
+        member("d/up", tarfile.SYMTYPE, link="{outside}"),
+        member("d/up/deeper", tarfile.DIRTYPE, 0o755),
+        file_member("d/up/deeper/escaped", b"x"),
+    ],
+    "hard link outside": [member("h", tarfile.LNKTYPE, link="../../../../secret")],
+    "hard link through link": [OUT, member("h", tarfile.LNKTYPE, link="out/secret")],
+    "hard link to directory": [DIRECTORY, member("h", tarfile.LNKTYPE, link="d")],
+    "hard link to nothing": [member("h", tarfile.LNKTYPE, link="absent")],
+    "whiteout through link": [OUT, file_member("out/.wh.secret", b"")],
+    "opaque through link": [OUT, file_member("out/.wh..wh..opq", b"")],
+    "whiteout of nothing": [file_member("d/.wh.", b"")],
+    "whiteout of parent": [file_member("d/.wh...", b"")],
+    "below a file": [file_member("f", b""), file_member("f/g", b"")],
+    "nameless": [member(".", tarfile.SYMTYPE, link="x")],
+    "deep": [file_member("d/" * 300 + "f", b"")],
+    "long": [file_member("/".join(["n" * 200] * 20), b"")],
+    "long component": [file_member("n" * 300, b"")],
+    "empty link": [member("l", tarfile.SYMTYPE, link="")],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_archives_are_refused_and_leave_nothing(name: str, tmp_path: Path, store: LayerStore) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"s")
+    rows: list[Row] = []
+    for row in HOSTILE[name]:
+        info, data = row if isinstance(row, tuple) else (row, b"")
+        copied = member(info.name, info.type, info.mode, info.linkname.replace("{outside}", str(outside)))
+        copied.size = info.size
+        rows.append((copied, data))
+    with pytest.raises(TemplateError):
+        add(store, *rows)
+    assert tree(outside) == {"secret": "s"}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["outside", "store"]
+    assert store.list() == []
+    assert leftovers(store) == []
+
+
+def test_absolute_names_begin_at_the_layer(store: LayerStore) -> None:
+    root = root_of(store, file_member("/etc/passwd", b"mine"))
+    assert (root / "etc/passwd").read_bytes() == b"mine"
+
+
+def test_a_directory_entry_replaces_a_link_and_does_not_follow_it(tmp_path: Path, store: LayerStore) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir(mode=0o755)
+    root = root_of(
+        store,
+        member("d", tarfile.SYMTYPE, link=str(outside)),
+        member("d", tarfile.DIRTYPE, 0o700),
+        file_member("d/f", b""),
+    )
+    assert tree(root) == {"d": "dir", "d/f": ""}
+    assert tree(outside) == {}
+    assert stat.S_IMODE(outside.stat().st_mode) == 0o755
+
+
+def test_sizes_and_counts_are_bounded(store: LayerStore) -> None:
+    bomb = gzip.compress(tar_bytes(file_member("zeros", bytes(5 << 20))))
+    with pytest.raises(TemplateError, match="larger than allowed"):
+        store.add_tar(io.BytesIO(bomb), limit_bytes=1 << 20)
+    many = tar_bytes(*(member(f"{number}") for number in range(20)))
+    with pytest.raises(TemplateError, match="more than 10 entries"):
+        store.add_tar(io.BytesIO(many), max_entries=10)
+    assert leftovers(store) == []
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress, zstandard.compress])
+def test_a_torn_archive_leaves_nothing(store: LayerStore, compress: Callable[[bytes], bytes]) -> None:
+    data = compress(tar_bytes(file_member("a", os.urandom(4000)), file_member("b", os.urandom(4000))))
+    for length in (0, 3, 100, len(data) // 2, 4500):
+        with pytest.raises(TemplateError):
+            store.add_tar(io.BytesIO(data[:length]))
+    assert store.list() == []
+    assert leftovers(store) == []
+
+
+def test_another_digest_than_expected_is_refused(store: LayerStore) -> None:
+    with pytest.raises(TemplateError, match="digest"):
+        store.add_tar(io.BytesIO(tar_bytes(file_member("a", b""))), expected=f"sha256:{'0' * 64}")
+    assert store.list() == []
+
+
+FILL = """
+import io, os, sys
+from pathlib import Path
+from etude.errors import ResourceError
+from etude.sandbox.images.fake import layer_bytes
+from etude.sandbox.images.layers import LayerStore
+store = LayerStore(Path(sys.argv[1]), (0, 0))
+store.add_tar(io.BytesIO(layer_bytes({"small": b"x"})))
+try:
+    store.add_tar(io.BytesIO(layer_bytes({f"f{n}": bytes(100_000) for n in range(30)})))
+except ResourceError as error:
+    print(error.message, len(store.list()), os.listdir(store.root / "tmp"))
+"""
+
+
+def test_a_full_disk_is_the_users_to_mend_and_leaves_nothing(tmp_path: Path) -> None:
+    script = f'mount -t tmpfs -o size=2m t {tmp_path} || exit 99; exec {sys.executable} -c "$0" {tmp_path}'
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", script, FILL], capture_output=True, text=True, timeout=30
+    )
+    if done.returncode == 99 or done.stderr.startswith("unshare:"):
+        pytest.skip(f"no tmpfs in a user namespace here: {done.stderr.strip()}")
+    assert done.stdout.strip() == "no space left for layers 1 []", done.stderr
+
+
+def test_an_owner_that_does_not_exist_here_is_the_users_to_mend(tmp_path: Path) -> None:
+    program = FILL.split("try:")[0].replace("(0, 0)", "(65534, 65534)")
+    command = ["unshare", "-Ur", sys.executable, "-c", program, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    if done.stderr.startswith("unshare:"):
+        pytest.skip(f"no user namespace here: {done.stderr.strip()}")
+    assert "ResourceError: layer store: files of layers cannot be given" in done.stderr
+
+
+def test_one_layer_added_by_many_at_once_is_there_once(store: LayerStore) -> None:
+    data = tar_bytes(*(file_member(f"d/{number}", b"x" * 1000) for number in range(50)))
+    with ThreadPoolExecutor(8) as pool:
+        digests = set(pool.map(lambda _: store.add_tar(io.BytesIO(data)), range(16)))
+    assert store.list() == list(digests)
+    assert leftovers(store) == []
+    store.verify(digests.pop())
+
+
+def test_a_layer_that_was_touched_is_found_damaged(store: LayerStore) -> None:
+    digest = add_files(store, {"etc/a": b"1", "etc/b": b"2"})
+    store.verify(digest)
+    (store.path(digest) / "etc/a").write_bytes(b"X")
+    with pytest.raises(TemplateError, match="changed"):
+        store.verify(digest)
+    with pytest.raises(TemplateError, match="changed"):
+        export(store, digest)
+
+
+@pytest.mark.parametrize("record", [b"", b"{", b"[]", b"{}", b'{"layer": {}}', b"\xff"])
+def test_a_torn_record_makes_the_layer_damaged_and_adding_it_again_mends_it(
+    store: LayerStore, record: bytes
+) -> None:
+    data = tar_bytes(file_member("a", b"1"))
+    digest = store.add_tar(io.BytesIO(data))
+    (store.path(digest).parent / "layer.json").write_bytes(record)
+    with pytest.raises(TemplateError, match="damaged"):
+        store.path(digest)
+    assert store.list() == []
+    assert store.add_tar(io.BytesIO(data)) == digest
+    assert (store.path(digest) / "a").read_bytes() == b"1"
+
+
+def test_a_layer_of_another_owner_or_name_is_refused(store: LayerStore, tmp_path: Path) -> None:
+    digest = add_files(store, {"a": b"1"})
+    record = store.path(digest).parent / "layer.json"
+    table = json.loads(record.read_bytes())
+    record.write_text(json.dumps({**table, "owner": [7, 7]}))
+    with pytest.raises(TemplateError, match="damaged"):
+        store.path(digest)
+    record.write_text(json.dumps(table))
+    store.path(digest)
+    foreign = f"sha256:{'1' * 64}"
+    store.path(digest).parent.rename(store.root / "layers" / foreign.removeprefix("sha256:"))
+    with pytest.raises(TemplateError, match="damaged"):
+        store.path(foreign)
+
+
+def test_missing_layers_and_bad_digests_are_typed_errors(store: LayerStore) -> None:
+    for call in (store.path, store.verify, store.remove, store.info):
+        with pytest.raises(TemplateError, match="no such layer"):
+            call(f"sha256:{'a' * 64}")
+        with pytest.raises(TemplateError, match="no layer digest"):
+            call("sha256:../../etc")
+
+
+def test_a_removed_layer_is_gone(store: LayerStore) -> None:
+    digest = add_files(store, {"d/a": b"1"})
+    store.remove(digest)
+    assert store.list() == []
+    assert not store.has(digest)
+    assert leftovers(store) == []
+
+
+def test_what_a_killed_process_left_is_swept_and_living_work_is_not(store: LayerStore) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from etude.sandbox.images.layers import LayerStore\n"
+        "with LayerStore(Path(sys.argv[1])).scratch() as folder:\n"
+        "    (folder / 'half').write_bytes(b'x'); print('ready', flush=True); time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(store.root)], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        LayerStore(store.root)
+        assert len(leftovers(store)) == 1
+    finally:
+        process.kill()
+        process.communicate()
+    LayerStore(store.root)
+    assert leftovers(store) == []
+
+
+def test_a_store_where_nothing_can_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ResourceError, match="layer store"):
+        LayerStore(tmp_path / "file")
+
+
+PARTS = st.sampled_from(["a", "b", "c", "é", ".wh.a", ".wh.b", ".wh..wh..opq", "..", "."])
+PATHS = st.lists(PARTS, min_size=1, max_size=4).map("/".join)
+KINDS = st.sampled_from(
+    [tarfile.REGTYPE, tarfile.DIRTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.FIFOTYPE]
+)
+MEMBERS = st.builds(
+    lambda name, kind, mode, link: member(name, kind, mode, link), PATHS, KINDS, st.integers(0, 0o7777), PATHS
+)
+
+
+@given(st.lists(MEMBERS, max_size=12))
+@settings(deadline=None, max_examples=150)
+def test_any_archive_is_a_layer_that_survives_packing_or_a_typed_error(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tarfile.TarInfo]
+) -> None:
+    base = tmp_path_factory.mktemp("any")
+    store = LayerStore(base / "store")
+    try:
+        digest = add(store, *rows)
+    except TemplateError:
+        digest = None
+    assert [path.name for path in base.iterdir()] == ["store"]
+    assert leftovers(store) == []
+    if digest is None:
+        return
+    packed = export(store, digest)
+    again = store.add_tar(io.BytesIO(packed))
+    assert again == store.info(digest).packed_digest
+    assert export(store, again) == packed
+    assert tree(store.path(again)) == tree(store.path(digest))
+    store.verify(again)
+
+
+@given(
+    st.dictionaries(
+        st.from_regex(r"[a-z]{1,3}(/[a-z]{1,3}){0,3}", fullmatch=True), st.binary(max_size=50), max_size=8
+    )
+)
+@settings(deadline=None, max_examples=50)
+def test_files_come_out_as_they_went_in(
+    tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]
+) -> None:
+    kept = {
+        name: data for name, data in files.items() if not any(other.startswith(f"{name}/") for other in files)
+    }
+    store = LayerStore(tmp_path_factory.mktemp("files"))
+    root = store.path(store.add_tar(io.BytesIO(layer_bytes(kept))))
+    assert {
+        path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()
+    } == kept
+
+
+def in_overlay(folder: Path, layers: list[Path], script: str) -> str:
+    """What a shell prints in an overlay of layers, highest first, with `folder/upper` on top."""
+    for name in ("upper", "work", "mnt"):
+        (folder / name).mkdir()
+    options = f"lowerdir={':'.join(map(str, layers))},upperdir=upper,workdir=work,userxattr"
+    command = f"cd {folder} && mount -t overlay o -o {options} mnt && cd mnt || exit 99\n{script}"
+    done = subprocess.run(
+        ["unshare", "-Urm", "sh", "-c", command], capture_output=True, text=True, timeout=30
+    )
+    if done.returncode == 99 or done.stderr.startswith("unshare:"):
+        pytest.skip(f"no overlay in a user namespace here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_overlayfs_mounts_the_layers_as_a_user_would(store: LayerStore, tmp_path: Path) -> None:
+    lower = store.path(add_files(store, {"etc/gone": b"1", "etc/kept": b"2", "var/old": b"3"}))
+    upper = root_of(
+        store,
+        file_member("etc/.wh.gone", b""),
+        file_member("var/.wh..wh..opq", b""),
+        file_member("var/new", b"4"),
+    )
+    found = in_overlay(tmp_path, [upper, lower], "find . -type f | sort")
+    assert found.split() == ["./etc/kept", "./var/new"]
+
+
+def test_the_changes_of_an_overlay_become_a_layer(tmp_path: Path) -> None:
+    store = LayerStore(tmp_path / "store", (os.geteuid(), os.getegid()))
+    lower = add_files(store, {"etc/gone": b"1", "etc/kept": b"2", "var/old": b"3"})
+    script = "rm etc/gone && rm -r var && mkdir var && echo 4 >var/new && ln var/new twin && mkfifo pipe"
+    in_overlay(tmp_path, [store.path(lower)], script)
+    packed = io.BytesIO()
+    with pytest.raises(TemplateError, match="pipe"):
+        pack_directory(os.fsencode(tmp_path / "upper"), packed)
+    packed = io.BytesIO()
+    pack_directory(os.fsencode(tmp_path / "upper"), packed, skip_special=True)
+    changes = store.add_tar(io.BytesIO(packed.getvalue()))
+    view = ImageView([store.path(lower), store.path(changes)])
+    names = [b"/".join(found.parts).decode() for found in view.walk(()) if found.parts]
+    assert names == ["etc", "etc/kept", "twin", "var", "var/new"]
