@@ -27,9 +27,10 @@ class AgentConfig(Section):
 class SandboxConfig(Section):
     """Where the agent's tools run."""
 
-    backend: Literal["local", "unisolated"] = "local"
-    """`local`: Linux namespaces. `unisolated`: plain subprocesses, for machines that forbid namespaces;
-    the agent's code can then do whatever you can."""
+    backend: Literal["local", "gvisor", "vm", "unisolated"] = "local"
+    """`local`: Linux namespaces. `gvisor`: a kernel in user space, 3 to 4 times slower. `vm`: a guest under
+    QEMU, slow without KVM. `unisolated`: plain subprocesses, for machines that forbid namespaces; the
+    agent's code can then do whatever you can."""
     memory_bytes: int = Field(default=512 << 20, ge=16 << 20)
     """Memory of one sandbox."""
     test_timeout_s: float = Field(default=2.0, gt=0)

@@ -6,13 +6,14 @@ operation opens without blocking, looks at what it opened, and resolves links be
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
 import stat
 from collections.abc import Iterator
 
-from etude.sandbox.inside import faults
+from etude.sandbox.inside import faults, kernel
 from etude.sandbox.inside.faults import Fault
 
 MAX_DIFF_BYTES = 32 << 20
@@ -26,11 +27,12 @@ class Workspace:
 
     def __init__(self, root: str, template: int) -> None:
         self.root = os.path.realpath(root)
+        self._directory = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._template = template
 
     def read(self, path: str, limit_bytes: int, offset: int = 0) -> bytes:
         """Up to `limit_bytes` of a regular file, from `offset` on."""
-        descriptor = os.open(self._resolve(path), _READ_FLAGS)
+        descriptor = self._open(self._resolve(path), _READ_FLAGS)
         try:
             mode = os.fstat(descriptor).st_mode
             if stat.S_ISDIR(mode):
@@ -50,10 +52,10 @@ class Workspace:
         full = self._resolve(path)
         flags = _WRITE_FLAGS | (os.O_APPEND if append else os.O_TRUNC)
         try:
-            descriptor = os.open(full, flags, 0o644)
+            descriptor = self._open(full, flags, 0o644)
         except FileNotFoundError:
             os.makedirs(os.path.dirname(full), exist_ok=True)
-            descriptor = os.open(full, flags, 0o644)
+            descriptor = self._open(full, flags, 0o644)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise Fault(*faults.NOT_REGULAR)
@@ -139,6 +141,18 @@ class Workspace:
         if full != self.root and not full.startswith(self.root + "/"):
             raise Fault(*faults.OUTSIDE)
         return full
+
+    def _open(self, full: str, flags: int, mode: int = 0) -> int:
+        """Opens what `_resolve` found. A link that was put there since leads nowhere but below the root."""
+        try:
+            return kernel.open_beneath(self._directory, os.path.relpath(full, self.root), flags, mode)
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                raise Fault(*faults.OUTSIDE) from error
+            if error.errno != errno.ENOSYS:
+                raise
+        # gVisor has no openat2: there, a race leads to what the agent may open by itself anyway.
+        return os.open(full, flags, mode)
 
     def _template_status(self, path: str) -> os.stat_result | None:
         try:

@@ -20,6 +20,8 @@ from etude.sandbox.inside.frames import Header
 from etude.sandbox.inside.wire import Wire
 
 PORT = 3128
+FRAMES = frozenset({"net.data", "net.end", "net.took", "net.close"})
+"""Operations of the owner's that are about one stream, and have no answer."""
 WINDOW_BYTES = 256 << 10
 MAX_STREAMS = 128
 _CHUNK = 1 << 16
@@ -86,6 +88,11 @@ class Forwarder:
         else:
             stream.credit_bytes += header["bytes"]
             self._watch(stream)
+
+    def drop_all(self) -> None:
+        """Ends every connection: there is nobody outside who serves it."""
+        for stream in list(self._streams.values()):
+            self._drop(stream)
 
     def _accept(self) -> None:
         try:

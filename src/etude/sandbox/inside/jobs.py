@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import resource
+import select
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -50,6 +51,18 @@ class Output:
         self.ended = False
         self.truncated = False
         self._data = bytearray()
+        self._poll: select.poll | None = None
+
+    def listen(self, poll: select.poll) -> None:
+        """Has the poll object watch the pipe, until `ignore` or the end of the stream."""
+        self._poll = poll
+        poll.register(self.descriptor, select.POLLIN)
+
+    def ignore(self) -> None:
+        """Has it watched no longer. Idempotent."""
+        poll, self._poll = self._poll, None
+        if poll is not None:
+            poll.unregister(self.descriptor)
 
     def read(self) -> bytes:
         """Takes what is there and returns it; `ended` is set at the end of the stream.
@@ -64,6 +77,7 @@ class Output:
                 break
             if not data:
                 self.ended = True
+                self.ignore()
                 break
             taken += data
             if len(data) < _CHUNK:
@@ -88,6 +102,8 @@ class Output:
         return data
 
     def close(self) -> None:
+        """Closes the pipe. A closed descriptor that is still watched would never let the poll sleep."""
+        self.ignore()
         os.close(self.descriptor)
 
 
@@ -169,21 +185,27 @@ def start_job(
 
     Raises OSError.
     """
-    pipes = [os.pipe() for _ in range(num_pipes)]
-    inward = os.pipe() if with_input else None
+    pairs: list[tuple[int, int]] = []
     start_s = time.monotonic()
     try:
+        for _ in range(num_pipes + with_input):
+            pairs.append(os.pipe())
         pid = os.fork()
     except OSError:
-        for pair in [*pipes, *([inward] if inward else [])]:
-            os.close(pair[0])
-            os.close(pair[1])
+        _close_all(pairs)
         raise
+    pipes, inward = pairs[:num_pipes], pairs[num_pipes] if with_input else None
     if pid == 0:
         try:
             child([*([inward[0]] if inward else []), *(writer for _, writer in pipes)])
         finally:
             os._exit(127)
+    try:
+        watch = os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        _close_all(pairs)
+        raise
     for _, writer in pipes:
         os.close(writer)
     stdin = None
@@ -192,8 +214,13 @@ def start_job(
         stdin = Input(inward[1])
     outputs = [Output(reader, limit_bytes) for reader, _ in pipes]
     deadline_s = float("inf") if timeout_s is None else start_s + timeout_s
-    watch = os.pidfd_open(pid)
     return Job(pid, watch, outputs, start_s, deadline_s, spare, keep_background, input=stdin)
+
+
+def _close_all(pairs: Sequence[tuple[int, int]]) -> None:
+    for pair in pairs:
+        for descriptor in pair:
+            os.close(descriptor)
 
 
 def command_child(argv: list[str], env: dict[str, str], cwd: str, limits: ChildLimits) -> Child:

@@ -24,10 +24,11 @@ _SECUREBITS = 0b1110_1111
 _MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
 _SIOCSIFFLAGS = 0x8914
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
+_RESOLVE_NO_MAGICLINKS, _RESOLVE_BENEATH = 2, 8
 
 _NUMBERS = {
-    "x86_64": {"clone": 56, "pivot_root": 155, "capset": 126, "mount_setattr": 442},
-    "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91, "mount_setattr": 442},
+    "x86_64": {"clone": 56, "pivot_root": 155, "capset": 126, "mount_setattr": 442, "openat2": 437},
+    "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91, "mount_setattr": 442, "openat2": 437},
 }
 MACHINE = platform.machine()
 MACHINES = tuple(_NUMBERS)
@@ -166,3 +167,10 @@ def raise_loopback() -> None:
     """Brings up `lo` in this network namespace: programs may talk to themselves, to nothing else."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as anchor:
         fcntl.ioctl(anchor, _SIOCSIFFLAGS, struct.pack("16sH22x", b"lo", 1))
+
+
+def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
+    """openat2(2) that never leaves `directory`, whatever links are put in the way meanwhile: EXDEV then."""
+    how = struct.pack("QQQ", flags, mode, _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS)
+    size = ctypes.c_size_t(len(how))
+    return _syscall("openat2", ctypes.c_int(directory), path.encode(errors="surrogateescape"), how, size)

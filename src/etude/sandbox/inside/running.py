@@ -8,10 +8,11 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.frames import Header
-from etude.sandbox.inside.jobs import Child, ChildLimits, Job, command_child, start_job, tests_child
+from etude.sandbox.inside.jobs import Child, ChildLimits, Job, Output, command_child, start_job, tests_child
 from etude.sandbox.inside.processes import (
     Processes,
     Table,
@@ -29,9 +30,14 @@ WATCH_S = 0.1
 """How often the memory of running processes is looked at."""
 MAX_RESULT_BYTES = 4 << 20
 MAX_ENDED = 256
-"""Ended background commands that are kept for whoever asks; the oldest go first."""
+MAX_ENDED_BYTES = 16 << 20
+"""Ended background commands, and their output, that are kept for whoever asks; the oldest go first."""
+
+_INSIST_S, _INSIST_PAUSE_S = 2.0, 0.002
+"""How long, and how often, a child is started again: killed processes count until they have been reaped."""
 
 Answer = tuple[Header, bytes]
+Started = TypeVar("Started")
 
 
 @dataclass(frozen=True)
@@ -65,13 +71,14 @@ class Running:
         self._jobs: dict[int, Job] = {}
         self._by_descriptor: dict[int, Job] = {}
         self._ended: dict[int, tuple[Job, Header, bytes]] = {}
+        self._ended_bytes = 0
         self._shells: dict[str, Shell] = {}
         self._num_shells = 0
         self._has_children = False
         self._next_watch_s = 0.0
         self._reaped: dict[int, int] = {}
         self._stopped: set[int] = set()
-        self._muted: list[int] = []
+        self._muted: list[Output] = []
         wire.on_drained = self._listen_again
         self.operations: dict[str, Callable[[Header, bytes], Answer | None]] = {
             "command": self._command,
@@ -112,7 +119,7 @@ class Running:
             return
         for shell in self._shells.values():
             if shell.owns(descriptor):
-                shell.read(descriptor)
+                shell.on_ready(descriptor)
                 self._settle(shell, None)
                 return
 
@@ -187,20 +194,29 @@ class Running:
         with_input: bool,
     ) -> Job:
         spare = set(self._processes.table()) if self._has_children else set[int]()
-        try:
-            job = start_job(child, num_pipes, limit_bytes, timeout_s, spare, keep_background, with_input)
-        except BlockingIOError:
-            # The agent's processes have used up the sandbox's process limit: they go, the job runs.
-            self._processes.kill_all()
-            self._reap()
-            job = start_job(child, num_pipes, limit_bytes, timeout_s, set(), keep_background, with_input)
+        job = self._insist(
+            lambda: start_job(child, num_pipes, limit_bytes, timeout_s, spare, keep_background, with_input)
+        )
         self._jobs[job.pid] = job
         self._note_child(job.start_s)
         self._poll.register(job.watch, select.POLLIN)
         for output in job.outputs:
             self._by_descriptor[output.descriptor] = job
-            self._poll.register(output.descriptor, select.POLLIN)
+            output.listen(self._poll)
         return job
+
+    def _insist(self, start: Callable[[], Started]) -> Started:
+        """Starts a child. If the agent's processes have used up the sandbox's limit, they go."""
+        end_s = time.monotonic() + _INSIST_S
+        while True:
+            try:
+                return start()
+            except BlockingIOError:
+                if time.monotonic() > end_s:
+                    raise
+                self._processes.kill_all()
+                self._reap()
+                time.sleep(_INSIST_PAUSE_S)
 
     def _note_child(self, now_s: float) -> None:
         self._has_children = True
@@ -225,16 +241,10 @@ class Running:
             if output.descriptor != descriptor:
                 continue
             if job.stream and self._wire.congested:
-                self._poll.unregister(descriptor)
-                self._muted.append(descriptor)
+                output.ignore()
+                self._muted.append(output)
                 return
-            data = output.read()
-            if job.stream and data:
-                self._wire.send(
-                    {"event": "output", "pid": job.pid, "id": job.request_id, "fd": index + 1}, data
-                )
-            if output.ended:
-                self._poll.unregister(descriptor)
+            self._send_on(job, index, output.read())
 
     def _send_on(self, job: Job, index: int, data: bytes) -> None:
         if job.stream and data:
@@ -243,9 +253,8 @@ class Running:
 
     def _listen_again(self) -> None:
         muted, self._muted = self._muted, []
-        for descriptor in muted:
-            if descriptor in self._by_descriptor:
-                self._poll.register(descriptor, select.POLLIN)
+        for output in muted:
+            output.listen(self._poll)
 
     def _feed(self, job: Job, data: bytes, close: bool) -> None:
         """Writes to a job's input, and goes on with it as the job reads."""
@@ -265,10 +274,7 @@ class Running:
             self._kill_family(job)
         for index, output in enumerate(job.outputs):
             data = b"" if output.ended else output.read()
-            if job.stream and data:
-                self._wire.send(
-                    {"event": "output", "pid": job.pid, "id": job.request_id, "fd": index + 1}, data
-                )
+            self._send_on(job, index, data)
         outputs = [output.take() for output in job.outputs]
         self._close(job)
         answer: Header = {
@@ -285,10 +291,19 @@ class Running:
             return
         for request_id in job.waiting:
             self._wire.send({**answer, "id": request_id}, payload)
-        if not job.waiting:
-            self._ended[job.pid] = job, answer, payload
-            if len(self._ended) > MAX_ENDED:
-                del self._ended[next(iter(self._ended))]
+        self._keep(job, answer, payload)
+
+    def _keep(self, job: Job, answer: Header, payload: bytes) -> None:
+        """Remembers how a background command ended: whoever was told may have been gone by then."""
+        self._drop_ended(job.pid)
+        self._ended[job.pid] = job, answer, payload
+        self._ended_bytes += len(payload)
+        while len(self._ended) > MAX_ENDED or (self._ended_bytes > MAX_ENDED_BYTES and len(self._ended) > 1):
+            self._drop_ended(next(iter(self._ended)))
+
+    def _drop_ended(self, pid: int) -> None:
+        if pid in self._ended:
+            self._ended_bytes -= len(self._ended.pop(pid)[2])
 
     def _close(self, job: Job) -> None:
         del self._jobs[job.pid]
@@ -300,10 +315,8 @@ class Running:
         os.close(job.watch)
         for output in job.outputs:
             del self._by_descriptor[output.descriptor]
-            if output.descriptor in self._muted:
-                self._muted.remove(output.descriptor)
-            elif not output.ended:
-                self._poll.unregister(output.descriptor)
+            if output in self._muted:
+                self._muted.remove(output)
             output.close()
 
     # Killing: what belongs to one job, and to no other
@@ -341,7 +354,8 @@ class Running:
         if job is not None and not job.request_id:
             job.waiting.append(header["id"])
             return None
-        _, answer, data = self._ended_job(header["pid"])
+        job, answer, data = self._ended_job(header["pid"])
+        job.waiting.append(header["id"])
         return dict(answer), data
 
     def _ended_job(self, pid: int) -> tuple[Job, Header, bytes]:
@@ -368,7 +382,8 @@ class Running:
 
     def _list(self, header: Header, payload: bytes) -> Answer:
         rows = [[job.pid, job.cmd, True, None] for job in self._jobs.values() if not job.request_id]
-        rows += [[pid, job.cmd, False, answer["exit_code"]] for pid, (job, answer, _) in self._ended.items()]
+        ended = [(pid, job, answer) for pid, (job, answer, _) in self._ended.items() if not job.waiting]
+        rows += [[pid, job.cmd, False, answer["exit_code"]] for pid, job, answer in ended]
         return {"processes": rows}, b""
 
     def _lookup(self, header: Header, payload: bytes) -> Answer:
@@ -385,8 +400,13 @@ class Running:
                 self._close(job)
             elif target in job.waiting:
                 job.waiting.remove(target)
+        for job, _, _ in self._ended.values():
+            if target in job.waiting:
+                job.waiting.remove(target)
         for shell in self._shells.values():
+            shell.queue = [row for row in shell.queue if row[0]["id"] != target]
             if shell.request_id == target:
+                shell.cancelled = True
                 shell.deadline_s = time.monotonic()
 
     # Shells
@@ -399,7 +419,7 @@ class Running:
         if not os.path.isdir(cwd):
             raise Fault("missing", "no such directory")
         child = command_child(argv, self._environment(header["env"]), cwd, self._limits)
-        shell = Shell(name, child, self._poll)
+        shell = self._insist(lambda: Shell(name, child, self._poll))
         self._num_shells += 1
         self._shells[name] = shell
         self._poll.register(shell.job.watch, select.POLLIN)
@@ -409,11 +429,14 @@ class Running:
     def _run_in_shell(self, header: Header, payload: bytes) -> None:
         shell = self._shells.get(header["session"])
         if shell is None:
-            raise Fault("session", f"there is no session {header['session']!r}: it has ended")
-        if shell.request_id:
-            raise Fault("argument", "another command still runs in this session")
+            raise Fault(*_ended(header["session"]))
         spare = set(self._processes.table())
-        shell.run(header["id"], header["cmd"], header["timeout_s"], header["limit_bytes"], spare)
+        if shell.cancelled:
+            shell.queue.append((header, spare))
+        elif shell.request_id:
+            raise Fault("argument", "another command still runs in this session")
+        else:
+            shell.run(header["id"], header["cmd"], header["timeout_s"], header["limit_bytes"], spare)
 
     def _close_shell(self, header: Header, payload: bytes) -> Answer:
         shell = self._shells.get(header["session"])
@@ -433,12 +456,17 @@ class Running:
         answer = shell.settle(exit_status)
         if answer is not None:
             self._wire.send(*answer)
+            if shell.queue and exit_status is None:
+                header, spare = shell.queue.pop(0)
+                shell.run(header["id"], header["cmd"], header["timeout_s"], header["limit_bytes"], spare)
 
     def _end_shell(self, shell: Shell, exit_status: int) -> None:
         for output in shell.job.outputs:
             if not output.ended:
-                shell.read(output.descriptor)
+                shell.on_ready(output.descriptor)
         self._settle(shell, exit_status)
+        for header, _ in shell.queue:
+            self._wire.send({"fault": list(_ended(shell.name)), "id": header["id"]})
         del self._shells[shell.name]
         self._poll.unregister(shell.job.watch)
         shell.close()
@@ -454,3 +482,7 @@ class Running:
         resume_all(self._stopped)
         self._stopped = set()
         return {}, b""
+
+
+def _ended(session: str) -> tuple[str, str]:
+    return "session", f"there is no session {session!r}: it has ended"

@@ -22,7 +22,7 @@ from types import FrameType
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.filesystem import Workspace
-from etude.sandbox.inside.forward import Forwarder
+from etude.sandbox.inside.forward import FRAMES, Forwarder
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.inside.processes import Processes
 from etude.sandbox.inside.running import Running, Settings
@@ -114,8 +114,9 @@ class Server:
         if frames is None:
             return False
         for header, payload in frames:
-            if header["op"].startswith("net.") and self._forwarder is not None:
-                self._forwarder.handle(header, payload)
+            if header["op"] in FRAMES:
+                if self._forwarder is not None:
+                    self._forwarder.handle(header, payload)
             else:
                 self._handle(header, payload)
         return True
@@ -193,6 +194,9 @@ class Server:
     def _listen(self, header: Header, payload: bytes) -> Answer:
         if self._forwarder is None:
             self._forwarder = Forwarder(self._wire, self._poll, header["port"])
+        else:
+            # A new owner, who knows of none of the streams that were open.
+            self._forwarder.drop_all()
         return {}, b""
 
 

@@ -17,6 +17,9 @@ from etude.sandbox.inside.frames import Header
 from etude.sandbox.inside.jobs import Child, Input, Job, Output, start_job
 
 STATUS_DESCRIPTOR = 3
+_STATUS_BYTES = 64
+"""The longest line that tells a status; whatever else comes through that pipe is not ours."""
+_MAX_LINES = 64
 _IDLE_BYTES = 64 << 10
 """How much of what is printed between two commands is kept."""
 GRACE_S = 1.0
@@ -44,9 +47,14 @@ class Shell:
         self._timed_out = False
         self._kill_at_s = float("inf")
         self._start_s = 0.0
-        self._status = bytearray()
+        self._status = b""
+        self._watches_stdin = False
+        self.cancelled = False
+        """Whether nobody waits for the present command any longer."""
+        self.queue: list[tuple[Header, set[int]]] = []
+        """Commands that came while a cancelled one was still ending, each with what ran before it."""
         for output in self.job.outputs:
-            poll.register(output.descriptor, select.POLLIN)
+            output.listen(poll)
 
     @property
     def _streams(self) -> list[Output]:
@@ -62,7 +70,7 @@ class Shell:
         """Begins a command; `settle` tells when it has ended."""
         for output in self._streams:
             output.limit_bytes = limit_bytes
-            output.truncated = False
+        self.cancelled = False
         self.request_id = request_id
         self.spare = spare
         self._start_s = time.monotonic()
@@ -70,21 +78,41 @@ class Shell:
         self._timed_out = False
         self._kill_at_s = float("inf")
         status = STATUS_DESCRIPTOR
-        line = f"command eval {shlex.quote(cmd)} </dev/null {status}>&-\nprintf '%d\\n' $? >&{status}\n"
-        self.stdin.write(line.encode(errors="surrogateescape"), close=False)
+        # The number tells this command's status from what an earlier one may have left in the pipe.
+        tell = f"{{ command printf '\\n%d %d\\n' $? {request_id} >&{status}; }} 2>/dev/null"
+        line = f"command eval {shlex.quote(cmd)} </dev/null {status}>&-\n{tell}\n"
+        self._feed(line.encode(errors="surrogateescape"))
 
     def owns(self, descriptor: int) -> bool:
+        if self._watches_stdin and descriptor == self.stdin.descriptor:
+            return True
         return any(output.descriptor == descriptor for output in self.job.outputs)
 
-    def read(self, descriptor: int) -> None:
-        """Takes what one of the shell's pipes holds."""
+    def on_ready(self, descriptor: int) -> None:
+        """Takes what one of the shell's pipes holds, or gives what its input takes."""
+        if self._watches_stdin and descriptor == self.stdin.descriptor:
+            self._feed(b"")
+            return
         for index, output in enumerate(self.job.outputs):
             if output.descriptor == descriptor:
                 data = output.read()
                 if index == 2:
-                    self._status += data
-                if output.ended:
-                    self._poll.unregister(descriptor)
+                    output.take()
+                    # What is no status line may be of any length.
+                    self._status = b"\n".join(
+                        line[:_STATUS_BYTES] for line in (self._status + data).split(b"\n")[-_MAX_LINES:]
+                    )
+
+    def _feed(self, data: bytes) -> None:
+        """Gives the shell its next lines, as fast as it reads them."""
+        descriptor = self.stdin.descriptor
+        self.stdin.write(data, close=False)
+        if self.stdin.pending:
+            self._poll.register(descriptor, select.POLLOUT)
+            self._watches_stdin = True
+        elif self._watches_stdin:
+            self._poll.unregister(descriptor)
+            self._watches_stdin = False
 
     def next_deadline_s(self) -> float:
         """When `expire` wants to be asked again."""
@@ -105,18 +133,18 @@ class Shell:
         """The answer to the command if it has ended; `exit_status`: the shell's own, if it has ended."""
         if not self.request_id:
             return None
-        line, newline, rest = bytes(self._status).partition(b"\n")
-        if newline:
-            self._status = bytearray(rest)
-            code = _signal_as_negative(int(line)) if line.isdigit() else 1
-        elif exit_status is not None:
+        code = self._told_status()
+        if code is None:
             code = exit_status
-        else:
+        if code is None:
             return None
         for output in self._streams:
             output.read()
         data = [output.take() for output in self._streams]
         truncated = any(output.truncated for output in self._streams)
+        for output in self._streams:
+            output.truncated = False
+            output.limit_bytes = _IDLE_BYTES
         header: Header = {
             "id": self.request_id,
             "exit_code": -signal.SIGKILL if self._timed_out else code,
@@ -131,11 +159,21 @@ class Shell:
         self.deadline_s = self._kill_at_s = float("inf")
         return header, b"".join(data)
 
+    def _told_status(self) -> int | None:
+        """The exit status of the present command, if the shell has told it."""
+        *lines, rest = self._status.split(b"\n")
+        self._status = rest
+        for line in lines:
+            code, _, number = line.partition(b" ")
+            if code.isdigit() and number == b"%d" % self.request_id:
+                return _signal_as_negative(int(code))
+        return None
+
     def close(self) -> None:
         """Closes the shell's pipes."""
+        if self._watches_stdin:
+            self._poll.unregister(self.stdin.descriptor)
         for output in self.job.outputs:
-            if not output.ended:
-                self._poll.unregister(output.descriptor)
             output.close()
         self.stdin.close()
         os.close(self.job.watch)

@@ -32,6 +32,7 @@ class Wire:
         self._unpacker = Unpacker()
         self._unsent = bytearray()
         self._held: list[bytes] | None = None
+        self._attached = True
         self.on_drained: Callable[[], None] = lambda: None
         """Called when the backlog is gone."""
         poll.register(reader, select.POLLIN)
@@ -39,7 +40,7 @@ class Wire:
     @property
     def congested(self) -> bool:
         """Whether producers should wait."""
-        return len(self._unsent) > HIGH_WATER_BYTES
+        return len(self._unsent) + sum(map(len, self._held or ())) > HIGH_WATER_BYTES
 
     def receive(self) -> list[tuple[Header, bytes]] | None:
         """The frames that have come; None when the owner has closed its end. Raises FrameError."""
@@ -60,12 +61,14 @@ class Wire:
     def lend(self, header: Header, descriptor: int) -> None:
         """Sends a frame with a descriptor attached. The line must be a socket; waits until it is drained."""
         os.set_blocking(self.writer, True)
-        if self._unsent:
-            self.flush()
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
-        with socket.socket(fileno=os.dup(self.writer)) as line:
-            line.sendmsg([pack(header)], rights)
-        os.set_blocking(self.writer, False)
+        try:
+            while self._unsent:
+                self.flush()
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+            with socket.socket(fileno=os.dup(self.writer)) as line:
+                line.sendmsg([pack(header)], rights)
+        finally:
+            os.set_blocking(self.writer, False)
 
     def hold(self) -> None:
         """From now on frames are kept back: the machine is about to be copied."""
@@ -77,6 +80,8 @@ class Wire:
         self.send(header)
         for frame in held:
             self._push(frame)
+        if not self._unsent:
+            self.on_drained()
 
     def connected(self) -> bool:
         """Whether an owner is at the other end; listens again if so. For lines that come back."""
@@ -85,6 +90,7 @@ class Wire:
         ready = probe.poll(0)
         if ready and ready[0][1] & (select.POLLHUP | select.POLLERR):
             return False
+        self._attached = True
         self._poll.register(self.reader, select.POLLIN)
         if self._unsent:
             self._watch_writer(True)
@@ -92,11 +98,13 @@ class Wire:
 
     def disconnect(self) -> None:
         """Listens no longer, and forgets half-read frames: whoever comes back begins anew."""
+        self._attached = False
         self._poll.unregister(self.reader)
         if self._unsent and self.writer != self.reader:
             self._poll.unregister(self.writer)
         self._unpacker = Unpacker()
         self._unsent.clear()
+        self.on_drained()
 
     def flush(self) -> None:
         """Sends what waits, as far as the owner takes it."""
@@ -109,7 +117,7 @@ class Wire:
             self.on_drained()
 
     def _push(self, frame: bytes) -> None:
-        if not self._unsent:
+        if not self._unsent and self._attached:
             with contextlib.suppress(BlockingIOError):
                 frame = frame[os.write(self.writer, frame) :]
             if not frame:
@@ -118,6 +126,8 @@ class Wire:
         self._unsent += frame
 
     def _watch_writer(self, wanted: bool) -> None:
+        if not self._attached:
+            return
         if self.writer == self.reader:
             self._poll.modify(self.reader, select.POLLIN | (select.POLLOUT if wanted else 0))
         elif wanted:

@@ -15,23 +15,23 @@ sandboxes, everything it ever started. Requests, with the descriptors that come 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from etude.sandbox.inside import kernel, layers, namespaces
 from etude.sandbox.inside.filesystem import Workspace
-from etude.sandbox.inside.frames import Unpacker, pack
+from etude.sandbox.inside.frames import FrameError, Unpacker, pack
 from etude.sandbox.inside.processes import DescendantProcesses, NamespaceProcesses, Processes, reap
 from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.server import Server
@@ -125,24 +125,25 @@ class Folders:
         template = os.path.join(self.files, "templates", plan.digest)
         # A saved layer holds the whole workspace here, not the changes alone.
         saved = [os.path.join(self.files, "layers", layer, layers.ROOT) for layer in plan.layers[:1]]
-        shutil.copytree((saved or [template])[0], workspace, copy_function=shutil.copyfile)
+        os.makedirs(workspace)
         os.mkdir(os.path.join(self._disk, layers.TEMPORARY))
         os.chdir(workspace)
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        layers.copy_tree(os.open((saved or [template])[0], flags), os.open(workspace, flags))
         return Entered(
             Workspace(workspace, os.open(template, flags)), self._processes, os.open(self._disk, flags)
         )
 
     def leave(self) -> None:
         self._processes.kill_all()
-        shutil.rmtree(self._disk, ignore_errors=True)
+        _remove(self._disk)
 
     def close(self) -> None:
         end_s = time.monotonic() + _CLOSE_S
         while reap()[1] and time.monotonic() < end_s:
             time.sleep(0.01)
         self._processes.kill_all()
-        shutil.rmtree(self._base, ignore_errors=True)
+        _remove(self._base)
 
 
 class ForkServer:
@@ -155,6 +156,8 @@ class ForkServer:
         self._path = path
         self._pids: dict[int, int] = {}
         self._ids: dict[int, int] = {}
+        self._workers: dict[int, str] = {}
+        """Process ids of those that work on a layer."""
         self._wake_reader, self._wake_writer = os.pipe()
         os.set_blocking(self._wake_writer, False)
         os.set_blocking(self._wake_reader, False)
@@ -171,8 +174,7 @@ class ForkServer:
             ready = {descriptor for descriptor, _ in poll.poll()}
             if self._wake_reader in ready:
                 os.read(self._wake_reader, 4096)
-                for pid in reap()[0]:
-                    self._pids.pop(self._ids.pop(pid, -1), None)
+                self._note_ended(reap()[0])
             if self._owner in ready:
                 return
             if self._control.fileno() in ready:
@@ -190,10 +192,23 @@ class ForkServer:
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
         elif operation == "forget":
-            doomed = os.path.join(self._isolation.files, request["kind"], request["name"])
-            shutil.rmtree(doomed, ignore_errors=True)
+            self._forget(request["kind"], request["name"])
         else:
             self._work_on_layer(request, descriptors)
+
+    def _note_ended(self, pids: Iterable[int]) -> None:
+        for pid in pids:
+            self._pids.pop(self._ids.pop(pid, -1), None)
+            self._workers.pop(pid, None)
+
+    def _forget(self, kind: str, name: str) -> None:
+        """Removes a template or a layer, and ends whoever is still at work on it."""
+        if kind == "layers":
+            for worker in [pid for pid, layer in self._workers.items() if layer == name]:
+                os.kill(worker, signal.SIGKILL)
+                os.waitpid(worker, 0)
+                del self._workers[worker]
+        _remove(os.path.join(self._isolation.files, kind, name))
 
     def _create(self, request: dict[str, Any], descriptors: list[int]) -> None:
         with socket.socket(fileno=descriptors[0]) as channel:
@@ -202,8 +217,8 @@ class ForkServer:
                     digest = request["plan"]["digest"]
                     store_template(os.path.join(self._isolation.files, "templates", digest), descriptors[1])
                 pid = self._isolation.clone()
-            except OSError as error:
-                channel.sendall(pack({"failure": f"cannot make the sandbox: {error}"}))
+            except (OSError, FrameError, ValueError) as error:
+                _tell(channel, {"failure": f"cannot make the sandbox: {error}"})
                 return
             if pid == 0:
                 self._become_sandbox(channel, request)
@@ -241,16 +256,23 @@ class ForkServer:
     def _work_on_layer(self, request: dict[str, Any], descriptors: list[int]) -> None:
         """In a child of its own: a large copy must not hold up the others."""
         channel = socket.socket(fileno=descriptors[0])
-        if os.fork() == 0:
+        try:
+            pid = os.fork()
+        except OSError as error:
+            _tell(channel, {"failure": f"cannot work on a layer: {error}"})
+            pid = -1
+        if pid == 0:
             try:
                 self._let_go()
                 directory = os.path.join(self._isolation.files, "layers", request["layer"])
                 work_on_layer(request, directory, descriptors[1])
-                channel.sendall(pack({"ready": True}))
+                _tell(channel, {"ready": True})
             except BaseException as error:
                 _report(channel, error)
             finally:
                 os._exit(0)
+        if pid > 0:
+            self._workers[pid] = request["layer"]
         channel.close()
         os.close(descriptors[1])
 
@@ -279,7 +301,21 @@ def _report(channel: socket.socket, error: BaseException) -> None:
     if channel.fileno() < 0:
         return
     failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-2000:]}"
-    channel.sendall(pack({"failure": failure}))
+    _tell(channel, {"failure": failure})
+
+
+def _tell(channel: socket.socket, header: dict[str, Any]) -> None:
+    """Answers, if anybody still waits for it."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        channel.sendall(pack(header))
+
+
+def _remove(directory: str) -> None:
+    """Removes a directory; what cannot be removed only takes up room until the end."""
+    try:
+        layers.remove_tree(directory)
+    except OSError as error:
+        print(f"{directory} cannot be removed: {error}", file=sys.stderr, flush=True)
 
 
 def _tuple(value: Any) -> Any:
@@ -292,14 +328,17 @@ def store_template(directory: str, descriptor: int) -> None:
         ((header, payload),) = Unpacker().feed(file.read())
     if os.path.isdir(directory):
         return
-    os.mkdir(directory)
+    making = f"{directory}.making"
+    layers.remove_tree(making)
+    os.mkdir(making)
     start = 0
     for path, size in header["files"]:
-        full = os.path.join(directory, path)
+        full = os.path.join(making, path)
         os.makedirs(os.path.dirname(full), exist_ok=True)
         with open(full, "wb") as target:
             target.write(payload[start : start + size])
         start += size
+    os.rename(making, directory)
 
 
 def main(arguments: Sequence[str]) -> None:

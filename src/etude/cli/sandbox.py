@@ -1,0 +1,114 @@
+"""`etude sandbox run`, `doctor` and `image`: what needs no server. The rest is in `sandbox_server.py`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from etude.cli.exits import EXIT_MISTAKE, error_console
+from etude.cli.output import output_console, print_json
+from etude.cli.sandbox_image import image_app
+from etude.cli.sandbox_options import (
+    AllowOption,
+    BackendOption,
+    DirectoryOption,
+    DiskOption,
+    ImageOption,
+    JsonOption,
+    MemoryOption,
+    StateOption,
+    joined,
+    make_network,
+    make_resources,
+    make_template,
+    run,
+)
+from etude.cli.sandbox_server import add_server_commands
+
+sandbox_app = typer.Typer(
+    name="sandbox", help="Isolated machines for agents: run, fork, snapshot, serve.", no_args_is_help=True
+)
+
+
+@sandbox_app.command("run", context_settings={"allow_interspersed_args": False})
+def run_command(
+    command: Annotated[list[str], typer.Argument(help="Command; what follows -- is taken as it is.")],
+    backend: BackendOption = "local",
+    directory: DirectoryOption = None,
+    image: ImageOption = None,
+    allow: AllowOption = None,
+    memory_mb: MemoryOption = 512,
+    disk_mb: DiskOption = 256,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds.")] = 600.0,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Copy the workspace here when the command has ended.")
+    ] = None,
+    state: StateOption = None,
+) -> None:
+    """Run one command in a fresh sandbox. Exits with the command's code (124 at the timeout)."""
+
+    async def work() -> int:
+        from etude.sandbox.backends import open_backend
+
+        opened = open_backend(backend, state)
+        try:
+            template = make_template(directory, image, state)
+            sandbox = await opened.create(
+                template, make_resources(memory_mb, disk_mb), make_network(allow)
+            )
+            result = await sandbox.commands.run(joined(command), timeout_s, on_output=_pass_on)
+            if save is not None:
+                await sandbox.files.download(".", save)
+        finally:
+            await opened.close()
+        if result.timed_out:
+            error_console().print(f"ended at the timeout of {timeout_s:g} s", markup=False)
+            return 124
+        return result.exit_code if result.exit_code >= 0 else 128 - result.exit_code
+
+    raise typer.Exit(run(work()))
+
+
+@sandbox_app.command("doctor")
+def doctor_command(as_json: JsonOption = False, state: StateOption = None) -> None:
+    """Try every backend: which work here, why others do not, what to install. Exit code 2 if none works."""
+    from etude.sandbox.doctor import examine_backends
+
+    findings = run(examine_backends(state))
+    if as_json:
+        print_json([dataclasses.asdict(finding) for finding in findings])
+    else:
+        _print_findings(findings)
+    if not any(finding.works for finding in findings):
+        raise typer.Exit(EXIT_MISTAKE)
+
+
+def _print_findings(findings: list[Any]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("backend", "works", "isolation", "start + command"):
+        table.add_column(name)
+    for finding in findings:
+        took = "" if finding.start_s is None else f"{finding.start_s * 1e3:.0f} ms"
+        works = Text("yes", style="green") if finding.works else Text("no", style="red")
+        table.add_row(Text(finding.backend), works, Text(finding.isolation), Text(took))
+    console = output_console()
+    console.print(table)
+    for finding in findings:
+        for problem in finding.problems:
+            console.print(Text.assemble((f"{finding.backend}: ", "bold"), problem), soft_wrap=True)
+
+
+def _pass_on(stream: int, data: bytes) -> None:
+    target = sys.stdout if stream == 1 else sys.stderr
+    target.buffer.write(data)
+    target.buffer.flush()
+
+
+sandbox_app.add_typer(image_app)
+add_server_commands(sandbox_app)

@@ -1,0 +1,86 @@
+"""Options that several `etude sandbox` commands share, and what they stand for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from etude.errors import UserError
+
+if TYPE_CHECKING:
+    from etude.sandbox.template import Template
+    from etude.sandbox.types import Network, Resources
+
+Result = TypeVar("Result")
+
+BackendOption = Annotated[str, typer.Option("--backend", help="local, gvisor, vm, docker, podman, firecracker.")]
+DirectoryOption = Annotated[
+    Path | None, typer.Option("--dir", help="Directory whose files the workspace starts with (copied).")
+]
+ImageOption = Annotated[
+    str | None, typer.Option("--image", help="Root file system: a name of `etude sandbox image list`.")
+]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option("--allow", metavar="HOST[:PORT]", help="May be reached through the proxy; repeatable."),
+]
+MemoryOption = Annotated[int, typer.Option("--memory-mb", min=16, help="Memory of all its processes.")]
+DiskOption = Annotated[int, typer.Option("--disk-mb", min=1, help="Files that it may write.")]
+StateOption = Annotated[
+    Path | None, typer.Option("--state", help="Where snapshots and images lie; else ~/.local/state/etude.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+
+
+def make_template(directory: Path | None, image: str | None, state: Path | None) -> Template:
+    """What the sandbox starts with. Raises UserError for what does not exist."""
+    from etude.sandbox.backends import IMAGES
+    from etude.sandbox.images.image_store import ImageStore
+    from etude.sandbox.machine_backend import default_state_directory
+    from etude.sandbox.template import Template
+
+    root = None
+    if image is not None:
+        root = ImageStore((state or default_state_directory()) / IMAGES).load(image)
+    if directory is None:
+        return Template({}, image or "empty", root)
+    return Template.from_directory(directory, root)
+
+
+def make_resources(memory_mb: int, disk_mb: int) -> Resources:
+    """What the sandbox may use."""
+    from etude.sandbox.types import Resources
+
+    return Resources(
+        memory_bytes=memory_mb << 20,
+        disk_bytes=disk_mb << 20,
+        file_bytes=disk_mb << 20,
+        num_processes=256,
+        open_files=1024,
+        cpu_s=24 * 3600,
+    )
+
+
+def make_network(allow: list[str] | None) -> Network:
+    """What the sandbox may reach."""
+    from etude.sandbox.types import Network
+
+    return Network(tuple(allow or ()))
+
+
+def joined(words: list[str]) -> str:
+    """The words of a command line as one shell command. Raises UserError for none."""
+    import shlex
+
+    if not words:
+        raise UserError("no command", field="CMD", received="", fix="name one, for example: -- ls -l")
+    return words[0] if len(words) == 1 else shlex.join(words)
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    """Runs a command's coroutine."""
+    return asyncio.run(work)
