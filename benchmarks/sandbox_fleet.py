@@ -1,0 +1,226 @@
+"""A fleet's scheduler: what a decision costs, and a simulated burst of 100,000 sandboxes with its parts.
+
+python benchmarks/sandbox_fleet.py [--json FILE] [--sandboxes N] [--create-p50-ms MS] [--create-p90-ms MS]
+
+The simulation drives the fleet's own scheduler. Its inputs: the time of one start as measured
+by benchmarks/sandbox.py, the work of the fleet for each start as measured here, and the assumptions that
+docs/fleet.md lists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from etude.observe import commit, describe_machine, versions
+from etude.sandbox.fleet.fleet import Fleet
+from etude.sandbox.fleet.host import HostSpec
+from etude.sandbox.fleet.hosts import Capacity, Demand, Policy, Request
+from etude.sandbox.fleet.registry import FleetConfig
+from etude.sandbox.fleet.scenario import Latencies, Latency, Outcome, Scenario
+from etude.sandbox.fleet.scheduler import Scheduler
+from etude.sandbox.fleet.simulation import simulate
+from etude.sandbox.types import Capabilities, SandboxInfo
+
+REPETITIONS = 5
+STORE_BYTES_PER_S = 100e9 / 8
+"""Egress of a store that is one server: four host networks."""
+LAZY_FRACTION = 0.064
+"""Part of an image that is read until a container is up: Harter et al., Slacker, FAST 2016."""
+NO_LOCALITY = Policy(holder_choices=0, miss_weight=0.0, wait_weight=0.0)
+
+
+class InstantSandbox:
+    """Nothing but an id: what is measured is the fleet around it."""
+
+    def __init__(self, number: int) -> None:
+        self.id = str(number)
+
+    async def kill(self) -> None:
+        return
+
+
+class InstantHost:
+    """Makes sandboxes in no time."""
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count()
+
+    def capabilities(self) -> Capabilities:
+        return Capabilities("instant", "none", False, False, False, frozenset(), frozenset(), None, None)
+
+    async def create(self, *arguments: Any, **options: Any) -> InstantSandbox:
+        return InstantSandbox(next(self._numbers))
+
+    async def list(self) -> list[SandboxInfo]:
+        return []
+
+    async def close(self) -> None:
+        return
+
+    def doctor(self) -> list[str]:
+        return []
+
+
+def decision_s(num_placements: int) -> float:
+    """Median time of one decision, the fleet filling up from empty; 125 hosts, 10,000 images."""
+    weights = list(itertools.accumulate(1 / n for n in range(1, 10_001)))
+    demand = Demand(1.0, 512 << 20, 64 << 20)
+    times: list[float] = []
+    for seed in range(REPETITIONS):
+        hosts = {f"host-{n}": Capacity(64, 512 << 30, 4 << 40) for n in range(125)}
+        scheduler = Scheduler(hosts, seed=seed)
+        names = random.Random(seed).choices(range(10_000), cum_weights=weights, k=num_placements)
+        requests = [Request(demand, f"image-{n}", 2_000_000_000) for n in names]
+        began_s = time.perf_counter()
+        for number, request in enumerate(requests):
+            scheduler.place(request, number * 1e-5)
+        times.append((time.perf_counter() - began_s) / num_placements)
+    return statistics.median(times)
+
+
+async def create_overhead_s(num_creates: int = 5000, at_once: int = 100) -> float:
+    """Median time of one `Fleet.create` beyond what the host does; 125 hosts in this process."""
+    times: list[float] = []
+    for _ in range(REPETITIONS):
+        hosts = {f"host-{n}": HostSpec(InstantHost()) for n in range(125)}  # type: ignore[arg-type]
+        fleet = Fleet(hosts, FleetConfig(heartbeat_s=3600.0))
+        await fleet.start()
+        began_s = time.perf_counter()
+        for _ in range(num_creates // at_once):
+            await asyncio.gather(*(fleet.create() for _ in range(at_once)))
+        times.append((time.perf_counter() - began_s) / num_creates)
+        await fleet.close()
+    return statistics.median(times)
+
+
+def scenarios(base: Scenario) -> dict[str, tuple[str, Scenario]]:
+    """Prefix of the figures -> (what it is, scenario). The empty prefix is the headline."""
+    store = replace(base, store_bytes_per_s=STORE_BYTES_PER_S)
+    lazy = {"needed_fraction": LAZY_FRACTION}
+    everything = base.num_images * base.image_bytes
+    return {
+        "": ("cold, whole images, a store as fast as the hosts' networks", base),
+        "no_locality_": ("the same, placed by pressure alone", replace(base, policy=NO_LOCALITY)),
+        "store_100g_": ("cold, whole images, a store of 100 Gb/s", store),
+        "peers_100g_no_locality_": (
+            "the same, placed by pressure alone, hosts serve each other",
+            replace(store, policy=NO_LOCALITY, peers=True),
+        ),
+        "peers_100g_": ("cold, whole images, 100 Gb/s, hosts serve each other", replace(store, peers=True)),
+        "lazy_": ("cold, start after 6.4 % of the image", replace(base, **lazy)),
+        "lazy_100g_": ("the same, a store of 100 Gb/s", replace(store, **lazy)),
+        "prewarmed_": ("20 TB fetched ahead by popularity", replace(base, prewarm_bytes=everything)),
+        "warm_": ("every image on every host", replace(base, warm=True, cache_bytes=2 * everything)),
+        "warm_serial_": (
+            "the same, each host starts one at a time",
+            replace(base, warm=True, cache_bytes=2 * everything, create_slots=1),
+        ),
+    }
+
+
+def figures_of(prefix: str, outcome: Outcome) -> dict[str, float]:
+    """The specified figures of one burst; their names say 100k also for a trial of another size."""
+    return {
+        f"{prefix}burst_100k_s": outcome.burst_s,
+        f"{prefix}start_p50_s": outcome.start_p50_s,
+        f"{prefix}start_p99_s": outcome.start_p99_s,
+        f"{prefix}pressure_spread": outcome.pressure_spread,
+    }
+
+
+def print_row(title: str, outcome: Outcome) -> None:
+    bound, least_s = outcome.bound
+    print(
+        f"{title:62s} {outcome.burst_s:8.1f} {outcome.start_p50_s:8.2f} {outcome.start_p99_s:8.1f} "
+        f"{outcome.pressure_spread:7.3f} {outcome.promised_spread:7.3f} {outcome.fetches:7d} "
+        f"{outcome.lost:6d} {outcome.recover_s:7.1f} {least_s:8.1f} {bound}",
+        flush=True,
+    )
+
+
+def measure(base: Scenario, with_all: bool) -> tuple[dict[str, float], dict[str, Any]]:
+    """Figures, and everything else that the bursts told."""
+    figures: dict[str, float] = {}
+    details: dict[str, Any] = {}
+    print(
+        f"{'':62s} {'burst s':>8s} {'p50 s':>8s} {'p99 s':>8s} {'spread':>7s} {'promis.':>7s} "
+        f"{'fetches':>7s} {'lost':>6s} {'recover':>7s} {'bound s':>8s}"
+    )
+    for prefix, (title, scenario) in scenarios(base).items():
+        if prefix and not with_all:
+            continue
+        healthy = simulate(scenario)
+        if "no_locality" in prefix:
+            # For comparison only.
+            print_row(title, healthy)
+            figures |= figures_of(prefix, healthy)
+            details[f"{prefix}burst"] = {"what": title, **asdict(healthy)}
+            continue
+        dying = simulate(replace(scenario, death_fraction=0.02, death_at_s=healthy.burst_s / 2))
+        for part, name, outcome in (("", title, healthy), ("deaths_", "  with 2 % of hosts dying", dying)):
+            print_row(name, outcome)
+            figures |= figures_of(prefix + part, outcome)
+            details[prefix + part + "burst"] = {"what": name, **asdict(outcome)}
+        figures[f"{prefix}deaths_lost"] = dying.lost
+        figures[f"{prefix}deaths_recover_s"] = dying.recover_s
+        figures[f"{prefix}burst_over_bound"] = healthy.burst_s / healthy.bound[1]
+    return figures, details
+
+
+def write_json(path: Path, figures: Mapping[str, float], inputs: Any, details: Any) -> None:
+    """The format of all benchmarks' results."""
+    result = {
+        "figures": dict(figures),
+        "peers": {"inputs": inputs, "bursts": details},
+        "machine": describe_machine(),
+        "versions": versions(),
+        "commit": commit(),
+    }
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def plain(value: Any) -> Any:
+    """Infinite numbers as text, which JSON cannot say otherwise."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return str(value) if isinstance(value, float) and math.isinf(value) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--sandboxes", type=int, default=100_000)
+    parser.add_argument("--create-p50-ms", type=float, default=4.4)
+    parser.add_argument("--create-p90-ms", type=float, default=7.8)
+    parser.add_argument("--headline-only", action="store_true")
+    arguments = parser.parse_args()
+    one_decision_s = decision_s(min(100_000, arguments.sandboxes))
+    one_create_s = asyncio.run(create_overhead_s())
+    print(
+        f"one decision {one_decision_s * 1e6:.1f} us; one create of the fleet {one_create_s * 1e6:.0f} us\n"
+    )
+    create = Latency(arguments.create_p50_ms / 1e3, arguments.create_p90_ms / 1e3)
+    base = Scenario(
+        num_sandboxes=arguments.sandboxes, latencies=Latencies(create=create, dispatch_s=one_create_s)
+    )
+    figures, details = measure(base, not arguments.headline_only)
+    figures["decision_us"] = one_decision_s * 1e6
+    figures["decisions_per_s"] = 1 / one_decision_s
+    figures["fleet_create_us"] = one_create_s * 1e6
+    if arguments.json:
+        write_json(arguments.json, figures, plain(asdict(base)), plain(details))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""Many hosts as one backend.
+
+    create -> queue -> Scheduler.place -> that host's backend -> confirm
+                 ^                              | fails: another host, at most `attempts`
+    heartbeats --+-- a report, an end, a new host: the queue is served again
+        | `missed_heartbeats` in a row
+        v
+    the host is dead: its sandboxes raise SandboxLostError at once, calls in flight included
+
+A host that answers again after its death comes back empty: whatever still runs there is killed first,
+because its sandboxes were reported as lost and may run elsewhere by now.
+Sandbox ids are `host:id`; a sandbox that moves keeps the one it was given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+
+from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError
+from etude.sandbox.fleet.capabilities import common_capabilities
+from etude.sandbox.fleet.draining import DrainReport, drain
+from etude.sandbox.fleet.forking import fork_sandbox
+from etude.sandbox.fleet.heartbeat import Heartbeats
+from etude.sandbox.fleet.host import FleetHost, HostSpec
+from etude.sandbox.fleet.hosts import Demand, Placement, Request
+from etude.sandbox.fleet.registry import FleetConfig, HostStatus, Registry
+from etude.sandbox.fleet.sandbox import FleetSandbox
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.template import Image, Template
+from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
+
+MAX_KNOWN_IMAGES = 10_000
+
+
+class Fleet:
+    """`SandboxBackend` over named hosts. For one event loop; heartbeats begin with the first call."""
+
+    def __init__(
+        self,
+        hosts: Mapping[str, SandboxBackend | HostSpec],
+        config: FleetConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not hosts:
+            raise ConfigError("a fleet without hosts", field="hosts", fix="name at least one host")
+        self.config = config or FleetConfig()
+        self.registry = Registry(self.config, clock, self)
+        self._heartbeats = Heartbeats(self.registry)
+        self._images: OrderedDict[str, Image] = OrderedDict()
+        self._closed = False
+        for name, host in hosts.items():
+            self.registry.add(name, host if isinstance(host, HostSpec) else HostSpec(host))
+
+    # SandboxBackend
+
+    def capabilities(self) -> Capabilities:
+        """What every host can do."""
+        return common_capabilities([host.backend.capabilities() for host in self.registry.hosts.values()])
+
+    async def create(
+        self,
+        template: Template | None = None,
+        resources: Resources | None = None,
+        network: Network | None = None,
+        timeout_s: float | None = None,
+        snapshot: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> Sandbox:
+        """As SandboxBackend.create, on the host that the scheduler chooses.
+
+        A failure of the host is tried again on another; what the caller or the agent did wrong is not.
+        A snapshot is restored on the host that holds it. Raises CapacityError if none has room in time.
+        """
+        await self.start()
+        holder, snapshot_id = (None, None) if snapshot is None else self.registry.locate_snapshot(snapshot)
+        request = self._request(template, resources, holder)
+        while True:
+            placement = await self.registry.queue.place(request)
+            host = self.registry.hosts[placement.host]
+            # Resources are the snapshot's where there is one.
+            asked: dict[str, object] = {
+                "resources": resources,
+                "network": network,
+                "timeout_s": timeout_s,
+                "metadata": metadata,
+            }
+            try:
+                return await self._create_on(host, placement, request.image, template, snapshot_id, asked)
+            except (InfrastructureError, ResourceError, TimeoutError, OSError) as error:
+                self._count_failure(host, error)
+                request = dataclasses.replace(request, exclude=request.exclude | {host.name})
+                if holder or len(request.exclude) >= self.config.attempts or not self._others(request):
+                    if isinstance(error, (InfrastructureError, ResourceError)):
+                        raise
+                    raise SandboxError(
+                        f"no host could start a sandbox: {error}", field="fleet", received=host.name
+                    ) from error
+
+    async def connect(self, sandbox_id: str) -> Sandbox:
+        """As SandboxBackend.connect. Raises SandboxLostError if its host is dead."""
+        await self.start()
+        known = self.registry.handle(sandbox_id)
+        if known is not None:
+            inner = await known.call(lambda s: known.host.backend.connect(s.id))
+            known.rebind(inner)
+            return known
+        host, inner_id = self.registry.locate(sandbox_id)
+        inner = await host.call(host.backend.connect(inner_id))
+        info = await host.call(inner.get_info())
+        self.registry.scheduler.adopt(host.name, sandbox_id, Demand.of(info.resources), self.registry.clock())
+        return self.registry.wrap(host, inner, sandbox_id)
+
+    async def list(self) -> list[SandboxInfo]:
+        """The sandboxes of all living hosts, oldest first."""
+        await self.start()
+        living = [host for host in self.registry.hosts.values() if not host.is_dead]
+        rows = await asyncio.gather(*(host.call(host.backend.list()) for host in living))
+        infos = [
+            dataclasses.replace(info, id=self.registry.id_of(host, info.id))
+            for host, infos in zip(living, rows, strict=True)
+            for info in infos
+        ]
+        return sorted(infos, key=lambda info: info.created_s)
+
+    async def list_snapshots(self) -> list[SnapshotInfo]:
+        """The snapshots of all living hosts, oldest first."""
+        await self.start()
+        living = [host for host in self.registry.hosts.values() if not host.is_dead]
+        rows = await asyncio.gather(*(host.call(host.backend.list_snapshots()) for host in living))
+        infos = [
+            dataclasses.replace(
+                info, id=f"{host.name}:{info.id}", sandbox_id=self.registry.id_of(host, info.sandbox_id)
+            )
+            for host, infos in zip(living, rows, strict=True)
+            for info in infos
+        ]
+        return sorted(infos, key=lambda info: info.created_s)
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """As SandboxBackend.delete_snapshot."""
+        await self.start()
+        name, inner_id = self.registry.locate_snapshot(snapshot)
+        host = self.registry.hosts[name]
+        await host.call(host.backend.delete_snapshot(inner_id))
+
+    async def close(self) -> None:
+        """Stops the heartbeats and closes every living host's backend. Idempotent."""
+        self._closed = True
+        await self._heartbeats.stop()
+        living = [host for host in self.registry.hosts.values() if not host.is_dead]
+        results = await asyncio.gather(
+            *(host.call(host.backend.close()) for host in living), return_exceptions=True
+        )
+        for host in self.registry.hosts.values():
+            host.die("the fleet was closed")
+            await host.settle()
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            raise errors[0]
+
+    def doctor(self) -> list[str]:
+        """Every host's obstacles, by name."""
+        return [
+            f"{host.name}: {problem}"
+            for host in self.registry.hosts.values()
+            for problem in host.backend.doctor()
+        ]
+
+    # Hosts
+
+    async def start(self) -> None:
+        """Looks at every host once, counts what runs there already, and begins the heartbeats. Idempotent.
+
+        Raises SandboxError once the fleet is closed.
+        """
+        if self._closed:
+            raise SandboxError("the fleet is closed", field="sandbox.backend", received="fleet")
+        if not self._heartbeats.started:
+            await self._heartbeats.start()
+
+    async def add_host(self, name: str, host: SandboxBackend | HostSpec) -> None:
+        """One more host. Raises ConfigError if there is one of that name."""
+        added = self.registry.add(name, host if isinstance(host, HostSpec) else HostSpec(host))
+        if self._heartbeats.started:
+            await self._heartbeats.watch(added)
+        self.registry.queue.pump()
+
+    def mark_dead(self, name: str, reason: str) -> list[str]:
+        """For who knows before the heartbeats that a host is gone: ids of the sandboxes lost with it."""
+        return self.registry.mark_dead(name, reason)
+
+    def status(self) -> list[HostStatus]:
+        """Every host as it is known now."""
+        return self.registry.status()
+
+    async def drain(self, name: str, deadline_s: float = 120.0, grace_s: float = 10.0) -> DrainReport:
+        """Empties a host; see `draining.drain`. `undrain` opens it again."""
+        await self.start()
+        return await drain(self.registry, self.connect, name, deadline_s, grace_s)
+
+    def undrain(self, name: str) -> None:
+        """A drained host takes sandboxes again. Raises ConfigError for an unknown one."""
+        self.registry.scheduler.undrain(self.registry.host(name).name)
+        self.registry.queue.pump()
+
+    async def prewarm(self, budget_bytes: int) -> list[tuple[str, str]]:
+        """Has popular images fetched where they are missing: (host, image digest) of those that were.
+
+        A host fetches an image by making a sandbox from it, which is ended at once.
+        """
+        await self.start()
+        pairs = self.registry.scheduler.prewarm(budget_bytes, self.registry.clock())
+        warmed = await asyncio.gather(*(self._warm(host, image) for host, image in pairs))
+        return [pair for pair, done in zip(pairs, warmed, strict=True) if done]
+
+    # Owner of FleetSandbox
+
+    def forget(self, sandbox: FleetSandbox) -> None:
+        """A sandbox has ended: its place is free."""
+        self.registry.forget(sandbox)
+
+    async def fork(self, sandbox: FleetSandbox, count: int) -> list[Sandbox | SandboxError]:
+        """See FleetSandbox.fork."""
+        try:
+            return await fork_sandbox(self.registry, sandbox, count)
+        finally:
+            self.registry.queue.pump()
+
+    def _request(self, template: Template | None, resources: Resources | None, holder: str | None) -> Request:
+        image = None if template is None else template.image
+        demand = Demand.of(resources or Resources())
+        if image is None:
+            return Request(demand, only=holder)
+        self._images[image.digest] = image
+        self._images.move_to_end(image.digest)
+        if len(self._images) > MAX_KNOWN_IMAGES:
+            self._images.popitem(last=False)
+        return Request(demand, image.digest, self.config.image_bytes, only=holder)
+
+    async def _create_on(
+        self,
+        host: FleetHost,
+        placement: Placement,
+        image: str | None,
+        template: Template | None,
+        snapshot: str | None,
+        asked: dict[str, object],
+    ) -> FleetSandbox:
+        """One attempt on one host; the reservation is confirmed or given back."""
+        try:
+            inner = await host.within(
+                host.backend.create(template, snapshot=snapshot, **asked),  # type: ignore[arg-type]
+                self.config.create_timeout_s,
+                _kill,
+            )
+        except BaseException:
+            self.registry.scheduler.cancel(placement.ticket)
+            if image is not None and not placement.image_there and not host.is_dead:
+                self.registry.scheduler.image_dropped(host.name, image, self.registry.clock())
+            self.registry.queue.pump()
+            raise
+        if host.is_dead:
+            raise host.lost(inner.id)
+        self.registry.scheduler.confirm(
+            placement.ticket, self.registry.id_of(host, inner.id), self.registry.clock()
+        )
+        host.failures = 0
+        return self.registry.wrap(host, inner)
+
+    def _count_failure(self, host: FleetHost, error: Exception) -> None:
+        host.failures += 1
+        host.last_error = f"{type(error).__name__}: {error}"
+        if host.failures >= self.config.failures_to_suspend:
+            self.registry.scheduler.suspend(host.name, self.registry.clock() + self.config.suspend_s)
+
+    def _others(self, request: Request) -> bool:
+        """Whether a living host is left that has not failed the request."""
+        return any(
+            host.alive and not host.draining and name not in request.exclude
+            for name, host in self.registry.scheduler.hosts.items()
+        )
+
+    async def _warm(self, name: str, digest: str) -> bool:
+        host, image = self.registry.hosts[name], self._images.get(digest)
+        placement = None
+        if image is not None and not host.is_dead:
+            request = Request(Demand.of(Resources()), digest, self.config.image_bytes, only=name)
+            placement = self.registry.scheduler.place(request, self.registry.clock())
+        if image is None or placement is None:
+            self.registry.scheduler.image_dropped(name, digest, self.registry.clock())
+            return False
+        try:
+            template = Template({}, image=image)
+            sandbox = await self._create_on(host, placement, digest, template, None, {})
+            await sandbox.kill()
+        except (InfrastructureError, ResourceError, TimeoutError, OSError) as error:
+            self._count_failure(host, error)
+            if not host.is_dead:
+                self.registry.scheduler.image_dropped(name, digest, self.registry.clock())
+            return False
+        return True
+
+
+async def _kill(sandbox: Sandbox) -> None:
+    await sandbox.kill()

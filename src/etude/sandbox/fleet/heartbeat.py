@@ -1,0 +1,138 @@
+"""Heartbeats: how the fleet knows that a host lives, how loaded it is and what runs there.
+
+beat -> answered: report the pressure, free the places of what has ended, serve the queue
+     -> missed:   `missed_heartbeats` in a row, and the host is dead
+     -> answered by a dead host: kill what it still runs, then it is back, empty
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from etude.errors import InfrastructureError
+from etude.sandbox.errors import SandboxMissingError
+from etude.sandbox.fleet.host import FleetHost
+from etude.sandbox.fleet.hosts import Demand, Pressure
+from etude.sandbox.fleet.registry import Registry
+from etude.sandbox.types import SandboxInfo
+
+
+class Heartbeats:
+    """One task for each host."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._config = registry.config
+        self._watchers: dict[str, asyncio.Task[None]] = {}
+        self._starting = asyncio.Lock()
+        self._started = False
+
+    @property
+    def started(self) -> bool:
+        """Whether the hosts are being watched."""
+        return self._started
+
+    async def start(self) -> None:
+        """Looks at every host once, counts what runs there already, then watches. Idempotent."""
+        async with self._starting:
+            if not self._started:
+                await asyncio.gather(*(self.watch(host) for host in self._registry.hosts.values()))
+                self._started = True
+
+    async def watch(self, host: FleetHost) -> None:
+        """Looks at a host once, and from then on regularly."""
+        await self.beat(host, adopt=True)
+        self._watchers[host.name] = asyncio.create_task(self._watch(host))
+
+    async def stop(self) -> None:
+        """Ends the watching. Idempotent."""
+        watchers, self._watchers = list(self._watchers.values()), {}
+        for watcher in watchers:
+            watcher.cancel()
+        if watchers:
+            await asyncio.wait(watchers)
+
+    async def beat(self, host: FleetHost, adopt: bool = False) -> None:
+        """One heartbeat: pressure, and what runs there. A miss is counted, not raised."""
+        began_s = self._registry.clock()
+        try:
+            pressure, rows = await self._look(host)
+        except (Exception, asyncio.CancelledError) as error:
+            task = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                raise
+            host.missed += 1
+            host.last_error = f"{type(error).__name__}: {error}"
+            if host.missed >= self._config.missed_heartbeats and not host.is_dead:
+                self._registry.mark_dead(
+                    host.name, f"missed {host.missed} heartbeats; the last: {host.last_error}"
+                )
+            return
+        host.missed = 0
+        if host.is_dead:
+            if not await self._fence(host, rows):
+                return
+            host.revive()
+            self._registry.scheduler.add_host(host.name, host.capacity)
+            rows = []
+        if pressure is not None:
+            self._registry.scheduler.report(host.name, pressure, began_s)
+        if adopt:
+            for info in rows:
+                demand = Demand.of(info.resources)
+                self._registry.scheduler.adopt(
+                    host.name, self._registry.id_of(host, info.id), demand, began_s
+                )
+        self._reconcile(host, {self._registry.id_of(host, info.id) for info in rows}, began_s)
+        self._registry.queue.pump()
+
+    async def _watch(self, host: FleetHost) -> None:
+        while True:
+            await asyncio.sleep(self._config.heartbeat_s)
+            await self.beat(host)
+
+    async def _look(self, host: FleetHost) -> tuple[Pressure | None, list[SandboxInfo]]:
+        """Asks the host, dead or not, within the deadline of a heartbeat."""
+
+        async def ask() -> tuple[Pressure | None, list[SandboxInfo]]:
+            return await asyncio.gather(host.probe.pressure(), host.backend.list())
+
+        task = asyncio.ensure_future(ask())
+        try:
+            done, _ = await asyncio.wait((task,), timeout=self._config.heartbeat_timeout_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            task.cancel()
+            raise TimeoutError("no answer in time")
+        return task.result()
+
+    def _reconcile(self, host: FleetHost, found: set[str], began_s: float) -> None:
+        """Frees the places of sandboxes that have ended by themselves: their time to live was over."""
+        for reservation in list(self._registry.scheduler.hosts[host.name].reservations.values()):
+            sandbox_id = reservation.sandbox
+            if sandbox_id is None or reservation.confirmed_s > began_s or sandbox_id in found:
+                continue
+            sandbox = self._registry.handle(sandbox_id)
+            if sandbox is not None and sandbox.host is not host:
+                continue
+            if sandbox is not None:
+                sandbox.end(
+                    SandboxMissingError("the sandbox has ended", field="sandbox", received=sandbox_id)
+                )
+                self._registry.drop_handle(sandbox)
+            self._registry.scheduler.release(sandbox_id)
+
+    async def _fence(self, host: FleetHost, rows: list[SandboxInfo]) -> bool:
+        """Kills what a host that was dead still runs; False if that failed, and it stays dead."""
+        try:
+            async with asyncio.timeout(self._config.create_timeout_s):
+                for info in rows:
+                    with contextlib.suppress(SandboxMissingError):
+                        await (await host.backend.connect(info.id)).kill()
+        except (InfrastructureError, OSError, TimeoutError) as error:
+            host.last_error = f"still holds lost sandboxes: {error}"
+            return False
+        return True

@@ -1,0 +1,151 @@
+"""One host of a fleet: its backend, whether it lives, and calls that end when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from etude.errors import InfrastructureError
+from etude.sandbox.errors import SandboxLostError
+from etude.sandbox.fleet.hosts import Capacity
+from etude.sandbox.fleet.probe import HostProbe, NoProbe
+from etude.sandbox.interface import SandboxBackend
+
+Result = TypeVar("Result")
+Undo = Callable[[Any], Coroutine[Any, Any, Any]]
+
+CLEANUP_S = 5.0
+"""How long a cancelled call may take to tidy up before it is left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostSpec:
+    """A host as the user names it."""
+
+    backend: SandboxBackend
+    capacity: Capacity = field(default_factory=lambda: Capacity(64, 512 << 30, 4 << 40))
+    probe: HostProbe = field(default_factory=NoProbe)
+
+
+class FleetHost:
+    """A host while the fleet runs. For one event loop."""
+
+    def __init__(self, name: str, spec: HostSpec) -> None:
+        self.name = name
+        self.backend = spec.backend
+        self.capacity = spec.capacity
+        self.probe = spec.probe
+        self.missed = 0
+        """Heartbeats missed in a row."""
+        self.failures = 0
+        """Starts that failed in a row."""
+        self.last_error: str | None = None
+        self._death: asyncio.Future[None] | None = None
+        self._abandoned: set[asyncio.Future[Any]] = set()
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether it counts as dead: calls fail at once."""
+        return self._death is not None and self._death.done()
+
+    def die(self, reason: str) -> None:
+        """Ends the calls in flight with SandboxLostError, and all later ones. Idempotent."""
+        self.last_error = reason
+        death = self._future()
+        if not death.done():
+            death.set_result(None)
+
+    def revive(self) -> None:
+        """It answers again, as an empty host."""
+        self._death = None
+        self.missed = self.failures = 0
+
+    def lost(self, sandbox: str | None = None) -> SandboxLostError:
+        """What is raised for all that ran there."""
+        return SandboxLostError(
+            f"host {self.name} died: {self.last_error or 'no heartbeat'}",
+            field="sandbox",
+            received=sandbox or self.name,
+            fix="start the session again; the fleet places it on another host",
+        )
+
+    async def call(self, operation: Coroutine[Any, Any, Result], undo: Undo | None = None) -> Result:
+        """The operation's result, or SandboxLostError as soon as the host dies.
+
+        An operation that is left behind (the host died, the caller was cancelled) and succeeds
+        all the same is undone: `undo` is called with its result.
+        """
+        if self.is_dead:
+            operation.close()
+            raise self.lost()
+        task = asyncio.ensure_future(operation)
+        death = self._future()
+        try:
+            await asyncio.wait((task, death), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            try:
+                await asyncio.wait((task, death), timeout=CLEANUP_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                self._abandon(task, undo)
+            raise
+        if not task.done():
+            self._abandon(task, undo)
+            raise self.lost()
+        try:
+            return task.result()
+        except (InfrastructureError, OSError) as error:
+            if self.is_dead:
+                raise self.lost() from error
+            raise
+
+    async def within(
+        self, operation: Coroutine[Any, Any, Result], timeout_s: float, undo: Undo | None = None
+    ) -> Result:
+        """As `call`. Raises TimeoutError after `timeout_s`, even if the operation cannot be cancelled."""
+        task = asyncio.ensure_future(self.call(operation, undo))
+        try:
+            done, _ = await asyncio.wait((task,), timeout=timeout_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            try:
+                await asyncio.wait((task,), timeout=CLEANUP_S)
+            finally:
+                self._abandon(task, undo)
+            raise
+        if not done:
+            self._abandon(task, undo)
+            raise TimeoutError(f"host {self.name} did not answer within {timeout_s} s")
+        return task.result()
+
+    async def settle(self) -> None:
+        """Waits a moment for what was left behind."""
+        if self._abandoned:
+            await asyncio.wait(list(self._abandoned), timeout=CLEANUP_S)
+
+    def _future(self) -> asyncio.Future[None]:
+        if self._death is None:
+            self._death = asyncio.get_running_loop().create_future()
+        return self._death
+
+    def _abandon(self, task: asyncio.Future[Any], undo: Undo | None) -> None:
+        """Leaves a task to end by itself; its late result is undone, its late error was ours already."""
+        task.cancel()
+
+        def ended(task: asyncio.Future[Any]) -> None:
+            self._abandoned.discard(task)
+            if task.cancelled() or task.exception() is not None or undo is None:
+                return
+            late = asyncio.ensure_future(undo(task.result()))
+            self._abandoned.add(late)
+            late.add_done_callback(self._undone)
+
+        self._abandoned.add(task)
+        task.add_done_callback(ended)
+
+    def _undone(self, task: asyncio.Future[Any]) -> None:
+        self._abandoned.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.last_error = f"a late start could not be undone: {error}"

@@ -1,0 +1,304 @@
+"""The nouns of placement: what a host has, how loaded it is, what a sandbox asks for, where it goes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from etude.errors import ConfigError
+from etude.sandbox.types import Resources
+
+CACHED = -math.inf
+"""The arrival time of an image that is there already."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What one host has."""
+
+    cpus: float
+    memory_bytes: int
+    disk_bytes: int
+    """For the sandboxes' own files; the image cache is counted apart, because it can be emptied."""
+    network_bytes_per_s: float = 25e9 / 8
+    """At which images arrive."""
+
+    def __post_init__(self) -> None:
+        for name in ("cpus", "memory_bytes", "disk_bytes", "network_bytes_per_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(
+                    "a host has some of everything",
+                    field=f"capacity.{name}",
+                    received=getattr(self, name),
+                    fix="give a number above zero",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Pressure:
+    """Measured use of one host as fractions of what it has; above 1 when work waits for a resource."""
+
+    cpu: float
+    memory: float
+    disk: float
+
+    @property
+    def worst(self) -> float:
+        """The resource that runs out first."""
+        return max(self.cpu, self.memory, self.disk)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is promised to one sandbox."""
+
+    cpus: float
+    memory_bytes: int
+    disk_bytes: int
+
+    @classmethod
+    def of(cls, resources: Resources) -> Demand:
+        """What the limits of a sandbox promise it."""
+        return cls(resources.cpus, resources.memory_bytes, resources.disk_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A sandbox that wants a place."""
+
+    demand: Demand
+    image: str | None = None
+    """Digest of its root file system; None: it needs none that a host would have to fetch."""
+    image_bytes: int = 0
+    exclude: frozenset[str] = frozenset()
+    """Hosts that failed it already."""
+    only: str | None = None
+    """The one host that can serve it: the one that holds its snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A reservation on a host: to be confirmed with the sandbox's id, or cancelled."""
+
+    ticket: int
+    host: str
+    image_there: bool
+    """Whether the host had the image or was fetching it when it was chosen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """What went down with a host."""
+
+    sandboxes: tuple[str, ...]
+    tickets: tuple[int, ...]
+    """Reservations of sandboxes that were just being made there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A sandbox of a draining host and its place elsewhere; None: nothing fits, so it can only sleep."""
+
+    sandbox: str
+    placement: Placement | None
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The scheduler's constants. All pressures are fractions of a host."""
+
+    choices: int = 4
+    """Hosts drawn at random for each placement. Two already take the imbalance from log n to log log n
+    (Mitzenmacher 2001); four also forgive reports that are a second old."""
+    holder_choices: int = 4
+    """Hosts drawn in addition among those that have or fetch the image."""
+    miss_weight: float = 0.1
+    """A host without the image counts as this much more loaded: how far locality may unbalance the fleet
+    before a second copy of the image is fetched instead."""
+    wait_weight: float = 1.2
+    """Added in full when the image would arrive `wait_horizon_s` from now or later, in proportion below:
+    it spreads the fetching over the hosts."""
+    wait_horizon_s: float = 60.0
+    copy_serves: float = 10.0
+    """Recent requests that pay for one copy of an image. Beyond so many for each copy that exists, both
+    weights shrink in proportion: else the few popular images stay on few hosts, fill them, and leave all
+    the fetching of the rare ones to the others."""
+    cpu_overcommit: float = 16.0
+    """Promised cores per core: an agent's sandbox waits for the model most of the time."""
+    memory_overcommit: float = 1.0
+    disk_overcommit: float = 1.0
+    max_pressure: float = 1.0
+    """Measured and reserved pressure beyond which a host takes nothing more."""
+    floor: float = 0.5
+    """A host never counts as emptier than this part of what its promises come to on average: sandboxes
+    that have just started use little at the moment of the report."""
+    popularity_half_life_s: float = 3600.0
+
+
+@dataclass(slots=True, eq=False)
+class Use:
+    """The part of its share that a sandbox uses, as the reports of all hosts show it: a moving average.
+
+    Promises that no report has seen yet are weighed by it. At their full size a host would seem to empty
+    with each of its reports, and all hosts would send their load to the one that reported last.
+    """
+
+    cpu: float = 1.0
+    memory: float = 1.0
+    disk: float = 1.0
+
+    def learn(self, host: HostState) -> None:
+        """Takes a report into account. Hosts that have hardly promised anything teach nothing."""
+        cpu = (host.promised_cpus - host.fresh_cpus) * host.cpu_share
+        memory = (host.promised_memory_bytes - host.fresh_memory_bytes) * host.memory_share
+        disk = (host.promised_disk_bytes - host.fresh_disk_bytes) * host.disk_share
+        self.cpu = _blend(self.cpu, host.live.cpu, cpu)
+        self.memory = _blend(self.memory, host.live.memory, memory)
+        self.disk = _blend(self.disk, host.live.disk, disk)
+
+
+def _blend(before: float, live: float, promised: float) -> float:
+    if promised < _LEAST_PROMISED:
+        return before
+    return before + _LEARNING_RATE * (min(1.0, max(_LEAST_USE, live / promised)) - before)
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """One promise of a host: in flight until confirmed, fresh until a later report covers it."""
+
+    ticket: int
+    host: HostState
+    demand: Demand
+    image: str | None
+    sandbox: str | None = None
+    confirmed_s: float = math.inf
+
+
+@dataclass(slots=True, eq=False)
+class HostState:
+    """What the scheduler knows of one host."""
+
+    name: str
+    capacity: Capacity
+    policy: Policy
+    use: Use = field(default_factory=Use)
+    """Shared by all hosts of a scheduler."""
+    live: Pressure = field(default_factory=lambda: Pressure(0.0, 0.0, 0.0))
+    alive: bool = True
+    draining: bool = False
+    suspended_until_s: float = -math.inf
+    promised_cpus: float = 0.0
+    promised_memory_bytes: int = 0
+    promised_disk_bytes: int = 0
+    fresh_cpus: float = 0.0
+    """Promises that the last report cannot have seen."""
+    fresh_memory_bytes: int = 0
+    fresh_disk_bytes: int = 0
+    reservations: dict[int, Reservation] = field(default_factory=dict)
+    fresh: dict[int, Reservation] = field(default_factory=dict)
+    """Those among the reservations that the last report cannot have seen."""
+    images: dict[str, float] = field(default_factory=dict)
+    """Image -> when it is expected to have arrived, or CACHED."""
+    fetching: dict[str, int] = field(default_factory=dict)
+    """Image on its way -> its bytes."""
+    network_free_s: float = -math.inf
+    """When everything that is on its way will have arrived."""
+    cpu_share: float = field(init=False)
+    """Pressure of one promised core; likewise below, of one byte."""
+    memory_share: float = field(init=False)
+    disk_share: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cpu_share = 1 / (self.capacity.cpus * self.policy.cpu_overcommit)
+        self.memory_share = 1 / (self.capacity.memory_bytes * self.policy.memory_overcommit)
+        self.disk_share = 1 / (self.capacity.disk_bytes * self.policy.disk_overcommit)
+
+    def pressure_with(self, demand: Demand) -> float:
+        """The worst pressure if `demand` came on top; infinite if it does not fit."""
+        cpus, memory, disk = demand.cpus, demand.memory_bytes, demand.disk_bytes
+        promised_cpu = (self.promised_cpus + cpus) * self.cpu_share
+        promised_memory = (self.promised_memory_bytes + memory) * self.memory_share
+        promised_disk = (self.promised_disk_bytes + disk) * self.disk_share
+        promised = max(promised_cpu, promised_memory, promised_disk)
+        if promised > _FULL:
+            return math.inf
+        live, use = self.live, self.use
+        worst = max(
+            live.cpu + (self.fresh_cpus + cpus) * self.cpu_share * use.cpu,
+            live.memory + (self.fresh_memory_bytes + memory) * self.memory_share * use.memory,
+            live.disk + (self.fresh_disk_bytes + disk) * self.disk_share * use.disk,
+        )
+        if worst > self.policy.max_pressure + _ROUNDING:
+            return math.inf
+        usual = max(promised_cpu * use.cpu, promised_memory * use.memory, promised_disk * use.disk)
+        return max(worst, usual * self.policy.floor)
+
+    def image_cost(self, image: str, image_bytes: int, now_s: float) -> float:
+        """How much more loaded the host counts as because the image is not there (yet)."""
+        policy = self.policy
+        arrival_s = self.images.get(image)
+        if arrival_s is not None:
+            if arrival_s == CACHED:
+                return 0.0
+            if arrival_s < now_s:
+                # Overdue, so others were fetched first: the best guess is that it comes last.
+                arrival_s = max(now_s, self.network_free_s)
+            return policy.wait_weight * min(1.0, (arrival_s - now_s) / policy.wait_horizon_s)
+        wait_s = max(0.0, self.network_free_s - now_s) + image_bytes / self.capacity.network_bytes_per_s
+        return policy.miss_weight + policy.wait_weight * min(1.0, wait_s / policy.wait_horizon_s)
+
+    def reserve(self, reservation: Reservation) -> None:
+        """Counts a new promise."""
+        demand = reservation.demand
+        self.reservations[reservation.ticket] = reservation
+        self.promised_cpus += demand.cpus
+        self.promised_memory_bytes += demand.memory_bytes
+        self.promised_disk_bytes += demand.disk_bytes
+        self.fresh[reservation.ticket] = reservation
+        self.fresh_cpus += demand.cpus
+        self.fresh_memory_bytes += demand.memory_bytes
+        self.fresh_disk_bytes += demand.disk_bytes
+
+    def free(self, reservation: Reservation) -> None:
+        """Takes a promise back."""
+        demand = reservation.demand
+        del self.reservations[reservation.ticket]
+        self.promised_cpus -= demand.cpus
+        self.promised_memory_bytes -= demand.memory_bytes
+        self.promised_disk_bytes -= demand.disk_bytes
+        self.settle(reservation)
+        if not self.reservations:
+            # Fractions of cores do not add up exactly: an empty host is empty.
+            self.promised_cpus = 0.0
+
+    def settle(self, reservation: Reservation) -> None:
+        """A report has seen it: it is no longer counted on top of what is measured."""
+        if self.fresh.pop(reservation.ticket, None) is None:
+            return
+        self.fresh_cpus -= reservation.demand.cpus
+        self.fresh_memory_bytes -= reservation.demand.memory_bytes
+        self.fresh_disk_bytes -= reservation.demand.disk_bytes
+        if not self.fresh:
+            self.fresh_cpus = 0.0
+
+    def begin_fetch(self, image: str, image_bytes: int, now_s: float) -> None:
+        """An image is on its way, behind those that already are."""
+        duration_s = image_bytes / self.capacity.network_bytes_per_s
+        self.network_free_s = max(now_s, self.network_free_s) + duration_s
+        self.images[image] = self.network_free_s
+        self.fetching[image] = image_bytes
+
+    def end_fetch(self, image: str, now_s: float) -> None:
+        """An image has arrived, or will not: corrects the estimate for those behind it."""
+        if self.fetching.pop(image, None) is not None:
+            left_s = sum(self.fetching.values()) / self.capacity.network_bytes_per_s
+            self.network_free_s = now_s + left_s
+
+
+_LEARNING_RATE = 0.05
+_LEAST_PROMISED = 0.05
+_LEAST_USE = 0.05
+_ROUNDING = 1e-9
+_FULL = 1.0 + _ROUNDING
+"""A host is full when it has promised all it has; the rounding of sums must not refuse the last one."""

@@ -1,0 +1,175 @@
+"""The fleet's books: which hosts there are, which sandbox lives where, who holds a handle of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from etude.errors import ConfigError
+from etude.sandbox.errors import SandboxLostError, SandboxMissingError, SnapshotError
+from etude.sandbox.fleet.host import FleetHost, HostSpec
+from etude.sandbox.fleet.hosts import Placement, Policy, Pressure
+from etude.sandbox.fleet.queue import PlacementQueue
+from etude.sandbox.fleet.sandbox import FleetSandbox, Owner
+from etude.sandbox.fleet.scheduler import Scheduler
+from etude.sandbox.interface import Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Deadlines and limits of a fleet, in seconds where not said otherwise."""
+
+    heartbeat_s: float = 1.0
+    heartbeat_timeout_s: float = 1.0
+    missed_heartbeats: int = 3
+    """In a row, until a host counts as dead."""
+    create_timeout_s: float = 60.0
+    """Of one attempt on one host."""
+    attempts: int = 3
+    """Hosts that are tried for one sandbox."""
+    queue_wait_s: float = 30.0
+    """How long a request waits for room."""
+    max_queued: int = 10_000
+    """Requests that wait at once; one more is refused."""
+    failures_to_suspend: int = 3
+    """Starts that fail in a row, until a host is left alone for a while: else a host that fails fast looks
+    empty and attracts everything."""
+    suspend_s: float = 10.0
+    image_bytes: int = 2_000_000_000
+    """What an image is taken to measure."""
+    policy: Policy = field(default_factory=Policy)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HostStatus:
+    """One host as the fleet sees it."""
+
+    name: str
+    alive: bool
+    draining: bool
+    pressure: Pressure
+    """As last reported."""
+    sandboxes: int
+    """Places taken, those in the making included."""
+    missed_heartbeats: int
+    last_error: str | None
+
+
+class Registry:
+    """Hosts, places and handles. What changes here serves the queue."""
+
+    def __init__(self, config: FleetConfig, clock: Callable[[], float], owner: Owner) -> None:
+        self.config = config
+        self.clock = clock
+        self.scheduler = Scheduler(policy=config.policy, seed=config.seed)
+        self.queue = PlacementQueue(self.scheduler, clock, config.queue_wait_s, config.max_queued)
+        self.hosts: dict[str, FleetHost] = {}
+        self._owner = owner
+        self._sandboxes: dict[str, FleetSandbox] = {}
+        self._ids: dict[tuple[str, str], str] = {}
+        """(host, id on that host) -> id of the fleet, for sandboxes of which somebody holds a handle."""
+
+    def add(self, name: str, spec: HostSpec) -> FleetHost:
+        """One more host. Raises ConfigError for a name that is taken or no name."""
+        if not name or ":" in name:
+            raise ConfigError(
+                "a host's name is not empty and has no colon", field="hosts", received=name, fix="rename it"
+            )
+        self.scheduler.add_host(name, spec.capacity)
+        host = FleetHost(name, spec)
+        self.hosts[name] = host
+        return host
+
+    def mark_dead(self, name: str, reason: str) -> list[str]:
+        """The host is gone: ids of the sandboxes lost with it. Also for who knows before the heartbeats."""
+        lost = self.scheduler.mark_dead(name)
+        host = self.host(name)
+        host.die(reason)
+        for sandbox_id in lost.sandboxes:
+            sandbox = self._sandboxes.get(sandbox_id)
+            if sandbox is not None:
+                sandbox.end(host.lost(sandbox_id))
+                self.drop_handle(sandbox)
+        return list(lost.sandboxes)
+
+    def status(self) -> list[HostStatus]:
+        """Every host as it is known now."""
+        rows: list[HostStatus] = []
+        for host in self.hosts.values():
+            state = self.scheduler.hosts[host.name]
+            rows.append(
+                HostStatus(
+                    host.name,
+                    state.alive,
+                    state.draining,
+                    state.live,
+                    len(state.reservations),
+                    host.missed,
+                    host.last_error,
+                )
+            )
+        return rows
+
+    def forget(self, sandbox: FleetSandbox) -> None:
+        """A sandbox has ended: its place is free."""
+        self.drop_handle(sandbox)
+        self.scheduler.release(sandbox.id)
+        self.queue.pump()
+
+    def wrap(self, host: FleetHost, inner: Sandbox, sandbox_id: str | None = None) -> FleetSandbox:
+        """A handle for a sandbox whose place is confirmed."""
+        sandbox_id = sandbox_id or self.id_of(host, inner.id)
+        sandbox = FleetSandbox(self._owner, sandbox_id, host, inner)
+        self._sandboxes[sandbox_id] = sandbox
+        self._ids[host.name, inner.id] = sandbox_id
+        return sandbox
+
+    def moved(self, sandbox: FleetSandbox, before: tuple[str, str], placement: Placement) -> None:
+        """A sandbox lives elsewhere now: `before` was (host, id on that host)."""
+        self._ids.pop(before, None)
+        self._ids[sandbox.host.name, sandbox.inner.id] = sandbox.id
+        self.scheduler.move(sandbox.id, placement, self.clock())
+        self.queue.pump()
+
+    def handle(self, sandbox_id: str) -> FleetSandbox | None:
+        """The handle of a sandbox, if somebody holds one."""
+        return self._sandboxes.get(sandbox_id)
+
+    def drop_handle(self, sandbox: FleetSandbox) -> None:
+        """Nobody finds the sandbox by its id any more."""
+        self._sandboxes.pop(sandbox.id, None)
+        self._ids.pop((sandbox.host.name, sandbox.inner.id), None)
+
+    def id_of(self, host: FleetHost, inner_id: str) -> str:
+        """The fleet's id of a sandbox that a host calls `inner_id`."""
+        return self._ids.get((host.name, inner_id), f"{host.name}:{inner_id}")
+
+    def host(self, name: str) -> FleetHost:
+        """A host by name, dead or alive. Raises ConfigError."""
+        host = self.hosts.get(name)
+        if host is None:
+            raise ConfigError("no such host", field="host", received=name, fix=f"one of {list(self.hosts)}")
+        return host
+
+    def locate(self, sandbox_id: str) -> tuple[FleetHost, str]:
+        """(host, id there) of a sandbox that has not moved. Raises SandboxMissingError, SandboxLostError."""
+        name, _, inner_id = sandbox_id.partition(":")
+        host = self.hosts.get(name)
+        if host is None or not inner_id:
+            raise SandboxMissingError("no such sandbox", field="sandbox", received=sandbox_id)
+        if host.is_dead:
+            raise host.lost(sandbox_id)
+        return host, inner_id
+
+    def locate_snapshot(self, snapshot: str) -> tuple[str, str]:
+        """(host, id there) of a snapshot. Raises SnapshotError, SandboxLostError."""
+        name, _, inner_id = snapshot.partition(":")
+        host = self.hosts.get(name)
+        if host is None or not inner_id:
+            raise SnapshotError("no such snapshot", field="snapshot", received=snapshot)
+        if host.is_dead:
+            raise SandboxLostError(
+                "the host that holds the snapshot is dead", field="snapshot", received=snapshot
+            )
+        return name, inner_id

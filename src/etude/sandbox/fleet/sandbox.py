@@ -1,0 +1,287 @@
+"""A sandbox of the fleet: the sandbox of a host, wherever it lives now.
+
+Its id stays when it moves to another host. Each call waits while it moves, and ends with SandboxLostError
+as soon as its host is known to be dead, calls in flight included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from etude.errors import SandboxError
+from etude.sandbox.errors import SandboxLostError, SandboxMissingError
+from etude.sandbox.fleet.host import FleetHost, Undo
+from etude.sandbox.interface import Command, OnOutput, Sandbox, SandboxBackend
+from etude.sandbox.types import (
+    CommandResult,
+    FileInfo,
+    GrepMatch,
+    ProbeReport,
+    ProcessInfo,
+    SandboxInfo,
+    SnapshotInfo,
+    SnapshotKind,
+    TestReport,
+)
+
+Result = TypeVar("Result")
+Operation = Callable[[Sandbox], Coroutine[Any, Any, Result]]
+
+
+class Owner(Protocol):
+    """What a sandbox needs of its fleet."""
+
+    def forget(self, sandbox: FleetSandbox) -> None:
+        """It has ended: its place is free."""
+        ...
+
+    async def fork(self, sandbox: FleetSandbox, count: int) -> list[Sandbox | SandboxError]: ...
+
+
+class FleetSandbox:
+    """`Sandbox` on a host that may change."""
+
+    def __init__(self, owner: Owner, sandbox_id: str, host: FleetHost, inner: Sandbox) -> None:
+        self.id = sandbox_id
+        self.host = host
+        self.inner = inner
+        self.files = FleetFiles(self)
+        self.commands = FleetCommands(self)
+        self._owner = owner
+        self._gone: SandboxError | None = None
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    async def call(self, operation: Operation[Result], undo: Undo | None = None) -> Result:
+        """One operation on the sandbox where it lives. Raises SandboxLostError once its host is dead."""
+        await self._settled.wait()
+        if self._gone is not None:
+            raise self._gone
+        self._in_flight += 1
+        self._idle.clear()
+        try:
+            return await self.host.call(operation(self.inner), undo)
+        except (SandboxLostError, SandboxMissingError) as error:
+            self.end(error)
+            self._owner.forget(self)
+            raise
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+
+    def end(self, reason: SandboxError) -> None:
+        """Every later call raises `reason`; those that wait for a move, too."""
+        self._gone = self._gone or reason
+        self._settled.set()
+
+    async def relocate(self, target: FleetHost, grace_s: float) -> None:
+        """Moves to another host. Calls in flight may end within `grace_s`; later ones wait.
+
+        Raises what the migration raises; the sandbox is then where it was.
+        """
+        if not self._settled.is_set():
+            raise SandboxError("the sandbox is moving already", field="sandbox", received=self.id)
+        self._settled.clear()
+        try:
+            idle = asyncio.ensure_future(self._idle.wait())
+            await asyncio.wait((idle,), timeout=grace_s)
+            idle.cancel()
+            if self._gone is not None:
+                raise self._gone
+            inner = await self.host.call(self.inner.migrate(target.backend), _kill)
+            self.host, self.inner = target, inner
+        finally:
+            self._settled.set()
+
+    def rebind(self, inner: Sandbox) -> None:
+        """The same sandbox by a new handle of the same host."""
+        self.inner = inner
+
+    async def get_info(self) -> SandboxInfo:
+        return replace(await self.call(lambda s: s.get_info()), id=self.id)
+
+    async def set_timeout(self, timeout_s: float | None) -> None:
+        await self.call(lambda s: s.set_timeout(timeout_s))
+
+    async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
+        return await self.call(lambda s: s.create_session(cwd, env))
+
+    async def run_in_session(
+        self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
+    ) -> CommandResult:
+        return await self.call(lambda s: s.run_in_session(session, cmd, timeout_s, limit_bytes))
+
+    async def close_session(self, session: str) -> None:
+        await self.call(lambda s: s.close_session(session))
+
+    async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
+        return await self.call(lambda s: s.run_tests(paths, timeout_s))
+
+    async def run_probes(self, paths: Sequence[str], timeout_s: float = 2.0) -> ProbeReport:
+        return await self.call(lambda s: s.run_probes(paths, timeout_s))
+
+    async def diff(self) -> Mapping[str, bytes | None]:
+        return await self.call(lambda s: s.diff())
+
+    async def final_diff(self) -> Mapping[str, bytes | None]:
+        return await self.call(lambda s: s.final_diff())
+
+    async def pause(self, mode: SnapshotKind = "full") -> None:
+        """Its place stays reserved, so that it can wake up where it is."""
+        await self.call(lambda s: s.pause(mode))
+
+    async def resume(self) -> None:
+        await self.call(lambda s: s.resume())
+
+    async def create_snapshot(
+        self, kind: SnapshotKind | None = None, name: str | None = None
+    ) -> SnapshotInfo:
+        """The snapshot lies on the sandbox's host, and is restored there."""
+        info = await self.call(lambda s: s.create_snapshot(kind, name))
+        return replace(info, id=f"{self.host.name}:{info.id}", sandbox_id=self.id)
+
+    async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
+        """Copies: on the same host while there is room, then migrated to others."""
+        return await self._owner.fork(self, count)
+
+    async def migrate(self, target: SandboxBackend) -> Sandbox:
+        """Moves it out of the fleet, to a backend that the caller names."""
+        moved = await self.call(lambda s: s.migrate(target), _kill)
+        self.end(SandboxMissingError("the sandbox left the fleet", field="sandbox", received=self.id))
+        self._owner.forget(self)
+        return moved
+
+    async def kill(self) -> None:
+        """Idempotent, also when its host is dead: there is nothing left to kill then."""
+        if self._gone is not None:
+            return
+        try:
+            await self.call(lambda s: s.kill())
+        except (SandboxLostError, SandboxMissingError):
+            return
+        self.end(SandboxMissingError("the sandbox was killed", field="sandbox", received=self.id))
+        self._owner.forget(self)
+
+
+class FleetFiles:
+    """`Files` of a fleet's sandbox."""
+
+    def __init__(self, sandbox: FleetSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:
+        return await self._sandbox.call(lambda s: s.files.read(path, limit_bytes))
+
+    async def write(self, path: str, data: str | bytes) -> None:
+        await self._sandbox.call(lambda s: s.files.write(path, data))
+
+    async def write_many(self, files: Mapping[str, str | bytes]) -> None:
+        await self._sandbox.call(lambda s: s.files.write_many(files))
+
+    async def list(self, path: str = ".", depth: int = 1) -> list[FileInfo]:
+        return await self._sandbox.call(lambda s: s.files.list(path, depth))
+
+    async def remove(self, path: str) -> None:
+        await self._sandbox.call(lambda s: s.files.remove(path))
+
+    async def grep(self, pattern: str, path: str = ".", limit: int = 50) -> list[GrepMatch]:
+        return await self._sandbox.call(lambda s: s.files.grep(pattern, path, limit))
+
+    async def upload(self, source: Path, path: str) -> int:
+        return await self._sandbox.call(lambda s: s.files.upload(source, path))
+
+    async def download(self, path: str, target: Path) -> int:
+        return await self._sandbox.call(lambda s: s.files.download(path, target))
+
+
+class FleetCommands:
+    """`Commands` of a fleet's sandbox."""
+
+    def __init__(self, sandbox: FleetSandbox) -> None:
+        self._sandbox = sandbox
+
+    async def run(
+        self,
+        cmd: str,
+        timeout_s: float = 30.0,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limit_bytes: int = 64 << 10,
+        stdin: str | bytes | None = None,
+        on_output: OnOutput | None = None,
+    ) -> CommandResult:
+        return await self._sandbox.call(
+            lambda s: s.commands.run(cmd, timeout_s, env, cwd, limit_bytes, stdin, on_output)
+        )
+
+    async def start(
+        self,
+        cmd: str,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limit_bytes: int = 64 << 10,
+        on_output: OnOutput | None = None,
+    ) -> Command:
+        command = await self._sandbox.call(
+            lambda s: s.commands.start(cmd, timeout_s, env, cwd, limit_bytes, on_output)
+        )
+        return FleetCommand(self._sandbox, command)
+
+    async def list(self) -> list[ProcessInfo]:
+        return await self._sandbox.call(lambda s: s.commands.list())
+
+    async def connect(self, pid: int) -> Command:
+        return FleetCommand(self._sandbox, await self._sandbox.call(lambda s: s.commands.connect(pid)))
+
+    async def send_stdin(self, pid: int, data: str | bytes) -> None:
+        await self._sandbox.call(lambda s: s.commands.send_stdin(pid, data))
+
+    async def kill(self, pid: int) -> bool:
+        return await self._sandbox.call(lambda s: s.commands.kill(pid))
+
+
+class FleetCommand:
+    """`Command` of a fleet's sandbox; found again by its process id after a move."""
+
+    def __init__(self, sandbox: FleetSandbox, command: Command) -> None:
+        self.pid = command.pid
+        self._sandbox = sandbox
+        self._command = command
+        self._home = sandbox.inner
+
+    async def wait(self, timeout_s: float | None = None) -> CommandResult:
+        async def operation(inner: Sandbox) -> CommandResult:
+            return await (await self._find(inner)).wait(timeout_s)
+
+        return await self._sandbox.call(operation)
+
+    async def send_stdin(self, data: str | bytes, close: bool = False) -> None:
+        async def operation(inner: Sandbox) -> None:
+            await (await self._find(inner)).send_stdin(data, close)
+
+        await self._sandbox.call(operation)
+
+    async def kill(self) -> bool:
+        async def operation(inner: Sandbox) -> bool:
+            return await (await self._find(inner)).kill()
+
+        return await self._sandbox.call(operation)
+
+    async def _find(self, inner: Sandbox) -> Command:
+        if inner is not self._home:
+            self._command = await inner.commands.connect(self.pid)
+            self._home = inner
+        return self._command
+
+
+async def _kill(sandbox: Sandbox) -> None:
+    await sandbox.kill()

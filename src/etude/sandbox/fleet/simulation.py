@@ -1,0 +1,273 @@
+"""A burst of sandboxes on simulated hosts, placed by the real scheduler.
+
+A discrete-event simulation: virtual clock, fair sharing of networks, one serial control plane. A start goes
+
+    request -> control plane (`Scheduler.place`) -> host -> image there? else fetch -> create slot -> running
+
+and all of it is repeated for what was lost with a host, once missed heartbeats have shown its death: until
+then the scheduler goes on sending starts there, as a real one would. Given the same scenario the
+outcome is the same, real times excepted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import statistics
+import time
+from collections import deque
+
+from etude.sandbox.errors import CapacityError
+from etude.sandbox.fleet.flows import Transfers, VirtualClock
+from etude.sandbox.fleet.hosts import Request
+from etude.sandbox.fleet.scenario import Outcome, Scenario
+from etude.sandbox.fleet.scheduler import Scheduler
+from etude.sandbox.fleet.simulated_host import SimulatedHost, Start
+from etude.sandbox.fleet.sources import ImageSources
+
+
+def simulate(scenario: Scenario) -> Outcome:
+    """Runs one burst to its end. Raises CapacityError if it cannot end."""
+    return _Burst(scenario).run()
+
+
+class _Burst:
+    """State of one run."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.clock = VirtualClock()
+        self.random = random.Random(scenario.seed)
+        self.hosts = {
+            f"host-{n:04d}": SimulatedHost(f"host-{n:04d}", scenario) for n in range(scenario.num_hosts)
+        }
+        capacities = dict.fromkeys(self.hosts, scenario.capacity)
+        self.scheduler = Scheduler(capacities, scenario.policy, scenario.seed)
+        self.sources = ImageSources(scenario, Transfers(self.clock), self._arrived)
+        self.starts = [Start(image) for image in self._draw_images()]
+        self.pending = deque(self.starts)
+        """Not placed yet, in order."""
+        self.dispatching = False
+        self.sent: dict[int, Start] = {}
+        """Ticket -> start, running ones included."""
+        self.num_running = 0
+        self.num_placements = 0
+        self.scheduler_s = 0.0
+        self.cold_images = {start.image for start in self.starts}
+        """Asked for, and on no host when the burst begins."""
+        self.burst_s = 0.0
+        self.fetches = 0
+        self.evictions = 0
+        self.whole_s = 0.0
+        self.died_s = 0.0
+        self.deaths_to_come = scenario.num_deaths
+        """Hosts that will die, or have died unnoticed."""
+        self.lost: list[Start] = []
+
+    def run(self) -> Outcome:
+        """The burst, from the requests until all run and all images are whole."""
+        scenario = self.scenario
+        if scenario.warm or scenario.prewarm_bytes:
+            self._warm()
+        for number, host in enumerate(self.hosts.values()):
+            offset_s = scenario.latencies.heartbeat_s * number / scenario.num_hosts
+            self.clock.at(offset_s, lambda host=host: self._beat(host))
+        if scenario.num_deaths:
+            self.clock.at(scenario.death_at_s, self._die)
+        self._dispatch_soon()
+        self.clock.run(self._is_over)
+        return self._outcome()
+
+    def _is_over(self) -> bool:
+        if self.clock.now_s > self.scenario.limit_s:
+            raise CapacityError(
+                "the simulated burst does not end",
+                field="num_sandboxes",
+                received=f"{self.num_running} of {self.scenario.num_sandboxes} running",
+                fix="give the hosts more room, or the policy more overcommit",
+            )
+        if self.num_running < self.scenario.num_sandboxes:
+            return False
+        busy = any(host.background_flow or host.background for host in self.hosts.values() if host.alive)
+        return not self.deaths_to_come and not busy
+
+    def _draw_images(self) -> list[str]:
+        scenario = self.scenario
+        weights = itertools.accumulate(n**-scenario.zipf for n in range(1, scenario.num_images + 1))
+        names = [f"image-{n:05d}" for n in range(scenario.num_images)]
+        return self.random.choices(names, cum_weights=list(weights), k=scenario.num_sandboxes)
+
+    def _warm(self) -> None:
+        if self.scenario.warm:
+            images = sorted({start.image for start in self.starts})
+            pairs = [(host, image) for image in images for host in self.hosts]
+        else:
+            for image in self._draw_images():
+                self.scheduler.popularity.add(image, self.scenario.image_bytes, 0.0)
+            pairs = self.scheduler.prewarm(self.scenario.prewarm_bytes, 0.0)
+        for name, image in pairs:
+            host = self.hosts[name]
+            host.cache.add(image, self.scenario.image_bytes)
+            self.sources.hold(host, image)
+            self.scheduler.image_ready(name, image, 0.0)
+            self.cold_images.discard(image)
+
+    # The control plane: one request after the other.
+
+    def _dispatch_soon(self) -> None:
+        if not self.dispatching and self.pending:
+            self.dispatching = True
+            self.clock.after(self.scenario.latencies.dispatch_s, self._dispatch)
+
+    def _dispatch(self) -> None:
+        self.dispatching = False
+        start = self.pending[0]
+        # All bytes count, also where a part is enough to start: the rest takes the network's time too.
+        request = Request(self.scenario.demand, start.image, self.scenario.image_bytes)
+        began = time.perf_counter()
+        placement = self.scheduler.place(request, self.clock.now_s)
+        self.scheduler_s += time.perf_counter() - began
+        self.num_placements += 1
+        if placement is None:
+            # Full: the next report of a host tries again.
+            return
+        self.pending.popleft()
+        start.ticket = placement.ticket
+        self.sent[placement.ticket] = start
+        host = self.hosts[placement.host]
+        self.clock.after(self._rpc(), lambda: self._receive(host, start, placement.ticket))
+        self._dispatch_soon()
+
+    def _beat(self, host: SimulatedHost) -> None:
+        if not host.alive:
+            return
+        host.last_beat_s = self.clock.now_s
+        self.scheduler.report(host.name, host.pressure(), self.clock.now_s)
+        self._dispatch_soon()
+        self.clock.after(self.scenario.latencies.heartbeat_s, lambda: self._beat(host))
+
+    def _running(self, host: SimulatedHost, start: Start, ticket: int) -> None:
+        """The host's answer has arrived. One from a host that died since says what was true."""
+        if start.ticket != ticket:
+            return
+        self.scheduler.confirm(ticket, str(ticket), self.clock.now_s)
+        start.running, start.done_s = True, self.clock.now_s
+        self.num_running += 1
+        if self.num_running == self.scenario.num_sandboxes:
+            self.burst_s = self.clock.now_s
+
+    # The hosts.
+
+    def _receive(self, host: SimulatedHost, start: Start, ticket: int) -> None:
+        if not host.alive:
+            return
+        image = start.image
+        host.cache.use(image)
+        if image in host.cache:
+            self._create(host, start, ticket)
+            return
+        host.waiting.setdefault(image, []).append(start)
+        if image not in host.active:
+            host.queue[image] = None
+            self._fetch(host)
+
+    def _fetch(self, host: SimulatedHost) -> None:
+        while (image := host.next_fetch()) is not None:
+            self.sources.fetch(host, image)
+
+    def _arrived(self, host: SimulatedHost, image: str, is_whole: bool) -> None:
+        """An image is on the host: enough of it to start, or all."""
+        now_s = self.clock.now_s
+        if is_whole:
+            self.whole_s = now_s
+        if image in host.active:
+            del host.active[image]
+            self.fetches += 1
+            for old in host.cache.add(image, self.scenario.image_bytes):
+                self.evictions += 1
+                host.whole.discard(old)
+                self.sources.forget(host, old)
+                self.scheduler.image_dropped(host.name, old, now_s)
+            self.scheduler.image_ready(host.name, image, now_s)
+            for start in host.waiting.pop(image, []):
+                self._create(host, start, start.ticket)
+        self._fetch(host)
+
+    def _create(self, host: SimulatedHost, start: Start, ticket: int) -> None:
+        duration_s = self.scenario.latencies.create.sample(self.random)
+        end_s = host.begin_create(self.clock.now_s, duration_s)
+        self.clock.at(end_s, lambda: self._created(host, start, ticket))
+
+    def _created(self, host: SimulatedHost, start: Start, ticket: int) -> None:
+        if host.alive:
+            host.run(self.random)
+            self.clock.after(self._rpc(), lambda: self._running(host, start, ticket))
+
+    # Death.
+
+    def _die(self) -> None:
+        latencies = self.scenario.latencies
+        self.died_s = self.clock.now_s
+        for host in self.random.sample(list(self.hosts.values()), self.scenario.num_deaths):
+            host.alive = False
+            self.sources.host_died(host)
+            # The last of the missed heartbeats is missed when its own deadline is over.
+            noticed_s = host.last_beat_s + (latencies.missed_heartbeats + 1) * latencies.heartbeat_s
+            self.clock.at(noticed_s, lambda host=host: self._notice(host))
+
+    def _notice(self, host: SimulatedHost) -> None:
+        self.deaths_to_come -= 1
+        lost = self.scheduler.mark_dead(host.name)
+        for ticket in (*map(int, lost.sandboxes), *lost.tickets):
+            start = self.sent.pop(ticket)
+            if start.running:
+                start.running, start.asked_s = False, self.clock.now_s
+                self.num_running -= 1
+            start.ticket = 0
+            self.lost.append(start)
+            self.pending.append(start)
+        self._dispatch_soon()
+
+    def _rpc(self) -> float:
+        return self.scenario.latencies.rpc.sample(self.random)
+
+    # Figures.
+
+    def _outcome(self) -> Outcome:
+        waits = [start.done_s - start.asked_s for start in self.starts]
+        cuts = statistics.quantiles(waits, n=100, method="inclusive")
+        living = [host for host in self.hosts.values() if host.alive]
+        worst = [host.pressure().worst for host in living]
+        promised = [self.scheduler.hosts[host.name].promised_memory_bytes for host in living]
+        recovered_s = max((start.done_s for start in self.lost), default=self.died_s)
+        return Outcome(
+            burst_s=self.burst_s,
+            start_p50_s=cuts[49],
+            start_p99_s=cuts[98],
+            pressure_mean=statistics.fmean(worst),
+            pressure_spread=max(worst) - min(worst),
+            promised_spread=(max(promised) - min(promised)) / self.scenario.capacity.memory_bytes,
+            distinct_images=len({start.image for start in self.starts}),
+            fetches=self.fetches,
+            fetches_from_peers=self.sources.num_from_peers,
+            evictions=self.evictions,
+            whole_s=self.whole_s,
+            lost=len(self.lost),
+            recover_s=recovered_s - self.died_s,
+            bounds_s=self._bounds(),
+            num_placements=self.num_placements,
+            scheduler_s=self.scheduler_s,
+        )
+
+    def _bounds(self) -> dict[str, float]:
+        """What each resource alone would take at best, each image that no host has fetched once."""
+        scenario, latencies = self.scenario, self.scenario.latencies
+        needed = len(self.cold_images) * scenario.image_bytes * scenario.needed_fraction
+        speed = scenario.capacity.network_bytes_per_s
+        slots = scenario.num_hosts * min(scenario.create_slots, scenario.capacity.cpus)
+        return {
+            "host networks": needed / (scenario.num_hosts * speed),
+            "image store": needed / scenario.store_bytes_per_s,
+            "control plane": scenario.num_sandboxes * latencies.dispatch_s,
+            "starts": scenario.num_sandboxes * latencies.create.mean_s / slots,
+        }
