@@ -1,4 +1,4 @@
-"""The command line: `etude train`, `eval`, `agent`, `trajectory`, `tasks`, `report`, `config`, `doctor`.
+"""The command line: `etude train`, `eval`, `agent`, `trajectory`, `tasks`, `config`, `sandbox`, ...
 
 Heavy libraries are imported inside the command functions, so that `--help` answers at once.
 """

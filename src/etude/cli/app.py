@@ -13,6 +13,7 @@ from etude.cli.doctor import doctor_command
 from etude.cli.evaluate import eval_command
 from etude.cli.exits import ErrorReportingGroup
 from etude.cli.report import report_command
+from etude.cli.sandbox import sandbox_app
 from etude.cli.tasks import tasks_app
 from etude.cli.train import train_command
 from etude.cli.trajectory import trajectory_app
@@ -34,6 +35,7 @@ app.command("doctor")(doctor_command)
 app.add_typer(trajectory_app)
 app.add_typer(tasks_app)
 app.add_typer(config_app)
+app.add_typer(sandbox_app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,10 +22,12 @@ from etude.cli.sandbox_options import (
     JsonOption,
     MemoryOption,
     StateOption,
+    exit_code,
     joined,
     make_network,
     make_resources,
     make_template,
+    pass_on,
     run,
 )
 from etude.cli.sandbox_server import add_server_commands
@@ -59,18 +60,15 @@ def run_command(
         opened = open_backend(backend, state)
         try:
             template = make_template(directory, image, state)
-            sandbox = await opened.create(
-                template, make_resources(memory_mb, disk_mb), make_network(allow)
-            )
-            result = await sandbox.commands.run(joined(command), timeout_s, on_output=_pass_on)
+            sandbox = await opened.create(template, make_resources(memory_mb, disk_mb), make_network(allow))
+            result = await sandbox.commands.run(joined(command), timeout_s, on_output=pass_on)
             if save is not None:
                 await sandbox.files.download(".", save)
         finally:
             await opened.close()
         if result.timed_out:
             error_console().print(f"ended at the timeout of {timeout_s:g} s", markup=False)
-            return 124
-        return result.exit_code if result.exit_code >= 0 else 128 - result.exit_code
+        return exit_code(result)
 
     raise typer.Exit(run(work()))
 
@@ -102,12 +100,6 @@ def _print_findings(findings: list[Any]) -> None:
     for finding in findings:
         for problem in finding.problems:
             console.print(Text.assemble((f"{finding.backend}: ", "bold"), problem), soft_wrap=True)
-
-
-def _pass_on(stream: int, data: bytes) -> None:
-    target = sys.stdout if stream == 1 else sys.stderr
-    target.buffer.write(data)
-    target.buffer.flush()
 
 
 sandbox_app.add_typer(image_app)

@@ -121,7 +121,9 @@ async def _build_image(
     say = error_console()
     try:
         runner = SandboxRunner(backend, network=Network(tuple(allow or ())))
-        builder = Builder(store, runner, DebianBases(store), on_step=lambda step: say.print(step, markup=False))
+        builder = Builder(
+            store, runner, DebianBases(store), on_step=lambda step: say.print(step, markup=False)
+        )
         build = await builder.build(context, name)
     finally:
         await backend.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -13,11 +15,13 @@ from etude.errors import UserError
 
 if TYPE_CHECKING:
     from etude.sandbox.template import Template
-    from etude.sandbox.types import Network, Resources
+    from etude.sandbox.types import CommandResult, Network, Resources
 
 Result = TypeVar("Result")
 
-BackendOption = Annotated[str, typer.Option("--backend", help="local, gvisor, vm, docker, podman, firecracker.")]
+BackendOption = Annotated[
+    str, typer.Option("--backend", help="local, gvisor, vm, docker, podman, firecracker.")
+]
 DirectoryOption = Annotated[
     Path | None, typer.Option("--dir", help="Directory whose files the workspace starts with (copied).")
 ]
@@ -74,11 +78,25 @@ def make_network(allow: list[str] | None) -> Network:
 
 def joined(words: list[str]) -> str:
     """The words of a command line as one shell command. Raises UserError for none."""
-    import shlex
-
+    if words[:1] == ["--"]:
+        words = words[1:]
     if not words:
         raise UserError("no command", field="CMD", received="", fix="name one, for example: -- ls -l")
     return words[0] if len(words) == 1 else shlex.join(words)
+
+
+def pass_on(stream: int, data: bytes) -> None:
+    """Output of a command, as it comes."""
+    target = sys.stdout if stream == 1 else sys.stderr
+    target.buffer.write(data)
+    target.buffer.flush()
+
+
+def exit_code(result: CommandResult) -> int:
+    """What the process exits with after a command: its code, 128 + the signal, or 124 at the timeout."""
+    if result.timed_out:
+        return 124
+    return result.exit_code if result.exit_code >= 0 else 128 - result.exit_code
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:

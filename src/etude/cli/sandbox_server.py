@@ -1,0 +1,380 @@
+"""`etude sandbox serve` and the commands that talk to it: create, list, exec, fork, pause, and so on.
+
+A server notes its address in `server.json` of the state directory, so that the others find it by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from etude.cli.exits import error_console
+from etude.cli.output import output_console, print_json
+from etude.cli.sandbox_options import (
+    AllowOption,
+    DirectoryOption,
+    DiskOption,
+    ImageOption,
+    JsonOption,
+    MemoryOption,
+    StateOption,
+    exit_code,
+    joined,
+    make_network,
+    make_resources,
+    make_template,
+    pass_on,
+    run,
+)
+from etude.errors import SandboxError, UserError
+
+if TYPE_CHECKING:
+    from etude.sandbox.interface import Sandbox
+    from etude.sandbox.remote import RemoteBackend
+    from etude.sandbox.types import Capabilities, SnapshotKind
+
+Result = TypeVar("Result")
+
+NOTE = "server.json"
+ServerOption = Annotated[
+    str | None, typer.Option("--server", help="Address of a server; else the one that runs on this machine.")
+]
+TokenOption = Annotated[Path | None, typer.Option("--token-file", help="File with the server's token.")]
+IdArgument = Annotated[str, typer.Argument(metavar="SANDBOX", help="Id of the sandbox.")]
+
+
+def add_server_commands(app: typer.Typer) -> None:
+    """Adds the commands of this file to `etude sandbox`."""
+    app.command("serve")(serve_command)
+    app.command("create")(create_command)
+    app.command("list")(list_command)
+    app.command("exec", context_settings={"allow_interspersed_args": False})(exec_command)
+    app.command("fork")(fork_command)
+    app.command("pause")(pause_command)
+    app.command("resume")(resume_command)
+    app.command("snapshot")(snapshot_command)
+    app.command("snapshots")(snapshots_command)
+    app.command("migrate")(migrate_command)
+    app.command("kill")(kill_command)
+
+
+def serve_command(
+    backends: Annotated[
+        list[str] | None, typer.Option("--backend", help="Repeatable; the first is the default.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to bind to; others than loopback need TLS or trust.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8642,
+    max_live: Annotated[int, typer.Option(min=1, help="Sandboxes at once, of each backend.")] = 256,
+    token_file: TokenOption = None,
+    peers: Annotated[
+        list[str] | None, typer.Option("--peer", help="Server to which sandboxes may be moved; repeatable.")
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
+    state: StateOption = None,
+) -> None:
+    """Serve sandboxes to other processes and hosts, until SIGTERM."""
+    from etude.sandbox.backends import open_backend
+    from etude.sandbox.machine_backend import default_state_directory
+    from etude.sandbox.pool import PooledBackend
+    from etude.sandbox.server import read_token, serve
+
+    root = state or default_state_directory()
+    root.mkdir(parents=True, exist_ok=True)
+    token_path = token_file or root / "server-token"
+    token = read_token(token_path)
+    opened = {name: PooledBackend(open_backend(name, state), max_live) for name in backends or ["local"]}
+    scheme = "https" if certificate else "http"
+    note = root / NOTE
+    note.write_text(json.dumps({"url": f"{scheme}://{host}:{port}", "token_file": str(token_path)}))
+    try:
+        serve(
+            opened,
+            host=host,
+            port=port,
+            token=token,
+            peers=tuple(peers or ()),
+            certificate=certificate,
+            key=key,
+        )
+    finally:
+        note.unlink(missing_ok=True)
+
+
+def create_command(
+    backend: Annotated[str | None, typer.Option("--backend", help="Which of the server's.")] = None,
+    directory: DirectoryOption = None,
+    image: ImageOption = None,
+    snapshot: Annotated[str | None, typer.Option("--snapshot", help="Continue this snapshot.")] = None,
+    allow: AllowOption = None,
+    memory_mb: MemoryOption = 512,
+    disk_mb: DiskOption = 256,
+    timeout_s: Annotated[float | None, typer.Option("--timeout", help="Seconds until it is killed.")] = None,
+    server: ServerOption = None,
+    token_file: TokenOption = None,
+    state: StateOption = None,
+) -> None:
+    """Make a sandbox that lives on the server; print its id."""
+
+    async def work(remote: RemoteBackend) -> str:
+        if snapshot is not None:
+            return (await remote.create(snapshot=snapshot, timeout_s=timeout_s)).id
+        template = make_template(directory, image, state)
+        resources = make_resources(memory_mb, disk_mb)
+        return (await remote.create(template, resources, make_network(allow), timeout_s)).id
+
+    typer.echo(_on_server(work, server, token_file, state, backend))
+
+
+def list_command(
+    as_json: JsonOption = False,
+    backend: Annotated[str | None, typer.Option("--backend", help="Which of the server's.")] = None,
+    server: ServerOption = None,
+    token_file: TokenOption = None,
+    state: StateOption = None,
+) -> None:
+    """List the sandboxes that live on the server."""
+
+    async def work(remote: RemoteBackend) -> list[Any]:
+        return await remote.list()
+
+    infos = _on_server(work, server, token_file, state, backend)
+    if as_json:
+        print_json([asdict(info) for info in infos])
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("id", "backend", "state", "template", "parent"):
+        table.add_column(name)
+    for info in infos:
+        table.add_row(
+            *(Text(value) for value in (info.id, info.backend, info.state, info.template, info.parent or ""))
+        )
+    output_console().print(table)
+
+
+def exec_command(
+    sandbox: IdArgument,
+    command: Annotated[list[str], typer.Argument(help="Command; what follows -- is taken as it is.")],
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds.")] = 600.0,
+    server: ServerOption = None,
+    token_file: TokenOption = None,
+    state: StateOption = None,
+) -> None:
+    """Run a command in a sandbox. Exits with the command's code (124 at the timeout)."""
+
+    async def work(found: Sandbox) -> int:
+        result = await found.commands.run(joined(command), timeout_s, on_output=pass_on)
+        return exit_code(result)
+
+    raise typer.Exit(_in_sandbox(work, sandbox, server, token_file, state))
+
+
+def fork_command(
+    sandbox: IdArgument,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="Copies.")] = 1,
+    server: ServerOption = None,
+    token_file: TokenOption = None,
+    state: StateOption = None,
+) -> None:
+    """Copy a sandbox as it is now; print the copies' ids. Exit code 3 if one could not be made."""
+
+    async def work(found: Sandbox) -> list[Sandbox | SandboxError]:
+        return await found.fork(count)
+
+    copies = _in_sandbox(work, sandbox, server, token_file, state)
+    for copy in copies:
+        if not isinstance(copy, SandboxError):
+            typer.echo(copy.id)
+    for copy in copies:
+        if isinstance(copy, SandboxError):
+            raise copy
+
+
+def pause_command(
+    sandbox: IdArgument,
+    mode: Annotated[
+        str | None,
+        typer.Option(help="full (memory and processes) or filesystem; else the most that the backend can."),
+    ] = None,
+    server: ServerOption = None,
+    token_file: TokenOption = None,
+    state: StateOption = None,
+) -> None:
+    """Put a sandbox to sleep on disk; say what was kept."""
+    if mode not in (None, "full", "filesystem"):
+        raise UserError("unknown mode", field="--mode", received=mode, fix="full or filesystem")
+
+    async def work(found: Sandbox) -> str:
+        info = await found.get_info()
+        able = (await _capabilities(info.backend, server, token_file, state)).pause
+        kind = cast("SnapshotKind", mode or ("full" if "full" in able else "filesystem"))
+        await found.pause(kind)
+        return kind
+
+    kept = _in_sandbox(work, sandbox, server, token_file, state)
+    error_console().print("kept: files" + (", memory and processes" if kept == "full" else " only"))
+
+
+async def _capabilities(
+    backend: str, server: str | None, token_file: Path | None, state: Path | None
+) -> Capabilities:
+    from etude.sandbox.remote import RemoteBackend
+
+    remote = RemoteBackend(*_find(server, token_file, state), backend)
+    try:
+        return await remote.hello()
+    finally:
+        await remote.disconnect()
+
+
+def resume_command(
+    sandbox: IdArgument,
+    server: ServerOption = None,
+    token_file: TokenOption = None,
+    state: StateOption = None,
+) -> None:
+    """Wake a sandbox. Using it wakes it, too."""
+    _in_sandbox(lambda found: found.resume(), sandbox, server, token_file, state)
+
+
+def snapshot_command(
+    sandbox: IdArgument,
+    name: Annotated[str | None, typer.Option(help="A name for people.")] = None,
+    server: ServerOption = None,
+    token_file: TokenOption = None,
+    state: StateOption = None,
+) -> None:
+    """Keep a durable copy of a sandbox; print its id. `create --snapshot` continues it."""
+    info = _in_sandbox(lambda found: found.create_snapshot(name=name), sandbox, server, token_file, state)
+    typer.echo(info.id)
+
+
+def snapshots_command(
+    as_json: JsonOption = False,
+    delete: Annotated[str | None, typer.Option("--delete", metavar="ID", help="Delete this one.")] = None,
+    server: ServerOption = None,
+    token_file: TokenOption = None,
+    state: StateOption = None,
+) -> None:
+    """List the snapshots on the server, or delete one."""
+
+    async def work(remote: RemoteBackend) -> list[Any]:
+        if delete is not None:
+            await remote.delete_snapshot(delete)
+            return []
+        return await remote.list_snapshots()
+
+    infos = _on_server(work, server, token_file, state)
+    if as_json:
+        print_json([asdict(info) for info in infos])
+        return
+    for info in infos:
+        typer.echo(f"{info.id}  {info.kind}  {info.size_bytes / 1e6:.1f} MB  {info.name or ''}".rstrip())
+
+
+def migrate_command(
+    sandbox: IdArgument,
+    target: Annotated[str, typer.Argument(help="Address of the other server (one of this server's peers).")],
+    target_token_file: Annotated[
+        Path | None, typer.Option("--target-token-file", help="File with the other server's token.")
+    ] = None,
+    server: ServerOption = None,
+    token_file: TokenOption = None,
+    state: StateOption = None,
+) -> None:
+    """Move a sandbox to another server; print its new id."""
+
+    async def work(found: Sandbox) -> str:
+        from etude.sandbox.remote import RemoteBackend
+
+        token = None if target_token_file is None else target_token_file.read_text().strip()
+        other = RemoteBackend(target, token)
+        try:
+            return (await found.migrate(other)).id
+        finally:
+            await other.disconnect()
+
+    typer.echo(_in_sandbox(work, sandbox, server, token_file, state))
+
+
+def kill_command(
+    sandbox: IdArgument,
+    server: ServerOption = None,
+    token_file: TokenOption = None,
+    state: StateOption = None,
+) -> None:
+    """End a sandbox."""
+    _in_sandbox(lambda found: found.kill(), sandbox, server, token_file, state)
+
+
+def _on_server(
+    work: Callable[[RemoteBackend], Awaitable[Result]],
+    server: str | None,
+    token_file: Path | None,
+    state: Path | None,
+    backend: str | None = None,
+) -> Result:
+    """Does something with a server, and lets what lives there live on."""
+    url, token = _find(server, token_file, state)
+
+    async def connected() -> Result:
+        from etude.sandbox.remote import RemoteBackend
+
+        remote = RemoteBackend(url, token, backend)
+        try:
+            return await work(remote)
+        finally:
+            await remote.disconnect()
+
+    return run(connected())
+
+
+def _in_sandbox(
+    work: Callable[[Sandbox], Awaitable[Result]],
+    sandbox: str,
+    server: str | None,
+    token_file: Path | None,
+    state: Path | None,
+) -> Result:
+    async def connected(remote: RemoteBackend) -> Result:
+        return await work(await remote.connect(sandbox))
+
+    return _on_server(connected, server, token_file, state)
+
+
+def _find(server: str | None, token_file: Path | None, state: Path | None) -> tuple[str, str | None]:
+    """(address, token). Raises UserError if no server is named and none runs here."""
+    from etude.sandbox.machine_backend import default_state_directory
+
+    if server is None:
+        note = (state or default_state_directory()) / NOTE
+        try:
+            row = json.loads(note.read_text())
+        except (OSError, ValueError):
+            raise UserError(
+                "no sandbox server runs here",
+                field="--server",
+                received=server,
+                fix="start one with `etude sandbox serve`, or name another with --server",
+            ) from None
+        server, token_file = row["url"], token_file or Path(row["token_file"])
+    if token_file is None:
+        return str(server), None
+    try:
+        return str(server), token_file.read_text().strip()
+    except OSError as error:
+        raise UserError(
+            f"cannot be read: {error.strerror}",
+            field="--token-file",
+            received=str(token_file),
+            fix="name another",
+        ) from error
