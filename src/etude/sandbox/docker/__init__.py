@@ -1,0 +1,1 @@
+"""Sandboxes in containers of a Docker engine, or of podman through its compatible API."""

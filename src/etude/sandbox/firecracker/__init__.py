@@ -1,0 +1,1 @@
+"""Sandboxes in Firecracker microVMs, for hosts with KVM."""

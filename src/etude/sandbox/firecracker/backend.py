@@ -1,0 +1,423 @@
+"""Sandboxes in Firecracker microVMs: full snapshots, the second and later ones as diffs, copies on demand.
+
+    boot      machine-config, boot-source, drives, vsock, entropy, InstanceStart; the relay answers on vsock
+    save      hold; pause; Full, or Diff laid over the last one; copy the scratch disk; resume; hello
+    restore   a new process; snapshot/load (memory by File or Uffd), resumed; a new vsock connection; hello
+
+The vsock connection breaks at every snapshot: `MicroVm.line` bridges that. Each copy is told its own
+time, entropy and name in `hello`: Firecracker itself gives all copies the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import math
+import os
+import re
+import secrets
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from etude.errors import ResourceError, SandboxError
+from etude.sandbox.channel import READY, Channel
+from etude.sandbox.errors import SnapshotError, TemplateError
+from etude.sandbox.firecracker import jailer, uffd
+from etude.sandbox.firecracker.guest_files import COMMAND_UID, boot_arguments
+from etude.sandbox.firecracker.jailer import KERNEL, MEMORY, ROOT_DISK, SCRATCH_DISK, STATE, VSOCK, Cell, Jail
+from etude.sandbox.firecracker.machine import MicroVm
+from etude.sandbox.firecracker.memory import copy_sparse, merge_diff
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.machine_backend import MachineBackend
+from etude.sandbox.reaping import WorkDirectory
+from etude.sandbox.snapshots import Snapshot, SnapshotDraft
+from etude.sandbox.types import Capabilities, SnapshotKind
+
+BOOT_S = 60.0
+GREET_S = 30.0
+GUEST_CID = 3
+MIN_MEMORY_MIB = 128
+_DIFF = "diff"
+_FORMAT_S = 30.0
+_TRACKING_SINCE = (1, 13)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How microVMs are made on this host."""
+
+    kernel: Path
+    """An uncompressed kernel with virtio-mmio, virtio-blk, virtio-vsock, virtio-rng, ext4 and overlayfs."""
+    rootfs: Path
+    """A root file system with Python 3.9 or newer, a shell and `guest_files()`; shared, read-only."""
+    firecracker: Path = Path("/usr/bin/firecracker")
+    jail: Jail | None = field(default_factory=Jail)
+    """None: no jailer, for trying things out as a plain user with access to `/dev/kvm`."""
+    memory: Literal["File", "Uffd"] = "File"
+    """Who brings a restored guest's memory in: the kernel, by mapping the file, or our page-fault handler."""
+    boot_args: str = ""
+    """More for the guest kernel's command line."""
+    command_uid: int | None = COMMAND_UID
+    format_disk: tuple[str, ...] = ("mke2fs", "-q", "-F", "-t", "ext4", "-E", "lazy_itable_init=1")
+    """Puts a file system on a scratch disk, whose path is added. Empty: disks stay blank."""
+
+
+class FirecrackerBackend(MachineBackend):
+    """Sandboxes in microVMs. For hosts with KVM; see `doctor`."""
+
+    name = "firecracker"
+
+    def __init__(self, setup: Setup, state: Path | None = None) -> None:
+        """Nothing is started yet. Hard links are used if the images lie on the file system of `state`."""
+        super().__init__(state)
+        self.setup = setup
+        self._work: WorkDirectory | None = None
+        self._machines: dict[str, MicroVm] = {}
+        self._release: tuple[int, ...] | None = None
+        self._images: dict[str, str] | None = None
+        self._preparing = asyncio.Lock()
+
+    def capabilities(self) -> Capabilities:
+        """See SandboxBackend.capabilities."""
+        return Capabilities(
+            backend=self.name,
+            isolation="vm",
+            commands=True,
+            network=True,
+            images=False,
+            snapshots=frozenset({"full"}),
+            pause=frozenset({"full"}),
+            fork="full",
+            migrate=None,
+        )
+
+    def doctor(self) -> list[str]:
+        """See SandboxBackend.doctor."""
+        setup, problems = self.setup, list[str]()
+        programs = {"firecracker.firecracker": setup.firecracker}
+        if setup.jail is not None:
+            programs["firecracker.jail.program"] = setup.jail.program
+            if os.geteuid() != 0:
+                problems.append("the jailer needs root: run as root, or set firecracker.jail to none")
+        for key, program in programs.items():
+            if not os.access(program, os.X_OK):
+                problems.append(f"no program at {program}: install Firecracker's release and set {key}")
+        for key, image in (("kernel", setup.kernel), ("rootfs", setup.rootfs)):
+            if not image.is_file():
+                problems.append(f"no guest image at {image}: build it and set firecracker.{key}")
+        if not os.access("/dev/kvm", os.R_OK | os.W_OK):
+            problems.append("/dev/kvm cannot be opened: use a host with KVM and give this user access to it")
+        if setup.memory == "Uffd":
+            problems += _userfaultfd_problems()
+        if setup.format_disk and shutil.which(setup.format_disk[0]) is None:
+            problems.append(f"{setup.format_disk[0]} is missing: install e2fsprogs")
+        return problems
+
+    async def start(
+        self, spec: Spec, timeout_s: float | None = None, snapshot: Snapshot | None = None
+    ) -> MachineSandbox:
+        """See MachineBackend.start."""
+        await self._prepare()
+        return await super().start(spec, timeout_s, snapshot)
+
+    async def close(self) -> None:
+        """See SandboxBackend.close."""
+        await super().close()
+        if self._work is not None:
+            await asyncio.to_thread(self._work.close)
+            self._work = None
+
+    async def migrate(self, sandbox: MachineSandbox, target: SandboxBackend) -> Sandbox:
+        """Not offered: Firecracker has no live migration. Export a full snapshot to an equal host instead."""
+        raise self.unsupported("migrate")
+
+    # The life of a machine
+
+    async def boot(self, sandbox: MachineSandbox) -> Channel:
+        """See MachineBackend.boot."""
+        machine = self._new_machine(sandbox)
+        spec, cell, api = sandbox.spec, machine.cell, machine.api
+        await asyncio.to_thread(self._furnish, cell)
+        await self._make_scratch(cell, spec.resources.disk_bytes)
+        await machine.launch(spec.resources)
+        memory_mib = max(MIN_MEMORY_MIB, math.ceil(spec.resources.memory_bytes / (1 << 20)))
+        await api.put_machine(max(1, math.ceil(spec.resources.cpus)), memory_mib, track_dirty_pages=True)
+        setup, template = self.setup, spec.template
+        arguments = boot_arguments(template.workspace, spec.resources, setup.command_uid, setup.boot_args)
+        await api.put_boot_source(KERNEL, arguments)
+        await api.put_drive("rootfs", ROOT_DISK, root=True, read_only=True)
+        await api.put_drive("scratch", SCRATCH_DISK, root=False, read_only=False)
+        await api.put_vsock(GUEST_CID, VSOCK)
+        await api.put_entropy()
+        await api.start()
+        channel = Channel(machine.line.socket, sandbox.id)
+        try:
+            await machine.connect(BOOT_S)
+            await channel.answer(READY, BOOT_S)
+            await channel.request(greeting(sandbox.id), b"", GREET_S)
+            rows = [[path, len(data)] for path, data in template.contents.items()]
+            contents = b"".join(template.contents.values())
+            await channel.request({"op": "install", "files": rows}, contents, GREET_S)
+            machine.check()
+        except BaseException:
+            channel.close("the guest never ran")
+            raise
+        return channel
+
+    async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
+        """See MachineBackend.restore."""
+        await self._prepare()
+        if snapshot.extra.get("images") != self._images:
+            raise SnapshotError(
+                "it was made with another kernel or root file system",
+                field="snapshot",
+                received=snapshot.info.id,
+                fix="configure the images with which it was made",
+            )
+        machine = self._new_machine(sandbox)
+        cell = machine.cell
+        await asyncio.to_thread(self._furnish, cell, snapshot)
+        await machine.launch(sandbox.spec.resources)
+        path = MEMORY
+        if self.setup.memory == "Uffd":
+            await machine.serve_pages(cell.path(MEMORY))
+            path = jailer.PAGE_SOCKET
+        tracking = "track_dirty_pages" if self._release_at_least(_TRACKING_SINCE) else "enable_diff_snapshots"
+        try:
+            await machine.api.load_snapshot(
+                STATE, self.setup.memory, path, resume=True, track_dirty_pages=True, tracking_field=tracking
+            )
+        except SandboxError as error:
+            raise SnapshotError(
+                f"firecracker does not load it: {error.message}; {machine.log()}",
+                field="snapshot",
+                received=snapshot.info.id,
+                fix="restore it on a host like the one that made it",
+            ) from error
+        machine.base = cell.path(MEMORY)
+        channel = Channel(machine.line.socket, sandbox.id)
+        try:
+            await machine.connect(GREET_S)
+            await channel.request(greeting(sandbox.id), b"", GREET_S)
+            machine.check()
+        except BaseException:
+            channel.close("the guest did not wake")
+            raise
+        return channel
+
+    async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
+        """See MachineBackend.save. The guest stands still while the diff and the disk are written."""
+        if kind != "full":
+            raise self.unsupported(kind)
+        machine = self._machines[sandbox.id]
+        base, machine.base = machine.base, None
+        cell = machine.cell
+        names = (STATE, MEMORY if base is None else _DIFF)
+        made = [f"new-{name}" for name in names]
+        try:
+            async with sandbox.held() as channel:
+                await machine.line.suspend()
+                try:
+                    await machine.api.pause()
+                    await machine.api.create_snapshot("Full" if base is None else "Diff", made[0], made[1])
+                    await asyncio.to_thread(
+                        copy_sparse, cell.path(SCRATCH_DISK), draft.directory / SCRATCH_DISK
+                    )
+                finally:
+                    await asyncio.shield(self._go_on(sandbox, machine, channel))
+            await asyncio.to_thread(_collect, cell, made, base, draft.directory)
+            machine.base = await asyncio.to_thread(self._new_base, cell, draft)
+        except OSError as error:
+            raise SnapshotError(
+                f"the snapshot could not be written: {error}",
+                field="snapshot",
+                received=draft.id,
+                fix="free disk space",
+            ) from error
+        finally:
+            for name in made:
+                cell.path(name).unlink(missing_ok=True)
+        draft.extra |= {"images": self._images, "firecracker": list(self._release or ())}
+
+    async def stop(self, sandbox: MachineSandbox) -> None:
+        """See MachineBackend.stop."""
+        machine = self._machines.pop(sandbox.id, None)
+        if machine is not None:
+            await machine.close()
+
+    # Inner workings
+
+    async def _go_on(self, sandbox: MachineSandbox, machine: MicroVm, channel: Channel) -> None:
+        """Wakes a paused guest and takes its line up again. A guest that does not wake is lost."""
+        try:
+            await machine.api.resume()
+            await machine.connect(GREET_S)
+            await channel.request(greeting(sandbox.id), b"", GREET_S)
+        except BaseException:
+            self.lost(sandbox)
+            raise
+
+    async def _prepare(self) -> None:
+        """Once: the work directory, Firecracker's version, the images' digests. Raises UserError."""
+        async with self._preparing:
+            if self._images is not None:
+                return
+            setup = self.setup
+            for key, image in (("kernel", setup.kernel), ("rootfs", setup.rootfs)):
+                if not image.is_file():
+                    raise TemplateError(
+                        "no such guest image",
+                        field=f"firecracker.{key}",
+                        received=str(image),
+                        fix="build it: see docs/adapters.md",
+                    )
+            self._release = await _program_release(setup.firecracker)
+            self.version = "1:" + ".".join(map(str, self._release))
+            digests = await asyncio.to_thread(_digests, setup.kernel, setup.rootfs)
+            self._work = await asyncio.to_thread(WorkDirectory, self.state / self.name)
+            self._images = {KERNEL: digests[0], ROOT_DISK: digests[1]}
+
+    def _release_at_least(self, release: tuple[int, ...]) -> bool:
+        return self._release is not None and self._release >= release
+
+    def _new_machine(self, sandbox: MachineSandbox) -> MicroVm:
+        assert self._work is not None, "it is prepared"
+        cell = Cell(self._work.path, sandbox.id, self.setup.firecracker, self.setup.jail)
+        machine = MicroVm(cell, lambda reason: self.lost(sandbox))
+        self._machines[sandbox.id] = machine
+        return machine
+
+    def _furnish(self, cell: Cell, snapshot: Snapshot | None = None) -> None:
+        """Puts the files in that a machine needs. Runs in a thread."""
+        cell.make()
+        cell.place(self.setup.rootfs, ROOT_DISK)
+        if snapshot is None:
+            cell.place(self.setup.kernel, KERNEL)
+            return
+        cell.place(snapshot.file(STATE), STATE)
+        cell.place(snapshot.file(MEMORY), MEMORY)
+        cell.place_copy(snapshot.file(SCRATCH_DISK), SCRATCH_DISK)
+
+    async def _make_scratch(self, cell: Cell, size_bytes: int) -> None:
+        """The sandbox's own disk: a sparse file with a file system. Raises SandboxError, ResourceError."""
+        path = cell.path(SCRATCH_DISK)
+        with path.open("xb") as file:
+            file.truncate(size_bytes)
+        if self.setup.format_disk:
+            await _run([*self.setup.format_disk, str(path)], _FORMAT_S)
+        cell.own(SCRATCH_DISK)
+
+    def _new_base(self, cell: Cell, draft: SnapshotDraft) -> Path:
+        """Another name for the draft's memory, to lay the next diff over: it outlives the snapshot."""
+        base = cell.path(f"base-{draft.id}")
+        for old in cell.root.glob("base-*"):
+            old.unlink()
+        jailer.link_or_copy(draft.directory / MEMORY, base)
+        return base
+
+
+def _collect(cell: Cell, made: list[str], base: Path | None, directory: Path) -> None:
+    """Moves what Firecracker wrote into the draft, a diff laid over a copy of its base."""
+    if base is None:
+        _move(cell.path(made[1]), directory / MEMORY)
+    else:
+        copy_sparse(base, directory / MEMORY)
+        merge_diff(directory / MEMORY, cell.path(made[1]))
+    _move(cell.path(made[0]), directory / STATE)
+    for name in (STATE, MEMORY, SCRATCH_DISK):
+        # Jailed processes share a user: none may own, and so change, what others restore from.
+        if os.geteuid() == 0:
+            os.chown(directory / name, 0, 0)
+        (directory / name).chmod(0o444)
+
+
+def _move(source: Path, target: Path) -> None:
+    try:
+        source.rename(target)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        copy_sparse(source, target)
+
+
+def greeting(name: str) -> dict[str, object]:
+    """What tells a guest that it is not the one from which it was copied."""
+    return {
+        "op": "hello",
+        "time_s": time.time(),
+        "entropy": secrets.token_hex(32),
+        "hostname": name,
+        "machine_id": secrets.token_hex(16),
+    }
+
+
+async def _program_release(program: Path) -> tuple[int, ...]:
+    """The program's version. Raises ResourceError."""
+    try:
+        said = await _run([str(program), "--version"], GREET_S)
+    except SandboxError as error:
+        raise ResourceError(
+            f"firecracker does not run: {error.message}",
+            field="firecracker.firecracker",
+            received=str(program),
+            fix="install Firecracker's release for this machine",
+        ) from error
+    match = re.search(r"v?(\d+)\.(\d+)\.(\d+)", said)
+    if match is None:
+        raise ResourceError(
+            f"no version in what it says: {said[:100]!r}",
+            field="firecracker.firecracker",
+            received=str(program),
+            fix="name the program of Firecracker's release",
+        )
+    return tuple(int(part) for part in match.groups())
+
+
+async def _run(argv: list[str], deadline_s: float) -> str:
+    """Runs a small program to its end: what it printed. Raises SandboxError."""
+    pipe = asyncio.subprocess.PIPE
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=asyncio.subprocess.STDOUT
+        )
+    except OSError as error:
+        raise SandboxError(f"cannot start: {error}", field="program", received=argv[0]) from error
+    try:
+        async with asyncio.timeout(deadline_s):
+            said, _ = await process.communicate()
+    except BaseException as error:
+        process.kill()
+        await process.wait()
+        if isinstance(error, TimeoutError):
+            raise SandboxError(
+                f"not done within {deadline_s:g} s", field="program", received=argv[0]
+            ) from error
+        raise
+    if process.returncode:
+        text = said.decode(errors="replace").strip()[-500:]
+        raise SandboxError(f"exit code {process.returncode}: {text}", field="program", received=argv[0])
+    return said.decode(errors="replace")
+
+
+def _digests(*paths: Path) -> list[str]:
+    found: list[str] = []
+    for path in paths:
+        with path.open("rb") as file:
+            found.append(hashlib.file_digest(file, "sha256").hexdigest())
+    return found
+
+
+def _userfaultfd_problems() -> list[str]:
+    try:
+        os.close(uffd.new_userfaultfd())
+    except OSError as error:
+        return [
+            f"userfaultfd is refused ({error}): give access to /dev/userfaultfd, "
+            "or sysctl -w vm.unprivileged_userfaultfd=1"
+        ]
+    return []
