@@ -68,9 +68,10 @@ def _podman(state: Path | None) -> SandboxBackend:
 
 
 def _firecracker(state: Path | None) -> SandboxBackend:
-    from etude.sandbox.firecracker.backend import FirecrackerBackend
+    from etude.sandbox.firecracker.backend import FirecrackerBackend, Setup
 
-    return FirecrackerBackend(state=state)
+    images = (state or default_state_directory()) / "firecracker"
+    return FirecrackerBackend(Setup(images / "vmlinux", images / "rootfs.ext4"), state)
 
 
 BACKENDS: dict[str, Callable[[Path | None], SandboxBackend]] = {

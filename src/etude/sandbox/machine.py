@@ -15,13 +15,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from etude.errors import SandboxError
+from etude.errors import SandboxError, ToolArgumentError
 from etude.sandbox.channel import Answer, Channel
 from etude.sandbox.commands import ChannelCommands, ChannelShells
 from etude.sandbox.egress import Egress
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError, fault_error
 from etude.sandbox.files import ChannelFiles
-from etude.sandbox.inside.frames import Header
+from etude.sandbox.inside.frames import MAX_PAYLOAD_BYTES, Header
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.network.environment import proxy_environment
 from etude.sandbox.network.proxy import EgressProxy
@@ -44,6 +44,8 @@ from etude.sandbox.types import (
 
 OPERATION_S = 60.0
 """A file operation that takes longer means that the sandbox is lost; the server itself allows it 2 s."""
+
+_EARLY_BYTES, _MAX_EARLY = 1 << 20, 16
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class MachineSandbox:
         self._channel: Channel | None = None
         self._listeners: dict[int, OnOutput] = {}
         self._by_request: dict[int, OnOutput] = {}
+        self._early: dict[int, list[tuple[int, bytes]]] = {}
         self._gate = asyncio.Event()
         self._egress: Egress | None = None
 
@@ -116,7 +119,9 @@ class MachineSandbox:
     # Its line
 
     def attach(self, channel: Channel) -> None:
-        """The machine runs and answers on this channel."""
+        """The machine runs and answers on this channel. Raises SandboxError if it has died already."""
+        if channel.closed:
+            raise SandboxError("the sandbox died as it started", field="sandbox", received=self.id)
         self._channel = channel
         channel.on_event = self._on_event
         channel.on_close = self._on_close
@@ -172,9 +177,10 @@ class MachineSandbox:
         try:
             await channel.request({"op": "freeze"}, b"", OPERATION_S)
             yield channel
-            if not channel.closed:
-                await channel.request({"op": "thaw"}, b"", OPERATION_S)
         finally:
+            # Nobody waits for the answer: a caller that was cancelled must not leave the sandbox frozen.
+            if not channel.closed:
+                channel.send({"op": "thaw", "id": channel.next_id()})
             self._gate.set()
 
     @asynccontextmanager
@@ -190,6 +196,7 @@ class MachineSandbox:
 
     async def call(self, header: Header, payload: bytes = b"", path: str | None = None) -> Answer:
         """One quick operation. Raises AgentError for the agent's mistakes, else SandboxError."""
+        _check_size(payload)
         await self._gate.wait()
         answer, data = await self.channel.request(header, payload, OPERATION_S)
         if "fault" in answer:
@@ -205,6 +212,7 @@ class MachineSandbox:
 
     async def job(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
         """One command or test run; a cancelled caller ends it."""
+        _check_size(payload)
         await self._gate.wait()
         channel = self.channel
         header["id"] = request_id = channel.next_id()
@@ -244,6 +252,7 @@ class MachineSandbox:
                 channel.send({"op": "cancel", "target": header["id"]})
             raise
         self._listeners.pop(pid, None)
+        self._early.pop(pid, None)
         if "fault" in answer:
             kind, message = answer["fault"]
             raise fault_error((kind, message), "pid", pid)
@@ -252,14 +261,27 @@ class MachineSandbox:
     def listen(self, pid: int, on_output: OnOutput) -> None:
         """From now on `on_output` gets the output of a background command."""
         self._listeners[pid] = on_output
+        for number, data in self._early.pop(pid, []):
+            on_output(number, data)
 
     def _on_event(self, header: Header, payload: bytes) -> None:
         if header["event"] == "output":
             listener = self._by_request.get(header["id"]) or self._listeners.get(header["pid"])
             if listener is not None:
                 listener(header["fd"], payload)
+            elif not header["id"]:
+                self._keep_early(header["pid"], header["fd"], payload)
         elif self._egress is not None and header["event"].startswith("net."):
             self._egress.on_event(header, payload)
+
+    def _keep_early(self, pid: int, number: int, data: bytes) -> None:
+        """Output may be here before whoever started the command has heard of its process id."""
+        early = self._early.setdefault(pid, [])
+        if sum(len(known) for _, known in early) < _EARLY_BYTES:
+            early.append((number, data))
+        while len(self._early) > _MAX_EARLY:
+            # Nobody will ever ask for this one: its start was cancelled.
+            del self._early[next(iter(self._early))]
 
     # Sandbox
 
@@ -377,6 +399,16 @@ class MachineSandbox:
     async def kill(self) -> None:
         """See Sandbox.kill."""
         await self._owner.kill(self)
+
+
+def _check_size(payload: bytes) -> None:
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        raise ToolArgumentError(
+            f"more than {MAX_PAYLOAD_BYTES} bytes at once",
+            field="data",
+            received=len(payload),
+            fix="upload a file, or write it in pieces",
+        )
 
 
 def _parse_run(data: bytes, operation: str) -> dict[str, Any] | None:

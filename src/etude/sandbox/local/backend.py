@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import errno
 import itertools
@@ -32,6 +33,7 @@ from etude.sandbox.template import Template
 from etude.sandbox.types import Capabilities, SnapshotKind
 
 CREATE_S = 60.0
+TIDY_S = 0.05
 MAX_IDLE_TEMPLATES = 256
 MAX_IDLE_TEMPLATE_BYTES = 256 << 20
 _PARTS = ("root", "tmp")
@@ -47,6 +49,7 @@ class Clone:
     number: int
     layers: tuple[str, ...]
     """Saved layers that it stands on, uppermost first."""
+    server: ForkServer
 
 
 class ForkServerBackend(MachineBackend):
@@ -61,13 +64,16 @@ class ForkServerBackend(MachineBackend):
         super().__init__(state)
         self._images = images
         self._server: ForkServer | None = None
-        self._starting = asyncio.Lock()
+        self._starting: asyncio.Task[ForkServer] | None = None
         self._numbers = itertools.count(1)
         self._clones: dict[str, Clone] = {}
-        self._template_uses: dict[str, int] = {}
+        self._template_uses: Counter[str] = Counter()
+        self._stored: set[str] = set()
+        """Digests of the templates that the fork server has."""
         self._idle_templates: OrderedDict[str, int] = OrderedDict()
         self._layer_uses: Counter[str] = Counter()
         self._groups: ControlGroups | None = None
+        self._tidying: asyncio.TimerHandle | None = None
 
     @property
     def launcher_pid(self) -> int | None:
@@ -108,16 +114,15 @@ class ForkServerBackend(MachineBackend):
         clone = self._clones.pop(sandbox.id, None)
         if clone is None:
             return
-        if self._server is not None:
-            try:
+        if clone.server is self._server:
+            with contextlib.suppress(SandboxError):
+                # A fork server that is gone has taken every sandbox with it.
                 self._end(clone)
-            except SandboxError:
-                # The fork server is gone, and every sandbox with it.
-                self._server = None
         if self._groups is not None:
             self._groups.remove(str(clone.number))
-        self._release_template(sandbox.spec.template)
-        self._release_layers(clone.layers)
+        if clone.server is self._server:
+            self._release_template(sandbox.spec.template)
+            self._release_layers(clone.layers)
 
     async def fork(self, sandbox: MachineSandbox, count: int) -> list[Sandbox | SandboxError]:
         """See Sandbox.fork."""
@@ -166,9 +171,13 @@ class ForkServerBackend(MachineBackend):
     async def close(self) -> None:
         """See SandboxBackend.close."""
         await super().close()
+        if self._starting is not None:
+            await asyncio.wait([self._starting])
         server, self._server = self._server, None
         if server is not None:
             await server.close()
+        if self._tidying is not None:
+            self._tidying.cancel()
         groups, self._groups = self._groups, None
         if groups is not None:
             await asyncio.to_thread(groups.close)
@@ -187,38 +196,64 @@ class ForkServerBackend(MachineBackend):
 
     def _end(self, clone: Clone) -> None:
         """Ends a sandbox's first process, and with it all others."""
-        assert self._server is not None, "a clone has a fork server"
-        self._server.send({"op": "kill", "id": clone.number})
+        self._send(clone.server, {"op": "kill", "id": clone.number})
 
     # Clones
 
     async def _ensure_started(self) -> ForkServer:
-        if self._server is None:
-            async with self._starting:
-                if self._server is None:
-                    self._groups = self._open_groups()
-                    arguments = self._arguments()
-                    self._server = await asyncio.to_thread(
-                        ForkServer.start, self._interpreter(), arguments, self.name
-                    )
-        return self._server
+        """The fork server. A caller that is cancelled leaves the start to the next one, or to `close`."""
+        if self._closed:
+            raise SandboxError("the backend is closed", field="sandbox.backend", received=self.name)
+        if self._server is not None:
+            return self._server
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+        return await asyncio.shield(self._starting)
+
+    async def _start(self) -> ForkServer:
+        try:
+            if self._groups is None:
+                self._groups = self._open_groups()
+            arguments = self._arguments()
+            self._server = await asyncio.to_thread(
+                ForkServer.start, self._interpreter(), arguments, self.name
+            )
+            return self._server
+        finally:
+            self._starting = None
+
+    def _send(self, server: ForkServer, request: dict[str, object], *descriptors: int) -> None:
+        """Sends a request. Raises SandboxError if nobody takes it; the next one gets a new fork server."""
+        try:
+            server.send(request, *descriptors)
+        except SandboxError:
+            if server is self._server:
+                self._server = None
+                for known in (self._template_uses, self._idle_templates, self._stored, self._layer_uses):
+                    known.clear()
+                self.spawn(server.close())
+            raise
 
     async def _clone(self, sandbox: MachineSandbox, layers: tuple[str, ...]) -> Channel:
         server = await self._ensure_started()
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
         channel = Channel(ours, sandbox.id)
-        self._clones[sandbox.id] = Clone(number, layers)
+        self._clones[sandbox.id] = Clone(number, layers, server)
         self._layer_uses.update(layers)
+        new = self._hold_template(sandbox.spec.template)
         try:
-            if self._groups is not None:
-                self._groups.create(str(number), sandbox.spec.resources)
-                channel.ask_for_pid()
             with theirs:
-                self._send_create(server, number, sandbox, layers, theirs.fileno())
+                if self._groups is not None:
+                    self._groups.create(str(number), sandbox.spec.resources)
+                    channel.ask_for_pid()
+                self._send_create(server, number, sandbox, layers, new, theirs.fileno())
             await channel.answer(READY, CREATE_S)
         except BaseException as error:
             channel.close("the sandbox was never ready")
+            if new:
+                # Perhaps the template is what went wrong: the next one sends it again.
+                self._stored.discard(sandbox.spec.template.digest)
             if isinstance(error, OSError):
                 raise SandboxError(
                     f"no control group: {error}", field="sandbox", received=sandbox.id
@@ -229,6 +264,14 @@ class ForkServerBackend(MachineBackend):
             # until then the limits of each process and the watchdog hold alone.
             self.spawn(asyncio.to_thread(self._enter_groups, self._groups, str(number), channel.peer_pid))
         return channel
+
+    def _tidy(self) -> None:
+        """Removes groups as soon as the kernel lets go of them."""
+        if self._tidying is not None:
+            self._tidying.cancel()
+            self._tidying = None
+        if self._groups is not None and self._groups.remove_rest():
+            self._tidying = asyncio.get_running_loop().call_later(TIDY_S, self._tidy)
 
     def _enter_groups(self, groups: ControlGroups, name: str, pid: int) -> None:
         try:
@@ -244,13 +287,13 @@ class ForkServerBackend(MachineBackend):
         number: int,
         sandbox: MachineSandbox,
         layers: tuple[str, ...],
+        new: bool,
         channel: int,
     ) -> None:
         template, resources = sandbox.spec.template, sandbox.spec.resources
         image = template.image
         is_root = image is not None and image.user in ("", "root", "0")
         image_env = {} if image is None else dict(image.env)
-        new = self._hold_template(template)
         request: dict[str, object] = {
             "op": "create",
             "id": number,
@@ -268,27 +311,26 @@ class ForkServerBackend(MachineBackend):
             "new_template": new,
         }
         if not new:
-            server.send(request, channel)
+            self._send(server, request, channel)
             return
         packed = _packed(template)
         try:
-            server.send(request, channel, packed)
+            self._send(server, request, channel, packed)
         finally:
             os.close(packed)
 
     def _hold_template(self, template: Template) -> bool:
         """Counts a template's users up; whether the fork server has yet to hear of it."""
         digest = template.digest
-        new = digest not in self._template_uses
-        self._template_uses[digest] = self._template_uses.get(digest, 0) + 1
+        new = digest not in self._stored
+        self._stored.add(digest)
+        self._template_uses[digest] += 1
         self._idle_templates.pop(digest, None)
         return new
 
     def _release_template(self, template: Template) -> None:
         """Counts a template's users down, and has the longest unused ones forgotten."""
         digest = template.digest
-        if digest not in self._template_uses:
-            return
         self._template_uses[digest] -= 1
         if self._template_uses[digest] > 0:
             return
@@ -297,6 +339,7 @@ class ForkServerBackend(MachineBackend):
         while len(idle) > MAX_IDLE_TEMPLATES or sum(idle.values()) > MAX_IDLE_TEMPLATE_BYTES:
             oldest, _ = idle.popitem(last=False)
             del self._template_uses[oldest]
+            self._stored.discard(oldest)
             self._forget("templates", oldest)
 
     # Layers
@@ -332,7 +375,9 @@ class ForkServerBackend(MachineBackend):
 
     def _forget(self, kind: str, name: str) -> None:
         if self._server is not None:
-            self._server.send({"op": "forget", "kind": kind, "name": name})
+            with contextlib.suppress(SandboxError):
+                # Whatever a fork server has ends with it.
+                self._send(self._server, {"op": "forget", "kind": kind, "name": name})
 
     async def _ask(self, operation: str, layer: str, file: Path, part: str) -> None:
         server = await self._ensure_started()
@@ -396,6 +441,8 @@ class UnisolatedBackend(ForkServerBackend):
         """Nothing: the closed channel lets the server end its processes and remove its folder."""
 
     def _arguments(self) -> Sequence[str]:
+        if self._base is not None:
+            shutil.rmtree(self._base, ignore_errors=True)
         self._base = tempfile.mkdtemp(prefix="etude-unisolated-")
         return [self._base]
 

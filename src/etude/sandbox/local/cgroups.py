@@ -50,7 +50,7 @@ class ControlGroups:
 
     def create(self, name: str, resources: Resources) -> None:
         """Makes a sandbox's groups with their limits. Raises OSError."""
-        self._remove_doomed()
+        self.remove_rest()
         try:
             for controller, parent in self._parents.items():
                 group = parent / name
@@ -79,9 +79,14 @@ class ControlGroups:
                 return
 
     def remove(self, name: str) -> None:
-        """Removes a sandbox's groups, at the latest with `close`: the kernel may still be ending it."""
+        """Removes a sandbox's groups, as soon as the kernel has ended its processes: see `remove_rest`."""
         self._doomed += [parent / name for parent in self._parents.values()]
-        self._remove_doomed()
+        self.remove_rest()
+
+    def remove_rest(self) -> bool:
+        """Tries again to remove what the kernel still held; whether anything is left."""
+        self._doomed = _remove(self._doomed)
+        return bool(self._doomed)
 
     def num_killed_for_memory(self, name: str) -> int:
         """How many processes of a sandbox the kernel ended because its memory was used up."""
@@ -99,15 +104,12 @@ class ControlGroups:
         end_s = time.monotonic() + _REMOVE_S
         for parent in self._parents.values():
             self._doomed += [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
-        self._remove_doomed()
+        self.remove_rest()
         while self._doomed and time.monotonic() < end_s:
             time.sleep(0.005)
-            self._remove_doomed()
+            self.remove_rest()
         for parent in self._parents.values():
             _remove([parent])
-
-    def _remove_doomed(self) -> None:
-        self._doomed = _remove(self._doomed)
 
 
 _numbers = itertools.count()

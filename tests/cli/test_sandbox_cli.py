@@ -1,0 +1,132 @@
+"""`etude sandbox`: one-shot runs, the commands against a server, images, the doctor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etude.sandbox.backends import open_backend
+
+ETUDE = [sys.executable, "-c", "from etude.cli import main; main()"]
+START_S = 30.0
+
+pytestmark = pytest.mark.skipif(bool(open_backend("local").doctor()), reason="no namespaces here")
+
+
+def etude(*arguments: str, code: int = 0) -> str:
+    """Output of a command that ends with `code`."""
+    result = subprocess.run(
+        [*ETUDE, "sandbox", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == code, (arguments, result.stdout, result.stderr)
+    return result.stdout.strip() if code == 0 else result.stdout + result.stderr
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """State directory of a running server."""
+    state = tmp_path_factory.mktemp("state")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    arguments = ["sandbox", "serve", "--port", str(port), "--state", str(state), "--max-live", "8"]
+    with subprocess.Popen([*ETUDE, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        end_s = time.monotonic() + START_S
+        while time.monotonic() < end_s:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        yield state
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        process.wait(START_S)
+    assert not (state / "server.json").exists(), "a server that ended is not found any more"
+
+
+def test_a_one_shot_run_copies_the_directory_and_passes_output_and_code_on(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("hello\n")
+    out = tmp_path / "out"
+    text = etude(
+        "run", "--dir", str(tmp_path), "--save", str(out), "--", "cat a.txt; echo new > b.txt; exit 3", code=3
+    )
+    assert "hello" in text
+    assert (out / "b.txt").read_text() == "new\n"
+    assert not (tmp_path / "b.txt").exists()
+
+
+def test_a_one_shot_run_ends_at_its_timeout() -> None:
+    assert "timeout" in etude("run", "--timeout", "0.3", "--", "sleep", "30", code=124)
+
+
+def test_unknown_backends_images_and_directories_are_mistakes(tmp_path: Path) -> None:
+    assert "unknown sandbox backend" in etude("run", "--backend", "lxc", "--", "true", code=2)
+    assert "no such directory" in etude("run", "--dir", str(tmp_path / "none"), "--", "true", code=2)
+    assert "nothing-there" in etude(
+        "run", "--image", "nothing-there", "--state", str(tmp_path), "--", "true", code=2
+    )
+
+
+def test_without_a_server_the_commands_say_how_to_start_one(tmp_path: Path) -> None:
+    assert "etude sandbox serve" in etude("list", "--state", str(tmp_path), code=2)
+
+
+def test_a_sandbox_lives_on_the_server_between_commands(server: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1\n")
+    state = ("--state", str(server))
+    one = etude("create", *state, "--dir", str(tmp_path))
+    etude("exec", *state, one, "--", "echo 2 >> a.txt")
+    two = etude("fork", *state, one)
+    etude("exec", *state, two, "--", "echo 3 >> a.txt")
+    assert etude("exec", *state, one, "cat", "a.txt").split() == ["1", "2"]
+    assert etude("exec", *state, two, "cat", "a.txt").split() == ["1", "2", "3"]
+    assert "cannot do this" in etude("pause", *state, "--mode", "full", one, code=2)
+    etude("pause", *state, one)
+    states = {row["id"]: row["state"] for row in json.loads(etude("list", *state, "--json"))}
+    assert states == {one: "paused", two: "running"}
+    etude("resume", *state, one)
+    snapshot = etude("snapshot", *state, one, "--name", "kept")
+    assert f"{snapshot}  filesystem" in etude("snapshots", *state)
+    three = etude("create", *state, "--snapshot", snapshot)
+    assert etude("exec", *state, three, "cat", "a.txt").split() == ["1", "2"]
+    assert etude("exec", *state, three, "--", "exit 7", code=7) == ""
+    for sandbox in (one, two, three):
+        etude("kill", *state, sandbox)
+    etude("snapshots", *state, "--delete", snapshot)
+    assert json.loads(etude("list", *state, "--json")) == []
+    assert "no such sandbox" in etude("exec", *state, one, "true", code=3).lower()
+
+
+def test_the_doctor_finds_a_backend_that_works(tmp_path: Path) -> None:
+    output = subprocess.run(
+        [*ETUDE, "sandbox", "doctor", "--json", "--state", str(tmp_path)],
+        capture_output=True, text=True, timeout=300, check=True,
+    ).stdout  # fmt: skip
+    findings = {row["backend"]: row for row in json.loads(output)}
+    assert findings["local"]["works"]
+    assert all(row["works"] or row["problems"] for row in findings.values())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="layers made by root belong to nobody")
+def test_an_image_is_built_from_scratch_listed_exported_and_taken_in_again(tmp_path: Path) -> None:
+    context, state = tmp_path / "context", ("--state", str(tmp_path / "state"))
+    context.mkdir()
+    (context / "hello").write_text("hi\n")
+    (context / "Dockerfile").write_text("FROM scratch\nCOPY hello /app/hello\nWORKDIR /app\n")
+    etude("image", "build", str(context), "--name", "mine", *state)
+    archive = tmp_path / "mine.tar"
+    etude("image", "export", "mine", str(archive), *state)
+    etude("image", "import", str(archive), "again", *state)
+    assert etude("image", "list", *state).split() == ["again", "mine"]
+    etude("image", "remove", "again", *state)
+    (context / "Dockerfile").write_text("FROM scratch\nFETCH x\n")
+    assert "line 2" in etude("image", "build", str(context), *state, code=2)
