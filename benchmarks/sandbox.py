@@ -145,7 +145,9 @@ async def pytest_ratios(backend: SandboxBackend, repetitions: int) -> list[float
         bundle = _pytest_bundle(packages)
         _write_tree(Path(folder), bundle)
         sandbox = await backend.create(Template({**SUITE, **bundle}), ROOMY)
-        command = "PYTHONPATH={} python3 -m pytest -q -p no:cacheprovider test_0.py test_1.py test_2.py"
+        # Both by the same interpreter: a name on PATH may be a wrapper script outside.
+        python = Path(sys.base_prefix).resolve() / "bin" / "python3"
+        command = f"PYTHONDONTWRITEBYTECODE=1 PYTHONPATH={{}} {python} -m pytest -q -p no:cacheprovider test_0.py test_1.py test_2.py"
         inside = command.format("/workspace/.packages")
         native = command.format(f"{folder}/.packages")
         for number in range(repetitions + 1):

@@ -32,7 +32,7 @@ def open_backend(name: str, state: Path | None = None) -> SandboxBackend:
 
 def _local(state: Path | None) -> SandboxBackend:
     images = (state or default_state_directory()) / IMAGES
-    return LocalBackend(state, images if images.is_dir() else None)
+    return LocalBackend(state, images if (images / "layers").is_dir() else None)
 
 
 def _unisolated(state: Path | None) -> SandboxBackend:

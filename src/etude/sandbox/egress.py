@@ -55,7 +55,7 @@ class ForwardedStream:
             await self._change()
         data = bytes(self._received[:num_bytes])
         del self._received[: len(data)]
-        if data and not self._closed:
+        if data and not self._closed and not self._channel.closed:
             self._channel.send({"op": "net.took", "stream": self.number, "bytes": len(data)})
         return data
 

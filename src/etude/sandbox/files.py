@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
@@ -104,8 +105,9 @@ class ChannelFiles:
     async def _download_file(self, path: str, target: Path) -> int:
         """Writes beside the target and renames: a link in its place is replaced, never followed."""
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
-        partial = target.with_name(f".{target.name}.part")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
+        # A name that no file of the sandbox can have been given.
+        partial = target.with_name(f".{secrets.token_hex(8)}.part")
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         offset = 0
         try:
             with os.fdopen(descriptor, "wb") as file:

@@ -40,11 +40,16 @@ class GuardedProcess:
         pass_fds: Sequence[int] = (),
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        user: tuple[int, int] | None = None,
     ) -> GuardedProcess:
-        """Starts `argv` below a guard. What it prints is kept for `log`. Raises SandboxError."""
+        """Starts `argv` below a guard. What it prints is kept for `log`. Raises SandboxError.
+
+        `user`: (uid, gid) that the program becomes; the guard stays who it is.
+        """
         owner = os.pidfd_open(os.getpid())
         log = os.memfd_create("log")
-        command = [sys.executable, "-I", "-S", "-B", "-c", _LAUNCH, _SOURCE, str(owner), *argv]
+        command = [sys.executable, "-I", "-S", "-B", "-c", _LAUNCH, _SOURCE, str(owner)]
+        command += ["-" if user is None else f"{user[0]}:{user[1]}", *argv]
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -56,12 +61,19 @@ class GuardedProcess:
                 cwd=cwd,
                 start_new_session=True,
             )
-        except OSError as error:
+        except BaseException as error:
             os.close(log)
+            if not isinstance(error, OSError):
+                raise
             raise SandboxError(f"cannot start: {error}", field="program", received=argv[0]) from error
         finally:
             os.close(owner)
         return cls(process, log, argv[0])
+
+    @property
+    def pid(self) -> int:
+        """Process id of the guard; the program is its only child."""
+        return self._process.pid
 
     @property
     def returncode(self) -> int | None:
@@ -73,7 +85,9 @@ class GuardedProcess:
         return await self._process.wait()
 
     def log(self) -> str:
-        """The end of what the program printed."""
+        """The end of what the program printed; nothing after `kill`."""
+        if self._log < 0:
+            return ""
         size = os.fstat(self._log).st_size
         return os.pread(self._log, _LOG_BYTES, max(0, size - _LOG_BYTES)).decode(errors="replace")
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from etude.errors import ConfigError, ResourceError, SandboxError
 from etude.sandbox.channel import Channel
-from etude.sandbox.errors import SandboxMissingError, Unsupported
+from etude.sandbox.errors import SandboxMissingError, SnapshotError, Unsupported
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.network.log import RequestLog
@@ -154,13 +154,24 @@ class MachineBackend:
         """Waits for a machine that starts; a start that fails or is cancelled leaves nothing behind."""
         self._live[sandbox.id] = sandbox
         try:
-            sandbox.attach(await starting)
-            await self.connect_network(sandbox)
+            await self._attach(sandbox, starting)
         except BaseException:
             await asyncio.shield(self.kill(sandbox))
             raise
         self.expire_at(sandbox, timeout_s)
         return sandbox
+
+    async def _attach(self, sandbox: MachineSandbox, starting: Awaitable[Channel]) -> None:
+        """Waits for a machine that starts or wakes. One that was killed meanwhile is stopped once more."""
+        channel = await starting
+        if sandbox.id not in self._live:
+            channel.close("the sandbox was killed while it started")
+            await asyncio.shield(self.stop(sandbox))
+            raise SandboxError(
+                "the sandbox was killed while it started", field="sandbox", received=sandbox.id
+            )
+        sandbox.attach(channel)
+        await self.connect_network(sandbox)
 
     async def connect_network(self, sandbox: MachineSandbox) -> None:
         """Gives a sandbox whose spec names a network its way out, through a proxy of its own."""
@@ -210,7 +221,7 @@ class MachineBackend:
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
         """See SandboxBackend.import_snapshot."""
-        return await self.snapshots.import_(source)
+        return await self.snapshots.import_(source, self.name)
 
     async def close(self) -> None:
         """See SandboxBackend.close."""
@@ -219,6 +230,9 @@ class MachineBackend:
         if self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
         mishaps, self._mishaps = self._mishaps, []
+        log, self._request_log = self._request_log, None
+        if log is not None:
+            log.close()
         if mishaps:
             raise mishaps[0]
 
@@ -245,6 +259,11 @@ class MachineBackend:
             if sandbox.state == "paused":
                 return
             info = await self._save(sandbox, mode, f"asleep-{sandbox.id}")
+            if sandbox.id not in self._live:
+                await self.delete_snapshot(info.id)
+                raise SandboxError(
+                    "the sandbox was killed while it went to sleep", field="sandbox", received=sandbox.id
+                )
             self._saved[sandbox.id] = info.id
             sandbox.detach("paused")
             await self.stop(sandbox)
@@ -257,10 +276,9 @@ class MachineBackend:
             saved = self._saved[sandbox.id]
             snapshot = await self.snapshots.open(saved)
             try:
-                sandbox.attach(await self.restore(sandbox, snapshot))
-                await self.connect_network(sandbox)
+                await self._attach(sandbox, self.restore(sandbox, snapshot))
             except BaseException:
-                sandbox.detach("paused")
+                sandbox.detach("paused" if sandbox.id in self._live else "killed")
                 await asyncio.shield(self.stop(sandbox))
                 raise
             del self._saved[sandbox.id]
@@ -301,9 +319,11 @@ class MachineBackend:
                     file = Path(directory, "snapshot.tar")
                     await self.export_snapshot(info.id, file)
                     imported = await target.import_snapshot(file)
-                moved = await target.create(snapshot=imported.id, timeout_s=remaining_s)
-                if imported.id != info.id or target is not self:
-                    await target.delete_snapshot(imported.id)
+                try:
+                    moved = await target.create(snapshot=imported.id, timeout_s=remaining_s)
+                finally:
+                    if imported.id != info.id or target is not self:
+                        await target.delete_snapshot(imported.id)
             finally:
                 if info.id in {known.id for known in self.snapshots.list(self.name)}:
                     await self.delete_snapshot(info.id)
@@ -362,7 +382,7 @@ class MachineBackend:
     async def _save(self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None) -> SnapshotInfo:
         draft = self.snapshots.draft(sandbox.id)
         try:
-            await self.save(sandbox, kind, draft)
+            await self._write_state(sandbox, kind, draft)
             return await self.snapshots.publish(
                 draft,
                 kind=kind,
@@ -378,6 +398,17 @@ class MachineBackend:
         except BaseException:
             self.snapshots.discard(draft)
             raise
+
+    async def _write_state(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
+        try:
+            await self.save(sandbox, kind, draft)
+        except OSError as error:
+            raise SnapshotError(
+                f"the snapshot could not be written: {error}",
+                field="snapshot",
+                received=draft.id,
+                fix="make room on the disk, or choose another state directory",
+            ) from error
 
     def _expire(self, sandbox: MachineSandbox) -> None:
         self.spawn(self.kill(sandbox))
@@ -413,11 +444,22 @@ def check_resources(resources: Resources) -> None:
 
 
 async def gather_copies(starting: list[Awaitable[MachineSandbox]]) -> list[Sandbox | SandboxError]:
-    """Each copy, or the error that prevented it; anything but a SandboxError is raised."""
-    copies = await asyncio.gather(*starting, return_exceptions=True)
-    result: list[Sandbox | SandboxError] = []
-    for copy in copies:
-        if isinstance(copy, BaseException) and not isinstance(copy, SandboxError):
-            raise copy
-        result.append(copy)
+    """Each copy, or the error that prevented it; anything but a SandboxError is raised.
+
+    Then, and when the caller is cancelled, the copies that did start are killed: nobody would ever know.
+    """
+    tasks = [asyncio.ensure_future(copy) for copy in starting]
+    try:
+        copies = await asyncio.gather(*tasks, return_exceptions=True)
+        result: list[Sandbox | SandboxError] = []
+        for copy in copies:
+            if isinstance(copy, BaseException) and not isinstance(copy, SandboxError):
+                raise copy
+            result.append(copy)
+    except BaseException:
+        started = [
+            task.result() for task in tasks if task.done() and not task.cancelled() and not task.exception()
+        ]
+        await asyncio.shield(asyncio.gather(*(copy.kill() for copy in started)))
+        raise
     return result

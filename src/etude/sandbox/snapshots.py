@@ -101,12 +101,15 @@ class SnapshotStore:
         self.root = root
 
     def draft(self, sandbox_id: str) -> SnapshotDraft:
-        """Begins a snapshot; nobody sees it before `publish`."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._sweep()
+        """Begins a snapshot; nobody sees it before `publish`. Raises SnapshotError."""
         snapshot = f"snap-{int(time.time() * 1e3):x}-{secrets.token_hex(4)}"
         directory = self.root / f".making-{owner_tag()}-{snapshot}"
-        directory.mkdir(mode=0o700)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._sweep()
+            directory.mkdir(mode=0o700)
+        except OSError as error:
+            raise _error(snapshot, f"could not be begun: {error}", "choose another directory") from error
         return SnapshotDraft(snapshot, directory)
 
     async def publish(
@@ -124,12 +127,6 @@ class SnapshotStore:
         metadata: Mapping[str, str],
     ) -> SnapshotInfo:
         """Digests and syncs every file, then makes the snapshot appear. Raises SnapshotError."""
-        (draft.directory / TEMPLATE).write_bytes(pack_template(template))
-        try:
-            files = await asyncio.to_thread(_digest_files, draft.directory)
-        except OSError as error:
-            self.discard(draft)
-            raise _error(draft.id, f"could not be written: {error}", "free disk space") from error
         manifest: dict[str, Any] = {
             "format": FORMAT,
             "id": draft.id,
@@ -145,15 +142,25 @@ class SnapshotStore:
             "network": list(network.allow),
             "metadata": dict(metadata),
             "extra": draft.extra,
-            "files": files,
         }
+        try:
+            await asyncio.to_thread(self._write, draft, manifest, pack_template(template))
+            draft.directory.rename(self.root / draft.id)
+            _sync(self.root)
+        except OSError as error:
+            self.discard(draft)
+            raise _error(draft.id, f"could not be written: {error}", "free disk space") from error
+        return _info(manifest)
+
+    def _write(self, draft: SnapshotDraft, manifest: dict[str, Any], template: bytes) -> None:
+        """Completes a draft: template, digests, manifest; all of it synced."""
+        (draft.directory / TEMPLATE).write_bytes(template)
+        manifest["files"] = _digest_files(draft.directory)
+        manifest["digest"] = _manifest_digest(manifest)
         path = draft.directory / MANIFEST
         path.write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
         for synced in (path, draft.directory):
             _sync(synced)
-        draft.directory.rename(self.root / draft.id)
-        _sync(self.root)
-        return _info(manifest)
 
     def discard(self, draft: SnapshotDraft) -> None:
         """Drops one that was never published. Idempotent."""
@@ -163,11 +170,15 @@ class SnapshotStore:
         """Reads and checks one. Raises SnapshotError if it is missing, torn, damaged or foreign."""
         directory = self._directory(snapshot)
         manifest = _read_manifest(directory, snapshot)
-        await asyncio.to_thread(_check_files, directory, manifest)
+        try:
+            await asyncio.to_thread(_check_files, directory, manifest)
+            template = (directory / TEMPLATE).read_bytes()
+        except OSError as error:
+            raise _error(snapshot, f"cannot be read: {error}", "list the snapshots to see which are") from error
         return Snapshot(
             info=_info(manifest),
             directory=directory,
-            template=unpack_templates((directory / TEMPLATE).read_bytes(), snapshot, 1)[0],
+            template=unpack_templates(template, snapshot, 1)[0],
             resources=Resources(**manifest["resources"]),
             network=Network(tuple(manifest["network"])),
             metadata=manifest["metadata"],
@@ -192,7 +203,10 @@ class SnapshotStore:
         """Removes one. Raises SnapshotError if there is none."""
         directory = self._directory(snapshot)
         doomed = self.root / f".making-{owner_tag()}-deleted-{secrets.token_hex(4)}"
-        directory.rename(doomed)
+        try:
+            directory.rename(doomed)
+        except FileNotFoundError as error:
+            raise _error(snapshot, "does not exist", "it was deleted just now") from error
         shutil.rmtree(doomed, ignore_errors=True)
 
     async def export(self, snapshot: str, target: Path) -> None:
@@ -200,22 +214,30 @@ class SnapshotStore:
         directory = self._directory(snapshot)
 
         def write() -> None:
-            partial = target.with_name(f".{target.name}.part")
-            with tarfile.open(partial, "w") as archive:
-                for path in sorted(directory.iterdir()):
-                    archive.add(path, arcname=path.name, recursive=False)
-            partial.replace(target)
+            partial = target.with_name(f".{secrets.token_hex(8)}.part")
+            try:
+                with tarfile.open(partial, "w") as archive:
+                    for path in sorted(directory.iterdir()):
+                        archive.add(path, arcname=path.name, recursive=False)
+                partial.replace(target)
+            finally:
+                partial.unlink(missing_ok=True)
 
-        await asyncio.to_thread(write)
+        try:
+            await asyncio.to_thread(write)
+        except OSError as error:
+            raise _error(snapshot, f"cannot be exported: {error}", "choose another file") from error
 
-    async def import_(self, source: Path) -> SnapshotInfo:
-        """Takes in what `export` wrote, checked. Raises SnapshotError; then nothing is left behind."""
+    async def import_(self, source: Path, backend: str) -> SnapshotInfo:
+        """Takes in what `export` wrote for `backend`. Raises SnapshotError; then nothing is left behind."""
         draft = self.draft("import")
         try:
             await asyncio.to_thread(_unpack, source, draft.directory)
             manifest = _read_manifest(draft.directory, source.name)
             await asyncio.to_thread(_check_files, draft.directory, manifest)
             info = _info(manifest)
+            if info.backend != backend:
+                raise _error(info.id, f"belongs to the {info.backend} backend", f"not {backend}")
             if not (self.root / info.id).exists():
                 draft.directory.rename(self.root / info.id)
                 _sync(self.root)
@@ -295,18 +317,24 @@ def _check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
             raise _error(snapshot, f"is damaged: {name} does not have its digest", "make it anew")
 
 
+def _manifest_digest(manifest: Mapping[str, Any]) -> str:
+    """BLAKE3 hex digest of everything in a manifest but its own digest."""
+    rest = {key: value for key, value in manifest.items() if key != "digest"}
+    return blake3(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
 def _read_manifest(directory: Path, snapshot: str) -> dict[str, Any]:
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
         if manifest["format"] != FORMAT:
             raise _error(snapshot, f"has format {manifest['format']!r}", f"this version reads {FORMAT}")
+        if manifest["digest"] != _manifest_digest(manifest):
+            raise ValueError("it does not have its digest")
         _info(manifest)
-        missing = {"resources", "network", "metadata", "backend_version", "machine", "extra", "files"} - set(
-            manifest
-        )
+        missing = _FIELDS - set(manifest)
         if missing or not all(_NAME.fullmatch(name) for name in (manifest["id"], *manifest["files"])):
             raise ValueError(f"fields {sorted(missing)}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise _error(snapshot, f"has no readable manifest: {error}", "it is torn or no snapshot") from error
     return cast("dict[str, Any]", manifest)
 
@@ -329,9 +357,10 @@ def _unpack(source: Path, directory: Path) -> None:
     try:
         with tarfile.open(source, "r:") as archive:
             for member in archive:
-                file = archive.extractfile(member)
-                if not member.isreg() or not _NAME.fullmatch(member.name) or file is None:
+                if not member.isreg() or member.issparse() or not _NAME.fullmatch(member.name):
                     raise _error(source.name, f"holds {member.name!r}", "this is no exported snapshot")
+                file = archive.extractfile(member)
+                assert file is not None, "a regular member has contents"
                 with (directory / member.name).open("wb") as target:
                     shutil.copyfileobj(file, target, _PIECE_BYTES)
     except (OSError, tarfile.TarError, EOFError) as error:

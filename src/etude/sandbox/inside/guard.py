@@ -1,9 +1,10 @@
 """A parent for programs that must not outlive their owner: hypervisors, runtimes and all that they start.
 
-    guard.main([owner's pidfd, program, arguments ...])
+    guard.main([owner's pidfd, "-" or "uid:gid", program, arguments ...])
 
-It adopts whatever its descendants abandon. When the owner dies, when the program ends, or on SIGTERM, it
-kills all of them and exits with the program's code.
+The program runs as the given user, where there is one. The guard adopts whatever its descendants abandon.
+When the owner dies, when the program ends, or on SIGTERM, it kills all of them and exits with the program's
+code.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from etude.sandbox.inside.processes import DescendantProcesses, reap
 
 def main(arguments: list[str]) -> NoReturn:
     """Runs until the program or the owner has ended."""
-    owner, argv = int(arguments[0]), arguments[1:]
+    owner, user, argv = int(arguments[0]), arguments[1], arguments[2:]
     kernel.adopt_orphans()
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> NoReturn:
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     pid = os.fork()
     if pid == 0:
-        _become(argv, [owner, reader, writer])
+        _become(argv, user, [owner, reader, writer])
     watch = os.pidfd_open(pid)
     poll = select.poll()
     for descriptor in (owner, watch, reader):
@@ -44,13 +45,19 @@ def main(arguments: list[str]) -> NoReturn:
     os._exit(code)
 
 
-def _become(argv: list[str], descriptors: list[int]) -> NoReturn:
+def _become(argv: list[str], user: str, descriptors: list[int]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for descriptor in descriptors:
         os.close(descriptor)
-    kernel.die_with_parent()
     try:
+        if user != "-":
+            uid, _, gid = user.partition(":")
+            os.setgroups([])
+            os.setresgid(int(gid), int(gid), int(gid))
+            os.setresuid(int(uid), int(uid), int(uid))
+        # After the change of user, which would undo it.
+        kernel.die_with_parent()
         os.execvp(argv[0], argv)
     finally:
         os._exit(127)

@@ -10,6 +10,7 @@ not go on with the same clock, random numbers and identity.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import errno
 import fcntl
 import os
@@ -20,17 +21,20 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 from etude.sandbox.inside import kernel
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.frames import Header
-from etude.sandbox.inside.processes import NamespaceProcesses, UserProcesses
+from etude.sandbox.inside.processes import NamespaceProcesses, Table, UserProcesses
 from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.seccomp import build_filter
 from etude.sandbox.inside.server import Answer, Server
 
+_libc = ctypes.CDLL(None)
+_acting: int | None = None
 _ADD_ENTROPY, _RESEED = 0x40085203, 0x5207
 _XATTRS = {"x86_64": (188, 199), "aarch64": (5, 16)}
 """Numbers of `setxattr` and its like, which follow each other."""
@@ -47,12 +51,16 @@ class Files:
         self._uid = uid
         for directory in (workspace, base):
             os.makedirs(directory, exist_ok=True)
-        os.chmod(base, 0o755 if uid is None else 0o700)
+        os.chmod(base, 0o755)
         if uid is not None:
             os.chown(workspace, uid, uid)
 
     def install(self, header: Header, payload: bytes) -> Answer:
         """Replaces base and workspace by the given files; with `more`, adds these to what is there."""
+        with as_root():
+            return self._install(header, payload)
+
+    def _install(self, header: Header, payload: bytes) -> Answer:
         for directory in () if header.get("more") else (self._workspace, self._base):
             for entry in os.scandir(directory):
                 if entry.is_dir(follow_symlinks=False):
@@ -109,6 +117,15 @@ class ChildWatch:
                 os.close(self._writers.pop(pid))
 
 
+class AgentProcesses(UserProcesses):
+    """The agent's processes without this server, whose effective user may be the agent."""
+
+    def table(self) -> Table:
+        table = super().table()
+        table.pop(os.getpid(), None)
+        return table
+
+
 def has_pidfds() -> bool:
     """Whether this kernel knows `pidfd_open`."""
     try:
@@ -136,11 +153,51 @@ def filters() -> tuple[bytes, bytes]:
     return build_filter(kernel.MACHINE), b"".join(struct.pack("HBBI", *row) for row in program)
 
 
+def act_as(uid: int) -> None:
+    """From now on files are opened and made with the rights of `uid`, and belong to it.
+
+    Whatever the server does for the agent it does as the agent: no link leads it where the agent may not go,
+    and the agent may change what the server wrote. For a server that stays root.
+    """
+    global _acting
+    _acting = uid
+    _libc.setfsgid(ctypes.c_int(uid))
+    _libc.setfsuid(ctypes.c_int(uid))
+    if _libc.setfsuid(ctypes.c_int(-1)) == uid:
+        return
+    # gVisor has no such ids: there the effective ones do, which nobody may signal or trace either.
+    if uid == os.getuid():
+        os.seteuid(uid)
+        os.setegid(uid)
+    else:
+        os.setegid(uid)
+        os.seteuid(uid)
+
+
+@contextmanager
+def as_root() -> Iterator[None]:
+    """In the block files are opened with the rights of the server's own user."""
+    acting = _acting
+    if acting is None:
+        yield
+        return
+    act_as(os.getuid())
+    try:
+        yield
+    finally:
+        act_as(acting)
+
+
 def greet(header: Header) -> None:
     """Gives a copied or restored guest its own time, entropy and identity, as far as it may."""
     random.seed(header["entropy"])
-    if os.geteuid() != 0:
+    if os.getuid() != 0:
         return
+    with as_root():
+        _take_identity(header)
+
+
+def _take_identity(header: Header) -> None:
     _attempt(lambda: time.clock_settime(time.CLOCK_REALTIME, header["time_s"]))
     _attempt(lambda: _stir(bytes.fromhex(header["entropy"])))
     _attempt(lambda: socket.sethostname(header["hostname"]))
@@ -186,6 +243,16 @@ def open_line(name: str) -> tuple[int, int]:
     return descriptor, descriptor
 
 
+def _close_log() -> None:
+    """From here on nothing is logged: under gVisor an agent may open the server's descriptors through /proc,
+    and would fill the owner's memory by way of the log.
+    """
+    null = os.open("/dev/null", os.O_RDWR)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)
+
+
 def main(arguments: list[str]) -> None:
     """Serves until the line ends for good (standard input), or for ever."""
     parser = argparse.ArgumentParser()
@@ -203,7 +270,7 @@ def main(arguments: list[str]) -> None:
     files = Files(options.workspace, options.base, options.uid)
     workspace = Workspace(options.workspace, os.open(options.base, os.O_RDONLY | os.O_DIRECTORY))
     is_init = os.getpid() == 1
-    processes = UserProcesses(options.uid) if options.uid is not None else NamespaceProcesses()
+    processes = AgentProcesses(options.uid) if options.uid is not None else NamespaceProcesses()
     assert is_init or options.uid is not None, "without a user of their own, commands need a pid namespace"
     settings = Settings(
         options.memory_bytes, options.cpu_s, options.path, uid=options.uid, watch_memory=False
@@ -220,8 +287,14 @@ def main(arguments: list[str]) -> None:
         processes.kill_all()
         return {}, b""
 
+    if options.uid is not None:
+        # A child becomes the agent for good, which takes the rights of root.
+        os.register_at_fork(after_in_child=lambda: act_as(os.getuid()))
+        act_as(options.uid)
     extra = {"install": files.install, "exhausted": end_processes}
     server = Server(reader, writer, workspace, processes, settings, greet=greet, extra=extra)
+    if options.line == "stdio":
+        _close_log()
     server.serve(returning=options.line != "stdio")
 
 

@@ -1,4 +1,4 @@
-"""Layers of files inside the fork server: copied out of a sandbox, packed, unpacked, removed.
+"""Layers of files inside the fork server: copied out of a sandbox, merged, packed, unpacked, removed.
 
 A layer is a directory `<layer>/root` (what a sandbox changed below its root or workspace, in overlayfs' own
 form: whiteouts are character devices 0/0, opaque directories carry `user.overlay.opaque`) and
@@ -18,6 +18,7 @@ import errno
 import os
 import stat
 import tarfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -71,6 +72,51 @@ def copy_tree(source: int, target: int) -> None:
     holes. Raises OSError.
     """
     links: dict[tuple[int, int], str] = {}
+
+    def copy(folder: _Folder, name: str, status: os.stat_result) -> None:
+        key = (status.st_dev, status.st_ino)
+        if key in links:
+            os.link(links[key], name, src_dir_fd=target, dst_dir_fd=folder.copy, follow_symlinks=False)
+        elif _copy_entry(folder.descriptor, folder.copy, name, status) and status.st_nlink > 1:
+            links[key] = folder.prefix + name
+
+    _go_through(source, target, _copy_directory, copy)
+
+
+def merge_tree(source: int, target: int, trash: int) -> None:
+    """Lays one layer over another, so that the two together hide and show what they did one by one.
+
+    Files are linked, not copied: nobody writes to a layer. What they replace goes to the directory `trash`.
+    Raises OSError.
+    """
+
+    def enter(folder: _Folder, name: str) -> int:
+        is_opaque = OPAQUE in _attributes(name, folder.descriptor)
+        below = _mode(name, folder.copy)
+        if stat.S_ISDIR(below) and not is_opaque:
+            return os.open(name, _DIRECTORY_FLAGS, dir_fd=folder.copy)
+        _discard(name, folder.copy, below, trash)
+        os.mkdir(name, 0o700, dir_fd=folder.copy)
+        copy = os.open(name, _DIRECTORY_FLAGS, dir_fd=folder.copy)
+        if is_opaque or below:
+            # What the replaced entry hid stays hidden.
+            os.setxattr(copy, OPAQUE, b"y")
+        return copy
+
+    def link(folder: _Folder, name: str, status: os.stat_result) -> None:
+        _discard(name, folder.copy, _mode(name, folder.copy), trash)
+        os.link(name, name, src_dir_fd=folder.descriptor, dst_dir_fd=folder.copy, follow_symlinks=False)
+
+    _go_through(source, target, enter, link)
+
+
+def _go_through(
+    source: int,
+    target: int,
+    enter: Callable[[_Folder, str], int],
+    visit: Callable[[_Folder, str, os.stat_result], None],
+) -> None:
+    """Calls `enter` for directories, which gives the descriptor of the copy, and `visit` for all else."""
     folders = [_Folder(os.dup(source), "", os.fstat(source), os.dup(target))]
     try:
         while folders:
@@ -83,16 +129,27 @@ def copy_tree(source: int, target: int) -> None:
             name = folder.names.pop()
             status = os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)
             if stat.S_ISDIR(status.st_mode):
-                folders.append(folder.enter(name, status, _copy_directory(folder, name)))
-                continue
-            key = (status.st_dev, status.st_ino)
-            if key in links:
-                os.link(links[key], name, src_dir_fd=target, dst_dir_fd=folder.copy, follow_symlinks=False)
-            elif _copy_entry(folder.descriptor, folder.copy, name, status) and status.st_nlink > 1:
-                links[key] = folder.prefix + name
+                folders.append(folder.enter(name, status, enter(folder, name)))
+            else:
+                visit(folder, name, status)
     finally:
         for folder in folders:
             folder.close()
+
+
+def _mode(name: str, folder: int) -> int:
+    """Mode of an entry; 0 if there is none."""
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return 0
+
+
+def _discard(name: str, folder: int, mode: int, trash: int) -> None:
+    if stat.S_ISDIR(mode):
+        os.rename(name, str(len(os.listdir(trash))), src_dir_fd=folder, dst_dir_fd=trash)
+    elif mode:
+        os.unlink(name, dir_fd=folder)
 
 
 def _copy_directory(folder: _Folder, name: str) -> int:

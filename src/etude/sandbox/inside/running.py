@@ -12,7 +12,16 @@ from typing import TypeVar
 
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.frames import Header
-from etude.sandbox.inside.jobs import Child, ChildLimits, Job, Output, command_child, start_job, tests_child
+from etude.sandbox.inside.jobs import (
+    Child,
+    ChildLimits,
+    Job,
+    Output,
+    command_child,
+    limit_own_memory,
+    start_job,
+    tests_child,
+)
 from etude.sandbox.inside.processes import (
     Processes,
     Table,
@@ -67,6 +76,8 @@ class Running:
         self._processes = processes
         self._settings = settings
         self._limits = ChildLimits(settings.memory_bytes, settings.cpu_s, settings.uid)
+        if settings.uid is None:
+            limit_own_memory(settings.memory_bytes)
         self._root = root
         self._jobs: dict[int, Job] = {}
         self._by_descriptor: dict[int, Job] = {}

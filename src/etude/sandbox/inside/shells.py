@@ -79,7 +79,8 @@ class Shell:
         self._kill_at_s = float("inf")
         status = STATUS_DESCRIPTOR
         # The number tells this command's status from what an earlier one may have left in the pipe.
-        tell = f"{{ command printf '\\n%d %d\\n' $? {request_id} >&{status}; }} 2>/dev/null"
+        # One simple command: after some syntax errors bash no longer knows what a brace is.
+        tell = f"command printf '\\n%d %d\\n' $? {request_id} >&{status} 2>/dev/null"
         line = f"command eval {shlex.quote(cmd)} </dev/null {status}>&-\n{tell}\n"
         self._feed(line.encode(errors="surrogateescape"))
 

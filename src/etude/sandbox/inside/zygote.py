@@ -11,6 +11,7 @@ sandboxes, everything it ever started. Requests, with the descriptors that come 
     copy     layer: keeps a sandbox's files as a layer         a socket for the answer, the sandbox's disk
     pack     layer, part ("root" or "tmp"): as a tar file      a socket for the answer, the file
     unpack   layer, part                                       a socket for the answer, the file
+    merge    layer, below (uppermost first): makes one of several        a socket for the answer
 """
 
 from __future__ import annotations
@@ -179,6 +180,9 @@ class ForkServer:
                 return
             if self._control.fileno() in ready:
                 data, descriptors, _, _ = socket.recv_fds(self._control, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+                for descriptor in descriptors:
+                    # The kernel hands them over open for every program that is started later.
+                    os.set_inheritable(descriptor, False)
                 if not data:
                     return
                 self._handle(json.loads(data), descriptors)
@@ -265,7 +269,10 @@ class ForkServer:
             try:
                 self._let_go()
                 directory = os.path.join(self._isolation.files, "layers", request["layer"])
-                work_on_layer(request, directory, descriptors[1])
+                if request["op"] == "merge":
+                    merge_layers(directory, request["below"])
+                else:
+                    work_on_layer(request, directory, descriptors[1])
                 _tell(channel, {"ready": True})
             except BaseException as error:
                 _report(channel, error)
@@ -274,7 +281,8 @@ class ForkServer:
         if pid > 0:
             self._workers[pid] = request["layer"]
         channel.close()
-        os.close(descriptors[1])
+        for descriptor in descriptors[1:]:
+            os.close(descriptor)
 
 
 def work_on_layer(request: dict[str, Any], directory: str, descriptor: int) -> None:
@@ -294,6 +302,20 @@ def work_on_layer(request: dict[str, Any], directory: str, descriptor: int) -> N
         os.makedirs(part)
         with os.fdopen(descriptor, "rb") as file:
             layers.unpack_tree(file, part)
+
+
+def merge_layers(directory: str, below: Sequence[str]) -> None:
+    """Makes one layer of several, uppermost first, which lie beside it. Raises OSError."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+    trash = os.path.join(directory, "trash")
+    os.makedirs(trash)
+    for part in (layers.ROOT, layers.TEMPORARY):
+        merged = os.path.join(directory, part)
+        os.mkdir(merged)
+        for name in reversed(below):
+            source = os.path.join(os.path.dirname(directory), name, part)
+            layers.merge_tree(os.open(source, flags), os.open(merged, flags), os.open(trash, flags))
+    layers.remove_tree(trash)
 
 
 def _report(channel: socket.socket, error: BaseException) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from etude.errors import SandboxError
 from etude.sandbox.channel import READY, Channel
+from etude.sandbox.errors import SnapshotError
 from etude.sandbox.inside.frames import pack
 from etude.sandbox.inside.namespaces import ROOT_ENVIRONMENT
 from etude.sandbox.interface import Sandbox
@@ -34,6 +35,8 @@ from etude.sandbox.types import Capabilities, SnapshotKind
 
 CREATE_S = 60.0
 TIDY_S = 0.05
+MAX_LAYERS = 8
+"""Below one sandbox. More are made one: each costs look-ups, and the kernel takes about 150."""
 MAX_IDLE_TEMPLATES = 256
 MAX_IDLE_TEMPLATE_BYTES = 256 << 20
 _PARTS = ("root", "tmp")
@@ -58,6 +61,9 @@ class ForkServerBackend(MachineBackend):
     The fork server and everything below it ends with `close()`, and with this process however that ends.
     A copy of a sandbox stands on a layer of what the sandbox had changed, made once for all copies.
     """
+
+    has_whole_layers = False
+    """Whether a saved layer holds all files, not the changes alone."""
 
     def __init__(self, state: Path | None = None, images: Path | None = None) -> None:
         """`images`: directory of the layer store, whose layers a template's image may name."""
@@ -347,7 +353,8 @@ class ForkServerBackend(MachineBackend):
     async def _save_layer(self, sandbox: MachineSandbox) -> tuple[str, ...]:
         """A layer of what the sandbox has changed, over those that it stands on; each held once more."""
         server = await self._ensure_started()
-        below = self._clones[sandbox.id].layers if sandbox.id in self._clones else ()
+        clone = self._clones.get(sandbox.id)
+        below = () if clone is None or self.has_whole_layers else clone.layers
         layer = self._new_layer()
         layers = (layer, *below)
         self._layer_uses.update(layers)
@@ -358,10 +365,20 @@ class ForkServerBackend(MachineBackend):
                     await server.ask({"op": "copy", "layer": layer}, disk)
                 finally:
                     os.close(disk)
+            if len(layers) <= MAX_LAYERS:
+                return layers
+            merged = self._new_layer()
+            self._layer_uses[merged] += 1
+            try:
+                await server.ask({"op": "merge", "layer": merged, "below": layers})
+            except BaseException:
+                self._release_layers([merged])
+                raise
         except BaseException:
             self._release_layers(layers)
             raise
-        return layers
+        self._release_layers(layers)
+        return (merged,)
 
     def _new_layer(self) -> str:
         return f"{next(self._numbers):x}"
@@ -382,7 +399,12 @@ class ForkServerBackend(MachineBackend):
     async def _ask(self, operation: str, layer: str, file: Path, part: str) -> None:
         server = await self._ensure_started()
         flags = os.O_RDONLY if operation == "unpack" else os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        descriptor = os.open(file, flags | os.O_CLOEXEC, 0o600)
+        try:
+            descriptor = os.open(file, flags | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SnapshotError(
+                f"a file of the snapshot cannot be opened: {error}", field="snapshot", received=str(file)
+            ) from error
         try:
             await server.ask({"op": operation, "layer": layer, "part": part}, descriptor)
         finally:
@@ -416,6 +438,7 @@ class UnisolatedBackend(ForkServerBackend):
     """
 
     name = "unisolated"
+    has_whole_layers = True
 
     def __init__(self, state: Path | None = None) -> None:
         super().__init__(state)

@@ -91,13 +91,13 @@ class ForkServer:
                 f"the fork server does not answer: {error}", field="sandbox.backend", fix="make a new backend"
             ) from error
 
-    async def ask(self, request: dict[str, object], descriptor: int) -> None:
+    async def ask(self, request: dict[str, object], *descriptors: int) -> None:
         """Sends a request about a layer and waits until it is done. Raises SandboxError."""
         ours, theirs = socket.socketpair()
         channel = Channel(ours, f"layer {request['layer']}")
         try:
             with theirs:
-                self.send(request, theirs.fileno(), descriptor)
+                self.send(request, theirs.fileno(), *descriptors)
             await channel.answer(READY, LAYER_S)
         finally:
             channel.close("done")

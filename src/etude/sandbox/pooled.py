@@ -1,0 +1,230 @@
+"""One sandbox of a pool: the inner backend's, and the place that it holds while it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from etude.errors import SandboxError
+from etude.sandbox.errors import SandboxMissingError
+from etude.sandbox.interface import Commands, Files, Sandbox, SandboxBackend
+from etude.sandbox.types import (
+    CommandResult,
+    ProbeReport,
+    SandboxInfo,
+    SnapshotInfo,
+    SnapshotKind,
+    TestReport,
+)
+
+TENANT = "tenant"
+"""The key of a sandbox's metadata that says whose turn it takes."""
+
+
+@runtime_checkable
+class Pool(Protocol):
+    """What a sandbox asks of its pool."""
+
+    @property
+    def inner(self) -> SandboxBackend: ...
+
+    async def acquire(self, tenant: str, num: int = 1) -> None:
+        """Waits for places. Raises CapacityError."""
+        ...
+
+    def give_back(self, num: int = 1) -> None:
+        """Places that are no longer held."""
+        ...
+
+    def adopt(
+        self, inner: Sandbox, metadata: Mapping[str, str] | None, timeout_s: float | None = None
+    ) -> PooledSandbox:
+        """Makes a sandbox of the inner backend, whose place is held, the pool's own."""
+        ...
+
+    def forget(self, sandbox: PooledSandbox) -> None:
+        """The sandbox has ended."""
+        ...
+
+    def expect_end(self, timeout_s: float | None) -> None:
+        """A time to live was set."""
+        ...
+
+
+class PooledSandbox:
+    """`Sandbox` that gives its place back exactly once: paused, killed, moved, expired or lost."""
+
+    def __init__(self, pool: Pool, inner: Sandbox, metadata: Mapping[str, str] | None) -> None:
+        """`metadata`: the caller's, where it may differ from what the inner sandbox was made with."""
+        self._pool = pool
+        self._inner = inner
+        self._metadata = metadata
+        self._lifecycle = asyncio.Lock()
+        self._held = True
+        self._killing: asyncio.Task[None] | None = None
+        self.num_turns = 0
+        """Counts pauses, resumes and ends: whoever compares two looks knows that nothing came between."""
+
+    @property
+    def id(self) -> str:
+        """See Sandbox."""
+        return self._inner.id
+
+    @property
+    def files(self) -> Files:
+        """See Sandbox."""
+        return self._inner.files
+
+    @property
+    def commands(self) -> Commands:
+        """See Sandbox."""
+        return self._inner.commands
+
+    def described(self, info: SandboxInfo) -> SandboxInfo:
+        """What is known of it, with the caller's metadata."""
+        return info if self._metadata is None else dataclasses.replace(info, metadata=dict(self._metadata))
+
+    def ended(self, forget: bool) -> None:
+        """It no longer lives by its own doing; `forget`: nothing is left of it."""
+        self._free()
+        if forget:
+            self._pool.forget(self)
+
+    async def get_info(self) -> SandboxInfo:
+        """See Sandbox.get_info."""
+        return self.described(await self._inner.get_info())
+
+    async def set_timeout(self, timeout_s: float | None) -> None:
+        """See Sandbox.set_timeout."""
+        await self._inner.set_timeout(timeout_s)
+        self._pool.expect_end(timeout_s)
+
+    async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
+        """See Sandbox.create_session."""
+        return await self._inner.create_session(cwd, env)
+
+    async def run_in_session(
+        self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
+    ) -> CommandResult:
+        """See Sandbox.run_in_session."""
+        return await self._inner.run_in_session(session, cmd, timeout_s, limit_bytes)
+
+    async def close_session(self, session: str) -> None:
+        """See Sandbox.close_session."""
+        await self._inner.close_session(session)
+
+    async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
+        """See Sandbox.run_tests."""
+        return await self._inner.run_tests(paths, timeout_s)
+
+    async def run_probes(self, paths: Sequence[str], timeout_s: float = 2.0) -> ProbeReport:
+        """See Sandbox.run_probes."""
+        return await self._inner.run_probes(paths, timeout_s)
+
+    async def diff(self) -> Mapping[str, bytes | None]:
+        """See Sandbox.diff."""
+        return await self._inner.diff()
+
+    async def final_diff(self) -> Mapping[str, bytes | None]:
+        """See Sandbox.final_diff."""
+        return await self._inner.final_diff()
+
+    async def pause(self, mode: SnapshotKind = "full") -> None:
+        """See Sandbox.pause. The place is given back."""
+        async with self._lifecycle:
+            self.num_turns += 1
+            await self._inner.pause(mode)
+            self._free()
+
+    async def resume(self) -> None:
+        """See Sandbox.resume. Waits for a place. Raises CapacityError."""
+        async with self._lifecycle:
+            if self._held:
+                await self._inner.resume()
+                return
+            await self._pool.acquire(await self._tenant())
+            self.num_turns += 1
+            if self._killing is not None:
+                self._pool.give_back()
+                raise SandboxMissingError(
+                    "the sandbox was killed", field="sandbox", received=self.id, fix="make another one"
+                )
+            self._held = True
+            try:
+                await self._inner.resume()
+            except BaseException:
+                self._free()
+                raise
+
+    async def create_snapshot(
+        self, kind: SnapshotKind | None = None, name: str | None = None
+    ) -> SnapshotInfo:
+        """See Sandbox.create_snapshot."""
+        return await self._inner.create_snapshot(kind, name)
+
+    async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
+        """See Sandbox.fork. Waits for `count` places together. Raises CapacityError."""
+        await self._pool.acquire(await self._tenant(), count)
+        try:
+            copies = await self._inner.fork(count)
+        except BaseException:
+            self._pool.give_back(count)
+            raise
+        result: list[Sandbox | SandboxError] = []
+        for copy in copies:
+            if isinstance(copy, SandboxError):
+                self._pool.give_back()
+                result.append(copy)
+            else:
+                result.append(self._pool.adopt(copy, self._metadata))
+        return result
+
+    async def migrate(self, target: SandboxBackend) -> Sandbox:
+        """See Sandbox.migrate. A pool as target gives the sandbox one of its places."""
+        info = await self.get_info()
+        async with self._lifecycle:
+            self.num_turns += 1
+            moved = await self._move(info, target)
+            self._free()
+        self._pool.forget(self)
+        return moved
+
+    async def kill(self) -> None:
+        """See Sandbox.kill. The place is given back once the inner sandbox is dead."""
+        if self._killing is None or (self._killing.done() and self._failed_to_die()):
+            self._killing = asyncio.ensure_future(self._kill())
+        await asyncio.shield(self._killing)
+
+    async def _kill(self) -> None:
+        self.num_turns += 1
+        await self._inner.kill()
+        self._free()
+        self._pool.forget(self)
+
+    def _failed_to_die(self) -> bool:
+        task = self._killing
+        return task is not None and (task.cancelled() or task.exception() is not None)
+
+    async def _move(self, info: SandboxInfo, target: SandboxBackend) -> Sandbox:
+        if not isinstance(target, Pool):
+            return await self._inner.migrate(target)
+        await target.acquire(info.metadata.get(TENANT, ""))
+        try:
+            moved = await self._inner.migrate(target.inner)
+        except BaseException:
+            target.give_back()
+            raise
+        left_s = None if info.expires_s is None else max(0.0, info.expires_s - time.time())
+        return target.adopt(moved, info.metadata, left_s)
+
+    async def _tenant(self) -> str:
+        return (await self.get_info()).metadata.get(TENANT, "")
+
+    def _free(self) -> None:
+        if self._held:
+            self.num_turns += 1
+            self._held = False
+            self._pool.give_back()

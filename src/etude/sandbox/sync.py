@@ -1,0 +1,337 @@
+"""The sandbox interface for code without an event loop: every call blocks until it is done.
+
+    with SyncSandbox.create("local", Template({"main.py": "print(1)"})) as sandbox:
+        print(sandbox.commands.run("python3 main.py").stdout)
+
+A thread of its own runs the asynchronous objects. Ctrl-C cancels the call that is waited for (the
+command in the sandbox ends) and is then raised. `on_output` is called in that thread, and may not call
+the sandbox itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
+
+from etude.errors import SandboxError
+from etude.sandbox.backends import open_backend
+from etude.sandbox.interface import Command, Commands, Files, OnOutput, Sandbox, SandboxBackend
+from etude.sandbox.template import Template
+from etude.sandbox.types import Capabilities, Network, Resources
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_CANCEL_S = 30.0
+"""How long a cancelled call may take to clean up before Ctrl-C is raised."""
+
+
+class LoopThread:
+    """An event loop in a thread of its own, until `close`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="etude-sandbox", daemon=True)
+        self._thread.start()
+
+    def run(self, call: Awaitable[T]) -> T:
+        """The result of an awaitable. A caller who is interrupted cancels it."""
+        if threading.current_thread() is self._thread:
+            if asyncio.iscoroutine(call):
+                call.close()
+            raise SandboxError(
+                "a blocking call in the thread that would do its work",
+                field="on_output",
+                fix="let on_output put the bytes aside, and call the sandbox elsewhere",
+            )
+
+        async def awaited() -> T:
+            return await call
+
+        work: Coroutine[Any, Any, T] = awaited()
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            if asyncio.iscoroutine(call):
+                call.close()
+            raise SandboxError("it is closed", field="sandbox.backend", fix="open another one") from error
+        try:
+            return future.result()
+        except BaseException:
+            self._abandon(future)
+            raise
+
+    def close(self) -> None:
+        """Cancels what still runs and ends the thread. Idempotent."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_rest(), self._loop).result(_CANCEL_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CANCEL_S)
+        self._loop.close()
+
+    def _abandon(self, future: Future[Any]) -> None:
+        if future.done():
+            return
+        ended = threading.Event()
+        self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(_settle(ended)))
+        future.cancel()
+        ended.wait(_CANCEL_S)
+
+
+async def _settle(ended: threading.Event) -> None:
+    """Gives cancelled tasks a few turns of the loop to clean up."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+    ended.set()
+
+
+async def _cancel_rest() -> None:
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
+
+
+class blocking(Generic[P, T]):
+    """An asynchronous method of the wrapped object, called and waited for. Types and docs are its own."""
+
+    def __init__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
+        self._method = method
+        self.__doc__ = method.__doc__
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> blocking[P, T]: ...
+    @overload
+    def __get__(self, instance: Wrapper, owner: type) -> Callable[P, T]: ...
+
+    def __get__(self, instance: Wrapper | None, owner: type) -> blocking[P, T] | Callable[P, T]:
+        if instance is None:
+            return self
+        method = cast("Callable[P, Awaitable[T]]", getattr(instance.wrapped, self._method.__name__))
+
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            return instance.thread.run(method(*args, **kwargs))
+
+        return call
+
+
+class Wrapper:
+    """An asynchronous object and the thread in which it lives."""
+
+    def __init__(self, wrapped: Any, thread: LoopThread) -> None:
+        self.wrapped = wrapped
+        self.thread = thread
+
+
+class SyncFiles(Wrapper):
+    """`Files`, blocking."""
+
+    read = blocking(Files.read)
+    write = blocking(Files.write)
+    write_many = blocking(Files.write_many)
+    list = blocking(Files.list)
+    remove = blocking(Files.remove)
+    grep = blocking(Files.grep)
+    upload = blocking(Files.upload)
+    download = blocking(Files.download)
+
+
+class SyncCommand(Wrapper):
+    """`Command`, blocking."""
+
+    @property
+    def pid(self) -> int:
+        """See Command."""
+        return self.wrapped.pid
+
+    wait = blocking(Command.wait)
+    send_stdin = blocking(Command.send_stdin)
+    kill = blocking(Command.kill)
+
+
+class SyncCommands(Wrapper):
+    """`Commands`, blocking."""
+
+    run = blocking(Commands.run)
+    list = blocking(Commands.list)
+    send_stdin = blocking(Commands.send_stdin)
+    kill = blocking(Commands.kill)
+
+    def start(
+        self,
+        cmd: str,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limit_bytes: int = 64 << 10,
+        on_output: OnOutput | None = None,
+    ) -> SyncCommand:
+        """See Commands.start."""
+        call = self.wrapped.start(cmd, timeout_s, env, cwd, limit_bytes, on_output)
+        return SyncCommand(self.thread.run(call), self.thread)
+
+    def connect(self, pid: int) -> SyncCommand:
+        """See Commands.connect."""
+        return SyncCommand(self.thread.run(self.wrapped.connect(pid)), self.thread)
+
+
+class SyncSandbox(Wrapper):
+    """`Sandbox`, blocking. As a context manager it kills the sandbox at the end."""
+
+    def __init__(self, wrapped: Sandbox, thread: LoopThread, owned: SyncBackend | None = None) -> None:
+        """`owned`: a backend that was opened for this sandbox alone, and closes with it."""
+        super().__init__(wrapped, thread)
+        self.files = SyncFiles(wrapped.files, thread)
+        self.commands = SyncCommands(wrapped.commands, thread)
+        self._owned = owned
+
+    @classmethod
+    def create(
+        cls,
+        backend: str | SyncBackend,
+        template: Template | None = None,
+        resources: Resources | None = None,
+        network: Network | None = None,
+        timeout_s: float | None = None,
+        snapshot: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> SyncSandbox:
+        """A sandbox of a backend, or of a new one of that name, which ends with it."""
+        owned = SyncBackend.open(backend) if isinstance(backend, str) else None
+        maker = owned or cast(SyncBackend, backend)
+        try:
+            made = maker.create(template, resources, network, timeout_s, snapshot, metadata)
+        except BaseException:
+            if owned is not None:
+                owned.close()
+            raise
+        return cls(made.wrapped, maker.thread, owned)
+
+    @property
+    def id(self) -> str:
+        """See Sandbox."""
+        return self.wrapped.id
+
+    get_info = blocking(Sandbox.get_info)
+    set_timeout = blocking(Sandbox.set_timeout)
+    create_session = blocking(Sandbox.create_session)
+    run_in_session = blocking(Sandbox.run_in_session)
+    close_session = blocking(Sandbox.close_session)
+    run_tests = blocking(Sandbox.run_tests)
+    run_probes = blocking(Sandbox.run_probes)
+    diff = blocking(Sandbox.diff)
+    final_diff = blocking(Sandbox.final_diff)
+    pause = blocking(Sandbox.pause)
+    resume = blocking(Sandbox.resume)
+    create_snapshot = blocking(Sandbox.create_snapshot)
+
+    def fork(self, count: int = 1) -> list[SyncSandbox | SandboxError]:
+        """See Sandbox.fork."""
+        copies = self.thread.run(self.wrapped.fork(count))
+        return [c if isinstance(c, SandboxError) else SyncSandbox(c, self.thread) for c in copies]
+
+    def migrate(self, target: SyncBackend) -> SyncSandbox:
+        """See Sandbox.migrate. The target must live in the same thread: `SyncBackend(make, thread)`."""
+        if target.thread is not self.thread:
+            raise SandboxError(
+                "the target lives in another thread",
+                field="target",
+                fix="open it with SyncBackend(make, source.thread)",
+            )
+        return SyncSandbox(self.thread.run(self.wrapped.migrate(target.wrapped)), self.thread)
+
+    def kill(self) -> None:
+        """See Sandbox.kill. Closes the backend that was opened for this sandbox alone."""
+        if self._owned is not None:
+            self._owned.close()
+        else:
+            self.thread.run(self.wrapped.kill())
+
+    def __enter__(self) -> SyncSandbox:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.kill()
+
+
+class SyncBackend(Wrapper):
+    """`SandboxBackend`, blocking. As a context manager it closes at the end."""
+
+    def __init__(self, make: Callable[[], SandboxBackend], thread: LoopThread | None = None) -> None:
+        """`make` is called in the thread of the sandboxes; `thread`: share another backend's."""
+        self._owns_thread = thread is None
+        thread = thread or LoopThread()
+
+        async def made() -> SandboxBackend:
+            return make()
+
+        try:
+            wrapped = thread.run(made())
+        except BaseException:
+            if self._owns_thread:
+                thread.close()
+            raise
+        super().__init__(wrapped, thread)
+        self._closed = False
+
+    @classmethod
+    def open(cls, name: str, state: Path | None = None) -> SyncBackend:
+        """A backend by its configured name. Raises ConfigError."""
+        return cls(lambda: open_backend(name, state))
+
+    list = blocking(SandboxBackend.list)
+    list_snapshots = blocking(SandboxBackend.list_snapshots)
+    delete_snapshot = blocking(SandboxBackend.delete_snapshot)
+    export_snapshot = blocking(SandboxBackend.export_snapshot)
+    import_snapshot = blocking(SandboxBackend.import_snapshot)
+
+    def create(
+        self,
+        template: Template | None = None,
+        resources: Resources | None = None,
+        network: Network | None = None,
+        timeout_s: float | None = None,
+        snapshot: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> SyncSandbox:
+        """See SandboxBackend.create."""
+        call = self.wrapped.create(template, resources, network, timeout_s, snapshot, metadata)
+        return SyncSandbox(self.thread.run(call), self.thread)
+
+    def connect(self, sandbox_id: str) -> SyncSandbox:
+        """See SandboxBackend.connect."""
+        return SyncSandbox(self.thread.run(self.wrapped.connect(sandbox_id)), self.thread)
+
+    def capabilities(self) -> Capabilities:
+        """See SandboxBackend.capabilities."""
+        return self.wrapped.capabilities()
+
+    def doctor(self) -> Sequence[str]:
+        """See SandboxBackend.doctor."""
+        return self.wrapped.doctor()
+
+    def close(self) -> None:
+        """See SandboxBackend.close."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.thread.run(self.wrapped.close())
+        finally:
+            if self._owns_thread:
+                self.thread.close()
+
+    def __enter__(self) -> SyncBackend:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()

@@ -1,0 +1,314 @@
+"""What sandbox server and remote client say to each other: results, errors and templates as frames.
+
+One frame (`inside.frames`) is a JSON header and raw bytes. Text that the agent's code made may hold lone
+surrogates, so nothing here goes through a parser that refuses them.
+
+Answers that may take long come as a stream of frames, told apart by their `event`:
+
+    output    {"fd": 1 | 2} and the bytes     a command printed
+    dropped   {"num_bytes"}                   output that nobody took in time
+    beat                                      the server is alive, nothing else
+    file      {"path", "last"} and bytes      a piece of a file, see `file_trees`
+    result    {"value"} and bytes             the last frame of a call that succeeded
+    error     {"error"}                       the last frame of a call that failed
+
+A stream without `result` or `error` at its end is torn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from etude.errors import AgentError, EtudeError, InfrastructureError, SandboxError, UserError
+from etude.sandbox.errors import (
+    CapacityError,
+    PathMissingError,
+    SandboxMissingError,
+    SandboxStateError,
+    Unsupported,
+)
+from etude.sandbox.inside.frames import Header
+from etude.sandbox.template import Image, Template
+from etude.sandbox.types import (
+    Capabilities,
+    CommandResult,
+    Network,
+    ProbeReport,
+    ProbeResult,
+    Resources,
+    SandboxInfo,
+    SnapshotInfo,
+    TestFailure,
+    TestReport,
+)
+
+Encoded = tuple[Any, bytes]
+"""A value of a JSON header, and bytes beside it."""
+
+FRAMES = "application/vnd.etude.frames"
+"""Media type of a stream of frames."""
+API = "/v1"
+BEAT_S = 5.0
+"""How often a server that works on a call says so. Three missed beats mean that it is lost."""
+SPEAKS = 1
+"""Version of this protocol; server and client refuse each other's where it differs."""
+
+Record = TypeVar("Record")
+
+
+# Errors
+
+
+def _kinds(base: type[EtudeError]) -> Iterator[type[EtudeError]]:
+    yield base
+    for kind in base.__subclasses__():
+        yield from _kinds(kind)
+
+
+ERRORS: Mapping[str, type[EtudeError]] = {
+    kind.__name__: kind
+    for kind in _kinds(EtudeError)
+    if kind.__module__ in ("etude.errors", "etude.sandbox.errors")
+}
+"""Every error that crosses the wire as itself, by its name."""
+
+_STATUS: tuple[tuple[type[BaseException], int], ...] = (
+    (PathMissingError, 404),
+    (SandboxMissingError, 404),
+    (SandboxStateError, 409),
+    (CapacityError, 503),
+    (Unsupported, 501),
+    (AgentError, 422),
+    (UserError, 400),
+    (InfrastructureError, 502),
+    (TimeoutError, 408),
+)
+
+
+def encode_error(error: BaseException) -> dict[str, Any]:
+    """`kind`, `message`, `field`, `received` and `fix` of an error.
+
+    What is no EtudeError is a fault of the server: it crosses as SandboxError, and TimeoutError as itself.
+    """
+    if isinstance(error, EtudeError):
+        return {
+            "kind": _known_kind(type(error)),
+            "message": error.message,
+            "field": error.field,
+            "received": _plain(error.received),
+            "fix": error.fix,
+        }
+    if isinstance(error, TimeoutError):
+        return {"kind": "TimeoutError", "message": str(error), "field": None, "received": None, "fix": None}
+    message = f"the sandbox server failed: {type(error).__name__}: {error}"
+    return {
+        "kind": "SandboxError",
+        "message": message,
+        "field": "sandbox.server",
+        "received": None,
+        "fix": None,
+    }
+
+
+def decode_error(raw: object) -> EtudeError | TimeoutError:
+    """The typed error that `encode_error` wrote; what cannot be read is a SandboxError."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("message"), str):
+        return SandboxError("the server sent no readable error", field="sandbox.server", received=_plain(raw))
+    if raw.get("kind") == "TimeoutError":
+        return TimeoutError(raw["message"])
+    kind = ERRORS.get(str(raw.get("kind")), SandboxError)
+    return kind(raw["message"], field=raw.get("field"), received=raw.get("received"), fix=raw.get("fix"))
+
+
+def status_of(error: BaseException) -> int:
+    """The HTTP status that goes with an error."""
+    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+
+
+def _known_kind(kind: type[BaseException]) -> str:
+    return next(base.__name__ for base in kind.__mro__ if base.__name__ in ERRORS)
+
+
+def _plain(value: object) -> object:
+    """A value as JSON carries it; what it cannot carry, as its repr."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)
+
+
+# Results
+
+
+def encode(value: object) -> Encoded:
+    """Any result of the sandbox interface that is no sandbox."""
+    if isinstance(value, CommandResult):
+        texts = [value.stdout.encode("utf-8", "surrogatepass"), value.stderr.encode("utf-8", "surrogatepass")]
+        rest = [value.exit_code, value.timed_out, value.duration_s, value.truncated]
+        return [*rest, len(texts[0])], b"".join(texts)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _record(value), b""
+    if isinstance(value, (list, tuple)):
+        return [encode(item)[0] for item in value], b""
+    return value, b""
+
+
+def encode_diff(changes: Mapping[str, bytes | None]) -> Encoded:
+    """What `Sandbox.diff` gives: paths and sizes, and the contents one after the other."""
+    rows = [[path, None if data is None else len(data)] for path, data in changes.items()]
+    return rows, b"".join(data for data in changes.values() if data is not None)
+
+
+def decode_diff(encoded: Encoded) -> dict[str, bytes | None]:
+    """What `encode_diff` wrote."""
+    rows, data = encoded
+    changes: dict[str, bytes | None] = {}
+    start = 0
+    for path, size in rows:
+        changes[str(path)] = None if size is None else data[start : start + size]
+        start += size or 0
+    if start != len(data):
+        raise ValueError("sizes and contents differ")
+    return changes
+
+
+def decode_command(encoded: Encoded) -> CommandResult:
+    """A CommandResult that `encode` wrote."""
+    (exit_code, timed_out, duration_s, truncated, out_bytes), data = encoded
+    stdout, stderr = (part.decode("utf-8", "surrogatepass") for part in (data[:out_bytes], data[out_bytes:]))
+    return CommandResult(exit_code, stdout, stderr, timed_out, duration_s, truncated)
+
+
+def decode_tests(raw: Any) -> TestReport:
+    """A TestReport that `encode` wrote."""
+    failed = tuple(TestFailure(**row) for row in raw["failed"])
+    return TestReport(**{**raw, "passed": tuple(raw["passed"]), "failed": failed})
+
+
+def decode_probes(raw: Any) -> ProbeReport:
+    """A ProbeReport that `encode` wrote."""
+    results = tuple(ProbeResult(**{**row, "values": tuple(row["values"])}) for row in raw["results"])
+    return ProbeReport(**{**raw, "results": results})
+
+
+def decode_info(raw: Any) -> SandboxInfo:
+    """A SandboxInfo that `encode` wrote."""
+    return SandboxInfo(
+        **{**raw, "resources": Resources(**raw["resources"]), "network": decode_network(raw["network"])}
+    )
+
+
+def decode_snapshot(raw: Any) -> SnapshotInfo:
+    """A SnapshotInfo that `encode` wrote."""
+    return SnapshotInfo(**raw)
+
+
+def decode_network(raw: Any) -> Network:
+    """A Network that `encode` wrote."""
+    return Network(tuple(raw["allow"]))
+
+
+def decode_capabilities(raw: Any) -> Capabilities:
+    """Capabilities that `encode` wrote."""
+    return Capabilities(**{**raw, "snapshots": frozenset(raw["snapshots"]), "pause": frozenset(raw["pause"])})
+
+
+def decode_rows(kind: type[Record], raw: Any) -> list[Record]:
+    """A list of flat records that `encode` wrote."""
+    return [kind(**row) for row in raw]
+
+
+def _record(value: Any) -> Any:
+    """A dataclass as JSON: an object by field name."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _record(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, (list, tuple)):
+        return [_record(item) for item in value]
+    if isinstance(value, frozenset):
+        return sorted(value)
+    if isinstance(value, Mapping):
+        return {str(key): _record(item) for key, item in value.items()}
+    return value
+
+
+# Templates
+
+
+def encode_template(template: Template) -> Encoded:
+    """A template whole; `decode_template` gives one of the same digest."""
+    contents = template.contents
+    image = None if template.image is None else _record(template.image)
+    rows = [[path, len(data)] for path, data in contents.items()]
+    return {"name": template.name, "image": image, "files": rows}, b"".join(contents.values())
+
+
+def decode_template(encoded: Encoded) -> Template:
+    """What `encode_template` wrote. Raises ValueError, TypeError or KeyError for anything else."""
+    raw, data = encoded
+    files: dict[str, bytes | str] = {}
+    start = 0
+    for path, size in raw["files"]:
+        files[path] = data[start : start + size]
+        start += size
+    if start != len(data):
+        raise ValueError("sizes and contents differ")
+    image = raw["image"]
+    if image is not None:
+        image = Image(**{**image, "layers": tuple(image["layers"])})
+    return Template(files, raw["name"], image)
+
+
+def template_key(template: Template) -> str:
+    """Names a template on the wire: content, name and image together."""
+    image = template.image
+    rows = [template.digest, template.name, "" if image is None else image.name]
+    return hashlib.blake2b("\0".join(rows).encode(), digest_size=20).hexdigest()
+
+
+# Requests
+
+Fields = Mapping[str, tuple[type, ...]]
+"""Name -> the types that its value may have; `type(None)` among them: it may be left out."""
+
+
+def checked(raw: object, fields: Fields) -> Header:
+    """The fields of a request, ready to be passed on by name. Raises UserError that names the culprit."""
+    if not isinstance(raw, dict):
+        raise UserError(
+            "a request is a JSON object", field="body", received=_plain(raw), fix="send an object"
+        )
+    unknown = sorted(set(raw) - set(fields))
+    if unknown:
+        raise UserError("unknown field", field=unknown[0], fix="one of " + ", ".join(fields))
+    for name, kinds in fields.items():
+        value = raw.get(name)
+        wanted = (*kinds, int) if float in kinds else kinds
+        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in kinds):
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise UserError(f"must be {names}", field=name, received=_plain(value), fix="mend the request")
+    return {name: raw[name] for name in fields if name in raw}
+
+
+def strings(value: object, field: str) -> list[str]:
+    """A list of strings. Raises UserError."""
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise UserError("must be a list of strings", field=field, received=_plain(value), fix="mend it")
+    return value
+
+
+def batches(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
+    """Consecutive runs of which each adds up to at most `limit_bytes`, or holds one item that is larger."""
+    start, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > limit_bytes:
+            yield slice(start, index)
+            start, total = index, 0
+        total += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))

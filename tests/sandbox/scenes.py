@@ -1,0 +1,105 @@
+"""Scenarios on a backend of this machine whose state lies in a directory of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import warnings
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from etude.errors import ResourceError, SandboxError
+from etude.sandbox.interface import Sandbox
+from etude.sandbox.local.backend import ForkServerBackend, LocalBackend, UnisolatedBackend
+from etude.sandbox.template import Template
+from etude.sandbox.types import Resources
+
+Result = TypeVar("Result")
+Files = dict[str, "bytes | str"]
+
+
+def open_local(state: Path, name: str = "local") -> ForkServerBackend:
+    """A backend of either kind."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return LocalBackend(state) if name == "local" else UnisolatedBackend(state)
+
+
+def on_backend(
+    state: Path, scenario: Callable[[ForkServerBackend], Awaitable[Result]], name: str = "local"
+) -> Result:
+    """Runs a scenario on a new backend and closes it."""
+
+    async def run() -> Result:
+        backend = open_local(state, name)
+        try:
+            return await scenario(backend)
+        except ResourceError as error:
+            pytest.skip(f"no namespaces here: {error}")
+        finally:
+            await backend.close()
+
+    return asyncio.run(run())
+
+
+def in_sandbox(
+    state: Path,
+    scenario: Callable[[Sandbox], Awaitable[Result]],
+    files: Files | None = None,
+    name: str = "local",
+    resources: Resources | None = None,
+) -> Result:
+    """Runs a scenario in one new sandbox."""
+
+    async def run(backend: ForkServerBackend) -> Result:
+        return await scenario(await backend.create(Template(files or {}), resources))
+
+    return on_backend(state, run, name)
+
+
+async def copies(sandbox: Sandbox, count: int = 1) -> list[Sandbox]:
+    """Copies of a sandbox, none of which failed."""
+    found: list[Sandbox] = []
+    for copy in await sandbox.fork(count):
+        assert not isinstance(copy, SandboxError), copy
+        found.append(copy)
+    return found
+
+
+async def becomes_true(holds: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Whether a condition comes to hold in time."""
+    end_s = time.monotonic() + timeout_s
+    while not holds():
+        if time.monotonic() > end_s:
+            return False
+        await asyncio.sleep(0.02)
+    return True
+
+
+def below(pid: int) -> list[int]:
+    """Processes that a process of this machine has started, however deep."""
+    found: list[int] = []
+    pending = [pid]
+    while pending:
+        parent = pending.pop()
+        try:
+            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        except OSError:
+            continue
+        found += map(int, children)
+        pending += map(int, children)
+    return found
+
+
+def open_descriptors(pid: int | None = None) -> int:
+    """How many descriptors a process has."""
+    return len(list(Path(f"/proc/{pid or os.getpid()}/fd").iterdir()))
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

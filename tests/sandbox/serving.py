@@ -1,0 +1,220 @@
+"""Sandbox servers for tests: a real one on a loopback port, and a backend whose commands are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.sandbox.errors import Unsupported
+from etude.sandbox.fake import MemoryBackend, MemorySandbox
+from etude.sandbox.interface import OnOutput, SandboxBackend
+from etude.sandbox.template import Template
+from etude.sandbox.types import CommandResult, Network, ProcessInfo, Resources
+
+pytest.importorskip("fastapi", reason="needs etude[serve]")
+pytest.importorskip("httpx", reason="needs etude[serve]")
+
+import uvicorn
+from fastapi import FastAPI
+
+from etude.sandbox import server
+from etude.sandbox.remote import RemoteBackend
+from etude.sandbox.server import Limits
+
+TOKEN = "a-token-for-tests"
+
+
+_SPOOL = tempfile.TemporaryDirectory(prefix="etude-test-spool-")
+
+
+def build_app(
+    backends: Mapping[str, SandboxBackend],
+    token: str | None,
+    limits: Limits | None = None,
+    peers: tuple[str, ...] = (),
+    spool: Path | None = None,
+) -> FastAPI:
+    """The server's application, which writes nothing below the home directory."""
+    return server.build_app(backends, token, limits, peers, spool or Path(_SPOOL.name))
+
+
+@asynccontextmanager
+async def served(app: FastAPI) -> AsyncIterator[str]:
+    """The address of a running server on loopback; stopped, and its backends closed, at the end."""
+    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5)
+    running_server = uvicorn.Server(config)
+    running = asyncio.ensure_future(running_server.serve())
+    try:
+        async with asyncio.timeout(10):
+            while not running_server.started:
+                assert not running.done(), "the server did not start"
+                await asyncio.sleep(0.005)
+        port = running_server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        running_server.should_exit = True
+        await running
+
+
+@asynccontextmanager
+async def remote(
+    *backends: SandboxBackend, limits: Limits | None = None, peers: tuple[str, ...] = ()
+) -> AsyncIterator[RemoteBackend]:
+    """A client of a real server of the given backends, closed before the server stops."""
+    named = {f"backend-{number}": backend for number, backend in enumerate(backends)}
+    async with served(build_app(named, TOKEN, limits, peers)) as url:
+        client = RemoteBackend(url, TOKEN)
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+class ScriptedCommand:
+    """A command in the background that ends when it is told to."""
+
+    def __init__(self, pid: int, cmd: str, on_output: OnOutput | None) -> None:
+        self.pid = pid
+        self.cmd = cmd
+        self.on_output = on_output
+        self.ended = asyncio.Event()
+        self.exit_code = 0
+        self.stdin = bytearray()
+
+    async def wait(self, timeout_s: float | None = None) -> CommandResult:
+        async with asyncio.timeout(timeout_s):
+            await self.ended.wait()
+        return CommandResult(self.exit_code, self.stdin.decode(), "", False, 0.5, False)
+
+    async def send_stdin(self, data: str | bytes, close: bool = False) -> None:
+        content = data.encode() if isinstance(data, str) else data
+        self.stdin += content
+        if self.on_output is not None:
+            self.on_output(1, content)
+        if close:
+            self.ended.set()
+
+    async def kill(self) -> bool:
+        was_running = not self.ended.is_set()
+        self.exit_code = -9
+        self.ended.set()
+        return was_running
+
+
+class ScriptedCommands:
+    """`Commands` of which each word has a meaning: `echo X`, `sleep S`, `flood N` (pieces of 64 KiB)."""
+
+    def __init__(self) -> None:
+        self.running: set[str] = set()
+        self.cancelled: list[str] = []
+        self.num_started: dict[str, int] = {}
+        self.background: dict[int, ScriptedCommand] = {}
+
+    async def run(
+        self,
+        cmd: str,
+        timeout_s: float = 30.0,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limit_bytes: int = 64 << 10,
+        stdin: str | bytes | None = None,
+        on_output: OnOutput | None = None,
+    ) -> CommandResult:
+        self.running.add(cmd)
+        self.num_started[cmd] = self.num_started.get(cmd, 0) + 1
+        word, _, rest = cmd.partition(" ")
+        out = ""
+        try:
+            if word == "echo":
+                out = rest + (env or {}).get("SUFFIX", "") + (cwd or "")
+                out += stdin.decode() if isinstance(stdin, bytes) else stdin or ""
+                if on_output is not None:
+                    on_output(1, out.encode("utf-8", "surrogatepass"))
+                    on_output(2, b"warning")
+            elif word == "sleep":
+                await asyncio.sleep(float(rest))
+            elif word == "flood":
+                for _ in range(int(rest)):
+                    if on_output is not None:
+                        on_output(1, b"x" * (64 << 10))
+                    await asyncio.sleep(0)
+            return CommandResult(0, out, "", False, 0.25, False)
+        except asyncio.CancelledError:
+            self.cancelled.append(cmd)
+            raise
+        finally:
+            self.running.discard(cmd)
+
+    async def start(
+        self,
+        cmd: str,
+        timeout_s: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        limit_bytes: int = 64 << 10,
+        on_output: OnOutput | None = None,
+    ) -> ScriptedCommand:
+        if cmd == "no such":
+            raise Unsupported("scripted", field="cmd", received=cmd, fix="another")
+        command = ScriptedCommand(100 + len(self.background), cmd, on_output)
+        self.background[command.pid] = command
+        return command
+
+    async def list(self) -> list[ProcessInfo]:
+        return [
+            ProcessInfo(c.pid, c.cmd, not c.ended.is_set(), c.exit_code if c.ended.is_set() else None)
+            for c in self.background.values()
+        ]
+
+    async def connect(self, pid: int) -> ScriptedCommand:
+        return self.background[pid]
+
+    async def send_stdin(self, pid: int, data: str | bytes) -> None:
+        await self.background[pid].send_stdin(data)
+
+    async def kill(self, pid: int) -> bool:
+        return pid in self.background and await self.background[pid].kill()
+
+
+class ScriptedBackend(MemoryBackend):
+    """The memory backend, with scripted commands and starts that can be held up or fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.failures: list[Exception] = []
+        self.num_created = 0
+        self.num_begun = 0
+
+    async def create(
+        self,
+        template: Template | None = None,
+        resources: Resources | None = None,
+        network: Network | None = None,
+        timeout_s: float | None = None,
+        snapshot: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> MemorySandbox:
+        self.num_begun += 1
+        await self.gate.wait()
+        if self.failures:
+            raise self.failures.pop()
+        self.num_created += 1
+        made = await super().create(template, resources, network, timeout_s, snapshot, metadata)
+        scripted: Any = made
+        scripted.commands = ScriptedCommands()
+        return made
+
+
+async def until(condition: Any, timeout_s: float = 5.0) -> None:
+    """Waits until a condition holds."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.005)

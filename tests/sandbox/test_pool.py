@@ -1,0 +1,469 @@
+"""The pool: places, turns, warm sandboxes, and places given back exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from etude.errors import SandboxError
+from etude.sandbox.errors import CapacityError, SandboxMissingError
+from etude.sandbox.fake import MemoryBackend, MemorySandbox
+from etude.sandbox.places import FairQueue, Places, Waiter
+from etude.sandbox.pool import PooledBackend
+from etude.sandbox.template import Template
+from etude.sandbox.types import Network, Resources
+from tests.sandbox.backends import with_sandbox
+from tests.sandbox.test_contract import FILES, SCENARIOS
+
+ONE = Template({"a.txt": "1"}, "one")
+TWO = Template({"a.txt": "2"}, "two")
+
+
+class SlowBackend(MemoryBackend):
+    """Starts take as long as the test says, and fail when it says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_created = 0
+        self.most_live = 0
+        self.failures = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def create(
+        self,
+        template: Template | None = None,
+        resources: Resources | None = None,
+        network: Network | None = None,
+        timeout_s: float | None = None,
+        snapshot: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> MemorySandbox:
+        await self.gate.wait()
+        if self.failures:
+            self.failures -= 1
+            raise SandboxError("failed on purpose", field="sandbox")
+        self.num_created += 1
+        made = await super().create(template, resources, network, timeout_s, snapshot, metadata)
+        self.most_live = max(self.most_live, len(self.live))
+        return made
+
+
+def in_pool(
+    max_live: int,
+    scenario: Callable[[PooledBackend, SlowBackend], Awaitable[Any]],
+    queue_timeout_s: float = 0.2,
+) -> Any:
+    """Runs a scenario on a pool over a slow backend; afterwards nothing lives and no place is held."""
+
+    async def run() -> Any:
+        inner = SlowBackend()
+        pool = PooledBackend(inner, max_live, queue_timeout_s)
+        try:
+            result = await scenario(pool, inner)
+            assert inner.most_live <= max_live
+        finally:
+            await pool.close()
+        assert not inner.live
+        return result
+
+    return asyncio.run(run())
+
+
+async def settled(pool: PooledBackend) -> None:
+    """Lets everything behind the scenes come to rest."""
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110 - the test has no event to wait for
+            await asyncio.sleep(0.005)
+
+
+def test_the_bound_counts_forks_and_kills_free_places_once() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
+        parent = await pool.create(ONE)
+        copies = await parent.fork(2)
+        assert pool.places.held == 3
+        with pytest.raises(CapacityError):
+            await parent.fork(1)
+        with pytest.raises(CapacityError, match="3 places in all"):
+            await parent.fork(4)
+        first = copies[0]
+        assert not isinstance(first, SandboxError)
+        await asyncio.gather(first.kill(), first.kill())
+        await first.kill()
+        assert pool.places.held == 2
+        await pool.create(ONE)
+        assert pool.places.held == 3
+        assert len(await pool.list()) == 3
+
+    in_pool(3, scenario)
+
+
+def test_the_error_names_the_limit_who_waits_and_the_fix() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
+        await pool.create(ONE)
+        other = asyncio.ensure_future(pool.create(ONE, metadata={"tenant": "amber"}))
+        await asyncio.sleep(0)
+        with pytest.raises(CapacityError) as caught:
+            await pool.places.acquire("blue", 1, 0.02)
+        assert "1 of 1 are held" in caught.value.message
+        assert "amber: 1" in caught.value.message
+        assert caught.value.field == "pool.max_live"
+        assert "kill or pause" in (caught.value.fix or "")
+        with pytest.raises(CapacityError):
+            await other
+
+    in_pool(1, scenario)
+
+
+def test_tenants_take_turns() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> list[str]:
+        held = await pool.create(ONE)
+        order: list[str] = []
+
+        async def one(tenant: str) -> None:
+            sandbox = await pool.create(ONE, metadata={"tenant": tenant})
+            order.append(tenant)
+            await sandbox.kill()
+
+        tasks = [asyncio.ensure_future(one("greedy")) for _ in range(4)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.ensure_future(one("modest")) for _ in range(2)]
+        await asyncio.sleep(0)
+        await held.kill()
+        await asyncio.gather(*tasks)
+        return order
+
+    assert in_pool(1, scenario, 5.0) == ["greedy", "modest", "greedy", "modest", "greedy", "greedy"]
+
+
+def test_warm_sandboxes_are_handed_out_in_order_and_refilled() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
+        await pool.prewarm(ONE, count=2)
+        await until(lambda: pool.health().warm == {"one": 2})
+        oldest = min(inner.live, key=lambda sandbox: int(sandbox.id.rpartition("-")[2]))
+        assert await pool.list() == []
+        sandbox = await pool.create(ONE, metadata={"tenant": "amber"}, timeout_s=50)
+        assert sandbox.id == oldest.id
+        info = await sandbox.get_info()
+        assert dict(info.metadata) == {"tenant": "amber"}
+        assert info.expires_s is not None
+        assert [dict(info.metadata) for info in await pool.list()] == [{"tenant": "amber"}]
+        await until(lambda: pool.health().warm == {"one": 2})
+        assert inner.num_created == 3
+        other = await pool.create(ONE, Resources(num_processes=7))
+        assert inner.num_created == 4, "other resources are another kind"
+        await other.kill()
+        await pool.prewarm(ONE, count=0)
+        await settled(pool)
+        assert pool.health().live == 1
+
+    in_pool(5, scenario)
+
+
+def test_a_dead_warm_sandbox_is_replaced_not_handed_out() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
+        await pool.prewarm(ONE, count=1)
+        await until(lambda: pool.health().warm == {"one": 1})
+        dead = next(iter(inner.live))
+        await dead.kill()
+        sandbox = await pool.create(ONE)
+        assert sandbox.id != dead.id
+        assert (await sandbox.files.read("a.txt")) == b"1"
+        await until(lambda: pool.health().warm == {"one": 1})
+        assert pool.places.held == 2
+
+    in_pool(3, scenario)
+
+
+def test_warm_ones_of_another_template_give_way() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
+        await pool.prewarm(ONE, count=3)
+        await until(lambda: pool.health().warm == {"one": 3})
+        made = await asyncio.gather(*(pool.create(TWO) for _ in range(2)))
+        assert [await sandbox.files.read("a.txt") for sandbox in made] == [b"2", b"2"]
+        assert pool.health().warm == {"one": 1}
+        await made[0].kill()
+        await until(lambda: pool.health().warm == {"one": 2})
+
+    in_pool(3, scenario)
+
+
+def test_failures_to_warm_back_off_are_reported_and_end() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
+        inner.failures = 1
+        await pool.prewarm(ONE, count=1)
+        await until(lambda: bool(pool.health().problems))
+        assert pool.health().problems == ("one: sandbox: failed on purpose",)
+        assert pool.places.held == 0
+        await asyncio.sleep(0.05)
+        assert inner.num_created == 0, "the next try comes later"
+        await until(lambda: pool.health().warm == {"one": 1})
+        assert pool.health().problems == ()
+
+    in_pool(2, scenario)
+
+
+def test_a_sandbox_that_expires_frees_its_place() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
+        brief = await pool.create(ONE, timeout_s=0.05)
+        other = await pool.create(ONE)
+        assert (await other.get_info()).state == "running"
+        with pytest.raises(SandboxMissingError):
+            await pool.connect(brief.id)
+        assert pool.places.held == 1
+
+    in_pool(1, scenario, 5.0)
+
+
+def test_a_sandbox_that_dies_by_itself_frees_its_place_for_who_waits() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
+        await pool.create(ONE)
+        waiting = asyncio.ensure_future(pool.create(ONE))
+        await asyncio.sleep(0)
+        await next(iter(inner.live)).kill()
+        await waiting
+        assert pool.places.held == 1
+
+    in_pool(1, scenario, 5.0)
+
+
+def test_a_paused_sandbox_holds_no_place_and_waits_to_wake() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
+        sleeper = await pool.create(ONE)
+        await sleeper.pause("filesystem")
+        await sleeper.pause("filesystem")
+        assert pool.places.held == 0
+        other = await pool.create(ONE)
+        with pytest.raises(CapacityError):
+            await sleeper.resume()
+        assert (await sleeper.get_info()).state == "paused"
+        await other.kill()
+        again = await pool.connect(sleeper.id)
+        await sleeper.resume()
+        assert again is sleeper
+        assert pool.places.held == 1
+        await sleeper.pause("filesystem")
+        await sleeper.kill()
+        assert pool.places.held == 0
+
+    async def bounded(pool: PooledBackend, inner: SlowBackend) -> None:
+        await scenario(pool, inner)
+        inner.most_live = 1  # the memory backend counts sleeping ones as live
+
+    in_pool(1, bounded)
+
+
+def test_a_sandbox_that_is_killed_while_it_waits_to_wake_takes_no_place() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
+        sleeper = await pool.create(ONE)
+        await sleeper.pause("filesystem")
+        other = await pool.create(ONE)
+        waking = asyncio.ensure_future(sleeper.resume())
+        await asyncio.sleep(0.01)
+        await sleeper.kill()
+        await other.kill()
+        with pytest.raises(SandboxMissingError):
+            await waking
+        assert pool.places.held == 0
+        inner.most_live = 1  # the memory backend counts sleeping ones as live
+
+    in_pool(1, scenario, 5.0)
+
+
+def test_a_cancelled_start_and_a_failed_start_give_their_places_back() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
+        inner.gate.clear()
+        starting = asyncio.ensure_future(pool.create(ONE))
+        await asyncio.sleep(0.01)
+        assert pool.places.held == 1
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert pool.places.held == 0
+        inner.gate.set()
+        inner.failures = 1
+        with pytest.raises(SandboxError, match="on purpose"):
+            await pool.create(ONE)
+        assert pool.places.held == 0
+
+    in_pool(1, scenario)
+
+
+def test_closing_refuses_who_waits() -> None:
+    async def run() -> None:
+        pool = PooledBackend(MemoryBackend(), 1, 5.0)
+        await pool.create(ONE)
+        waiting = asyncio.ensure_future(pool.create(ONE))
+        await asyncio.sleep(0)
+        await pool.close()
+        with pytest.raises(SandboxError, match="closed"):
+            await waiting
+        with pytest.raises(SandboxError, match="closed"):
+            await pool.create(ONE)
+
+    asyncio.run(run())
+
+
+def test_a_sandbox_moves_from_pool_to_pool_and_so_does_its_place() -> None:
+    async def run() -> None:
+        source, target = PooledBackend(MemoryBackend(), 1), PooledBackend(MemoryBackend(), 1, 0.05)
+        sandbox = await source.create(ONE, metadata={"tenant": "amber"})
+        await sandbox.files.write("b.txt", "2")
+        moved = await sandbox.migrate(target)
+        assert (source.places.held, target.places.held) == (0, 1)
+        assert await moved.files.read("b.txt") == b"2"
+        assert dict((await moved.get_info()).metadata) == {"tenant": "amber"}
+        again = await source.create(ONE)
+        with pytest.raises(CapacityError):
+            await again.migrate(target)
+        assert (await again.get_info()).state == "running"
+        assert source.places.held == 1
+        await source.close()
+        await target.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_a_pooled_sandbox_gives_the_results_of_its_backend(scenario: Any) -> None:
+    async def run() -> Any:
+        pool = PooledBackend(MemoryBackend(), 3)
+        await pool.prewarm(Template(FILES), count=1)
+        await until(lambda: sum(pool.health().warm.values()) == 1)
+        try:
+            return await scenario(await pool.create(Template(FILES)))
+        finally:
+            await pool.close()
+
+    assert asyncio.run(run()) == with_sandbox("memory", FILES, scenario)
+
+
+class PlacesMachine(RuleBasedStateMachine):
+    """Any order of asking, cancelling, timing out and giving back keeps the invariants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.places = Places(3)
+        self.waiting: list[tuple[asyncio.Task[None], str, int]] = []
+        self.granted: list[int] = []
+        self.served_since: dict[int, list[str]] = {}
+
+    def teardown(self) -> None:
+        for task, _, _ in self.waiting:
+            task.cancel()
+        self.turn()
+        self.loop.close()
+
+    def turn(self) -> None:
+        """Lets the loop come to rest, and notes who got places."""
+
+        async def idle() -> None:
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(idle())
+        for entry in list(self.waiting):
+            task, tenant, num = entry
+            if not task.done():
+                continue
+            self.waiting.remove(entry)
+            self.served_since.pop(id(task), None)
+            if not task.cancelled() and task.exception() is None:
+                self.granted.append(num)
+                for served in self.served_since.values():
+                    served.append(tenant)
+
+    @rule(tenant=st.sampled_from("abc"), num=st.integers(1, 3))
+    def ask(self, tenant: str, num: int) -> None:
+        async def begin() -> asyncio.Task[None]:
+            return asyncio.ensure_future(self.places.acquire(tenant, num, 1000.0))
+
+        task = self.loop.run_until_complete(begin())
+        self.waiting.append((task, tenant, num))
+        self.served_since[id(task)] = []
+        self.turn()
+
+    @rule()
+    def ask_for_no_time(self) -> None:
+        async def brief() -> bool:
+            try:
+                await self.places.acquire("d", 1, 0.0)
+            except CapacityError:
+                return False
+            return True
+
+        if self.loop.run_until_complete(brief()):
+            self.granted.append(1)
+        self.turn()
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        data.draw(st.sampled_from(self.waiting))[0].cancel()
+        self.turn()
+
+    @precondition(lambda self: self.granted)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        num = self.granted.pop(data.draw(st.integers(0, len(self.granted) - 1)))
+        self.places.release(num)
+        self.turn()
+
+    @precondition(lambda self: self.granted and self.waiting)
+    @rule(data=st.data())
+    def give_back_and_cancel_at_once(self, data: st.DataObject) -> None:
+        """The cancelled one may just have been served."""
+        self.places.release(self.granted.pop())
+        data.draw(st.sampled_from(self.waiting))[0].cancel()
+        self.turn()
+
+    @invariant()
+    def never_more_than_there_are(self) -> None:
+        assert 0 <= self.places.held <= self.places.total
+
+    @invariant()
+    def what_is_held_is_what_was_granted(self) -> None:
+        assert self.places.held == sum(self.granted)
+        assert len(self.places.queue) == len(self.waiting)
+
+    @invariant()
+    def nobody_waits_who_could_be_served(self) -> None:
+        head = self.places.queue.head()
+        assert head is None or head.num > self.places.free
+
+    @invariant()
+    def nobody_is_passed_over(self) -> None:
+        """While the first of a tenant waits, no other tenant is served twice."""
+        first: dict[str, int] = {}
+        for task, tenant, _ in self.waiting:
+            first.setdefault(tenant, id(task))
+        for tenant, task_id in first.items():
+            served = self.served_since[task_id]
+            if tenant not in served:
+                assert all(served.count(other) <= 1 for other in set(served) - {"d"}), served
+
+
+PlacesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestPlaces = PlacesMachine.TestCase
+
+
+def test_fair_queue_serves_tenants_round_robin_and_each_in_order() -> None:
+    async def run() -> list[tuple[str, int]]:
+        queue, loop = FairQueue(), asyncio.get_running_loop()
+        for tenant, num in (("a", 1), ("a", 2), ("b", 1), ("a", 3), ("c", 1), ("b", 2)):
+            queue.push(Waiter(tenant, num, loop.create_future()))
+        return [(waiter.tenant, waiter.num) for waiter in (queue.pop() for _ in range(6))]
+
+    assert asyncio.run(run()) == [("a", 1), ("b", 1), ("c", 1), ("a", 2), ("b", 2), ("a", 3)]
