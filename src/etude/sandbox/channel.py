@@ -168,6 +168,8 @@ class Channel:
                 data = self._sock.recv(1 << 18)
             else:
                 data, lent, _, _ = socket.recv_fds(self._sock, 1 << 18, 1)
+                for descriptor in lent:
+                    os.set_inheritable(descriptor, False)
                 self._lent += lent
             frames = self._unpacker.feed(data)
         except BlockingIOError:
