@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -30,7 +31,10 @@ from etude.sandbox.server import Limits
 TOKEN = "a-token-for-tests"
 
 
-_SPOOL = tempfile.TemporaryDirectory(prefix="etude-test-spool-")
+@functools.cache
+def _spool() -> tempfile.TemporaryDirectory[str]:
+    """Made when it is needed: a process that is killed on purpose leaves none."""
+    return tempfile.TemporaryDirectory(prefix="etude-test-spool-")
 
 
 def build_app(
@@ -41,7 +45,7 @@ def build_app(
     spool: Path | None = None,
 ) -> FastAPI:
     """The server's application, which writes nothing below the home directory."""
-    return server.build_app(backends, token, limits, peers, spool or Path(_SPOOL.name))
+    return server.build_app(backends, token, limits, peers, spool or Path(_spool().name))
 
 
 @asynccontextmanager

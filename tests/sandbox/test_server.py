@@ -27,6 +27,7 @@ from etude.sandbox.inside.frames import Unpacker, pack
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.pool import PooledBackend
 from etude.sandbox.server import Limits, read_token, serve
+from etude.sandbox.server import state as server_state
 from etude.sandbox.server import streams as server_streams
 from etude.sandbox.server.metrics import Metrics
 from etude.sandbox.server.process import is_loopback
@@ -476,6 +477,7 @@ def test_metrics_tell_what_lives_waits_and_fails() -> None:
         assert line in lines, line
 
 
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=30))
 def test_histograms_add_up(times_s: list[float]) -> None:
     metrics = Metrics()
@@ -521,6 +523,20 @@ def test_an_expired_sandbox_is_forgotten() -> None:
         await asyncio.sleep(0.05)
         await client.get("/metrics")
         assert (await client.get(f"/v1/sandboxes/{sandbox}")).json()["error"]["kind"] == "SandboxMissingError"
+
+    ask(scenario)
+
+
+def test_sandboxes_that_ended_by_themselves_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_state, "PRUNE_EVERY", 5)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        ended = [(await create(client, timeout_s=0.001)).json()["id"] for _ in range(4)]
+        await asyncio.sleep(0.02)
+        await create(client)
+        await asyncio.sleep(0.02)
+        state = client.state  # type: ignore[attr-defined]
+        assert [state.known(sandbox_id) for sandbox_id in ended] == [None] * 4
 
     ask(scenario)
 
@@ -737,3 +753,16 @@ def test_a_flood_does_not_fill_the_memory_of_the_server(tmp_path: Path) -> None:
             await backend.close()
 
         asyncio.run(run())
+
+
+@pytest.mark.parametrize("package", ["server", "remote"])
+def test_without_its_libraries_the_error_names_the_extra(package: str) -> None:
+    program = (
+        "import sys; sys.modules['fastapi'] = sys.modules['httpx'] = None\n"
+        "from etude.errors import ConfigError\n"
+        f"try:\n    import etude.sandbox.{package}\nexcept ConfigError as error:\n    print(error.fix)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "pip install 'etude[serve]'\n"

@@ -6,6 +6,7 @@ time, which no later process shares. The next start removes what bears the tag o
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -39,6 +40,26 @@ def is_owner_alive(name: str) -> bool:
     if match is None:
         return False
     return _start_ticks(int(match[1])) == int(match[2])
+
+
+def owner_key() -> str:
+    """This process's tag in a form that tells nothing, for names that a sandbox can see."""
+    return _key(owner_tag())
+
+
+def live_keys() -> set[str]:
+    """The keys of all processes that run."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return {_key(f"{pid}-{ticks}") for pid in pids if (ticks := _start_ticks(pid)) is not None}
+
+
+def _key(tag: str) -> str:
+    return hashlib.blake2b(tag.encode(), key=_boot_id(), digest_size=8).hexdigest()
+
+
+@cache
+def _boot_id() -> bytes:
+    return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
 
 
 class WorkDirectory:

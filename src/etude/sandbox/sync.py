@@ -14,7 +14,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
@@ -40,31 +40,33 @@ class LoopThread:
         self._thread.start()
 
     def run(self, call: Awaitable[T]) -> T:
-        """The result of an awaitable. A caller who is interrupted cancels it."""
+        """The result of an awaitable. A caller who is interrupted cancels it, and waits for its end."""
         if threading.current_thread() is self._thread:
-            if asyncio.iscoroutine(call):
-                call.close()
+            _discard(call)
             raise SandboxError(
                 "a blocking call in the thread that would do its work",
                 field="on_output",
                 fix="let on_output put the bytes aside, and call the sandbox elsewhere",
             )
+        result: Future[T] = Future()
+        tasks: list[asyncio.Future[T]] = []
 
-        async def awaited() -> T:
-            return await call
+        def begin() -> None:
+            task = asyncio.ensure_future(call)
+            tasks.append(task)
+            task.add_done_callback(lambda task: _hand_over(task, result))
 
-        work: Coroutine[Any, Any, T] = awaited()
         try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+            self._loop.call_soon_threadsafe(begin)
         except RuntimeError as error:
-            work.close()
-            if asyncio.iscoroutine(call):
-                call.close()
+            _discard(call)
             raise SandboxError("it is closed", field="sandbox.backend", fix="open another one") from error
         try:
-            return future.result()
+            return result.result()
         except BaseException:
-            self._abandon(future)
+            if not result.done():
+                self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
+                wait([result], _CANCEL_S)
             raise
 
     def close(self) -> None:
@@ -76,20 +78,21 @@ class LoopThread:
         self._thread.join(_CANCEL_S)
         self._loop.close()
 
-    def _abandon(self, future: Future[Any]) -> None:
-        if future.done():
-            return
-        ended = threading.Event()
-        self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(_settle(ended)))
-        future.cancel()
-        ended.wait(_CANCEL_S)
+
+def _hand_over(task: asyncio.Future[T], result: Future[T]) -> None:
+    """The end of a task, for the thread that waits for it."""
+    if task.cancelled():
+        result.set_exception(asyncio.CancelledError())
+    elif (error := task.exception()) is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(task.result())
 
 
-async def _settle(ended: threading.Event) -> None:
-    """Gives cancelled tasks a few turns of the loop to clean up."""
-    for _ in range(100):
-        await asyncio.sleep(0)
-    ended.set()
+def _discard(call: Awaitable[object]) -> None:
+    """Closes a call that will not be made."""
+    if asyncio.iscoroutine(call):
+        call.close()
 
 
 async def _cancel_rest() -> None:

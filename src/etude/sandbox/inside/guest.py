@@ -262,6 +262,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--uid", type=int)
     parser.add_argument("--memory-bytes", type=int, default=1 << 40)
     parser.add_argument("--cpu-s", type=int, default=1 << 30)
+    parser.add_argument("--open-files", type=int, default=1024, help="of each process")
     parser.add_argument("--path", default="/usr/local/bin:/usr/bin:/bin")
     parser.add_argument("--filter", action="store_true", help="filter the system calls of commands")
     options = parser.parse_args(arguments)
@@ -273,7 +274,12 @@ def main(arguments: list[str]) -> None:
     processes = AgentProcesses(options.uid) if options.uid is not None else NamespaceProcesses()
     assert is_init or options.uid is not None, "without a user of their own, commands need a pid namespace"
     settings = Settings(
-        options.memory_bytes, options.cpu_s, options.path, uid=options.uid, watch_memory=False
+        options.memory_bytes,
+        options.cpu_s,
+        options.path,
+        uid=options.uid,
+        open_files=options.open_files,
+        watch_memory=False,
     )
     for program in filters() if options.filter else ():
         os.register_at_fork(after_in_child=partial(kernel.install_filter, program))

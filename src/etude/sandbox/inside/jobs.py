@@ -31,12 +31,14 @@ class ChildLimits:
 
     memory_bytes: int
     cpu_s: int
+    open_files: int = 1024
     uid: int | None = None
     """User and group to become; None: stay who the server is."""
 
     def apply(self) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (self.memory_bytes, self.memory_bytes))
         resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
         if self.uid is not None:
             os.setgroups([])
             os.setresgid(self.uid, self.uid, self.uid)
@@ -291,6 +293,7 @@ def _spawn(argv: list[str], env: dict[str, str], cwd: str, limits: ChildLimits, 
         os.close(here)
     with contextlib.suppress(ProcessLookupError):
         resource.prlimit(pid, resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (limits.open_files, limits.open_files))
     return pid
 
 

@@ -32,6 +32,10 @@ from etude.sandbox.inside.kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID,
 from etude.sandbox.inside.seccomp import build_filter
 
 SANDBOX_UID = 1000
+PENDING_SIGNALS = 512
+SERVER_FILES = 8192
+WATCHES = {"max_inotify_instances": 16, "max_inotify_watches": 16384}
+"""These are counted for the host's user, who all sandboxes are: one must not use up what all share."""
 NOBODY = 65534
 """What the real root becomes before it makes a user namespace: id 0 of the host is never mapped."""
 FILES, FILES_RO = "/files", "/files_ro"
@@ -214,6 +218,8 @@ def enter_sandbox(plan: Plan) -> tuple[int, int]:
         kernel.mount(f"/scratch/{layers.TEMPORARY}", f"{root}/tmp", flags=MS_BIND)
     kernel.mount("/scratch/shm", f"{root}/dev/shm", flags=MS_BIND)
     kernel.mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
+    for name, limit in WATCHES.items():
+        _write(f"{root}/proc/sys/user/{name}", str(limit))
     base = _open_base(plan)
     os.chdir(root)
     kernel.pivot_root_here()
@@ -221,6 +227,14 @@ def enter_sandbox(plan: Plan) -> tuple[int, int]:
     socket.sethostname("sandbox")
     kernel.raise_loopback()
     return base, scratch
+
+
+def _write(path: str, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
 
 
 def _mount_image(plan: Plan) -> str:
@@ -272,21 +286,28 @@ def _user_id(plan: Plan) -> int:
     raise KeyError(name)
 
 
-def lock_down(num_processes: int, open_files: int, file_bytes: int, emulate_root: bool) -> None:
+def lock_down(num_processes: int, file_bytes: int, emulate_root: bool, shared_memory: bool) -> None:
     """Takes from pid 1, and so from all that it starts, every right that a sandbox does not need."""
     for kind, limit in (
         (resource.RLIMIT_NPROC, num_processes),
-        (resource.RLIMIT_NOFILE, open_files),
         (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, PENDING_SIGNALS),
     ):
         resource.setrlimit(kind, (limit, limit))
+    # Descriptors in flight are counted for the host's user, against the sender's own limit: with that of its
+    # children, pid 1 could be kept from lending its disk.
+    most = min(SERVER_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     kernel.set_dumpable(False)
     kernel.drop_capabilities()
-    kernel.install_filter(_ROOT_FILTER if emulate_root else _FILTER)
+    kernel.install_filter(_FILTERS[emulate_root, shared_memory])
 
 
-_FILTER = build_filter(kernel.MACHINE)
-_ROOT_FILTER = build_filter(kernel.MACHINE, emulate_root=True)
+_FILTERS = {
+    (emulate_root, shared_memory): build_filter(kernel.MACHINE, emulate_root, shared_memory)
+    for emulate_root in (False, True)
+    for shared_memory in (False, True)
+}

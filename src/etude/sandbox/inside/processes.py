@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _ROUNDS = 20
 _STOP_S = 2.0
 
@@ -145,17 +144,19 @@ def reap() -> tuple[dict[int, int], bool]:
         ended[pid] = status
 
 
-def private_bytes(pids: Iterable[int]) -> int:
-    """Memory that the processes hold for themselves: resident pages less shared ones."""
+def own_bytes(pids: Iterable[int], with_shared: bool) -> int:
+    """Memory of the processes that no file backs: private pages; `with_shared`: shared ones, too, once for
+    each process that has touched them."""
+    wanted = (b"RssAnon:", b"RssShmem:") if with_shared else (b"RssAnon:",)
     total = 0
     for pid in pids:
         try:
-            with open(f"/proc/{pid}/statm", "rb") as file:
-                fields = file.read().split()
+            with open(f"/proc/{pid}/status", "rb") as file:
+                rows = file.read().split(b"\n")
         except OSError:
             continue
-        total += max(0, int(fields[1]) - int(fields[2]))
-    return total * _PAGE_BYTES
+        total += sum(int(row.split()[1]) for row in rows if row.startswith(wanted))
+    return total * 1024
 
 
 def _read_table() -> Table:

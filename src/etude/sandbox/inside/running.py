@@ -27,7 +27,7 @@ from etude.sandbox.inside.processes import (
     Table,
     families,
     kill_all_but,
-    private_bytes,
+    own_bytes,
     reap,
     resume_all,
     stop_all,
@@ -59,6 +59,10 @@ class Settings:
     """PATH of commands."""
     env: dict[str, str] = field(default_factory=dict)
     """Of the image."""
+    open_files: int = 1024
+    """Of each process."""
+    has_groups: bool = False
+    """Whether control groups bound memory: then the watchdog leaves shared memory to them."""
     uid: int | None = None
     """Whom commands run as, where the server itself is root."""
     watch_memory: bool = True
@@ -75,7 +79,7 @@ class Running:
         self._poll = poll
         self._processes = processes
         self._settings = settings
-        self._limits = ChildLimits(settings.memory_bytes, settings.cpu_s, settings.uid)
+        self._limits = ChildLimits(settings.memory_bytes, settings.cpu_s, settings.open_files, settings.uid)
         if settings.uid is None:
             limit_own_memory(settings.memory_bytes)
         self._root = root
@@ -352,7 +356,7 @@ class Running:
         kill_all_but(self._processes, spare)
 
     def _watch_memory(self) -> None:
-        if private_bytes(self._processes.table()) <= self._settings.memory_bytes:
+        if own_bytes(self._processes.table(), not self._settings.has_groups) <= self._settings.memory_bytes:
             return
         self._processes.kill_all()
         for job in [*self._jobs.values(), *(shell.job for shell in self._shells.values())]:

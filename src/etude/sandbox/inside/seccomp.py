@@ -68,6 +68,20 @@ _CALLS = {
     "x86_64": {"clone": 56, "socket": 41, "socketpair": 53},
     "aarch64": {"clone": 220, "socket": 198, "socketpair": 199},
 }
+_ON_PROCESS = {
+    "x86_64": {"sched_setparam": 142, "sched_setscheduler": 144, "sched_setaffinity": 203, "prlimit64": 302,
+               "sched_setattr": 314},
+    "aarch64": {"sched_setparam": 118, "sched_setscheduler": 119, "sched_setaffinity": 122, "prlimit64": 261,
+                "sched_setattr": 274},
+}  # fmt: skip
+"""Calls that change the process of their first argument. Process 1 is the sandbox's server."""
+_ON_GROUP = {
+    "x86_64": {"setpriority": (141, 2), "ioprio_set": (251, 3)},
+    "aarch64": {"setpriority": (140, 2), "ioprio_set": (30, 3)},
+}
+"""(number, what stands for "all processes of the user"): kind first, then the process or group."""
+_SHARED_MEMORY: dict[str, tuple[int, ...]] = {"x86_64": (29, 68, 240, 319), "aarch64": (180, 186, 194, 279)}
+"""shmget, msgget, mq_open, memfd_create: memory that belongs to no process, which no watchdog can see."""
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NAMESPACE_FLAGS = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
@@ -77,13 +91,16 @@ _FAMILIES = (1, 2, 10)
 Instruction = tuple[int, int, int, int]
 _LOAD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER, _ARCH, _ARGUMENT_0 = 0, 4, 16
+_NUMBER, _ARCH, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
 _ABSENT: list[Instruction] = [(_RET, 0, 0, _ERRNO | errno.ENOSYS)]
 
 
-def build_filter(machine: str, emulate_root: bool = False) -> bytes:
-    """The program for one machine type. Raises KeyError for a machine that the tables lack."""
-    blocks = _blocks(machine, emulate_root)
+def build_filter(machine: str, emulate_root: bool = False, shared_memory: bool = True) -> bytes:
+    """The program for one machine type. Raises KeyError for a machine that the tables lack.
+
+    `shared_memory`: whether memory that belongs to no process may be had; only control groups bound it.
+    """
+    blocks = _blocks(machine, emulate_root, shared_memory)
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH),
         (_JEQ, 1, 0, _AUDIT[machine]),
@@ -94,7 +111,7 @@ def build_filter(machine: str, emulate_root: bool = False) -> bytes:
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
 
-def _blocks(machine: str, emulate_root: bool) -> list[tuple[int, list[Instruction]]]:
+def _blocks(machine: str, emulate_root: bool, shared_memory: bool) -> list[tuple[int, list[Instruction]]]:
     """(first number, what is done from there on), ascending, from 0 on."""
     done: dict[int, list[Instruction]] = {}
     for first, last in _ALLOWED[machine]:
@@ -116,6 +133,24 @@ def _blocks(machine: str, emulate_root: bool) -> list[tuple[int, list[Instructio
             (_RET, 0, 0, _ERRNO | errno.EAFNOSUPPORT),
             (_RET, 0, 0, _ALLOW),
         ]
+    for number in _ON_PROCESS[machine].values():
+        done[number] = [
+            (_LOAD, 0, 0, _ARGUMENT_0),
+            (_JEQ, 0, 1, 1),
+            (_RET, 0, 0, _ERRNO | errno.EPERM),
+            (_RET, 0, 0, _ALLOW),
+        ]
+    for number, user in _ON_GROUP[machine].values():
+        done[number] = [
+            (_LOAD, 0, 0, _ARGUMENT_0),
+            (_JEQ, 2, 0, user),
+            (_LOAD, 0, 0, _ARGUMENT_1),
+            (_JEQ, 0, 1, 1),
+            (_RET, 0, 0, _ERRNO | errno.EPERM),
+            (_RET, 0, 0, _ALLOW),
+        ]
+    for number in () if shared_memory else _SHARED_MEMORY[machine]:
+        done[number] = _ABSENT
     blocks: list[tuple[int, list[Instruction]]] = []
     for number in range(max(done) + 2):
         body = done.get(number, _ABSENT)

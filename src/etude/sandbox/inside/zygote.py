@@ -4,7 +4,7 @@ It waits on two descriptors: the owner's control socket (one JSON packet a reque
 and the owner's pidfd. When either ends it exits, and with it, being pid 1 of a pid namespace around all
 sandboxes, everything it ever started. Requests, with the descriptors that come along:
 
-    create   id, plan, limits, env, emulate_root, new_template
+    create   id, plan, limits, env, emulate_root, has_groups, new_template
              the sandbox's socket, and a memfd for a new template
     kill     id
     forget   kind ("templates" or "layers"), name
@@ -66,7 +66,7 @@ class Isolation(Protocol):
         """Starts a sandbox's first process: 0 in the child, its pid in the parent."""
         ...
 
-    def enter(self, plan: namespaces.Plan, limits: dict[str, int], emulate_root: bool) -> Entered:
+    def enter(self, plan: namespaces.Plan, request: dict[str, Any]) -> Entered:
         """In the child: makes the sandbox around it. Raises OSError."""
         ...
 
@@ -87,13 +87,14 @@ class Namespaces:
     def clone(self) -> int:
         return namespaces.clone_sandbox()
 
-    def enter(self, plan: namespaces.Plan, limits: dict[str, int], emulate_root: bool) -> Entered:
+    def enter(self, plan: namespaces.Plan, request: dict[str, Any]) -> Entered:
+        limits = request["limits"]
         base, disk = namespaces.enter_sandbox(plan)
         if plan.images:
             sys.path[:] = [entry.replace(sys.base_prefix, namespaces.PYTHON, 1) for entry in sys.path]
         workspace = Workspace(plan.workspace, base)
         namespaces.lock_down(
-            limits["num_processes"], limits["open_files"], limits["file_bytes"], emulate_root
+            limits["num_processes"], limits["file_bytes"], request["emulate_root"], request["has_groups"]
         )
         return Entered(workspace, NamespaceProcesses(), disk)
 
@@ -118,7 +119,7 @@ class Folders:
     def clone(self) -> int:
         return os.fork()
 
-    def enter(self, plan: namespaces.Plan, limits: dict[str, int], emulate_root: bool) -> Entered:
+    def enter(self, plan: namespaces.Plan, request: dict[str, Any]) -> Entered:
         os.setsid()
         kernel.adopt_orphans()
         self._disk = os.path.join(self._base, f"sandbox-{os.getpid()}")
@@ -236,8 +237,15 @@ class ForkServer:
             self._let_go()
             limits = request["limits"]
             plan = namespaces.Plan(**{k: _tuple(v) for k, v in request["plan"].items()})
-            entered = self._isolation.enter(plan, limits, request["emulate_root"])
-            settings = Settings(limits["memory_bytes"], limits["cpu_s"], self._path, request["env"])
+            entered = self._isolation.enter(plan, request)
+            settings = Settings(
+                limits["memory_bytes"],
+                limits["cpu_s"],
+                self._path,
+                request["env"],
+                limits["open_files"],
+                request["has_groups"],
+            )
             line = channel.detach()
             Server(line, line, entered.workspace, entered.processes, settings, entered.disk).serve()
             code = 0

@@ -314,6 +314,7 @@ class ForkServerBackend(MachineBackend):
             "limits": dataclasses.asdict(resources),
             "env": {**ROOT_ENVIRONMENT, **image_env} if is_root else image_env,
             "emulate_root": is_root,
+            "has_groups": self._groups is not None,
             "new_template": new,
         }
         if not new:

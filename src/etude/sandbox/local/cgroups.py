@@ -3,7 +3,7 @@
 Version 1 (one tree for each controller, as root) and version 2 (a delegated subtree) are both used. Where
 neither is writable there is none, and the watchdog inside each sandbox bounds its memory instead.
 
-    <controller>/etude-<owner's tag>-<number>/<sandbox>
+    <controller>/etude-<owner's key>-<number>/<sandbox>
 
 Groups outlive whoever made them; the next start removes those of dead owners.
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from etude.sandbox.reaping import is_owner_alive, owner_tag
+from etude.sandbox.reaping import live_keys, owner_key
 from etude.sandbox.types import Resources
 
 _ROOT = Path("/sys/fs/cgroup")
@@ -26,6 +26,10 @@ _OVERHEAD_BYTES = 24 << 20
 """Of the server inside and of the kernel on the sandbox's behalf."""
 _SHARES, _WEIGHT = 1024, 100
 """One core's worth, in version 1 and in version 2."""
+_TCP_BYTES = 32 << 20
+"""Version 1 counts the buffers of connections apart."""
+_OPTIONAL = ("cpu.weight", "memory.kmem.tcp.limit_in_bytes")
+"""Not handed down everywhere, or not in every kernel."""
 _REMOVE_S = 2.0
 _ROUNDS = 20
 
@@ -41,7 +45,7 @@ class ControlGroups:
     @classmethod
     def open(cls, root: Path = _ROOT) -> ControlGroups | None:
         """Makes this backend's groups and removes those of dead owners. None where that is not allowed."""
-        name = f"{_PREFIX}{owner_tag()}-{next(_numbers)}"
+        name = f"{_PREFIX}{owner_key()}-{next(_numbers)}"
         for find in (_version_2, _version_1):
             parents = find(root, name)
             if parents:
@@ -56,6 +60,8 @@ class ControlGroups:
                 group = parent / name
                 group.mkdir(exist_ok=True)
                 for file, value in _limits(controller, resources):
+                    if file in _OPTIONAL and not (group / file).exists():
+                        continue
                     _write(group / file, value)
         except OSError:
             self.remove(name)
@@ -90,7 +96,9 @@ class ControlGroups:
 
     def num_killed_for_memory(self, name: str) -> int:
         """How many processes of a sandbox the kernel ended because its memory was used up."""
-        parent = self._parents.get("memory") or self._parents["unified"]
+        parent = self._parents.get("memory") or self._parents.get("unified")
+        if parent is None:
+            return 0
         for file in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError):
                 for line in (parent / name / file).read_text().splitlines():
@@ -139,15 +147,21 @@ def _version_2(root: Path, name: str) -> dict[str, Path]:
     try:
         own = [row[3:] for row in Path("/proc/self/cgroup").read_text().splitlines() if row.startswith("0::")]
         directory = root / own[0].lstrip("/")
-        if not {"memory", "pids"} <= set((directory / "cgroup.controllers").read_text().split()):
+        able = (directory / "cgroup.controllers").read_text().split()
+        if not {"memory", "pids"} <= set(able):
             return {}
         _sweep(directory)
         parent = directory / name
         parent.mkdir()
-        # No internal processes: a group whose controllers are handed down may hold none itself.
-        _write(directory / "cgroup.subtree_control", "+memory +pids +cpu")
-        _write(parent / "cgroup.subtree_control", "+memory +pids +cpu")
     except (OSError, IndexError):
+        return {}
+    wanted = " ".join(f"+{controller}" for controller in _V1 if controller in able)
+    try:
+        # No internal processes: a group whose controllers are handed down may hold none itself.
+        for group in (directory, parent):
+            _write(group / "cgroup.subtree_control", wanted)
+    except OSError:
+        _remove([parent])
         return {}
     return {"unified": parent}
 
@@ -170,6 +184,7 @@ def _limits(controller: str, resources: Resources) -> Iterable[tuple[str, str]]:
     processes = str(resources.num_processes + 1)
     if controller == "memory":
         yield "memory.limit_in_bytes", memory
+        yield "memory.kmem.tcp.limit_in_bytes", str(_TCP_BYTES)
     elif controller == "pids":
         yield "pids.max", processes
     elif controller == "cpu":
@@ -181,8 +196,10 @@ def _limits(controller: str, resources: Resources) -> Iterable[tuple[str, str]]:
 
 
 def _sweep(directory: Path) -> None:
-    for entry in directory.glob(f"{_PREFIX}*"):
-        if not is_owner_alive(entry.name.removeprefix(_PREFIX)):
+    found = list(directory.glob(f"{_PREFIX}*"))
+    alive = live_keys() if found else set[str]()
+    for entry in found:
+        if entry.name.removeprefix(_PREFIX).partition("-")[0] not in alive:
             _remove([*(inner for inner in entry.iterdir() if inner.is_dir()), entry])
 
 

@@ -1,0 +1,220 @@
+"""A backend of a sandbox server, used as if it were here."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from etude.errors import ConfigError, EtudeError, SandboxError
+from etude.sandbox.errors import SnapshotError, TemplateError
+from etude.sandbox.file_trees import pack_tree
+from etude.sandbox.inside.frames import pack
+from etude.sandbox.remote.connection import BATCH_BYTES, RETRY_S, Connection
+from etude.sandbox.remote.files import receive_tree, send_tree
+from etude.sandbox.remote.sandbox import Owner, RemoteSandbox
+from etude.sandbox.template import Template
+from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
+from etude.sandbox.wire_types import (
+    API,
+    FRAMES,
+    SPEAKS,
+    decode_capabilities,
+    decode_info,
+    decode_snapshot,
+    encode_template,
+    template_key,
+)
+
+
+class RemoteBackend(Owner):
+    """`SandboxBackend` on a server. For one event loop.
+
+    `close` kills the sandboxes that this client made or woke; `disconnect` lets them live.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        backend: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        retry_s: Sequence[float] = RETRY_S,
+    ) -> None:
+        """`backend`: which of the server's; None: its first. `transport`: another way to it, for tests.
+
+        `retry_s`: pauses before a call that may be sent twice is sent again.
+        """
+        self.line = Connection(url, token, transport, retry_s)
+        self.token = token
+        self.backend = backend
+        self._capabilities: Capabilities | None = None
+        self._mine: dict[str, RemoteSandbox] = {}
+        self._sent: set[str] = set()
+        self._once = asyncio.Lock()
+        """Held while something is asked or sent that is asked or sent only once."""
+
+    def capabilities(self) -> Capabilities:
+        """See SandboxBackend.capabilities. Known from the first `hello`, `create` or `connect` on.
+
+        Before that it asks the server and blocks the thread meanwhile, for a few seconds at most: in an
+        event loop await `hello` first. Raises SandboxLostError if the server cannot be reached.
+        """
+        if self._capabilities is None:
+            try:
+                with self.line.open_sync() as client:
+                    response = client.get(f"{API}/capabilities", params=self._named())
+            except httpx.HTTPError as error:
+                raise self.line.lost(error) from error
+            self._capabilities = self._understood(self.line.checked(response))
+        return self._capabilities
+
+    async def hello(self) -> Capabilities:
+        """Asks the server what it can, once. Raises SandboxLostError, ConfigError for another version."""
+        async with self._once:
+            if self._capabilities is None:
+                answer = await self.line.call("GET", "capabilities", self._named(), again=True)
+                self._capabilities = self._understood(answer)
+            return self._capabilities
+
+    def doctor(self) -> list[str]:
+        """See SandboxBackend.doctor. What the server says of itself, or why it cannot be reached."""
+        try:
+            with self.line.open_sync() as client:
+                return [str(line) for line in self.line.checked(client.get(f"{API}/problems"))]
+        except httpx.HTTPError as error:
+            return [str(self.line.lost(error))]
+        except EtudeError as error:
+            return [str(error)]
+
+    async def create(
+        self,
+        template: Template | None = None,
+        resources: Resources | None = None,
+        network: Network | None = None,
+        timeout_s: float | None = None,
+        snapshot: str | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> RemoteSandbox:
+        """See SandboxBackend.create. Sent again with its key when the connection fails on the way."""
+        await self.hello()
+        header = {
+            "backend": self.backend,
+            "template": None if template is None else await self._put(template),
+            "resources": None if resources is None else asdict(resources),
+            "network": None if network is None else {"allow": list(network.allow)},
+            "timeout_s": timeout_s,
+            "snapshot": snapshot,
+            "metadata": None if metadata is None else dict(metadata),
+        }
+        try:
+            return await self._create(header)
+        except TemplateError as error:
+            if template is None or error.received != header["template"]:
+                raise
+            # The server has forgotten it since: it restarted, or others needed the room.
+            self._sent.discard(template_key(template))
+            await self._put(template)
+            return await self._create(header)
+
+    async def connect(self, sandbox_id: str) -> RemoteSandbox:
+        """See SandboxBackend.connect."""
+        await self.hello()
+        path = f"sandboxes/{quote(sandbox_id, safe='')}/connect"
+        await self.line.long("POST", path, header={}, again=True)
+        return self.adopt(sandbox_id)
+
+    async def list(self) -> list[SandboxInfo]:
+        """See SandboxBackend.list. Other clients' sandboxes too."""
+        rows = await self.line.call("GET", "sandboxes", self._named(), again=True)
+        return self.line.decoded(lambda raw: [decode_info(row) for row in raw], rows)
+
+    async def list_snapshots(self) -> list[SnapshotInfo]:
+        """See SandboxBackend.list_snapshots."""
+        rows = await self.line.call("GET", "snapshots", self._named(), again=True)
+        return self.line.decoded(lambda raw: [decode_snapshot(row) for row in raw], rows)
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """See SandboxBackend.delete_snapshot."""
+        await self.line.call("DELETE", f"snapshots/{quote(snapshot, safe='')}", self._named())
+
+    async def export_snapshot(self, snapshot: str, target: Path) -> None:
+        """See SandboxBackend.export_snapshot."""
+        path = f"snapshots/{quote(snapshot, safe='')}/export"
+        await receive_tree(self.line, path, self._named(), target, single=True)
+
+    async def import_snapshot(self, source: Path) -> SnapshotInfo:
+        """See SandboxBackend.import_snapshot."""
+        if not await asyncio.to_thread(source.is_file):
+            raise SnapshotError("no such file", field="source", received=str(source), fix="name an export")
+        value, _ = await send_tree(self.line, "POST", "snapshots/import", self._named(), pack_tree(source))
+        return self.line.decoded(decode_snapshot, value)
+
+    async def close(self) -> None:
+        """See SandboxBackend.close. Raises SandboxError if the server did not confirm every end."""
+        mine = list(self._mine.values())
+        results = await asyncio.gather(*(sandbox.kill() for sandbox in mine), return_exceptions=True)
+        await self.disconnect()
+        failed = [result for result in results if isinstance(result, BaseException)]
+        if failed:
+            raise SandboxError(
+                f"{len(failed)} sandboxes may live on: {failed[0]}",
+                field="sandbox.server",
+                received=self.line.url,
+                fix="give sandboxes a time to live (timeout_s); they end with their server",
+            ) from failed[0]
+
+    async def disconnect(self) -> None:
+        """Closes the connection; the sandboxes live on. Idempotent."""
+        mine, self._mine = self._mine, {}
+        for sandbox in mine.values():
+            await sandbox.commands.close()
+        await self.line.close()
+
+    def adopt(self, sandbox_id: str) -> RemoteSandbox:
+        """See Owner.adopt."""
+        if sandbox_id not in self._mine:
+            self._mine[sandbox_id] = RemoteSandbox(self, sandbox_id)
+        return self._mine[sandbox_id]
+
+    def forget(self, sandbox_id: str) -> None:
+        """See Owner.forget."""
+        self._mine.pop(sandbox_id, None)
+
+    async def _create(self, header: Mapping[str, Any]) -> RemoteSandbox:
+        key = {"idempotency-key": secrets.token_hex(16)}
+        value, _ = await self.line.long("POST", "sandboxes", header=header, headers=key, again=True)
+        return self.adopt(self.line.decoded(decode_info, value).id)
+
+    async def _put(self, template: Template) -> str:
+        """Sends a template unless the server has it; its key."""
+        key = template_key(template)
+        async with self._once:
+            if key not in self._sent:
+                raw, payload = encode_template(template)
+                await self.line.fetch("PUT", "templates", body=pack(raw, payload), kind=FRAMES, again=True)
+                self._sent.add(key)
+        return key
+
+    def _named(self) -> dict[str, str]:
+        return {} if self.backend is None else {"backend": self.backend}
+
+    def _understood(self, answer: Any) -> Capabilities:
+        if not isinstance(answer, dict) or answer.get("speaks") != SPEAKS:
+            spoken = answer.get("speaks") if isinstance(answer, dict) else None
+            raise ConfigError(
+                f"the server speaks version {spoken} of the protocol, this client {SPEAKS}",
+                field="sandbox.server",
+                received=self.line.url,
+                fix="use the same version of Étude on both sides",
+            )
+        # A request also holds the names of the files.
+        most_bytes = self.line.decoded(lambda raw: int(raw["body_bytes"]) // 2, answer)
+        self.line.batch_bytes = min(BATCH_BYTES, most_bytes)
+        return self.line.decoded(lambda raw: decode_capabilities(raw["capabilities"]), answer)

@@ -1,0 +1,137 @@
+"""The server's application: routes, authentication, errors, measurement."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from etude.errors import EtudeError, SandboxError, UserError
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.server import inside_routes, sandbox_routes, server_routes
+from etude.sandbox.server.metrics import Metrics
+from etude.sandbox.server.requests import state_of
+from etude.sandbox.server.state import KeyConflictError, Limits, ServerState
+from etude.sandbox.server.streams import Json
+from etude.sandbox.wire_types import API, encode_error, status_of
+
+_log = logging.getLogger("etude.sandbox.server")
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+
+class AccessError(UserError):
+    """A request without the server's token."""
+
+
+def build_app(
+    backends: Mapping[str, SandboxBackend],
+    token: str | None,
+    limits: Limits | None = None,
+    peers: tuple[str, ...] = (),
+    spool: Path | None = None,
+) -> FastAPI:
+    """An ASGI application that serves sandboxes and closes the backends when it ends.
+
+    `token`: what clients must present as a bearer; None: anyone who reaches it by a loopback name.
+    `peers`: addresses of servers to which sandboxes may be moved. `spool`: directory for uploads and
+    exports on their way, `spool` of the state directory if None; what a killed server left is removed.
+    """
+    state = ServerState(backends, limits or Limits(), tuple(p.rstrip("/") for p in peers), spool)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await asyncio.to_thread(state.clear_spool)
+        try:
+            yield
+        finally:
+            await state.close()
+
+    async def check(request: Request) -> None:
+        _check_access(request, token)
+
+    app = FastAPI(title="Étude sandboxes", lifespan=lifespan, openapi_url=None)
+    app.state.sandboxes = state
+    guarded = [Depends(check)]
+    app.include_router(server_routes.open_router)
+    app.include_router(server_routes.router, dependencies=guarded)
+    app.include_router(sandbox_routes.router, prefix=API, dependencies=guarded)
+    app.include_router(inside_routes.router, prefix=API, dependencies=guarded)
+    app.add_exception_handler(EtudeError, _on_error)
+    app.add_exception_handler(TimeoutError, _on_error)
+    app.add_exception_handler(ClientDisconnect, _on_departure)
+    app.add_exception_handler(Exception, _on_error)
+    app.add_middleware(Measured, metrics=state.metrics)
+    return app
+
+
+def _check_access(request: Request, token: str | None) -> None:
+    """Raises AccessError for a request without the token, or, where there is none, by a foreign name.
+
+    The name matters since a web page can point its own host name at the loopback address.
+    """
+    if token is None:
+        host = request.headers.get("host", "")
+        name = host if host.endswith("]") else host.rpartition(":")[0] or host
+        if name not in _LOOPBACK_NAMES:
+            raise AccessError("only loopback names reach this server", field="Host", received=host)
+        return
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
+        raise AccessError(
+            "the token is missing or wrong", field="token", fix="send the server's token as a bearer"
+        )
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    state_of(request).note_error(error)
+    status = status_of(error)
+    if isinstance(error, AccessError):
+        status = 401
+    elif isinstance(error, KeyConflictError):
+        status = 409
+    return Json({"error": encode_error(error)}, status)
+
+
+async def _on_departure(request: Request, error: Exception) -> Response:
+    """A client that left while it sent its request; nobody reads this."""
+    _log.info("a client left while it sent its request")
+    lost = SandboxError("the request was cut off", field="body")
+    return Json({"error": encode_error(lost)}, 400)
+
+
+class Measured:
+    """Middleware that measures each request from its first byte to the last of its answer."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        start_s = time.monotonic()
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            name = getattr(scope.get("route"), "name", "none")
+            self._metrics.observe(time.monotonic() - start_s, operation=name)
+            self._metrics.count("etude_sandbox_requests", operation=name, status=str(status))

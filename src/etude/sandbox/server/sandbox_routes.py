@@ -1,0 +1,272 @@
+"""Routes that make, copy, move and end sandboxes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from etude.errors import SandboxError
+from etude.sandbox.errors import SandboxMissingError, TemplateError, Unsupported
+from etude.sandbox.interface import Sandbox
+from etude.sandbox.remote import RemoteBackend
+from etude.sandbox.server import requests
+from etude.sandbox.server.requests import (
+    Box,
+    State,
+    encoded,
+    fields_of,
+    info_of,
+    inline_template,
+    long,
+    network_of,
+    one_of,
+    resources_of,
+)
+from etude.sandbox.server.state import Creation, ServerState
+from etude.sandbox.server.streams import Json, query, read_request
+from etude.sandbox.template import Template
+from etude.sandbox.wire_types import Encoded, decode_template, encode, encode_error
+
+router = APIRouter()
+
+
+@router.put("/templates")
+async def put_template(request: Request, state: State) -> Response:
+    """Keeps a template for further creations: one frame; answers with its key."""
+    raw, payload = await read_request(request, state.limits.template_bytes)
+    try:
+        template = decode_template((raw, payload))
+    except (ValueError, TypeError, KeyError) as error:
+        raise TemplateError(
+            f"no template: {error!r}", field="body", fix="send what encode_template writes"
+        ) from error
+    return Json({"template": state.templates.put(template)})
+
+
+@router.post("/sandboxes")
+async def create(request: Request, state: State) -> Response:
+    """A new sandbox. The same `Idempotency-Key` gives the same sandbox, also while it is being made."""
+    state.check_accepting()
+    named, _ = await fields_of(request, state, requests.CREATE)
+    key = request.headers.get("idempotency-key")
+
+    def begin() -> asyncio.Task[str]:
+        return state.in_background(_make(state, named))
+
+    creation = Creation("", begin()) if key is None else state.creations.enter(key, named, begin)
+    creation.num_claims += 1
+    grace_s = 0.0 if key is None else state.limits.unclaimed_s
+
+    def leave(work: asyncio.Task[Encoded]) -> None:
+        creation.num_claims -= 1
+        work.cancel()
+        state.in_background(_end_unclaimed(state, creation, grace_s))
+
+    return long(request, state, _claim(state, creation), finish=leave)
+
+
+async def _make(state: ServerState, named: dict[str, Any]) -> str:
+    name, backend = state.backend(named.get("backend"))
+    timeout_s, most_s = named.get("timeout_s"), state.limits.max_timeout_s
+    if most_s is not None:
+        timeout_s = most_s if timeout_s is None else min(timeout_s, most_s)
+    try:
+        sandbox = await backend.create(
+            _template(state, named.get("template")),
+            resources_of(named.get("resources")),
+            network_of(named.get("network")),
+            timeout_s,
+            named.get("snapshot"),
+            named.get("metadata"),
+        )
+    except BaseException as error:
+        state.metrics.count("etude_sandbox_create_failures", backend=name, kind=type(error).__name__)
+        raise
+    state.metrics.count("etude_sandboxes_created", backend=name)
+    state.hold(name, sandbox)
+    return sandbox.id
+
+
+def _template(state: ServerState, named: str | dict[str, Any] | None) -> Template | None:
+    if named is None:
+        return None
+    if isinstance(named, dict):
+        return inline_template(named)
+    template = state.templates.get(named)
+    if template is None:
+        raise TemplateError(
+            "the server does not hold this template",
+            field="template",
+            received=named,
+            fix="put it at /v1/templates, then create again",
+        )
+    return template
+
+
+async def _claim(state: ServerState, creation: Creation) -> Encoded:
+    sandbox_id = await asyncio.shield(creation.task)
+    held = state.known(sandbox_id)
+    if held is None:
+        raise SandboxMissingError(
+            "the sandbox that was made for this key has ended",
+            field="Idempotency-Key",
+            received=sandbox_id,
+            fix="use a new key",
+        )
+    return await info_of(held.sandbox)
+
+
+async def _end_unclaimed(state: ServerState, creation: Creation, grace_s: float) -> None:
+    """Ends a sandbox whose creator has left and does not come back."""
+    await asyncio.sleep(grace_s)
+    if creation.num_claims:
+        return
+    creation.task.cancel()
+    await asyncio.wait({creation.task})
+    if creation.task.cancelled() or creation.task.exception() is not None:
+        return
+    held = state.known(creation.task.result())
+    if held is not None:
+        await _end(state, held.sandbox)
+
+
+async def _end(state: ServerState, sandbox: Sandbox) -> None:
+    await sandbox.kill()
+    state.forget(sandbox.id)
+    state.metrics.count("etude_sandboxes_killed")
+
+
+@router.get("/sandboxes")
+async def list_sandboxes(request: Request, state: State) -> Response:
+    """The living and the paused sandboxes of a backend: `?backend=`."""
+    _, backend = state.backend(query(request).get("backend"))
+    return Json(encode(await backend.list())[0])
+
+
+@router.get("/sandboxes/{sandbox_id}")
+async def get_info(sandbox_id: str, state: State) -> Response:
+    """What is known of one sandbox, asleep or not."""
+    held = state.known(sandbox_id)
+    if held is not None:
+        return Json((await info_of(held.sandbox))[0])
+    for backend in state.backends.values():
+        for info in await backend.list():
+            if info.id == sandbox_id:
+                return Json(encode(info)[0])
+    return Json((await info_of((await state.find(sandbox_id)).sandbox))[0])
+
+
+@router.post("/sandboxes/{sandbox_id}/connect")
+async def connect(sandbox_id: str, request: Request, state: State) -> Response:
+    """A sandbox by its id; one that sleeps is woken."""
+
+    async def work() -> Encoded:
+        return await info_of((await state.connect(sandbox_id)).sandbox)
+
+    return long(request, state, work(), finish=state.finish_later)
+
+
+@router.delete("/sandboxes/{sandbox_id}")
+async def kill(sandbox_id: str, request: Request, state: State) -> Response:
+    """Ends a sandbox; `killed` is false if there was none."""
+
+    async def work() -> Encoded:
+        try:
+            held = state.known(sandbox_id) or await state.connect(sandbox_id)
+        except SandboxMissingError:
+            return {"killed": False}, b""
+        await _end(state, held.sandbox)
+        return {"killed": True}, b""
+
+    return long(request, state, work(), finish=state.finish_later)
+
+
+@router.post("/sandboxes/{sandbox_id}/timeout")
+async def set_timeout(request: Request, held: Box, state: State) -> Response:
+    """Sets the time to live; null: none."""
+    named, _ = await fields_of(request, state, requests.TIMEOUT)
+    timeout_s, most_s = named.get("timeout_s"), state.limits.max_timeout_s
+    if most_s is not None:
+        timeout_s = most_s if timeout_s is None else min(timeout_s, most_s)
+    await held.sandbox.set_timeout(timeout_s)
+    return Response(status_code=204)
+
+
+@router.post("/sandboxes/{sandbox_id}/pause")
+async def pause(request: Request, held: Box, state: State) -> Response:
+    """Puts it to sleep. Finished even if the client leaves."""
+    named, _ = await fields_of(request, state, requests.PAUSE)
+    one_of(named, "mode", "full", "filesystem")
+    return long(request, state, encoded(held.sandbox.pause(**named)), finish=state.finish_later)
+
+
+@router.post("/sandboxes/{sandbox_id}/resume")
+async def resume(request: Request, held: Box, state: State) -> Response:
+    """Wakes it. Finished even if the client leaves."""
+    return long(request, state, encoded(held.sandbox.resume()), finish=state.finish_later)
+
+
+@router.post("/sandboxes/{sandbox_id}/snapshots")
+async def create_snapshot(request: Request, held: Box, state: State) -> Response:
+    """A snapshot. Finished even if the client leaves."""
+    named, _ = await fields_of(request, state, requests.SNAPSHOT)
+    one_of(named, "kind", "full", "filesystem")
+    return long(request, state, encoded(held.sandbox.create_snapshot(**named)), finish=state.finish_later)
+
+
+@router.post("/sandboxes/{sandbox_id}/fork")
+async def fork(request: Request, held: Box, state: State) -> Response:
+    """Copies: for each its description, or the error that prevented it. Who leaves, gets none."""
+    state.check_accepting()
+    named, _ = await fields_of(request, state, requests.FORK)
+    made: list[Sandbox] = []
+
+    async def work() -> Encoded:
+        rows: list[Any] = []
+        for copy in await held.sandbox.fork(**named):
+            if isinstance(copy, SandboxError):
+                state.note_error(copy)
+                rows.append({"error": encode_error(copy)})
+                continue
+            made.append(copy)
+            state.hold(held.backend, copy)
+            state.metrics.count("etude_sandboxes_created", backend=held.backend)
+            rows.append({"id": copy.id})
+        return rows, b""
+
+    async def end_copies(task: asyncio.Task[Encoded]) -> None:
+        await asyncio.wait({task})
+        for copy in made:
+            await _end(state, copy)
+
+    def leave(task: asyncio.Task[Encoded]) -> None:
+        state.in_background(end_copies(task))
+
+    return long(request, state, work(), finish=leave)
+
+
+@router.post("/sandboxes/{sandbox_id}/migrate")
+async def migrate(request: Request, held: Box, state: State) -> Response:
+    """Moves the sandbox to another server, which must be among this one's peers."""
+    named, _ = await fields_of(request, state, requests.MIGRATE)
+    if named["url"].rstrip("/") not in state.peers:
+        raise Unsupported(
+            "this server sends sandboxes to its peers alone",
+            field="url",
+            received=named["url"],
+            fix="start it with that address among its peers",
+        )
+
+    async def work() -> Encoded:
+        target = RemoteBackend(named["url"], named.get("token"), named.get("backend"))
+        try:
+            moved = await held.sandbox.migrate(target)
+        finally:
+            await target.disconnect()
+        state.forget(held.sandbox.id)
+        return {"id": moved.id}, b""
+
+    return long(request, state, work(), finish=state.finish_later)

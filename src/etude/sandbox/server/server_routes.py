@@ -1,0 +1,123 @@
+"""Routes about the server and its snapshots: what it can, how it is, what it keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse, Response
+
+from etude.errors import SandboxError
+from etude.sandbox.errors import SnapshotError
+from etude.sandbox.file_trees import pack_tree
+from etude.sandbox.fleet.remote_probe import encode_pressure
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.server.requests import State, long, receive_tree
+from etude.sandbox.server.state import ServerState
+from etude.sandbox.server.streams import Json, LongAnswer, query
+from etude.sandbox.wire_types import SPEAKS, Encoded, encode
+
+router = APIRouter()
+open_router = APIRouter()
+"""Routes that need no token."""
+
+
+@open_router.get("/health")
+async def health(state: State) -> Response:
+    """`ready` (200) or `draining` (503)."""
+    if state.draining:
+        return Json({"status": "draining"}, 503)
+    return Json({"status": "ready"})
+
+
+@router.get("/metrics")
+async def metrics(state: State) -> Response:
+    """Counters, gauges and latencies for Prometheus."""
+    return PlainTextResponse(await state.metrics_text(), media_type="text/plain; version=0.0.4")
+
+
+@router.get("/v1/capabilities")
+async def capabilities(request: Request, state: State) -> Response:
+    """What a backend of this server can do (`?backend=`), and what the server takes."""
+    name, backend = state.backend(query(request).get("backend"))
+    return Json(
+        {
+            "speaks": SPEAKS,
+            "backend": name,
+            "backends": list(state.backends),
+            "capabilities": encode(backend.capabilities())[0],
+            "body_bytes": state.limits.body_bytes,
+        }
+    )
+
+
+@router.get("/v1/pressure")
+async def pressure(state: State) -> Response:
+    """How loaded this host is: fractions of its processor, memory and disk, above 1 where work waits."""
+    return Json(encode_pressure(await state.probe.pressure()))
+
+
+@router.get("/v1/problems")
+async def problems(state: State) -> Response:
+    """What does not work at present, each line with its fix."""
+    return Json(state.problems())
+
+
+@router.get("/v1/snapshots")
+async def list_snapshots(request: Request, state: State) -> Response:
+    """The snapshots that a backend can restore: `?backend=`."""
+    _, backend = state.backend(query(request).get("backend"))
+    return Json(encode(await backend.list_snapshots())[0])
+
+
+@router.delete("/v1/snapshots/{snapshot}")
+async def delete_snapshot(snapshot: str, request: Request, state: State) -> Response:
+    """Deletes a snapshot."""
+    await _owner(request, state).delete_snapshot(snapshot)
+    return Response(status_code=204)
+
+
+@router.get("/v1/snapshots/{snapshot}/export")
+async def export_snapshot(snapshot: str, request: Request, state: State) -> Response:
+    """Streams a snapshot as one file."""
+    spool = state.spool_directory()
+    file = Path(spool.name, "snapshot")
+
+    async def work() -> Encoded:
+        await _owner(request, state).export_snapshot(snapshot, file)
+        return None, b""
+
+    return LongAnswer(
+        work(),
+        tail=pack_tree(file),
+        cleanup=lambda: asyncio.to_thread(spool.cleanup),
+        on_error=state.note_error,
+    )
+
+
+@router.post("/v1/snapshots/import")
+async def import_snapshot(request: Request, state: State) -> Response:
+    """Takes in the snapshot that the body streams."""
+    backend = _owner(request, state)
+    spool = state.spool_directory()
+    file = Path(spool.name, "snapshot")
+    try:
+        await receive_tree(request, state, file, single=True)
+    except SandboxError as error:
+        await asyncio.to_thread(spool.cleanup)
+        raise SnapshotError(
+            "the snapshot was cut off on its way", field="body", received=error.received, fix="send it again"
+        ) from error
+    except BaseException:
+        await asyncio.to_thread(spool.cleanup)
+        raise
+
+    async def work() -> Encoded:
+        return encode(await backend.import_snapshot(file))
+
+    return long(request, state, work(), cleanup=lambda: asyncio.to_thread(spool.cleanup))
+
+
+def _owner(request: Request, state: ServerState) -> SandboxBackend:
+    return state.backend(query(request).get("backend"))[1]

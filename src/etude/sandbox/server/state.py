@@ -1,0 +1,333 @@
+"""What a server knows: backends, sandboxes, templates, keys of creations; and what it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import tempfile
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etude.errors import ConfigError, EtudeError
+from etude.sandbox.errors import CapacityError, SandboxMissingError
+from etude.sandbox.fleet.probe import MachineProbe
+from etude.sandbox.fleet.remote_probe import SharedProbe
+from etude.sandbox.interface import Command, Sandbox, SandboxBackend
+from etude.sandbox.machine_backend import default_state_directory
+from etude.sandbox.pool import PooledBackend
+from etude.sandbox.reaping import WorkDirectory
+from etude.sandbox.server.metrics import Labels, Metrics
+from etude.sandbox.server.streams import OutputBuffer
+from etude.sandbox.template import Template
+from etude.sandbox.wire_types import template_key
+
+PRUNE_EVERY = 256
+"""After so many new sandboxes those that ended by themselves are forgotten."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes from its clients. Sizes in bytes."""
+
+    body_bytes: int = 64 << 20
+    """Of one request that is held in memory; larger files are streamed."""
+    upload_bytes: int = 16 << 30
+    """Of one streamed upload or imported snapshot; spooled on disk."""
+    template_bytes: int = 512 << 20
+    """Of all templates that are kept for further creations; the least used go first."""
+    num_keys: int = 4096
+    """Keys of finished creations that are remembered."""
+    max_timeout_s: float | None = None
+    """Longest time to live; also that of sandboxes whose client names none. None: unbounded."""
+    unclaimed_s: float = 60.0
+    """How long a sandbox lives whose creator left before it was ready and did not ask again."""
+
+
+class TemplateShelf:
+    """Templates by their key, so that a thousand creations send one only once."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._templates: OrderedDict[str, Template] = OrderedDict()
+        self._bytes = 0
+
+    def put(self, template: Template) -> str:
+        """Keeps a template; its key. The last one put is kept whatever its size."""
+        key = template_key(template)
+        if key not in self._templates:
+            self._templates[key] = template
+            self._bytes += _size(template)
+        self._templates.move_to_end(key)
+        while self._bytes > self._limit_bytes and len(self._templates) > 1:
+            _, oldest = self._templates.popitem(last=False)
+            self._bytes -= _size(oldest)
+        return key
+
+    def get(self, key: str) -> Template | None:
+        """A template that is still kept."""
+        if key in self._templates:
+            self._templates.move_to_end(key)
+        return self._templates.get(key)
+
+
+def _size(template: Template) -> int:
+    return sum(map(len, template.contents.values()))
+
+
+@dataclass(eq=False)
+class Creation:
+    """One key's creation: who asks again with the key gets the same sandbox."""
+
+    fingerprint: str
+    task: asyncio.Task[str]
+    """Makes the sandbox; its id."""
+    num_claims: int = 0
+    """Requests that got the sandbox, or still wait for it."""
+
+
+class Creations:
+    """Creations by idempotency key. A failed one is forgotten: the next request tries again."""
+
+    def __init__(self, num_keys: int) -> None:
+        self._num_keys = num_keys
+        self._by_key: OrderedDict[str, Creation] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def enter(self, key: str, body: object, begin: Callable[[], asyncio.Task[str]]) -> Creation:
+        """The key's creation, begun now if it is new. Raises KeyConflictError for another body."""
+        fingerprint = hashlib.blake2b(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        creation = self._by_key.get(key)
+        if creation is not None:
+            if creation.fingerprint != fingerprint:
+                raise KeyConflictError(
+                    "this key came with another request before",
+                    field="Idempotency-Key",
+                    received=key,
+                    fix="use a new key for each creation",
+                )
+            return creation
+        creation = Creation(fingerprint, begin())
+        creation.task.add_done_callback(lambda task: self._ended(key, task))
+        self._by_key[key] = creation
+        return creation
+
+    def _ended(self, key: str, task: asyncio.Task[str]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._by_key.pop(key, None)
+        finished = [k for k, creation in self._by_key.items() if creation.task.done()]
+        for old in finished[: max(0, len(self._by_key) - self._num_keys)]:
+            del self._by_key[old]
+
+
+class KeyConflictError(ConfigError):
+    """An idempotency key that came with two different requests."""
+
+
+@dataclass(eq=False)
+class Held:
+    """A sandbox of this server, and what its clients have running in it."""
+
+    backend: str
+    sandbox: Sandbox
+    commands: OrderedDict[int, Command] = field(default_factory=OrderedDict)
+    outputs: dict[int, OutputBuffer] = field(default_factory=dict)
+
+    def keep(self, command: Command, output: OutputBuffer | None = None, most: int = 256) -> None:
+        """Keeps a background command, so that its result can be asked for again."""
+        self.commands[command.pid] = command
+        while len(self.commands) > most:
+            old, _ = self.commands.popitem(last=False)
+            self.finish_output(old)
+        if output is not None:
+            self.outputs[command.pid] = output
+
+    def finish_output(self, pid: int) -> None:
+        """A command has ended: its client's stream may end."""
+        output = self.outputs.pop(pid, None)
+        if output is not None:
+            output.finish()
+
+
+class ServerState:
+    """All of it, for one event loop."""
+
+    def __init__(
+        self,
+        backends: Mapping[str, SandboxBackend],
+        limits: Limits,
+        peers: tuple[str, ...],
+        spool: Path | None,
+    ) -> None:
+        if not backends:
+            raise ConfigError("a server needs a backend", field="backends", fix="name at least one")
+        self.backends = dict(backends)
+        self.limits = limits
+        self.peers = peers
+        self._spool = spool or default_state_directory() / "spool"
+        self._work: WorkDirectory | None = None
+        self.probe = SharedProbe(MachineProbe(self._spool))
+        """Of this host, for fleets."""
+        self.metrics = Metrics()
+        self.templates = TemplateShelf(limits.template_bytes)
+        self.creations = Creations(limits.num_keys)
+        self.draining = False
+        self._held: dict[str, Held] = {}
+        self._num_held = 0
+        self._background: set[asyncio.Task[Any]] = set()
+
+    def backend(self, name: str | None) -> tuple[str, SandboxBackend]:
+        """A backend by name; None: the first. Raises ConfigError."""
+        name = name or next(iter(self.backends))
+        if name not in self.backends:
+            raise ConfigError(
+                "this server has no such backend",
+                field="backend",
+                received=name,
+                fix="one of " + ", ".join(self.backends),
+            )
+        return name, self.backends[name]
+
+    def check_accepting(self) -> None:
+        """Raises CapacityError while the server drains."""
+        if self.draining:
+            raise CapacityError(
+                "the server is shutting down and makes no new sandboxes",
+                field="sandbox.server",
+                fix="use another server, or wait for its restart",
+            )
+
+    def hold(self, backend: str, sandbox: Sandbox) -> Held:
+        """Knows a sandbox from now on."""
+        held = self._held.get(sandbox.id)
+        if held is None or held.sandbox is not sandbox:
+            held = self._held[sandbox.id] = Held(backend, sandbox)
+            self._num_held += 1
+            if self._num_held % PRUNE_EVERY == 0:
+                self.in_background(self.prune())
+        return held
+
+    def forget(self, sandbox_id: str) -> None:
+        """A sandbox has ended; streams of its commands end."""
+        held = self._held.pop(sandbox_id, None)
+        if held is not None:
+            for pid in list(held.outputs):
+                held.finish_output(pid)
+
+    def known(self, sandbox_id: str) -> Held | None:
+        """A sandbox that this server made or found before."""
+        return self._held.get(sandbox_id)
+
+    async def find(self, sandbox_id: str) -> Held:
+        """A sandbox by its id; one that sleeps is not woken. Raises SandboxMissingError."""
+        held = self._held.get(sandbox_id)
+        if held is not None:
+            return held
+        for name, backend in self.backends.items():
+            for info in await backend.list():
+                if info.id == sandbox_id and info.state == "running":
+                    return self.hold(name, await backend.connect(sandbox_id))
+        raise SandboxMissingError(
+            "no such sandbox here: it was killed, or its time to live is over",
+            field="sandbox",
+            received=sandbox_id,
+            fix="list the sandboxes to see which live",
+        )
+
+    async def connect(self, sandbox_id: str) -> Held:
+        """A sandbox by its id; one that sleeps is woken. Raises SandboxMissingError."""
+        held = self._held.get(sandbox_id)
+        backends = self.backends.items() if held is None else [(held.backend, self.backends[held.backend])]
+        missing: SandboxMissingError | None = None
+        for name, backend in backends:
+            try:
+                return self.hold(name, await backend.connect(sandbox_id))
+            except SandboxMissingError as error:
+                missing = error
+        self.forget(sandbox_id)
+        assert missing is not None, "there is at least one backend"
+        raise missing
+
+    async def prune(self) -> dict[str, int]:
+        """Forgets sandboxes that ended by themselves; the number of live ones of each backend."""
+        live: dict[str, int] = {}
+        for name, backend in self.backends.items():
+            before = [held.sandbox.id for held in self._held.values() if held.backend == name]
+            infos = await backend.list()
+            ids = {info.id for info in infos}
+            live[name] = sum(info.state == "running" for info in infos)
+            for gone in set(before) - ids:
+                self.forget(gone)
+        return live
+
+    async def metrics_text(self) -> str:
+        """See Metrics.text; with what lives and waits now."""
+        gauges: dict[tuple[str, Labels], float] = {("etude_sandbox_draining", ()): float(self.draining)}
+        for name, num in (await self.prune()).items():
+            gauges["etude_sandbox_live", (("backend", name),)] = num
+        for name, backend in self.backends.items():
+            if isinstance(backend, PooledBackend):
+                health, labels = backend.health(), (("backend", name),)
+                gauges["etude_sandbox_queue", labels] = sum(health.waiting.values())
+                gauges["etude_sandbox_places", labels] = health.max_live
+                gauges["etude_sandbox_places_held", labels] = health.live
+                gauges["etude_sandbox_warm", labels] = sum(health.warm.values())
+        return self.metrics.text(gauges)
+
+    def problems(self) -> list[str]:
+        """What does not work at present, in words."""
+        found: list[str] = []
+        for name, backend in self.backends.items():
+            found += [f"{name}: {line}" for line in backend.doctor()]
+            if isinstance(backend, PooledBackend):
+                found += [f"{name}: {line}" for line in backend.health().problems]
+        return found
+
+    def clear_spool(self) -> None:
+        """Removes what killed servers left of uploads and exports, and makes this one's directory."""
+        if self._work is None:
+            self._work = WorkDirectory(self._spool)
+
+    def spool_directory(self) -> tempfile.TemporaryDirectory[str]:
+        """A directory for what passes through, removed by its context manager."""
+        self.clear_spool()
+        assert self._work is not None, "it was just made"
+        return tempfile.TemporaryDirectory(dir=self._work.path)
+
+    def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Work that goes on without a client."""
+        return self.finish_later(asyncio.ensure_future(work))
+
+    def finish_later(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+        """Sees to it that a task whose client has left goes on to its end."""
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def note_error(self, error: BaseException) -> None:
+        """Counts what a call failed with."""
+        self.metrics.count("etude_sandbox_errors", kind=type(error).__name__)
+
+    async def close(self) -> None:
+        """Ends everything; each backend is closed even if another fails."""
+        for sandbox_id in list(self._held):
+            self.forget(sandbox_id)
+        for task in list(self._background):
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        if self._work is not None:
+            await asyncio.to_thread(self._work.close)
+        results = await asyncio.gather(*(b.close() for b in self.backends.values()), return_exceptions=True)
+        failed = [result for result in results if isinstance(result, BaseException)]
+        if failed:
+            raise failed[0]
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and isinstance(task.exception(), EtudeError):
+            self.metrics.count("etude_sandbox_background_failures")
