@@ -174,7 +174,7 @@ class SnapshotStore:
             await asyncio.to_thread(_check_files, directory, manifest)
             template = (directory / TEMPLATE).read_bytes()
         except OSError as error:
-            raise _error(snapshot, f"cannot be read: {error}", "list the snapshots to see which are") from error
+            raise _error(snapshot, f"cannot be read: {error}", "list those that can be") from error
         return Snapshot(
             info=_info(manifest),
             directory=directory,

@@ -1,0 +1,1 @@
+"""Sandboxes under gVisor: each on a kernel of its own that runs as a plain process."""

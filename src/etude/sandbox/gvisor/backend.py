@@ -1,0 +1,237 @@
+"""The `gvisor` backend: each sandbox on a gVisor kernel of its own (runsc, systrap), as root or a plain user.
+
+The program inside is the container's first process and speaks over its standard input and output; `runsc
+exec` is never used, because what it starts does not survive a restore. A checkpoint leaves the sandbox
+running; between `hold` and `hello` it says nothing, so that a copy begins with a line of its own. Copies
+get entropy and the clock from the host, and a hostname and machine id of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from etude.errors import SandboxError
+from etude.sandbox.channel import READY, Channel
+from etude.sandbox.errors import SandboxLostError, SnapshotError
+from etude.sandbox.gvisor.bundle import Interpreter, build_rootfs
+from etude.sandbox.gvisor.container import IMAGE_FILES, Container
+from etude.sandbox.gvisor.doctor import find_problems
+from etude.sandbox.gvisor.entering import NOBODY
+from etude.sandbox.gvisor.runsc import Runsc
+from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.machine_backend import MachineBackend
+from etude.sandbox.reaping import WorkDirectory
+from etude.sandbox.snapshots import Snapshot, SnapshotDraft
+from etude.sandbox.template import Template
+from etude.sandbox.types import Capabilities, SnapshotKind
+
+_BATCH_FILES, _BATCH_BYTES = 200, 4 << 20
+"""Of a template, in one frame: the server inside gives each a bounded time."""
+
+
+class GvisorBackend(MachineBackend):
+    """Sandboxes under gVisor; checkpoint, restore and fork with memory and processes."""
+
+    name = "gvisor"
+    start_s = 60.0
+    """Deadline of a start, and of each answer of the program inside while it begins."""
+    checkpoint_s = 120.0
+    restore_s = 120.0
+
+    def __init__(self, state: Path | None = None, program: str = "runsc") -> None:
+        """`program`: runsc's name or path."""
+        super().__init__(state)
+        self._program = program
+        self._interpreter = Interpreter.of_this_process()
+        self._work: WorkDirectory | None = None
+        self._preparing: asyncio.Future[Runsc] | None = None
+        self._numbers = itertools.count(1)
+        self._containers: dict[str, Container] = {}
+
+    def capabilities(self) -> Capabilities:
+        """See SandboxBackend.capabilities."""
+        full: frozenset[SnapshotKind] = frozenset({"full"})
+        return Capabilities(
+            backend=self.name,
+            isolation="gvisor",
+            commands=True,
+            network=True,
+            images=False,
+            snapshots=full,
+            pause=full,
+            fork="full",
+            migrate=None,
+        )
+
+    def doctor(self) -> list[str]:
+        """See SandboxBackend.doctor."""
+        return find_problems(self._program)
+
+    def used_bytes(self, sandbox: MachineSandbox) -> int:
+        """What the sandbox's programs and files hold in memory now; 0 if it does not run."""
+        container = self._containers.get(sandbox.id)
+        return container.used_bytes() if container else 0
+
+    async def start(
+        self, spec: Spec, timeout_s: float | None = None, snapshot: Snapshot | None = None
+    ) -> MachineSandbox:
+        """See MachineBackend.start."""
+        if not self._closed:
+            await self._prepare()
+        return await super().start(spec, timeout_s, snapshot)
+
+    async def boot(self, sandbox: MachineSandbox) -> Channel:
+        """See MachineBackend.boot."""
+        container = await self._new_container(sandbox)
+        async with self._beginning(sandbox, container, "start", []) as channel:
+            await channel.answer(READY, self.start_s)
+            await _install(channel, sandbox.spec.template, self.start_s)
+            await _greet(channel, sandbox, self.start_s)
+        return channel
+
+    async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
+        """See MachineBackend.restore."""
+        image = [snapshot.file(name) for name in IMAGE_FILES]
+        container = await self._new_container(sandbox)
+        async with self._beginning(sandbox, container, "wake", image) as channel:
+            # What the source was asked before the checkpoint is answered here too, to nobody.
+            while channel.next_id() < snapshot.extra.get("next_id", 0):
+                pass
+            await _greet(channel, sandbox, self.restore_s)
+        return channel
+
+    @asynccontextmanager
+    async def _beginning(
+        self, sandbox: MachineSandbox, container: Container, what: str, image: list[Path]
+    ) -> AsyncIterator[Channel]:
+        """Starts a container and watches it from the end of the block on; `stop` frees what has failed."""
+        channel = None
+        try:
+            channel = await container.start(sandbox.spec.resources, sandbox.id, image)
+            yield channel
+        except SandboxError as error:
+            if channel is not None:
+                channel.close("the start failed")
+            raise await _explained(error, container, what) from error
+        except BaseException:
+            if channel is not None:
+                channel.close("the start was given up")
+            raise
+
+        def on_end() -> None:
+            if self._containers.get(sandbox.id) is container:
+                self.lost(sandbox)
+
+        container.watch(sandbox.spec.resources, channel, on_end)
+
+    async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
+        """See MachineBackend.save."""
+        if kind != "full":
+            raise self.unsupported(kind)
+        container = self._containers[sandbox.id]
+        async with sandbox.held() as channel:
+            try:
+                await container.checkpoint(draft.directory, self.checkpoint_s)
+            finally:
+                if not channel.closed:
+                    await asyncio.shield(_greet(channel, sandbox, self.start_s))
+            draft.extra["next_id"] = channel.next_id()
+
+    async def stop(self, sandbox: MachineSandbox) -> None:
+        """See MachineBackend.stop."""
+        container = self._containers.pop(sandbox.id, None)
+        if container is not None:
+            await container.end()
+
+    async def close(self) -> None:
+        """See SandboxBackend.close."""
+        await super().close()
+        if self._preparing is not None:
+            await asyncio.wait([self._preparing])
+        if self._work is not None:
+            await asyncio.to_thread(self._work.close)
+
+    async def _prepare(self) -> tuple[Path, Runsc]:
+        """Finds runsc and makes what all containers share, once. Raises ResourceError."""
+        if self._preparing is None or (self._preparing.done() and self._work is None):
+            self._preparing = asyncio.ensure_future(asyncio.to_thread(self._make_work))
+        # Shielded: a caller who gives up must not leave a directory that nobody knows.
+        runsc = await asyncio.shield(self._preparing)
+        assert self._work is not None, "made by what was waited for"
+        return self._work.path, runsc
+
+    def _make_work(self) -> Runsc:
+        runsc = Runsc.find(self._program)
+        self.version = runsc.version
+        work = WorkDirectory(self.state / "gvisor")
+        rootfs = work.path / "rootfs"
+        build_rootfs(rootfs, self._interpreter)
+        if os.geteuid() == 0:
+            for path in (rootfs, *rootfs.rglob("*")):
+                os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+        self._work = work
+        return runsc
+
+    async def _new_container(self, sandbox: MachineSandbox) -> Container:
+        work, runsc = await self._prepare()
+        name = f"{sandbox.id}-{next(self._numbers)}"
+        container = Container(name, work / name, runsc, self._interpreter, work / "rootfs")
+        self._containers[sandbox.id] = container
+        return container
+
+
+async def _install(channel: Channel, template: Template, deadline_s: float) -> None:
+    """Fills the workspace, in batches."""
+    rows: list[list[object]] = []
+    data: list[bytes] = []
+    more = False
+    for path, content in template.contents.items():
+        if rows and (len(rows) >= _BATCH_FILES or sum(map(len, data)) + len(content) > _BATCH_BYTES):
+            await _install_batch(channel, rows, data, more, deadline_s)
+            rows, data, more = [], [], True
+        rows.append([path, len(content)])
+        data.append(content)
+    await _install_batch(channel, rows, data, more, deadline_s)
+
+
+async def _install_batch(
+    channel: Channel, rows: list[list[object]], data: list[bytes], more: bool, deadline_s: float
+) -> None:
+    header: dict[str, object] = {"op": "install", "files": rows, "more": more}
+    answer, _ = await channel.request(header, b"".join(data), deadline_s)
+    if "fault" in answer:
+        raise SandboxError(
+            f"the template cannot be installed: {answer['fault'][1]}", field="template", received=rows[:3]
+        )
+
+
+async def _greet(channel: Channel, sandbox: MachineSandbox, deadline_s: float) -> None:
+    """Gives the guest its identity and fresh entropy; after a hold, lets it speak again."""
+    header: dict[str, object] = {
+        "op": "hello",
+        "time_s": time.time(),
+        "entropy": secrets.token_hex(32),
+        "hostname": sandbox.id,
+        "machine_id": hashlib.blake2b(sandbox.id.encode(), digest_size=16).hexdigest(),
+    }
+    await channel.request(header, b"", deadline_s)
+
+
+async def _explained(error: SandboxError, container: Container, what: str) -> SandboxError:
+    log = " ".join((await container.last_words()).replace("\0", "").split())
+    if isinstance(error, (SnapshotError, SandboxLostError)) or not log:
+        return error
+    return SandboxError(
+        f"the container did not {what}: {error.message}; runsc says: {log[-1000:]}",
+        field=error.field,
+        received=error.received,
+        fix="run the doctor command for a diagnosis",
+    )

@@ -1,0 +1,189 @@
+"""One running container: its directory, its runsc below a guard, its line, and the watch over it.
+
+A sandbox that sleeps has none, and gets a new one when it wakes. `end` frees whatever there is, however
+far the start had come.
+
+    <directory>/bundle/config.json   what it is made of
+    <directory>/state/               runsc's own notes and control socket
+    <directory>/image/               a checkpoint that is being written
+    <directory>/pid                  process id of its gVisor kernel
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from etude.errors import SandboxError
+from etude.sandbox.channel import Channel
+from etude.sandbox.guarded import GuardedProcess
+from etude.sandbox.gvisor.bundle import Interpreter, configuration
+from etude.sandbox.gvisor.entering import IMAGE, NOBODY, PREFIX, ROOTFS, WORK
+from etude.sandbox.gvisor.memory import OVERHEAD_BYTES, ControlGroup, MemoryFile
+from etude.sandbox.gvisor.runsc import Runsc, checkpoint_words, restore_words, run_words
+from etude.sandbox.types import Resources
+
+IMAGE_FILES = ("checkpoint.img", "pages_meta.img", "pages.img")
+WATCH_S = 0.25
+SERVER_BYTES = 16 << 20
+"""What the program inside holds itself: 9 to 12 MiB were seen."""
+LAST_WORDS_S = 0.5
+PATIENCE_S = 2.0
+"""How long a container may stay above its limit after its programs were ended; then it ends itself."""
+
+
+class Container:
+    """A container of one sandbox. `start` it once; `end` it in any case."""
+
+    def __init__(
+        self, name: str, directory: Path, runsc: Runsc, interpreter: Interpreter, rootfs: Path
+    ) -> None:
+        self.name = name
+        self.directory = directory
+        self.ending = ""
+        """Why it was ended from outside, if it was."""
+        self._runsc = runsc
+        self._interpreter = interpreter
+        self._rootfs = rootfs
+        self._starting: asyncio.Task[GuardedProcess] | None = None
+        self._group: ControlGroup | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self, resources: Resources, hostname: str, image: Sequence[Path] = ()) -> Channel:
+        """Starts it, out of the files of a checkpoint if there are any. Raises SandboxError.
+
+        Whoever calls waits for the program inside: `ready`, or the answer to `hello` after a restore.
+        """
+        ours, theirs = socket.socketpair()
+        # Shielded: what a cancelled caller left half-made would be nobody's.
+        self._starting = asyncio.ensure_future(self._spawn(resources, hostname, image, theirs))
+        try:
+            await asyncio.shield(self._starting)
+        except BaseException:
+            ours.close()
+            raise
+        return Channel(ours, self.name)
+
+    async def _spawn(
+        self, resources: Resources, hostname: str, image: Sequence[Path], line: socket.socket
+    ) -> GuardedProcess:
+        with line:
+            self._group = await asyncio.to_thread(self._prepare, resources, hostname, image)
+            binds = {WORK: self.directory, ROOTFS: self._rootfs}
+            if self._interpreter.is_apart:
+                binds[PREFIX] = Path(self._interpreter.prefix)
+            binds.update({f"{IMAGE}/{path.name}": path for path in image})
+            words = restore_words(self.name) if image else run_words(self.name)
+            control = self._group.processes if self._group else []
+            return await self._runsc.spawn(words, binds, control, line.fileno())
+
+    def _prepare(self, resources: Resources, hostname: str, image: Sequence[Path]) -> ControlGroup | None:
+        self.directory.mkdir(mode=0o755)
+        for name in ("bundle", "state", "image"):
+            (self.directory / name).mkdir(mode=0o755)
+        config = json.dumps(configuration(self._interpreter, resources, hostname))
+        (self.directory / "bundle" / "config.json").write_text(config, encoding="utf-8")
+        for path in image:
+            path.chmod(0o644)
+        if os.geteuid() == 0:
+            for path in (self.directory, *self.directory.iterdir()):
+                os.chown(path, NOBODY, NOBODY)
+        limit_bytes = resources.memory_bytes + resources.disk_bytes + OVERHEAD_BYTES
+        return ControlGroup.make(self.name, limit_bytes, resources.cpus)
+
+    async def checkpoint(self, target: Path, deadline_s: float) -> None:
+        """Writes the state into `target`; the container goes on. Raises SandboxError."""
+        await self._runsc.call(checkpoint_words(self.name), {WORK: self.directory}, deadline_s)
+        await asyncio.to_thread(self._hand_over, target)
+
+    def _hand_over(self, target: Path) -> None:
+        """Takes the files from the user who wrote them. They are readable by all so that the same user may
+        read them at a restore; the directories above them are not.
+        """
+        for name in IMAGE_FILES:
+            path = self.directory / "image" / name
+            if not path.is_file() or path.is_symlink():
+                raise SandboxError("runsc wrote no whole checkpoint", field="runsc", received=name)
+            if os.geteuid() == 0:
+                os.chown(path, 0, 0)
+            path.chmod(0o644)
+            shutil.move(path, target / name)
+
+    async def last_words(self) -> str:
+        """The end of what runsc and the program inside printed; of one that is just ending, all of it."""
+        if self._starting is None:
+            return ""
+        await asyncio.wait([self._starting])
+        if self._starting.cancelled() or self._starting.exception() is not None:
+            return ""
+        process = self._starting.result()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_S):
+                await process.wait()
+        return process.log()
+
+    def watch(self, resources: Resources, channel: Channel, on_end: Callable[[], None]) -> None:
+        """From now on memory is bounded, and `on_end` called when the container ends by itself."""
+        self._watch = asyncio.ensure_future(self._watch_over(resources, channel, on_end))
+
+    async def _watch_over(self, resources: Resources, channel: Channel, on_end: Callable[[], None]) -> None:
+        assert self._starting is not None, "only what was started is watched"
+        process = await self._starting
+        limit_bytes = resources.memory_bytes + resources.disk_bytes
+        bound = asyncio.ensure_future(self._bound_memory(limit_bytes, channel, process))
+        try:
+            await process.wait()
+            on_end()
+        finally:
+            bound.cancel()
+
+    async def _bound_memory(self, limit_bytes: int, channel: Channel, process: GuardedProcess) -> None:
+        memory = None
+        excess_s = 0.0
+        while True:
+            await asyncio.sleep(WATCH_S)
+            memory = memory or self._memory_file()
+            if memory is None or memory.used_bytes() <= limit_bytes + SERVER_BYTES:
+                excess_s = 0.0
+                continue
+            if excess_s == 0.0 and not channel.closed:
+                channel.send({"op": "exhausted", "id": channel.next_id()})
+            excess_s += WATCH_S
+            if excess_s > PATIENCE_S:
+                self.ending = f"the sandbox's files alone exceed its {limit_bytes} bytes of memory and disk"
+                channel.close(self.ending)
+                await process.kill()
+
+    def _memory_file(self) -> MemoryFile | None:
+        try:
+            return MemoryFile.of(int((self.directory / "pid").read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            # Not written yet.
+            return None
+
+    def used_bytes(self) -> int:
+        """What the programs and files inside hold now; 0 if nothing runs."""
+        memory = self._memory_file()
+        return memory.used_bytes() if memory else 0
+
+    async def end(self) -> None:
+        """Ends everything that it consists of, and removes its directory. Idempotent."""
+        if self._watch is not None:
+            self._watch.cancel()
+        if self._starting is not None:
+            # A start that failed was raised to whoever waited for it.
+            await asyncio.wait([self._starting])
+            if not self._starting.cancelled() and self._starting.exception() is None:
+                await self._starting.result().kill()
+        await asyncio.to_thread(self._clear)
+
+    def _clear(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        if self._group is not None:
+            self._group.remove()

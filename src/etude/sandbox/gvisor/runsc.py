@@ -1,0 +1,147 @@
+"""runsc's command line: where it is, which version, and the words of each call.
+
+Every call runs below a guard and behind `entering`, in a user namespace. A sandbox's processes are never
+ended by runsc: its guard kills them all, and its directory holds all that runsc would remember of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import ResourceError, SandboxError
+from etude.sandbox.guarded import GuardedProcess
+from etude.sandbox.gvisor.entering import IMAGE, RUNSC, WORK
+
+OLDEST = 20240729
+"""The oldest release that was tried. systrap is older; checkpoints that leave the container running are not
+much."""
+INSTALL = (
+    "install a newer runsc: apt-get install -t bookworm-backports runsc, or a release from gvisor.dev, "
+    "and put it on the PATH"
+)
+_VERSION_S = 10.0
+_VERSION = re.compile(r"^runsc version (\S*?(\d{8})\S*)$", re.MULTILINE)
+_FLAGS = (
+    f"--root={WORK}/state",
+    "--platform=systrap",
+    "--network=none",
+    "--ignore-cgroups",
+    "--overlay2=root:memory",
+    # What is mounted from the host is read-only and expected to stay as it is: its metadata may be kept.
+    "--file-access-mounts=exclusive",
+)
+_LAUNCH = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from etude.sandbox.gvisor.entering import main
+main(sys.argv[2:])
+"""
+_SOURCE = str(Path(__file__).resolve().parents[3])
+
+
+def parse_version(text: str) -> tuple[str, int] | None:
+    """(version, release date as yyyymmdd) of what `runsc --version` prints; None if it says neither."""
+    found = _VERSION.search(text)
+    return (found[1], int(found[2])) if found else None
+
+
+@dataclass(frozen=True)
+class Runsc:
+    """An installed runsc."""
+
+    program: str
+    version: str
+
+    @classmethod
+    def find(cls, program: str = "runsc") -> Runsc:
+        """The one on the PATH. Blocks for a few hundredths of a second. Raises ResourceError."""
+        path = shutil.which(program)
+        if path is None:
+            raise _error("there is no runsc", program)
+        try:
+            done = subprocess.run(
+                [path, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=False
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise _error(f"runsc does not run: {error}", path) from error
+        version = parse_version(done.stdout)
+        if version is None:
+            raise _error("runsc does not tell its version", (done.stdout + done.stderr)[-300:])
+        if version[1] < OLDEST:
+            raise _error(f"runsc is older than {OLDEST}", version[0])
+        return cls(os.path.realpath(path), version[0])
+
+    async def spawn(
+        self,
+        words: Sequence[str],
+        binds: dict[str, Path],
+        control: Sequence[Path] = (),
+        line: int | None = None,
+    ) -> GuardedProcess:
+        """Starts runsc with some words. `binds`: host paths by where runsc finds them; `line`: descriptor of
+        the container's standard input and output; `control`: `cgroup.procs` files to enter.
+        """
+        plan = {
+            "binds": {RUNSC: self.program, **{target: str(source) for target, source in binds.items()}},
+            "control": [str(path) for path in control],
+            "argv": [RUNSC, *_FLAGS, *words],
+        }
+        command = [sys.executable, "-I", "-S", "-B", "-c", _LAUNCH, _SOURCE, json.dumps(plan)]
+        return await GuardedProcess.spawn(command, stdin=line, stdout=line)
+
+    async def call(self, words: Sequence[str], binds: dict[str, Path], deadline_s: float) -> None:
+        """Runs runsc to its end. Raises SandboxError with what it printed if it fails or takes too long."""
+        process = await self.spawn(words, binds)
+        try:
+            async with asyncio.timeout(deadline_s):
+                code = await process.wait()
+            if code != 0:
+                raise SandboxError(
+                    f"runsc {words[0]} failed: {process.log()[-1000:]}", field="runsc", received=code
+                )
+        except TimeoutError as error:
+            raise SandboxError(
+                f"runsc {words[0]} did not end within {deadline_s:g} s", field="runsc", received=process.log()
+            ) from error
+        finally:
+            await asyncio.shield(process.kill())
+
+
+def run_words(container: str) -> list[str]:
+    """Starts a container and stays with it."""
+    return ["run", f"--bundle={WORK}/bundle", f"--pid-file={WORK}/pid", container]
+
+
+def restore_words(container: str) -> list[str]:
+    """Starts a container out of a checkpoint and stays with it."""
+    return [
+        "restore",
+        f"--image-path={IMAGE}",
+        f"--bundle={WORK}/bundle",
+        f"--pid-file={WORK}/pid",
+        container,
+    ]
+
+
+def checkpoint_words(container: str) -> list[str]:
+    """Writes a container's state below WORK/image; it goes on. Uncompressed: twice as fast."""
+    return [
+        "checkpoint",
+        f"--image-path={WORK}/image",
+        "--leave-running",
+        "--compression=none",
+        container,
+    ]
+
+
+def _error(message: str, received: object) -> ResourceError:
+    return ResourceError(message, field="sandbox.backend", received=received, fix=INSTALL)
