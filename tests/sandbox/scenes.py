@@ -85,13 +85,15 @@ def below(pid: int) -> list[int]:
     found: list[int] = []
     pending = [pid]
     while pending:
-        parent = pending.pop()
         try:
-            children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+            threads = list(Path(f"/proc/{pending.pop()}/task").iterdir())
+            children = [
+                int(child) for thread in threads for child in (thread / "children").read_text().split()
+            ]
         except OSError:
             continue
-        found += map(int, children)
-        pending += map(int, children)
+        found += children
+        pending += children
     return found
 
 

@@ -28,6 +28,7 @@ from etude.sandbox.reaping import owner_key
 import asyncio, sys
 from pathlib import Path
 from etude.sandbox.local.backend import LocalBackend
+from etude.sandbox.reaping import owner_key
 
 async def main():
     backend = LocalBackend(Path(sys.argv[1]))
@@ -152,9 +153,7 @@ def test_groups_of_a_dead_owner_are_swept_by_the_next(tmp_path: Path, groups: Co
 
         def left() -> list[Path]:
             return [
-                path
-                for name in ("memory", "pids", "cpu")
-                for path in (ROOT / name).glob(f"etude-{key}-*")
+                path for name in ("memory", "pids", "cpu") for path in (ROOT / name).glob(f"etude-{key}-*")
             ]
 
         assert len(left()) == 3
@@ -217,7 +216,7 @@ def test_version_2_without_the_processor_controller_serves_too(tmp_path: Path) -
 def test_a_subtree_that_was_not_handed_down_is_left_as_it_was(tmp_path: Path) -> None:
     directory = own_directory(tmp_path)
     (directory / "cgroup.controllers").write_text("cpu memory pids")
-    dead = directory / "etude-1-1-0"
+    dead = directory / "etude-0123456789abcdef-0"
     (dead / "5").mkdir(parents=True)
     assert ControlGroups.open(tmp_path) is None
     assert [path.name for path in directory.iterdir()] == ["cgroup.controllers"], (

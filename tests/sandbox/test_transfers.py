@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from etude.errors import ToolArgumentError
 from etude.sandbox.errors import DiskFullError, PathKindError, PathMissingError, PathOutsideError
-from etude.sandbox.files import PIECE_BYTES, below
+from etude.sandbox.files import PIECE_BYTES
+from etude.sandbox.host_paths import below, name_below
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.types import Resources
 from tests.sandbox.scenes import in_sandbox
@@ -126,7 +127,7 @@ def test_a_download_replaces_a_link_and_follows_none(tmp_path: Path) -> None:
 def test_names_of_a_listing_never_lead_out(name: str, prefix: str) -> None:
     target = Path("/nowhere/target")
     try:
-        path = below(target, prefix + name, prefix)
+        path = below(target, name_below(prefix + name, prefix.rstrip("/") or "."))
     except PathOutsideError:
         return
     assert path == target / name

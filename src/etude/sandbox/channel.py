@@ -87,9 +87,10 @@ class Channel:
         """A descriptor of the sandbox's own disk, for the caller to close. Raises SandboxError."""
         self._lent = []
         try:
-            await self.request({"op": "lend"}, b"", deadline_s)
+            answer, _ = await self.request({"op": "lend"}, b"", deadline_s)
             if not self._lent:
-                raise SandboxError("the sandbox lent no disk", field="sandbox", received=self._name)
+                reason = answer.get("fault", ["", "nothing came with the answer"])[1]
+                raise SandboxError(f"the sandbox lent no disk: {reason}", field="sandbox", received=self._name)
             return self._lent.pop()
         finally:
             lent, self._lent = self._lent or [], None

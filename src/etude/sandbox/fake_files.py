@@ -8,7 +8,7 @@ from pathlib import Path
 
 from etude.errors import AgentError
 from etude.sandbox.errors import fault_error
-from etude.sandbox.files import below, uploads
+from etude.sandbox.host_paths import below, files_of, name_below
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.filesystem import compile_pattern, matching_lines
@@ -94,9 +94,9 @@ class MemoryFiles:
     async def upload(self, source: Path, path: str) -> int:
         """See Files.upload."""
         total = 0
-        for file, target in await asyncio.to_thread(uploads, source, path):
+        for file, name in await asyncio.to_thread(files_of, source):
             data = await asyncio.to_thread(file.read_bytes)
-            await self.write(target, data)
+            await self.write(f"{path}/{name}" if name else path, data)
             total += len(data)
         return total
 
@@ -107,9 +107,8 @@ class MemoryFiles:
             found = {target: self.contents[name]}
         else:
             entries = await self.list(path, 100)
-            prefix = "" if name == "." else name + "/"
             names = [entry.path for entry in entries if entry.kind == "file"]
-            found = {below(target, file, prefix): self.contents[file] for file in names}
+            found = {below(target, name_below(file, name)): self.contents[file] for file in names}
         for file, data in found.items():
             await asyncio.to_thread(file.parent.mkdir, parents=True, exist_ok=True)
             await asyncio.to_thread(file.write_bytes, data)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from etude.errors import ResourceError, SandboxError, ToolArgumentError
-from etude.sandbox.errors import PathOutsideError
+from etude.errors import ResourceError, SandboxError
+from etude.sandbox.host_paths import below, files_of
 from etude.sandbox.inside.frames import Header, pack
 
 PIECE_BYTES = 1 << 20
@@ -29,7 +29,7 @@ async def pack_tree(source: Path) -> AsyncGenerator[bytes, None]:
 
     Links are left out. Raises ToolArgumentError if there is nothing of that name.
     """
-    files = await asyncio.to_thread(_files_of, source)
+    files = await asyncio.to_thread(files_of, source)
     for file, name in files:
         async for frame in _pack_file(file, name):
             yield frame
@@ -143,37 +143,3 @@ class TreeWriter:
         partial = place.with_name(f".{place.name}.part")
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
         return _Partial(name, os.fdopen(descriptor, "wb"), partial, place)
-
-
-def below(target: Path, name: str) -> Path:
-    """Where a relative path that the other side made up belongs below `target`. Raises PathOutsideError."""
-    parts = name.split("/")
-    if "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise PathOutsideError("the other side names a path that leads out", field="path", received=name)
-    path = target
-    for part in parts[:-1]:
-        path = path / part
-        if path.is_symlink():
-            raise PathOutsideError("a link lies in the way", field="target", received=str(path))
-    return path / parts[-1]
-
-
-def _files_of(source: Path) -> list[tuple[Path, str]]:
-    """(file, its name below the source) of everything that is to be sent."""
-    if source.is_dir():
-        return [(file, file.relative_to(source).as_posix()) for file in _regular(source)]
-    if source.is_file():
-        return [(source, "")]
-    raise ToolArgumentError(
-        "no such file or directory", field="source", received=str(source), fix="name one that exists"
-    )
-
-
-def _regular(directory: Path) -> Iterator[Path]:
-    """Regular files below a directory, sorted; links are not followed."""
-    for folder, names, files in os.walk(directory):
-        names.sort()
-        for name in sorted(files):
-            path = Path(folder, name)
-            if path.is_file() and not path.is_symlink():
-                yield path

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from etude.errors import ToolArgumentError
 from etude.sandbox.channel import Answer
-from etude.sandbox.errors import PathKindError, PathOutsideError
+from etude.sandbox.errors import PathKindError
+from etude.sandbox.host_paths import below, files_of, name_below
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.paths import normal_path
 from etude.sandbox.types import FileInfo, GrepMatch
@@ -70,8 +70,10 @@ class ChannelFiles:
 
     async def upload(self, source: Path, path: str) -> int:
         """See Files.upload."""
-        pairs = await asyncio.to_thread(uploads, source, path)
-        return sum([await self._upload_file(file, target) for file, target in pairs])
+        total = 0
+        for file, name in await asyncio.to_thread(files_of, source):
+            total += await self._upload_file(file, f"{path}/{name}" if name else path)
+        return total
 
     async def _upload_file(self, source: Path, path: str) -> int:
         name = self._normal(path)
@@ -94,11 +96,11 @@ class ChannelFiles:
         except PathKindError:
             return await self._download_file(path, target)
         name = self._normal(path)
-        prefix = "" if name == "." else name + "/"
         total = 0
         for entry in entries:
             if entry.kind == "file":
-                total += await self._download_file(entry.path, below(target, entry.path, prefix))
+                place = below(target, name_below(entry.path, name))
+                total += await self._download_file(entry.path, place)
         await asyncio.to_thread(target.mkdir, parents=True, exist_ok=True)
         return total
 
@@ -125,37 +127,3 @@ class ChannelFiles:
 
     def _normal(self, path: str) -> str:
         return normal_path(path, self._line.workspace)
-
-
-def uploads(source: Path, path: str) -> list[tuple[Path, str]]:
-    """(host file, where it goes) of everything that is to be copied."""
-    if source.is_dir():
-        return [(file, f"{path}/{file.relative_to(source).as_posix()}") for file in _regular(source)]
-    if source.is_file():
-        return [(source, path)]
-    raise ToolArgumentError("no such file or directory", field="source", received=str(source), fix="name one")
-
-
-def _regular(directory: Path) -> Iterator[Path]:
-    """Regular files below a directory, sorted; links are not followed."""
-    for folder, names, files in os.walk(directory):
-        names.sort()
-        for name in sorted(files):
-            path = Path(folder, name)
-            if path.is_file() and not path.is_symlink():
-                yield path
-
-
-def below(target: Path, name: str, prefix: str) -> Path:
-    """Where an entry of a listing belongs on the host. The sandbox made the name up: it is not trusted."""
-    relative = name[len(prefix) :] if name.startswith(prefix) else ""
-    parts = relative.split("/")
-    climbs = not relative or "\0" in relative or any(part in ("", ".", "..") for part in parts)
-    if climbs:
-        raise PathOutsideError("the sandbox names a path that leads out", field="path", received=name)
-    path = target
-    for part in parts[:-1]:
-        path = path / part
-        if path.is_symlink():
-            raise PathOutsideError("a link lies in the way", field="target", received=str(path))
-    return path / parts[-1]

@@ -444,7 +444,8 @@ class UnisolatedBackend(ForkServerBackend):
     def __init__(self, state: Path | None = None) -> None:
         super().__init__(state)
         warnings.warn(_UNISOLATED_WARNING, stacklevel=3)
-        self._base: str | None = None
+        self._bases: list[str] = []
+        """Of each fork server; a sandbox outlives the one that made it."""
 
     def capabilities(self) -> Capabilities:
         """See SandboxBackend.capabilities. Its processes are on the host's network already."""
@@ -453,9 +454,8 @@ class UnisolatedBackend(ForkServerBackend):
     async def close(self) -> None:
         """See SandboxBackend.close."""
         await super().close()
-        if self._base is not None:
-            await asyncio.to_thread(shutil.rmtree, self._base, ignore_errors=True)
-            self._base = None
+        while self._bases:
+            await asyncio.to_thread(shutil.rmtree, self._bases.pop(), ignore_errors=True)
 
     def agents_doing(self, sandbox: MachineSandbox) -> str | None:
         """See MachineBackend.agents_doing. Its processes can reach everything of ours."""
@@ -465,10 +465,8 @@ class UnisolatedBackend(ForkServerBackend):
         """Nothing: the closed channel lets the server end its processes and remove its folder."""
 
     def _arguments(self) -> Sequence[str]:
-        if self._base is not None:
-            shutil.rmtree(self._base, ignore_errors=True)
-        self._base = tempfile.mkdtemp(prefix="etude-unisolated-")
-        return [self._base]
+        self._bases.append(tempfile.mkdtemp(prefix="etude-unisolated-"))
+        return self._bases[-1:]
 
 
 def layer_folder(digest: str) -> str:
