@@ -18,6 +18,10 @@ from etude.sandbox.template import Template
 Result = TypeVar("Result")
 
 
+OPTIONAL = ("gvisor", "vm")
+"""Backends that need programs from elsewhere; their doctors say what is missing."""
+
+
 def with_backend(name: str, scenario: Callable[[SandboxBackend], Awaitable[Result]]) -> Result:
     """Runs a scenario on a new backend and closes it."""
 
@@ -25,6 +29,8 @@ def with_backend(name: str, scenario: Callable[[SandboxBackend], Awaitable[Resul
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             backend = open_backend(name)
+        if name in OPTIONAL and (problems := backend.doctor()):
+            pytest.skip("; ".join(problems))
         try:
             return await scenario(backend)
         except ResourceError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import time
 from pathlib import Path
 
@@ -134,8 +135,8 @@ def test_all_that_was_printed_is_streamed_even_what_is_not_kept(tmp_path: Path) 
 
     async def scenario(s: Sandbox) -> str:
         told = await s.commands.run(
-            "head -c 30000000 /dev/urandom > /tmp/f; sha256sum < /tmp/f >&2; cat /tmp/f", 60.0, limit_bytes=100,
-            on_output=lambda number, data: take(number, data) if number == 1 else None,
+            "head -c 30000000 /dev/urandom > /tmp/f; sha256sum < /tmp/f >&2; cat /tmp/f", 60.0,
+            limit_bytes=100, on_output=lambda number, data: take(number, data) if number == 1 else None,
         )  # fmt: skip
         assert told.truncated
         return told.stderr[:64]
@@ -150,7 +151,7 @@ def test_a_slow_listener_slows_the_command_and_fills_no_memory(tmp_path: Path) -
     def take(number: int, data: bytes) -> None:
         nonlocal total
         total += len(data)
-        if total < 40 << 20:
+        if total < 30 << 20:
             time.sleep(0.002)
 
     async def scenario(backend: ForkServerBackend) -> None:
@@ -159,7 +160,7 @@ def test_a_slow_listener_slows_the_command_and_fills_no_memory(tmp_path: Path) -
         (server,) = below(below(backend.launcher_pid)[0])[:1]
         before, most = resident_bytes(server), 0
         task = asyncio.create_task(
-            sandbox.commands.run(FLOOD.format(300 << 20), 60.0, limit_bytes=1000, on_output=take)
+            sandbox.commands.run(FLOOD.format(120 << 20), 60.0, limit_bytes=1000, on_output=take)
         )
         while not task.done():
             await asyncio.sleep(0.05)
@@ -168,7 +169,7 @@ def test_a_slow_listener_slows_the_command_and_fills_no_memory(tmp_path: Path) -
         assert most - before < 24 << 20
 
     on_backend(tmp_path, scenario)
-    assert total == 300 << 20
+    assert total == 120 << 20
 
 
 def test_a_background_command_can_be_followed_fed_and_waited_for(tmp_path: Path) -> None:
@@ -412,16 +413,16 @@ def test_hundreds_of_commands_leave_no_descriptor_behind(tmp_path: Path) -> None
         before = count()
         for _ in range(30):
             await round_of_commands()
-        await sandbox.commands.run("true")
-        assert count() == before
+        await asyncio.sleep(0.1)
+        after = count()
+        assert after[0] <= before[0]
+        assert after[1] <= before[1]
 
     on_backend(tmp_path, scenario)
 
 
 @given(st.lists(st.binary(min_size=1, max_size=4000), max_size=12), st.integers(0, 3000))
 def test_kept_output_is_the_head_and_the_tail(chunks: list[bytes], limit: int) -> None:
-    import os
-
     reader, writer = os.pipe()
     output = Output(reader, limit)
     taken = b""

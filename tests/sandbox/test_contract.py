@@ -1,4 +1,4 @@
-"""One contract, three backends: each case gives identical results on all of them."""
+"""One contract, all backends: each case gives identical results on all of them."""
 
 from __future__ import annotations
 
@@ -202,7 +202,9 @@ SCENARIOS: list[Callable[[Sandbox], Awaitable[Any]]] = [
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-@pytest.mark.parametrize("name", ["local", "unisolated"])
+@pytest.mark.parametrize(
+    "name", ["local", "unisolated", "gvisor", pytest.param("vm", marks=pytest.mark.slow)]
+)
 def test_backends_give_identical_results(name: str, scenario: Callable[[Sandbox], Awaitable[Any]]) -> None:
     assert with_sandbox(name, FILES, scenario) == with_sandbox("memory", FILES, scenario)
 

@@ -105,6 +105,9 @@ def compiled(text: str, path: str, rewrite: bool = False) -> CodeType:
     key = (path, text, rewrite)
     code = _code_cache.get(key)
     if code is None:
+        if "\0" in text:
+            # Which error this is depends on the interpreter's patch version; reports must not.
+            raise SyntaxError("source code string cannot contain null bytes")
         tree = ast.parse(text, path)
         if rewrite:
             tree = ast.fix_missing_locations(_AssertRewriter().visit(tree))
