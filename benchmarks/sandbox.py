@@ -146,8 +146,7 @@ async def pytest_ratios(backend: SandboxBackend, repetitions: int) -> list[float
         _write_tree(Path(folder), bundle)
         sandbox = await backend.create(Template({**SUITE, **bundle}), ROOMY)
         # Both by the same interpreter: a name on PATH may be a wrapper script outside.
-        python = Path(sys.base_prefix).resolve() / "bin" / "python3"
-        command = f"PYTHONDONTWRITEBYTECODE=1 PYTHONPATH={{}} {python} -m pytest -q -p no:cacheprovider test_0.py test_1.py test_2.py"
+        command = f"PYTHONPATH={{}} {_python()} -m pytest -q -p no:cacheprovider test_*.py"
         inside = command.format("/workspace/.packages")
         native = command.format(f"{folder}/.packages")
         for number in range(repetitions + 1):
@@ -159,6 +158,10 @@ async def pytest_ratios(backend: SandboxBackend, repetitions: int) -> list[float
                 ratios.append(ours_ms / theirs_ms)
         await sandbox.kill()
     return ratios
+
+
+def _python() -> Path:
+    return Path(sys.base_prefix).resolve() / "bin" / "python3"
 
 
 def _write_tree(folder: Path, bundle: dict[str, bytes]) -> None:
@@ -207,7 +210,7 @@ async def from_pool(repetitions: int) -> Figures:
     try:
         await pool.prewarm(template, count=4)
         for _ in range(repetitions):
-            while sum(pool.health().warm.values()) < 4:
+            while sum(pool.health().warm.values()) < 4:  # noqa: ASYNC110 -- the pool has nothing to wait for
                 await asyncio.sleep(0.005)
             start_s = time.perf_counter()
             sandbox = await pool.create(template)

@@ -45,11 +45,15 @@ asyncio.run(main())
 """
 
 
+ENVIRONMENT = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+"""What commands in a sandbox find beside PATH and HOME."""
+
+
 async def native_command(cmd: str, cwd: str) -> str:
-    """Output of a plain process: the floor."""
+    """Output of a plain process with a sandbox's environment: the floor."""
     process = await asyncio.create_subprocess_exec(
         "/bin/sh", "-c", cmd, cwd=cwd, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        stdin=asyncio.subprocess.DEVNULL,
+        stdin=asyncio.subprocess.DEVNULL, env={**ENVIRONMENT, "PATH": os.environ["PATH"], "HOME": cwd},
     )  # fmt: skip
     output, _ = await process.communicate()
     return output.decode()

@@ -1,0 +1,195 @@
+"""A fleet over real servers in network namespaces: placement, draining, the death of a server.
+
+python benchmarks/sandbox_hosts.py [--json FILE] [--hosts N]
+
+Needs root and the programs ip and nsenter. All hosts share this machine's processor: what is measured is the
+path from `Fleet.create` over HTTP to a running command, not what several machines would do together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.common import print_table, write_result
+from tests.sandbox.fleet.namespaced import RESOURCES, Network, ServerHost, fleet_over, network, obstacle
+
+from etude.sandbox.errors import SandboxLostError
+from etude.sandbox.fleet.draining import drain
+from etude.sandbox.fleet.fleet import Fleet
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.template import Template
+
+REPETITIONS = 5
+NUM_CREATES = 60
+"""Of one repetition, one by one and 16 at once."""
+NUM_SANDBOXES = 60
+PAYLOAD_BYTES = 1 << 20
+"""Written by each sandbox that is moved."""
+TEMPLATE = Template({"code.py": "print('hello')\n"})
+
+Figures = dict[str, float]
+
+
+async def first_commands(backend: SandboxBackend, num: int, at_once: int) -> list[float]:
+    """Seconds from asking for a sandbox to the end of its first command."""
+    slots = asyncio.Semaphore(at_once)
+
+    async def one() -> float:
+        async with slots:
+            began_s = time.perf_counter()
+            sandbox = await backend.create(TEMPLATE, RESOURCES)
+            await sandbox.commands.run("true")
+            took_s = time.perf_counter() - began_s
+            await sandbox.kill()
+            return took_s
+
+    return await asyncio.gather(*(one() for _ in range(num)))
+
+
+async def placement(fleet: Fleet) -> Figures:
+    """Latencies over the fleet and, side by side, over one of its servers without the fleet."""
+    direct = next(iter(fleet.registry.hosts.values())).backend
+    samples: dict[str, list[float]] = {}
+    for _ in range(REPETITIONS):
+        for at_once in (1, 16):
+            for name, backend in (("fleet", fleet), ("one_server", direct)):
+                took_s = await first_commands(backend, NUM_CREATES, at_once)
+                samples.setdefault(f"{name}_at_{at_once}", []).extend(took_s)
+    figures: Figures = {}
+    for name, times in samples.items():
+        cuts = statistics.quantiles(times, n=100, method="inclusive")
+        figures[f"{name}_p50_ms"], figures[f"{name}_p99_ms"] = cuts[49] * 1e3, cuts[98] * 1e3
+    return figures
+
+
+async def make(fleet: Fleet, num: int) -> list[Any]:
+    return await asyncio.gather(*(fleet.create(TEMPLATE, RESOURCES) for _ in range(num)))
+
+
+async def end(boxes: list[Any]) -> None:
+    await asyncio.gather(*(box.kill() for box in boxes))
+
+
+async def draining(fleet: Fleet, hosts: list[ServerHost]) -> Figures:
+    """Seconds for each sandbox of a host that is drained: all of them over their number."""
+    each_s: dict[int, list[float]] = {1: [], 8: []}
+    for number in range(REPETITIONS):
+        for parallel, times in each_s.items():
+            boxes = await make(fleet, NUM_SANDBOXES)
+            await asyncio.gather(
+                *(box.commands.run(f"head -c {PAYLOAD_BYTES} /dev/urandom > payload") for box in boxes)
+            )
+            # The host that has most: measured pressures of one machine hardly tell its hosts apart.
+            names = [box.host.name for box in boxes]
+            name = max(sorted(set(names)), key=names.count)
+            began_s = time.perf_counter()
+            report = await drain(fleet.registry, fleet.connect, name, 120.0, 10.0, parallel)
+            took_s = time.perf_counter() - began_s
+            if not report.is_empty or len(report.moved) != names.count(name):
+                raise SystemExit(f"the drain {number} of {name} failed: {report}")
+            times.append(took_s / len(report.moved))
+            fleet.undrain(name)
+            await end(boxes)
+    return {f"drain_each_at_{n}_ms": statistics.median(times) * 1e3 for n, times in each_s.items()}
+
+
+async def lost_s(call: Awaitable[object]) -> float:
+    """When a call said that its sandbox is lost, on the clock of `time.perf_counter`."""
+    try:
+        await call
+    except SandboxLostError:
+        return time.perf_counter()
+    raise SystemExit("a sandbox outlived its server")
+
+
+async def until(condition: Callable[[], bool]) -> float:
+    """When a condition held, on the clock of `time.perf_counter`."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0.002)
+    return time.perf_counter()
+
+
+async def death(fleet: Fleet, hosts: list[ServerHost]) -> Figures:
+    """Seconds from `kill -9` of a server to what its clients notice."""
+    rows: list[Figures] = []
+    for number in range(REPETITIONS):
+        host = hosts[number % len(hosts)]
+        state = fleet.registry.scheduler.hosts[host.name]
+        boxes: list[Any] = []
+        while len(boxes) < 4:
+            boxes += [box for box in await make(fleet, 16) if box.host.name == host.name]
+        in_flight = asyncio.ensure_future(lost_s(boxes[0].commands.run("sleep 50", 60.0)))
+        # Somewhere between two heartbeats.
+        await asyncio.sleep(1.0 + number / REPETITIONS)
+        host.remember()
+        began_s = time.perf_counter()
+        host.kill()
+        seen = {
+            "in_flight": in_flight,
+            "next_command": asyncio.ensure_future(lost_s(boxes[1].commands.run("true"))),
+            "next_read": asyncio.ensure_future(lost_s(boxes[2].files.read("code.py"))),
+            "host_dead": asyncio.ensure_future(until(lambda state=state: not state.alive)),
+        }
+        created = await fleet.create(TEMPLATE, RESOURCES)
+        row = {"create_at_once": time.perf_counter() - began_s}
+        row |= {name: await task - began_s for name, task in seen.items()}
+        rows.append(row)
+        await created.kill()
+        # By now some call has told the fleet.
+        began_s = time.perf_counter()
+        created = await fleet.create(TEMPLATE, RESOURCES)
+        row["create_once_noticed"] = time.perf_counter() - began_s
+        await created.kill()
+        host.launch()
+        await host.wait_until_ready()
+        await until(lambda name=host.name: fleet.registry.scheduler.hosts[name].alive)
+    figures: Figures = {}
+    for name in rows[0]:
+        figures[f"killed_{name}_median_ms"] = statistics.median(row[name] for row in rows) * 1e3
+        figures[f"killed_{name}_worst_ms"] = max(row[name] for row in rows) * 1e3
+    return figures
+
+
+def measure(net: Network) -> Figures:
+    """All figures, each part on fresh servers."""
+
+    async def scenario() -> Figures:
+        figures: Figures = {}
+        async with fleet_over(net.hosts) as fleet:
+            figures |= await placement(fleet)
+        async with fleet_over(net.hosts) as fleet:
+            figures |= await draining(fleet, net.hosts)
+        async with fleet_over(net.hosts) as fleet:
+            figures |= await death(fleet, net.hosts)
+        return figures
+
+    return net.run(scenario)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--hosts", type=int, default=4)
+    arguments = parser.parse_args()
+    if (reason := obstacle()) is not None:
+        raise SystemExit(f"cannot measure: {reason}")
+    with network(arguments.hosts) as net:
+        figures = measure(net)
+    print_table(f"fleet over {arguments.hosts} servers in network namespaces", figures)
+    if arguments.json:
+        write_result(arguments.json, figures, {"hosts": arguments.hosts, "repetitions": REPETITIONS})
+
+
+if __name__ == "__main__":
+    main()
