@@ -14,7 +14,8 @@ import pytest
 
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.interface import Sandbox
-from etude.sandbox.local.backend import ForkServerBackend, LocalBackend, UnisolatedBackend
+from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
+from etude.sandbox.local.unisolated import UnisolatedBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
 
@@ -78,6 +79,20 @@ async def becomes_true(holds: Callable[[], bool], timeout_s: float = 10.0) -> bo
             return False
         await asyncio.sleep(0.02)
     return True
+
+
+_COMMAND_LINES = """
+for p in /proc/[0-9]*; do
+    grep -q 'Pnd:.*[13579bdf]..$' $p/status 2>/dev/null || { tr '\\0' ' ' < $p/cmdline; echo; }
+done 2>/dev/null
+"""
+"""Of all processes but those whose SIGKILL is on its way: on a busy machine they take their time to die."""
+
+
+async def alive(sandbox: Sandbox, word: str) -> int:
+    """How many processes of the sandbox have `word` as their command line."""
+    shown = await sandbox.commands.run(_COMMAND_LINES)
+    return [line.strip() for line in shown.stdout.splitlines()].count(word)
 
 
 def below(pid: int) -> list[int]:

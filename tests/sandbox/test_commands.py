@@ -19,15 +19,9 @@ from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
-from tests.sandbox.scenes import below, in_sandbox, on_backend, open_descriptors, resident_bytes
+from tests.sandbox.scenes import alive, below, in_sandbox, on_backend, open_descriptors, resident_bytes
 
 FLOOD = "head -c {} /dev/zero | tr '\\0' x"
-
-
-async def alive(sandbox: Sandbox, word: str) -> int:
-    """How many processes of the sandbox have `word` as their command line."""
-    shown = await sandbox.commands.run("for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline; echo; done")
-    return [line.strip() for line in shown.stdout.splitlines()].count(word)
 
 
 def test_environment_directory_and_exit_codes(tmp_path: Path) -> None:

@@ -17,7 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.sandbox.inside import layers
-from etude.sandbox.inside.layers import OPAQUE, LayerError, copy_tree, pack_tree, remove_tree, unpack_tree
+from etude.sandbox.inside.layers import (
+    OPAQUE,
+    LayerError,
+    copy_tree,
+    merge_tree,
+    pack_tree,
+    remove_tree,
+    unpack_tree,
+)
 
 Shape = dict[str, "Leaf | Shape"]
 FLAGS = os.O_RDONLY | os.O_DIRECTORY
@@ -353,6 +361,37 @@ def test_packing_is_the_same_every_time(tmp_path: Path) -> None:
     assert one.getvalue() == two.getvalue()
     with tarfile.open(fileobj=io.BytesIO(one.getvalue())) as tar:
         assert tar.getnames() == ["a", "b", "c", "c/d"]
+
+
+@needs_root
+def test_merged_layers_hide_and_show_what_they_did_one_by_one(tmp_path: Path) -> None:
+    lower, upper, trash = tmp_path / "lower", tmp_path / "upper", tmp_path / "trash"
+    for folder in (lower / "both", lower / "replaced", lower / "to_file", upper / "both", upper / "replaced",
+                   upper / "from_file", upper / "from_whiteout", upper / "new", trash):  # fmt: skip
+        folder.mkdir(parents=True)
+    for name in ("both/low", "both/gone", "replaced/low", "to_file/low", "from_file", "stays"):
+        (lower / name).write_text("low")
+    os.mknod(lower / "from_whiteout", stat.S_IFCHR, 0)
+    for name in ("both/up", "replaced/up", "to_file", "from_file/up", "from_whiteout/up", "new/up"):
+        (upper / name).write_text("up")
+    os.mknod(upper / "both/gone", stat.S_IFCHR, 0)
+    os.setxattr(upper / "replaced", OPAQUE, b"y")
+    (upper / "both").chmod(0o711)
+    descriptors = [os.open(folder, FLAGS) for folder in (upper, lower, trash)]
+    merge_tree(*descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    found = rows(lower)
+    files = {name: path[2][0] for name, path in found.items() if isinstance(path[2], tuple)}
+    assert files == {
+        "both/low": b"low", "both/up": b"up", "replaced/up": b"up", "to_file": b"up", "from_file/up": b"up",
+        "from_whiteout/up": b"up", "new/up": b"up", "stays": b"low",
+    }  # fmt: skip
+    assert stat.S_ISCHR((lower / "both/gone").lstat().st_mode)
+    assert found["both"][1] == 0o711
+    # What hid a directory of the template goes on hiding it.
+    opaque = {name for name, row in found.items() if row[2] is True}
+    assert opaque == {"replaced", "from_file", "from_whiteout"}
 
 
 def test_is_empty(tmp_path: Path) -> None:

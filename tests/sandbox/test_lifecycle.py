@@ -6,8 +6,8 @@ import asyncio
 import os
 import signal
 import subprocess
-import sysconfig
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,8 @@ from etude.errors import ConfigError, ResourceError, SandboxError
 from etude.sandbox.backends import open_backend
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.local.backend import LocalBackend, UnisolatedBackend
+from etude.sandbox.local.backend import LocalBackend
+from etude.sandbox.local.unisolated import UnisolatedBackend
 from etude.sandbox.template import Template
 from tests.sandbox.backends import with_backend, with_sandbox
 

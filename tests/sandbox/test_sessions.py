@@ -17,17 +17,11 @@ from etude.sandbox.inside.jobs import ChildLimits, command_child
 from etude.sandbox.inside.shells import Shell
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.types import CommandResult
-from tests.sandbox.scenes import in_sandbox
+from tests.sandbox.scenes import alive, in_sandbox
 
 
 async def say(sandbox: Sandbox, session: str, *commands: str) -> list[CommandResult]:
     return [await sandbox.run_in_session(session, command, 10.0) for command in commands]
-
-
-async def num_processes(sandbox: Sandbox, word: str) -> int:
-    """How many processes of the sandbox have `word` as their command line."""
-    shown = await sandbox.commands.run("for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/cmdline; echo; done")
-    return [line.strip() for line in shown.stdout.splitlines()].count(word)
 
 
 def test_directory_variables_functions_and_options_last(tmp_path: Path) -> None:
@@ -155,7 +149,7 @@ def test_a_timeout_kills_the_command_and_the_shell_survives(tmp_path: Path) -> N
         assert (hung.timed_out, hung.exit_code, hung.stdout) == (True, -9, "before\n")
         (after,) = await say(s, session, "echo $x")
         assert (after.stdout, after.timed_out) == ("kept\n", False)
-        assert [await num_processes(s, "sleep 27182"), await num_processes(s, "sleep 31415")] == [0, 1]
+        assert [await alive(s, "sleep 27182"), await alive(s, "sleep 31415")] == [0, 1]
 
     in_sandbox(tmp_path, scenario)
 
@@ -325,7 +319,7 @@ def test_a_cancelled_command_ends_and_the_next_one_runs(tmp_path: Path) -> None:
             await task
         results = await asyncio.gather(say(s, session, "echo $x"), say(s, session, "echo again"))
         assert [rows[0].stdout for rows in results] == ["kept\n", "again\n"]
-        assert await num_processes(s, "sleep 27182") == 0
+        assert await alive(s, "sleep 27182") == 0
 
     in_sandbox(tmp_path, scenario)
 
@@ -346,12 +340,12 @@ def test_close_kills_the_shell_and_its_jobs(tmp_path: Path) -> None:
     async def scenario(s: Sandbox) -> None:
         session = await s.create_session()
         await say(s, session, "sleep 27182 & (sleep 27182 &) ; sh -c 'sleep 27182 & sleep 27182 &'; true")
-        assert await num_processes(s, "sleep 27182") == 4
+        assert await alive(s, "sleep 27182") == 4
         running = asyncio.create_task(s.run_in_session(session, "sleep 3", 20.0))
         await asyncio.sleep(0.1)
         await s.close_session(session)
         assert (await running).exit_code == -9
-        assert await num_processes(s, "sleep 27182") == 0
+        assert await alive(s, "sleep 27182") == 0
         with pytest.raises(SessionClosedError):
             await s.run_in_session(session, "true")
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from etude.errors import ConfigError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
-from etude.sandbox.local.backend import LocalBackend, UnisolatedBackend
+from etude.sandbox.local.backend import LocalBackend
+from etude.sandbox.local.unisolated import UnisolatedBackend
 from etude.sandbox.machine_backend import default_state_directory
 
 IMAGES = "images"

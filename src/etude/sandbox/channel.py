@@ -90,7 +90,7 @@ class Channel:
             answer, _ = await self.request({"op": "lend"}, b"", deadline_s)
             if not self._lent:
                 reason = answer.get("fault", ["", "nothing came with the answer"])[1]
-                raise SandboxError(f"the sandbox lent no disk: {reason}", field="sandbox", received=self._name)
+                raise SandboxError(f"no disk was lent: {reason}", field="sandbox", received=self._name)
             return self._lent.pop()
         finally:
             lent, self._lent = self._lent or [], None

@@ -310,25 +310,32 @@ class MachineBackend:
             await self.delete_snapshot(info.id)
 
     async def migrate(self, sandbox: MachineSandbox, target: SandboxBackend) -> Sandbox:
-        """See Sandbox.migrate. By a snapshot of files that travels; live where a kind overrides this."""
+        """See Sandbox.migrate. It sleeps while its files travel, so that nothing is written that would be
+        lost; live where a kind overrides this."""
+        if sandbox.channel.closed:
+            raise SandboxError("the sandbox is lost", field="sandbox", received=sandbox.id)
         remaining_s = None if sandbox.expires_s is None else max(0.0, sandbox.expires_s - time.time())
-        async with sandbox.lifecycle:
-            info = await self._save(sandbox, "filesystem", None)
-            try:
-                with tempfile.TemporaryDirectory(prefix="etude-migrate-") as directory:
-                    file = Path(directory, "snapshot.tar")
-                    await self.export_snapshot(info.id, file)
-                    imported = await target.import_snapshot(file)
-                try:
-                    moved = await target.create(snapshot=imported.id, timeout_s=remaining_s)
-                finally:
-                    if imported.id != info.id or target is not self:
-                        await target.delete_snapshot(imported.id)
-            finally:
-                if info.id in {known.id for known in self.snapshots.list(self.name)}:
-                    await self.delete_snapshot(info.id)
+        await self.pause(sandbox, "filesystem")
+        try:
+            moved = await self.transfer(self._saved[sandbox.id], target, remaining_s)
+        except BaseException:
+            await asyncio.shield(self.resume(sandbox))
+            raise
         await self.kill(sandbox)
         return moved
+
+    async def transfer(self, snapshot: str, target: SandboxBackend, timeout_s: float | None) -> Sandbox:
+        """A sandbox over there that continues a snapshot of ours."""
+        with tempfile.TemporaryDirectory(prefix="etude-migrate-") as directory:
+            file = Path(directory, "snapshot.tar")
+            await self.export_snapshot(snapshot, file)
+            imported = await target.import_snapshot(file)
+        try:
+            return await target.create(snapshot=imported.id, timeout_s=timeout_s)
+        finally:
+            shares_store = isinstance(target, MachineBackend) and target.snapshots.root == self.snapshots.root
+            if not shares_store:
+                await target.delete_snapshot(imported.id)
 
     def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None:
         """See Sandbox.set_timeout."""

@@ -24,128 +24,22 @@ import select
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from etude.sandbox.inside import kernel, layers, namespaces
-from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.frames import FrameError, Unpacker, pack
-from etude.sandbox.inside.processes import DescendantProcesses, NamespaceProcesses, Processes, reap
+from etude.sandbox.inside.isolation import Folders, Isolation, Namespaces, discard
+from etude.sandbox.inside.processes import reap
 from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.server import Server
 
 MAX_REQUEST_BYTES = 1 << 16
 MAX_DESCRIPTORS = 2
-_CLOSE_S = 5.0
-"""How long sandboxes without a namespace get to end their processes and remove their folders."""
 WARM_MODULES = ("collections", "copy", "dataclasses", "datetime", "functools", "heapq", "itertools", "math",
                 "random", "re", "string", "typing")  # fmt: skip
 """Imported once here, so that test runs need not."""
-
-
-@dataclass(frozen=True)
-class Entered:
-    """A sandbox's first process has its sandbox around it."""
-
-    workspace: Workspace
-    processes: Processes
-    disk: int
-    """Directory with `root` and `tmp`: what the sandbox changed."""
-
-
-class Isolation(Protocol):
-    """How a sandbox is kept apart."""
-
-    files: str
-    """Directory of `templates` and `layers`."""
-
-    def clone(self) -> int:
-        """Starts a sandbox's first process: 0 in the child, its pid in the parent."""
-        ...
-
-    def enter(self, plan: namespaces.Plan, request: dict[str, Any]) -> Entered:
-        """In the child: makes the sandbox around it. Raises OSError."""
-        ...
-
-    def leave(self) -> None:
-        """In the child, at the end of its service."""
-        ...
-
-    def close(self) -> None:
-        """In the fork server, at its end."""
-        ...
-
-
-class Namespaces:
-    """Sandboxes in namespaces of their own."""
-
-    files = namespaces.FILES
-
-    def clone(self) -> int:
-        return namespaces.clone_sandbox()
-
-    def enter(self, plan: namespaces.Plan, request: dict[str, Any]) -> Entered:
-        limits = request["limits"]
-        base, disk = namespaces.enter_sandbox(plan)
-        if plan.images:
-            sys.path[:] = [entry.replace(sys.base_prefix, namespaces.PYTHON, 1) for entry in sys.path]
-        workspace = Workspace(plan.workspace, base)
-        namespaces.lock_down(
-            limits["num_processes"], limits["file_bytes"], request["emulate_root"], request["has_groups"]
-        )
-        return Entered(workspace, NamespaceProcesses(), disk)
-
-    def leave(self) -> None:
-        """Nothing: the kernel takes the namespaces apart."""
-
-    def close(self) -> None:
-        """Nothing: the kernel kills whatever is left in the pid namespace."""
-
-
-class Folders:
-    """Sandboxes that are folders below `base`. Nothing is kept apart."""
-
-    def __init__(self, base: str) -> None:
-        self.files = os.path.join(base, "files")
-        for name in ("templates", "layers"):
-            os.makedirs(os.path.join(self.files, name))
-        self._base = base
-        self._disk = ""
-        self._processes = DescendantProcesses()
-
-    def clone(self) -> int:
-        return os.fork()
-
-    def enter(self, plan: namespaces.Plan, request: dict[str, Any]) -> Entered:
-        os.setsid()
-        kernel.adopt_orphans()
-        self._disk = os.path.join(self._base, f"sandbox-{os.getpid()}")
-        workspace = os.path.join(self._disk, layers.ROOT)
-        template = os.path.join(self.files, "templates", plan.digest)
-        # A saved layer holds the whole workspace here, not the changes alone.
-        saved = [os.path.join(self.files, "layers", layer, layers.ROOT) for layer in plan.layers[:1]]
-        os.makedirs(workspace)
-        os.mkdir(os.path.join(self._disk, layers.TEMPORARY))
-        os.chdir(workspace)
-        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-        layers.copy_tree(os.open((saved or [template])[0], flags), os.open(workspace, flags))
-        return Entered(
-            Workspace(workspace, os.open(template, flags)), self._processes, os.open(self._disk, flags)
-        )
-
-    def leave(self) -> None:
-        self._processes.kill_all()
-        _remove(self._disk)
-
-    def close(self) -> None:
-        end_s = time.monotonic() + _CLOSE_S
-        while reap()[1] and time.monotonic() < end_s:
-            time.sleep(0.01)
-        self._processes.kill_all()
-        _remove(self._base)
 
 
 class ForkServer:
@@ -213,7 +107,7 @@ class ForkServer:
                 os.kill(worker, signal.SIGKILL)
                 os.waitpid(worker, 0)
                 del self._workers[worker]
-        _remove(os.path.join(self._isolation.files, kind, name))
+        discard(os.path.join(self._isolation.files, kind, name))
 
     def _create(self, request: dict[str, Any], descriptors: list[int]) -> None:
         with socket.socket(fileno=descriptors[0]) as channel:
@@ -338,14 +232,6 @@ def _tell(channel: socket.socket, header: dict[str, Any]) -> None:
     """Answers, if anybody still waits for it."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         channel.sendall(pack(header))
-
-
-def _remove(directory: str) -> None:
-    """Removes a directory; what cannot be removed only takes up room until the end."""
-    try:
-        layers.remove_tree(directory)
-    except OSError as error:
-        print(f"{directory} cannot be removed: {error}", file=sys.stderr, flush=True)
 
 
 def _tuple(value: Any) -> Any:

@@ -8,11 +8,8 @@ import dataclasses
 import errno
 import itertools
 import os
-import shutil
 import socket
 import sys
-import tempfile
-import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,9 +37,6 @@ MAX_LAYERS = 8
 MAX_IDLE_TEMPLATES = 256
 MAX_IDLE_TEMPLATE_BYTES = 256 << 20
 _PARTS = ("root", "tmp")
-_UNISOLATED_WARNING = (
-    "the unisolated sandbox backend keeps nothing apart: an agent's code runs with all of your rights"
-)
 
 
 @dataclass(frozen=True)
@@ -126,6 +120,7 @@ class ForkServerBackend(MachineBackend):
                 self._end(clone)
         if self._groups is not None:
             self._groups.remove(str(clone.number))
+            self._tidy()
         if clone.server is self._server:
             self._release_template(sandbox.spec.template)
             self._release_layers(clone.layers)
@@ -430,43 +425,6 @@ class LocalBackend(ForkServerBackend):
 
     def _open_groups(self) -> ControlGroups | None:
         return ControlGroups.open()
-
-
-class UnisolatedBackend(ForkServerBackend):
-    """**Not isolated.** Plain processes in temporary folders, for machines without user namespaces.
-
-    Commands and tests have every right of this user. Only for code that you trust.
-    """
-
-    name = "unisolated"
-    has_whole_layers = True
-
-    def __init__(self, state: Path | None = None) -> None:
-        super().__init__(state)
-        warnings.warn(_UNISOLATED_WARNING, stacklevel=3)
-        self._bases: list[str] = []
-        """Of each fork server; a sandbox outlives the one that made it."""
-
-    def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities. Its processes are on the host's network already."""
-        return dataclasses.replace(super().capabilities(), isolation="none", network=False, images=False)
-
-    async def close(self) -> None:
-        """See SandboxBackend.close."""
-        await super().close()
-        while self._bases:
-            await asyncio.to_thread(shutil.rmtree, self._bases.pop(), ignore_errors=True)
-
-    def agents_doing(self, sandbox: MachineSandbox) -> str | None:
-        """See MachineBackend.agents_doing. Its processes can reach everything of ours."""
-        return "the sandbox's server was killed while the agent's command ran"
-
-    def _end(self, clone: Clone) -> None:
-        """Nothing: the closed channel lets the server end its processes and remove its folder."""
-
-    def _arguments(self) -> Sequence[str]:
-        self._bases.append(tempfile.mkdtemp(prefix="etude-unisolated-"))
-        return self._bases[-1:]
 
 
 def layer_folder(digest: str) -> str:
