@@ -128,7 +128,9 @@ async def death(fleet: Fleet, hosts: list[ServerHost]) -> Figures:
         state = fleet.registry.scheduler.hosts[host.name]
         boxes: list[Any] = []
         while len(boxes) < 4:
-            boxes += [box for box in await make(fleet, 16) if box.host.name == host.name]
+            made = await make(fleet, 16)
+            boxes += [box for box in made if box.host.name == host.name]
+            await end([box for box in made if box.host.name != host.name])
         in_flight = asyncio.ensure_future(lost_s(boxes[0].commands.run("sleep 50", 60.0)))
         # Somewhere between two heartbeats.
         await asyncio.sleep(1.0 + number / REPETITIONS)

@@ -19,8 +19,10 @@ import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError
+from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.fleet.capabilities import common_capabilities
 from etude.sandbox.fleet.draining import DrainReport, drain
 from etude.sandbox.fleet.forking import fork_sandbox
@@ -92,6 +94,8 @@ class Fleet:
                 return await self._create_on(host, placement, request.image, template, snapshot_id, asked)
             except (InfrastructureError, ResourceError, TimeoutError, OSError) as error:
                 self._count_failure(host, error)
+                if isinstance(error, SandboxLostError):
+                    self.suspect(host)
                 request = dataclasses.replace(request, exclude=request.exclude | {host.name})
                 if holder or len(request.exclude) >= self.config.attempts or not self._others(request):
                     if isinstance(error, (InfrastructureError, ResourceError)):
@@ -146,6 +150,23 @@ class Fleet:
         name, inner_id = self.registry.locate_snapshot(snapshot)
         host = self.registry.hosts[name]
         await host.call(host.backend.delete_snapshot(inner_id))
+
+    async def export_snapshot(self, snapshot: str, target: Path) -> None:
+        """As SandboxBackend.export_snapshot."""
+        await self.start()
+        name, inner_id = self.registry.locate_snapshot(snapshot)
+        host = self.registry.hosts[name]
+        await host.call(host.backend.export_snapshot(inner_id, target))
+
+    async def import_snapshot(self, source: Path) -> SnapshotInfo:
+        """As SandboxBackend.import_snapshot, on the host to which a sandbox would go now."""
+        await self.start()
+        placement = await self.registry.queue.place(self._request(None, None, None))
+        self.registry.scheduler.cancel(placement.ticket)
+        host = self.registry.hosts[placement.host]
+        info = await host.call(host.backend.import_snapshot(source))
+        sandbox_id = self.registry.id_of(host, info.sandbox_id)
+        return dataclasses.replace(info, id=f"{host.name}:{info.id}", sandbox_id=sandbox_id)
 
     async def close(self) -> None:
         """Stops the heartbeats and closes every living host's backend. Idempotent."""
@@ -222,6 +243,10 @@ class Fleet:
     def forget(self, sandbox: FleetSandbox) -> None:
         """A sandbox has ended: its place is free."""
         self.registry.forget(sandbox)
+
+    def suspect(self, host: FleetHost) -> None:
+        """See Registry.suspect."""
+        self.registry.suspect(host)
 
     async def fork(self, sandbox: FleetSandbox, count: int) -> list[Sandbox | SandboxError]:
         """See FleetSandbox.fork."""

@@ -64,6 +64,7 @@ class Heartbeats:
                 raise
             host.missed += 1
             host.last_error = f"{type(error).__name__}: {error}"
+            self._registry.suspect(host)
             if host.missed >= self._config.missed_heartbeats and not host.is_dead:
                 self._registry.mark_dead(
                     host.name, f"missed {host.missed} heartbeats; the last: {host.last_error}"

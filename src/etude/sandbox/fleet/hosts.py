@@ -188,6 +188,7 @@ class HostState:
     alive: bool = True
     draining: bool = False
     suspended_until_s: float = -math.inf
+    suspected_until_s: float = -math.inf
     promised_cpus: float = 0.0
     promised_memory_bytes: int = 0
     promised_disk_bytes: int = 0

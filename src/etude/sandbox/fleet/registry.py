@@ -93,6 +93,11 @@ class Registry:
                 self.drop_handle(sandbox)
         return list(lost.sandboxes)
 
+    def suspect(self, host: FleetHost) -> None:
+        """The host did not answer: until its next heartbeats say more, others are asked."""
+        until_s = self.clock() + self.config.heartbeat_s + self.config.heartbeat_timeout_s
+        self.scheduler.suspect(host.name, until_s)
+
     def status(self) -> list[HostStatus]:
         """Every host as it is known now."""
         rows: list[HostStatus] = []

@@ -39,6 +39,10 @@ class Owner(Protocol):
         """It has ended: its place is free."""
         ...
 
+    def suspect(self, host: FleetHost) -> None:
+        """A sandbox of the host is lost, and perhaps all of it: nothing is placed there for a moment."""
+        ...
+
     async def fork(self, sandbox: FleetSandbox, count: int) -> list[Sandbox | SandboxError]: ...
 
 
@@ -69,6 +73,8 @@ class FleetSandbox:
         try:
             return await self.host.call(operation(self.inner), undo)
         except (SandboxLostError, SandboxMissingError) as error:
+            if isinstance(error, SandboxLostError):
+                self._owner.suspect(self.host)
             self.end(error)
             self._owner.forget(self)
             raise

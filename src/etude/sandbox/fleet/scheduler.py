@@ -38,6 +38,9 @@ from etude.sandbox.fleet.hosts import (
 )
 from etude.sandbox.fleet.popularity import Popularity
 
+_SUSPICION = 1e9
+"""Added to the score of a suspected host: more than any pressure."""
+
 
 class Scheduler:
     """Places sandboxes on hosts. Not thread-safe; times are seconds of one monotonic clock."""
@@ -173,6 +176,12 @@ class Scheduler:
         """Nothing is placed on a host for a while: its starts fail, and failing it would look empty."""
         self.hosts[host].suspended_until_s = until_s
 
+    def suspect(self, host: str, until_s: float) -> None:
+        """The host did not answer: for a while it is the last to be asked, but not shut out: where all are
+        slow, all are suspected.
+        """
+        self.hosts[host].suspected_until_s = until_s
+
     def mark_dead(self, host: str) -> Lost:
         """The host is gone, and with it what ran or was being made there. Idempotent."""
         state = self.hosts[host]
@@ -302,6 +311,8 @@ class Scheduler:
         if host.draining or host.suspended_until_s > now_s or host.name in request.exclude:
             return math.inf
         score = host.pressure_with(request.demand)
+        if host.suspected_until_s > now_s:
+            score += _SUSPICION
         if request.image is not None:
             score += rarity * host.image_cost(request.image, request.image_bytes, now_s)
         return score

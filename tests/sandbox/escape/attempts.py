@@ -1,0 +1,23 @@
+"""The table of attempts."""
+
+from __future__ import annotations
+
+from tests.sandbox.escape.attempts_bombs import BOMBS
+from tests.sandbox.escape.attempts_calls import CALLS
+from tests.sandbox.escape.attempts_host import HOST
+from tests.sandbox.escape.attempts_kernel import KERNEL
+from tests.sandbox.escape.attempts_processes import PROCESSES
+from tests.sandbox.escape.attempts_snapshots import SNAPSHOTS
+from tests.sandbox.escape.attempts_starvation import STARVATION
+from tests.sandbox.escape.model import Attempt
+
+GROUPS: dict[str, list[Attempt]] = {
+    "The host's files, settings and devices": HOST,
+    "The kernel's administrative and rarely audited calls": KERNEL,
+    "Processes, sockets, memory: of the host, of the server, of a neighbour": PROCESSES,
+    "Bombs": BOMBS,
+    "What is shared": STARVATION,
+    "Through the owner's calls": CALLS,
+    "By hostile snapshots": SNAPSHOTS,
+}
+ATTEMPTS: dict[str, Attempt] = {attempt.name: attempt for group in GROUPS.values() for attempt in group}

@@ -1,0 +1,116 @@
+"""Runs attempts and controls as the present user: one JSON line for each, for whoever started this.
+
+python -m tests.sandbox.escape.run BACKEND {attempts,controls} NAME ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from etude.errors import UserError
+from etude.sandbox.backends import open_backend
+from etude.sandbox.interface import SandboxBackend
+from tests.sandbox.escape.attempts import ATTEMPTS
+from tests.sandbox.escape.model import Attempt, Outcome
+from tests.sandbox.escape.trial import (
+    BackendFactory,
+    has_control_groups,
+    lifts_of,
+    needs_root,
+    present_user,
+    run_attempts,
+    run_controls,
+)
+
+Results = dict[str, Outcome]
+
+
+def factory(name: str) -> BackendFactory:
+    """What makes a backend of that name, with its state in a directory.
+
+    A guest image takes minutes to build: `vm` looks for it, and leaves its snapshots, in the usual place.
+    """
+
+    def make(state: Path) -> SandboxBackend:
+        return open_backend(name, None if name == "vm" else state)
+
+    return make
+
+
+def names_for(backend: str) -> list[str]:
+    """The attempts that mean something on a backend: those on the kernel's surface where it is the host's."""
+    shared = backend in ("local", "docker", "podman")
+    return [name for name, attempt in ATTEMPTS.items() if shared or attempt.reach == "everywhere"]
+
+
+def try_all(backend: str, names: Sequence[str], note: Callable[[str, Outcome], None]) -> None:
+    """Runs the named attempts."""
+    asyncio.run(run_attempts(factory(backend), [ATTEMPTS[name] for name in names], note))
+
+
+def control_all(names: Sequence[str], note: Callable[[str, Outcome], None]) -> None:
+    """Runs the named controls: without an attempt's protections, then with each of them put back.
+
+    The outcome is `escaped` only if the first succeeds and none of the others does. The second part is
+    root's alone: a plain user's protections are the same ones.
+    """
+    wanted: list[tuple[Attempt, frozenset[str]]] = []
+    for name in names:
+        attempt, lifts = ATTEMPTS[name], lifts_of(ATTEMPTS[name])
+        if needs_root(attempt) and present_user() != "root":
+            note(name, Outcome("impossible", "a plain user cannot do without a user namespace"))
+        elif not lifts:
+            reason = attempt.no_control or "without control groups nothing stops it: see the holes"
+            note(name, Outcome("impossible", reason))
+        else:
+            wanted.append((attempt, frozenset(lifts)))
+            if len(lifts) > 1 and present_user() == "root":
+                wanted += [(attempt, frozenset(lifts) - {kept}) for kept in lifts]
+    found: dict[str, dict[frozenset[str], Outcome]] = {}
+    asyncio.run(
+        run_controls(wanted, lambda a, lifts, outcome: found.setdefault(a.name, {}).update({lifts: outcome}))
+    )
+    for name, outcomes in found.items():
+        note(name, _conclude(frozenset(lifts_of(ATTEMPTS[name])), outcomes))
+
+
+def _conclude(lifts: frozenset[str], outcomes: dict[frozenset[str], Outcome]) -> Outcome:
+    whole = outcomes[lifts]
+    if whole.verdict == "lost":
+        # A sandbox whose first process could be ended is what some attempts are after.
+        return Outcome("escaped", whole.detail)
+    if whole.verdict != "escaped":
+        return whole
+    for fewer, outcome in outcomes.items():
+        if fewer != lifts and outcome.verdict in ("escaped", "lost"):
+            (kept,) = lifts - fewer
+            return Outcome("held", f"{kept!r} need not be taken away: {outcome.detail}")
+    return whole
+
+
+def main(arguments: Sequence[str]) -> None:
+    """See the module."""
+    warnings.simplefilter("ignore")
+    backend, what, *names = arguments
+
+    def note(name: str, outcome: Outcome) -> None:
+        print(json.dumps([what, name, outcome.verdict, outcome.detail]), flush=True)
+
+    note("", Outcome("held" if has_control_groups() else "impossible", "control groups"))
+    try:
+        if what == "attempts":
+            try_all(backend, names or names_for(backend), note)
+        else:
+            control_all(names or list(ATTEMPTS), note)
+    except UserError as error:
+        # Programs or an image are missing: whoever reads this skips what is left.
+        note("unavailable", Outcome("impossible", str(error)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

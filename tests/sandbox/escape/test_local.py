@@ -1,0 +1,42 @@
+"""Every attempt on the local backend, as root and as a plain user, and the control of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.sandbox.escape.attempts import ATTEMPTS
+from tests.sandbox.escape.holes import HOLES
+from tests.sandbox.escape.judging import Board, board
+from tests.sandbox.escape.model import USERS, User
+
+CASES = [(user, name) for user in USERS for name, attempt in ATTEMPTS.items() if user in attempt.users]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[Board]:
+    """The selected attempts and controls."""
+    with board(request) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(("user", "name"), CASES)
+def test_the_attempt_fails(outcomes: Board, user: User, name: str) -> None:
+    outcomes.expect_failure("local", user, name)
+
+
+@pytest.mark.parametrize(("user", "name"), CASES)
+def test_the_attempt_succeeds_without_its_protection(outcomes: Board, user: User, name: str) -> None:
+    outcome = outcomes.look("local", user, "controls", name)
+    hole = HOLES["local"].get(name)
+    if outcome.verdict == "impossible":
+        pytest.skip(outcome.detail)
+    if hole is not None and user in hole.users and outcome.verdict == "held":
+        pytest.skip(f"there is nothing to take away: {hole.reason}")
+    assert outcome.verdict == "escaped", outcome.detail
+
+
+def test_there_are_enough_attempts() -> None:
+    assert len(ATTEMPTS) >= 60
+    assert all(set(holes) <= set(ATTEMPTS) for holes in HOLES.values())

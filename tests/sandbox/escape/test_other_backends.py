@@ -1,0 +1,36 @@
+"""The attempts that mean something in a guest of its own, on the backends that have one.
+
+Each control belongs to the local backend: what is taken away there has no part in a guest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.sandbox.escape.attempts import ATTEMPTS
+from tests.sandbox.escape.judging import Board, board
+from tests.sandbox.escape.model import USERS, User
+
+pytestmark = pytest.mark.slow
+BACKENDS = ("gvisor", "vm")
+CASES = [
+    (backend, user, name)
+    for backend in BACKENDS
+    for user in USERS
+    for name, attempt in ATTEMPTS.items()
+    if attempt.reach == "everywhere" and user in attempt.users
+]
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[Board]:
+    """The selected attempts."""
+    with board(request) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize(("backend", "user", "name"), CASES)
+def test_the_attempt_fails_in_a_guest(outcomes: Board, backend: str, user: User, name: str) -> None:
+    outcomes.expect_failure(backend, user, name)

@@ -1,0 +1,220 @@
+"""Runs attempts and their controls on a backend, and judges them from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from etude.errors import AgentError, SandboxError, UserError
+from etude.sandbox.errors import Unsupported
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.local.cgroups import ControlGroups
+from etude.sandbox.template import Template
+from tests.sandbox.escape.model import Attempt, Outcome, User
+from tests.sandbox.escape.prelude import whole_program
+from tests.sandbox.escape.scene import Scene
+from tests.sandbox.escape.weakened import WeakenedBackend, owner_without
+
+PATIENCE_S = 30.0
+"""Longest wait for one attempt beyond its own time."""
+_NEIGHBOUR = """
+import os, signal, socket, sys, time
+secret, port = open("secret.txt").read(), int(sys.argv[2])
+def note(number, frame):
+    open("hit", "w").write("hit")
+signal.signal(signal.SIGUSR1, note)
+tcp = socket.create_server(("127.0.0.1", port))
+abstract = socket.socket(socket.AF_UNIX)
+abstract.bind("\\0" + sys.argv[1])
+abstract.listen()
+open("ready", "w").write(str(os.getpid()))
+import select
+while True:
+    for listener in select.select([tcp, abstract], [], [])[0]:
+        connection, _ = listener.accept()
+        connection.sendall(secret.encode())
+        connection.close()
+"""
+BackendFactory = Callable[[Path], SandboxBackend]
+
+
+@dataclass
+class Field:
+    """Where an attempt through the owner's calls takes place."""
+
+    backend: SandboxBackend
+    sandbox: Sandbox
+    scene: Scene
+    directory: Path
+    """An empty directory of the host."""
+    neighbour: Sandbox | None = None
+
+    async def python(self, body: str, timeout_s: float = 10.0, sandbox: Sandbox | None = None) -> str:
+        """What a program prints inside."""
+        inside = sandbox or self.sandbox
+        result = await inside.commands.run("python3 -S -", stdin=whole_program(body), timeout_s=timeout_s)
+        return result.stdout + result.stderr
+
+
+async def make_neighbour(backend: SandboxBackend, scene: Scene) -> Sandbox:
+    """A second sandbox with a secret in its template, in its memory and behind its listeners."""
+    files = {"secret.txt": scene.neighbour_secret, "neighbour.py": _NEIGHBOUR}
+    sandbox = await backend.create(Template(dict(files)))
+    facts = scene.facts()
+    word, port = facts["neighbour"], facts["neighbour_port"]
+    await sandbox.commands.run(f"python3 -S neighbour.py {word} {port} >log 2>&1 &")
+    for _ in range(1000):
+        if any(entry.path == "ready" for entry in await sandbox.files.list()):
+            return sandbox
+        await asyncio.sleep(0.01)
+    log = await sandbox.files.read("log")
+    raise AssertionError(f"the neighbour does not start: {log!r}")
+
+
+async def try_once(backend: SandboxBackend, attempt: Attempt, scene: Scene) -> Outcome:
+    """One attempt in a new sandbox."""
+    with tempfile.TemporaryDirectory(prefix="etude-escape-") as directory:
+        sandbox = await backend.create(Template({"a.txt": "a"}), attempt.resources)
+        field = Field(backend, sandbox, scene, Path(directory))
+        try:
+            if attempt.neighbour:
+                field.neighbour = await make_neighbour(backend, scene)
+            async with asyncio.timeout(attempt.timeout_s + PATIENCE_S):
+                return await _judged(field, attempt)
+        finally:
+            for living in (sandbox, field.neighbour):
+                if living is not None:
+                    await living.kill()
+
+
+async def _judged(field: Field, attempt: Attempt) -> Outcome:
+    output, lost = await _act(field, attempt)
+    damage = field.scene.damage(output)
+    if field.neighbour is not None:
+        try:
+            if any(entry.path == "hit" for entry in await field.neighbour.files.list()):
+                damage.append("the neighbour's process was reached")
+        except SandboxError as error:
+            damage.append(f"the neighbour was lost: {error.message[:200]}")
+    line = output.strip().rpartition("\n")[2][:200]
+    if damage or "ESCAPED" in output:
+        said = next((row for row in output.splitlines() if "ESCAPED" in row), line)
+        return Outcome("escaped", "; ".join([*damage, said[:200]]))
+    if "IMPOSSIBLE" in output:
+        return Outcome("impossible", line.partition("IMPOSSIBLE ")[2])
+    return Outcome("lost", lost) if lost else Outcome("held", line)
+
+
+async def _act(field: Field, attempt: Attempt) -> tuple[str, str]:
+    """(all that came out, why the sandbox is lost without being the agent's doing)."""
+    try:
+        if attempt.scenario is not None:
+            output = await attempt.scenario(field)
+        else:
+            await field.sandbox.files.write("attempt.py", whole_program(attempt.program))
+            facts = json.dumps(field.scene.facts())
+            result = await field.sandbox.commands.run(
+                "python3 -S attempt.py", timeout_s=attempt.timeout_s, env={"FACTS": facts}
+            )
+            output = result.stdout + result.stderr
+            if result.timed_out:
+                output += "\nended at its deadline"
+        await field.sandbox.commands.run("true")
+    except Unsupported as error:
+        return f"IMPOSSIBLE {error.message}: {error.received}", ""
+    except AgentError as error:
+        return f"{type(error).__name__}: {error.message}", ""
+    except SandboxError as error:
+        return "", f"{type(error).__name__}: {error.message[:300]}"
+    return output, ""
+
+
+@contextmanager
+def _state() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="etude-escape-state-") as directory:
+        Path(directory).chmod(0o755)
+        yield Path(directory)
+
+
+async def run_attempts(
+    factory: BackendFactory, attempts: Iterable[Attempt], note: Callable[[str, Outcome], None]
+) -> None:
+    """Every attempt on one backend, one after the other; `note` hears of each as it ends."""
+    with Scene() as scene, _state() as state:
+        backend = factory(state)
+        try:
+            for attempt in attempts:
+                outcome = await _guarded(backend, attempt, scene)
+                note(attempt.name, outcome)
+                if outcome.verdict in ("escaped", "lost", "broken"):
+                    # Whatever it broke must not count for the next one.
+                    await backend.close()
+                    backend = factory(state)
+        finally:
+            await backend.close()
+
+
+async def run_controls(
+    wanted: Iterable[tuple[Attempt, frozenset[str]]],
+    note: Callable[[Attempt, frozenset[str], Outcome], None],
+) -> None:
+    """Attempts on the local backend without the named protections; one backend for each set of them."""
+    by_lifts: dict[frozenset[str], list[Attempt]] = {}
+    for attempt, lifts in wanted:
+        by_lifts.setdefault(lifts, []).append(attempt)
+    with Scene(is_control=True) as scene:
+        for lifts, attempts in by_lifts.items():
+            with _state() as state, owner_without(lifts):
+                backend = WeakenedBackend(state, lifts)
+                try:
+                    for attempt in attempts:
+                        note(attempt, lifts, await _guarded(backend, attempt, scene))
+                finally:
+                    await backend.close()
+
+
+async def _guarded(backend: SandboxBackend, attempt: Attempt, scene: Scene) -> Outcome:
+    try:
+        return await try_once(backend, attempt, scene)
+    except (SandboxError, AgentError, TimeoutError) as error:
+        return Outcome("lost", f"{type(error).__name__}: {str(error)[:300]}")
+    except UserError:
+        # This backend cannot be had here, and no other attempt can be made either.
+        raise
+    except Exception:
+        # One broken attempt must not take the others' outcomes along; its own test fails with this text.
+        return Outcome("broken", traceback.format_exc()[-1000:])
+
+
+def present_user() -> User:
+    """Who this process is."""
+    return "root" if os.geteuid() == 0 else "plain"
+
+
+@cache
+def has_control_groups() -> bool:
+    """Whether this user may make control groups."""
+    groups = ControlGroups.open()
+    if groups is not None:
+        groups.close()
+    return groups is not None
+
+
+def lifts_of(attempt: Attempt) -> tuple[str, ...]:
+    """What an attempt's control takes away, of what this user has."""
+    if has_control_groups():
+        return attempt.lifts
+    return (*(name for name in attempt.lifts if name != "control groups"), *attempt.lifts_without_groups)
+
+
+def needs_root(attempt: Attempt) -> bool:
+    """Whether only root can make a sandbox without the attempt's protections."""
+    return any(name.startswith("user namespace") for name in attempt.lifts)
