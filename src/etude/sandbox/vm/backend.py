@@ -1,0 +1,406 @@
+"""Sandboxes that are virtual machines: QEMU with KVM where guests boot under it, with emulation elsewhere.
+
+A new sandbox is a copy of a warmed guest (`templates.py`), so it starts without booting. Sleep, snapshots,
+forks and live moves keep memory, processes and disk (`state.py`, `migration.py`).
+
+    <state>/images/vm/      guest images              <state>/vm-templates/   warmed guests
+    <state>/snapshots/      durable snapshots         <state>/vm/<owner>/     running machines
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.errors import ConfigError, ResourceError, SandboxError
+from etude.sandbox.channel import Channel
+from etude.sandbox.errors import SnapshotError, Unsupported
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.machine_backend import MachineBackend, gather_copies
+from etude.sandbox.reaping import WorkDirectory
+from etude.sandbox.snapshots import Snapshot, SnapshotDraft, this_machine
+from etude.sandbox.template import Template
+from etude.sandbox.types import Capabilities, SnapshotKind
+from etude.sandbox.vm.arrivals import Arrivals, check_offer
+from etude.sandbox.vm.image import VmImage, find_image, images_directory
+from etude.sandbox.vm.migration import Offer, Step, Ticket, mirror_disk, send_memory, take_back
+from etude.sandbox.vm.probe import choose_accelerator
+from etude.sandbox.vm.qemu import Hardware, qemu_version
+from etude.sandbox.vm.state import Machine, start_machine, to_the_end
+from etude.sandbox.vm.templates import WarmTemplates
+
+INSTALL_S = 120.0
+_INSTALL_BYTES = 16 << 20
+"""Files of a template travel in pieces of about this size."""
+
+
+async def _no_step(name: str) -> None:
+    """Nothing watches."""
+
+
+@dataclass(frozen=True)
+class Move:
+    """How a live move went."""
+
+    total_s: float
+    downtime_s: float
+    """For how long the guest ran nowhere, by the clocks of the two QEMUs."""
+
+
+class VmBackend(MachineBackend):
+    """Virtual machines. For one event loop."""
+
+    name = "vm"
+
+    def __init__(
+        self,
+        state: Path | None = None,
+        accelerator: str | None = None,
+        migration_host: str | None = None,
+        on_step: Step = _no_step,
+    ) -> None:
+        """`accelerator`: `kvm` or `tcg`; None: found out. `migration_host`: the address of this host at which
+        machines may arrive from others; None: from this host only. `on_step` is awaited at each step of
+        saving, restoring and moving, with its name.
+        """
+        super().__init__(state)
+        if accelerator not in (None, "kvm", "tcg"):
+            raise ConfigError(
+                "unknown accelerator", field="accelerator", received=accelerator, fix="kvm or tcg"
+            )
+        self._accelerator = accelerator
+        self._step = on_step
+        self._templates = WarmTemplates(self.state)
+        self._machines: dict[str, Machine] = {}
+        self.arrivals = Arrivals(migration_host, self.spawn)
+        self._sleepy: set[str] = set()
+        self._image: VmImage | None = None
+        self._work: WorkDirectory | None = None
+        self._preparing = asyncio.Lock()
+        self.last_move: Move | None = None
+
+    def capabilities(self) -> Capabilities:
+        """See SandboxBackend.capabilities."""
+        return Capabilities(
+            backend=self.name,
+            isolation="vm",
+            commands=True,
+            network=True,
+            images=False,
+            snapshots=frozenset({"full"}),
+            pause=frozenset({"full"}),
+            fork="full",
+            migrate="live",
+        )
+
+    def doctor(self) -> list[str]:
+        """See SandboxBackend.doctor."""
+        problems: list[str] = []
+        try:
+            qemu_version()
+        except ResourceError as error:
+            problems.append(str(error))
+        if not (images_directory(self.state) / "current").exists():
+            problems.append("there is no guest image; fix: build one: etude sandbox image build")
+        return problems
+
+    # MachineBackend
+
+    async def boot(self, sandbox: MachineSandbox) -> Channel:
+        """See MachineBackend.boot: a copy of the warmed guest, with the template's files."""
+        image, accelerator = await self._prepare()
+        template = await self._templates.get(image, sandbox.spec.resources, accelerator)
+        machine = await self._start(sandbox, template.hardware, image, template.directory)
+        channel = self._connect(sandbox, machine, 0)
+        try:
+            # Without waiting for the greeting in between: both requests are answered in order.
+            await asyncio.gather(machine.wake(channel), _install(channel, sandbox.spec.template))
+        except BaseException as error:
+            channel.close(f"the sandbox did not start: {error}")
+            raise
+        return channel
+
+    async def stop(self, sandbox: MachineSandbox) -> None:
+        """See MachineBackend.stop."""
+        machine = self._machines.pop(sandbox.id, None)
+        if machine is not None:
+            await to_the_end(machine.close())
+
+    async def close(self) -> None:
+        """See SandboxBackend.close."""
+        for ticket in self.arrivals.tickets:
+            await self.abandon(ticket)
+        await super().close()
+        if self._work is not None:
+            self._work.close()
+            self._work = None
+
+    async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
+        """See MachineBackend.save."""
+        if kind != "full":
+            raise self.unsupported(kind)
+        machine = self._machine(sandbox)
+        await self._write(sandbox, machine, draft.directory, draft.extra)
+
+    async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
+        """See MachineBackend.restore."""
+        _, accelerator = await self._prepare()
+        hardware = Hardware.for_resources(snapshot.resources, accelerator)
+        if snapshot.extra.get("hardware") != _fields(hardware):
+            raise SnapshotError(
+                f"the snapshot is of another machine: {snapshot.extra.get('hardware')}",
+                field="snapshot",
+                received=snapshot.info.id,
+                fix=f"restore it where guests are {_fields(hardware)}",
+            )
+        image = await self._image_of(str(snapshot.extra["image"]))
+        await self._step("restore: checked")
+        machine = await self._start(sandbox, hardware, image, snapshot.directory)
+        return await self._continue(sandbox, machine, int(snapshot.extra["next_id"]))
+
+    async def pause(self, sandbox: MachineSandbox, mode: SnapshotKind) -> None:
+        """See Sandbox.pause. The guest stands still from the copy on: nothing happens that is then lost."""
+        self._sleepy.add(sandbox.id)
+        try:
+            await super().pause(sandbox, mode)
+        except BaseException:
+            self._sleepy.discard(sandbox.id)
+            await asyncio.shield(self._wake_again(sandbox))
+            raise
+        finally:
+            self._sleepy.discard(sandbox.id)
+
+    async def fork(self, sandbox: MachineSandbox, count: int) -> list[Sandbox | SandboxError]:
+        """See Sandbox.fork. One copy of the memory serves all; each writes its own changes elsewhere."""
+        directory = self._directory(f"fork-{secrets.token_hex(6)}")
+        directory.mkdir(mode=0o700)
+        extra: dict[str, object] = {}
+        try:
+            async with sandbox.lifecycle:
+                machine = self._machine(sandbox)
+                await self._write(sandbox, machine, directory, extra)
+            spec = self.copied_spec(sandbox)
+            self._check(spec)
+            copies = [MachineSandbox(self, self.new_id(), spec) for _ in range(count)]
+            return await gather_copies(
+                [self.begin(copy, self._copy(copy, machine, directory, extra)) for copy in copies]
+            )
+        finally:
+            await asyncio.to_thread(shutil.rmtree, directory, True)
+
+    async def migrate(self, sandbox: MachineSandbox, target: SandboxBackend) -> Sandbox:
+        """See Sandbox.migrate: live, to another `VmBackend`. A command that somebody waits for loses its
+        answer; background commands and sessions go on over there."""
+        if not isinstance(target, VmBackend):
+            raise Unsupported(
+                "a running machine moves to another vm backend only",
+                field="target",
+                received=target.capabilities().backend,
+                fix="give a vm backend of another host",
+            )
+        start_s = time.monotonic()
+        async with sandbox.lifecycle:
+            machine = self._machine(sandbox)
+            ticket = await target.prepare_incoming(self.offer(sandbox))
+            try:
+                mark = machine.qemu.qmp.mark
+                next_id = await self._send_away(sandbox, machine, ticket)
+                stop_s = _time_of("STOP", machine, mark)
+                remaining_s = None if sandbox.expires_s is None else max(0.0, sandbox.expires_s - time.time())
+                moved = await target.adopt(ticket.id, self.copied_spec(sandbox), remaining_s, next_id)
+            except BaseException:
+                await asyncio.shield(target.abandon(ticket.id))
+                await asyncio.shield(self._take_back(sandbox, machine))
+                raise
+        arrived = target._machines[moved.id]
+        self.last_move = Move(time.monotonic() - start_s, _time_of("RESUME", arrived, 0) - stop_s)
+        await self.kill(sandbox)
+        return moved
+
+    # Moves, for whoever carries tickets between hosts
+
+    def offer(self, sandbox: MachineSandbox) -> Offer:
+        """What a target must know before this sandbox can move to it."""
+        machine = self._machine(sandbox)
+        return Offer(machine.image.digest, machine.hardware, qemu_version(), this_machine())
+
+    async def prepare_incoming(self, offer: Offer) -> Ticket:
+        """Makes ready for a machine that will migrate here; it is given up after `PREPARED_S`.
+
+        Raises SandboxError if it cannot run here, TemplateError without its image.
+        """
+        if self._closed:
+            raise SandboxError("the backend is closed", field="target", received=self.name)
+        _, accelerator = await self._prepare()
+        check_offer(offer, accelerator)
+        image = await self._image_of(offer.image)
+        name = self.new_id()
+        machine = await start_machine(name, offer.hardware, image, self._directory(name), None)
+        return await self.arrivals.expect(machine)
+
+    async def adopt(
+        self, ticket_id: str, spec: Spec, timeout_s: float | None = None, next_id: int = 1
+    ) -> MachineSandbox:
+        """Takes over a machine that arrives, and lets it run. Raises SandboxError, and then it is gone."""
+        machine = await self.arrivals.take(ticket_id)
+        sandbox = MachineSandbox(self, machine.name, spec)
+        self._register(sandbox, machine)
+        return await self.begin(sandbox, self._continue(sandbox, machine, next_id), timeout_s)
+
+    async def abandon(self, ticket_id: str) -> None:
+        """Gives up a machine that was expected. Idempotent."""
+        await self.arrivals.abandon(ticket_id)
+
+    # Inner workings
+
+    async def _prepare(self) -> tuple[VmImage, str]:
+        """Image and accelerator, found out once. Raises TemplateError, ResourceError."""
+        async with self._preparing:
+            if self._image is None or self._accelerator is None:
+                self.version = await asyncio.to_thread(qemu_version)
+                image = await asyncio.to_thread(find_image, self.state)
+                if self._accelerator is None:
+                    self._accelerator = await choose_accelerator(self.state, image)
+                self._image = image
+            return self._image, self._accelerator
+
+    async def _image_of(self, digest: str) -> VmImage:
+        image, _ = await self._prepare()
+        return image if image.digest == digest else await asyncio.to_thread(find_image, self.state, digest)
+
+    def _check_snapshot(self, snapshot: Snapshot) -> None:
+        self.version = qemu_version()
+        super()._check_snapshot(snapshot)
+
+    def _directory(self, name: str) -> Path:
+        if self._work is None:
+            self._work = WorkDirectory(self.state / "vm")
+        return self._work.path / name
+
+    def _machine(self, sandbox: MachineSandbox) -> Machine:
+        machine = self._machines.get(sandbox.id)
+        if machine is None or sandbox.state != "running":
+            # The channel knows best why there is nothing to talk to.
+            _ = sandbox.channel
+            raise SandboxError("the sandbox has no machine", field="sandbox", received=sandbox.id)
+        return machine
+
+    async def _start(
+        self, sandbox: MachineSandbox, hardware: Hardware, image: VmImage, source: Path
+    ) -> Machine:
+        directory = self._directory(f"{sandbox.id}-{secrets.token_hex(3)}")
+        machine = await start_machine(sandbox.id, hardware, image, directory, source)
+        self._register(sandbox, machine)
+        return machine
+
+    def _register(self, sandbox: MachineSandbox, machine: Machine) -> None:
+        self._machines[sandbox.id] = machine
+
+        def on_end() -> None:
+            if self._machines.get(sandbox.id) is machine:
+                self.lost(sandbox)
+
+        machine.qemu.qmp.on_end = on_end
+
+    def _connect(self, sandbox: MachineSandbox, machine: Machine, next_id: int) -> Channel:
+        """A channel whose ids begin behind those that the machine may still answer."""
+        channel = Channel(machine.qemu.take_line(), sandbox.id)
+        while channel.next_id() < next_id:
+            pass
+        return channel
+
+    async def _continue(self, sandbox: MachineSandbox, machine: Machine, next_id: int) -> Channel:
+        """Lets a held machine go on where its state was taken."""
+        await self._step("restore: standing")
+        channel = self._connect(sandbox, machine, next_id)
+        try:
+            await machine.wake(channel)
+        except BaseException as error:
+            channel.close(f"the sandbox did not wake: {error}")
+            raise
+        return channel
+
+    async def _copy(
+        self, sandbox: MachineSandbox, origin: Machine, source: Path, extra: dict[str, object]
+    ) -> Channel:
+        machine = await self._start(sandbox, origin.hardware, origin.image, source)
+        return await self._continue(sandbox, machine, int(str(extra["next_id"])))
+
+    async def _write(
+        self, sandbox: MachineSandbox, machine: Machine, directory: Path, extra: dict[str, object]
+    ) -> None:
+        """Writes the state of a running machine, which goes on, unless it is being put to sleep."""
+        async with sandbox.held() as channel:
+            try:
+                await self._step("save: held")
+                await machine.qemu.stop()
+                await self._step("save: stopped")
+                await machine.write_state(directory)
+                await self._step("save: written")
+            except BaseException:
+                with contextlib.suppress(SandboxError):
+                    # What went wrong first is what the caller must hear.
+                    await asyncio.shield(machine.wake(channel))
+                raise
+            extra["next_id"] = channel.next_id()
+            extra["image"] = machine.image.digest
+            extra["hardware"] = _fields(machine.hardware)
+            if sandbox.id not in self._sleepy:
+                await asyncio.shield(machine.wake(channel))
+
+    async def _wake_again(self, sandbox: MachineSandbox) -> None:
+        """A sandbox that could not go to sleep goes on, if its guest had been stopped."""
+        machine = self._machines.get(sandbox.id)
+        if machine is None or sandbox.state != "running" or machine.qemu.qmp.closed:
+            return
+        status = await machine.qemu.execute("query-status")
+        if not status["running"]:
+            await machine.wake(sandbox.channel)
+
+    async def _send_away(self, sandbox: MachineSandbox, machine: Machine, ticket: Ticket) -> int:
+        """Sends disk and memory; returns where the ids of requests go on."""
+        await mirror_disk(machine, ticket)
+        await self._step("migrate: disk")
+        async with sandbox.held() as channel:
+            next_id = channel.next_id()
+            await self._step("migrate: held")
+            await send_memory(machine, ticket, self._step)
+        return next_id
+
+    async def _take_back(self, sandbox: MachineSandbox, machine: Machine) -> None:
+        """After a move that failed the sandbox goes on here, unless its machine is what died."""
+        if machine.qemu.qmp.closed or sandbox.state != "running":
+            return
+        await take_back(machine)
+        await machine.wake(sandbox.channel)
+
+
+async def _install(channel: Channel, template: Template) -> None:
+    """Puts a template's files into the guest."""
+    rows: list[list[object]] = []
+    data: list[bytes] = []
+    size, more = 0, False
+    for path, content in template.contents.items():
+        if rows and size + len(content) > _INSTALL_BYTES:
+            await channel.request({"op": "install", "files": rows, "more": more}, b"".join(data), INSTALL_S)
+            rows, data, size, more = [], [], 0, True
+        rows.append([path, len(content)])
+        data.append(content)
+        size += len(content)
+    await channel.request({"op": "install", "files": rows, "more": more}, b"".join(data), INSTALL_S)
+
+
+def _fields(hardware: Hardware) -> dict[str, object]:
+    return {name: getattr(hardware, name) for name in Hardware.__dataclass_fields__}
+
+
+def _time_of(event: str, machine: Machine, since: int) -> float:
+    """When QEMU last told of an event, in seconds since 1970; nan if it did not."""
+    stamp = machine.qemu.qmp.last(event, since)
+    return float("nan") if stamp is None else stamp["seconds"] + stamp["microseconds"] / 1e6

@@ -1,0 +1,101 @@
+"""How a guest comes up: the first program of its initramfs, and what a particular machine adds to it.
+
+    image's initramfs       /init, busybox, the kernel modules for the machine's devices
+    the machine's own one   /etude/guest.pyz, /etude/settings (arguments and limits)
+
+The root is the image, read-only. The machine's own disk is formatted at the first start and holds the
+workspace; `/tmp`, `/run` and `/dev/shm` are memory. Then our program becomes process 1: when it ends, the
+kernel panics and QEMU with it.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from etude.sandbox.guest_program import guest_program
+from etude.sandbox.types import Resources
+from etude.sandbox.vm.cpio import DIRECTORY, FILE, pack_cpio
+
+UID = 1000
+"""Whom the agent's processes run as."""
+_SERVER_FILES = 4096
+"""Descriptors of our program: each connection to the outside takes one."""
+MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "virtio_rng", "erofs")
+"""Kernel modules that a guest needs, beside those that they need."""
+DIRECTORIES = ("workspace", "srv", "dev", "proc", "sys", "run", "tmp")
+"""Which must be there in the image."""
+_INIT = r"""#!/bin/busybox sh
+b=/bin/busybox
+$b mount -t proc proc /proc
+$b mount -t sysfs sys /sys
+$b mount -t devtmpfs dev /dev
+for m in @MODULES@; do $b insmod /modules/$m.ko; done
+. /etude/settings
+r=/root
+$b mount -t erofs -o ro /dev/vda $r
+for d in dev proc sys; do $b mount --move /$d $r/$d; done
+$b mount -t tmpfs -o mode=755,size=4m,nosuid,nodev run $r/run
+$b mount -t tmpfs -o mode=1777,size=$tmp_bytes,nosuid,nodev tmp $r/tmp
+$b mkdir -p $r/dev/shm $r/dev/pts $r/dev/virtio-ports $r/run/etude
+$b mount -t tmpfs -o mode=1777,size=$tmp_bytes,nosuid,nodev shm $r/dev/shm
+$b mount -t devpts -o mode=620,ptmxmode=666 devpts $r/dev/pts
+$b ln -s /proc/self/fd $r/dev/fd
+for n in 0:stdin 1:stdout 2:stderr; do $b ln -s /proc/self/fd/${n%:*} $r/dev/${n#*:}; done
+$b chroot $r /sbin/mke2fs -q -F -t ext4 -O ^has_journal -m 0 -E nodiscard,lazy_itable_init=1 /dev/vdb
+$b mount -t ext4 -o nosuid,nodev,noatime,errors=continue $r/dev/vdb $r/srv
+$b mkdir -p $r/srv/workspace $r/srv/base
+$b mount --bind $r/srv/workspace $r/workspace
+$b mount -o remount,bind,nosuid,nodev,noatime $r/workspace
+$b cp /etude/guest.pyz $r/run/etude/
+$b ip link set lo up
+echo 0 > $r/proc/sys/user/max_user_namespaces
+echo 1 > $r/proc/sys/kernel/dmesg_restrict
+echo 2 > $r/proc/sys/kernel/kptr_restrict
+echo 3 > $r/proc/sys/kernel/printk
+$b chmod 600 $r/dev/rtc* $r/dev/hpet $r/dev/kmsg
+n=0
+until [ -e $r/dev/vport*p* ] || [ $n -ge 1000 ]; do $b usleep 10000; n=$((n+1)); done
+for p in $r/dev/vport*p*; do $b ln -s ../${p##*/} $r/dev/virtio-ports/etude; done
+limit
+set -- /run/etude/guest.pyz --line /dev/virtio-ports/etude $arguments
+exec $b switch_root $r /usr/bin/python3 -I -S -B "$@"
+"""
+
+
+def init_script(modules: list[str]) -> str:
+    """`/init`; `modules` in the order in which they load."""
+    return _INIT.replace("@MODULES@", " ".join(modules))
+
+
+def machine_archive(resources: Resources) -> bytes:
+    """The part of the initramfs that depends on Étude and on the sandbox's limits, not on the image."""
+    arguments = ["--uid", str(UID), "--base", "/srv/base", "--memory-bytes", str(resources.memory_bytes)]
+    arguments += ["--cpu-s", str(resources.cpu_s), "--open-files", str(resources.open_files)]
+    settings = "\n".join(
+        (
+            f"tmp_bytes={resources.memory_bytes // 2}",
+            f"arguments={shlex.quote(shlex.join(arguments))}",
+            "limit() {",
+            f"ulimit -u {resources.num_processes}",
+            f"ulimit -n {_SERVER_FILES}",
+            f"ulimit -f {-(-resources.file_bytes // 512)}",
+            "ulimit -c 0",
+            "}",
+            "",
+        )
+    )
+    return pack_cpio(
+        [
+            ("etude", DIRECTORY, b""),
+            ("etude/guest.pyz", FILE, guest_program()),
+            ("etude/settings", FILE, settings.encode()),
+        ]
+    )
+
+
+def kernel_arguments(accelerator: str) -> str:
+    """The kernel's command line. An emulated processor speculates nothing: no mitigations are needed."""
+    words = ["console=ttyS0", "panic=-1", "loglevel=3", "random.trust_cpu=on", "no_timer_check"]
+    if accelerator == "tcg":
+        words += ["mitigations=off", "tsc=reliable"]
+    return " ".join(words)

@@ -1,0 +1,332 @@
+"""One QEMU process: its command line, its life, and what is asked of it.
+
+The machine has two disks (the image, read-only and shared by all; its own), a serial line to the program
+inside, a random number generator, and nothing else: no network card, no shared folder. QEMU runs under its
+own system-call filter, below a guard, and talks to its owner through two sockets that it inherits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import re
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etude.errors import ResourceError, SandboxError
+from etude.sandbox.errors import SandboxLostError
+from etude.sandbox.guarded import GuardedProcess
+from etude.sandbox.types import Resources
+from etude.sandbox.vm.qmp import Event, Qmp
+
+PROGRAM = "qemu-system-x86_64"
+START_S = 60.0
+STATE_S = 60.0
+_KVM = Path("/dev/kvm")
+_NOBODY = 65534
+_FILTER = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+_EMULATED_CPU = "qemu64,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+rdrand"
+"""What programs may expect today (x86-64-v2); more is slower to emulate."""
+_KERNEL_BYTES = 64 << 20
+"""Of the guest's memory, what its kernel and our program get beside the sandbox's own."""
+_MIB = 1 << 20
+_ODD_BYTES = 128 << 10
+"""Added to the guest's memory, which must not be a multiple of 256 KiB: before QEMU 9.0 a faster way of
+collecting dirty pages, taken for such sizes only, misses writes of emulated processors, and a guest that was
+moved while it ran finds old pages among its memory (QEMU's commit "physmem: Fix migration dirty bitmap
+coherency with TCG memory access")."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a guest sees. Two machines can take each other's state only if theirs are equal."""
+
+    memory_bytes: int
+    """Whole KiB."""
+    num_cpus: int
+    disk_bytes: int
+    """Of its own disk."""
+    accelerator: str
+    """`kvm` or `tcg`."""
+
+    @classmethod
+    def for_resources(cls, resources: Resources, accelerator: str) -> Hardware:
+        """What a sandbox of such resources gets."""
+        memory_mib = -(-(resources.memory_bytes + _KERNEL_BYTES) // _MIB)
+        disk_mib = max(8, -(-resources.disk_bytes // _MIB))
+        num_cpus = max(1, -int(-resources.cpus // 1))
+        return cls(memory_mib * _MIB + _ODD_BYTES, num_cpus, disk_mib * _MIB, accelerator)
+
+
+@dataclass(frozen=True)
+class Boot:
+    """How a machine starts that continues nothing."""
+
+    kernel: Path
+    initrd: Path
+    append: str
+    console: Path
+    """Where the kernel's messages go."""
+
+
+def command_line(
+    hardware: Hardware,
+    root: Path,
+    disk: Path,
+    memory: Path,
+    line: int,
+    control: int,
+    boot: Boot | None = None,
+) -> list[str]:
+    """QEMU's arguments. `line` and `control` are descriptors that it inherits.
+
+    Without `boot` the machine waits for the state of another one.
+    """
+    is_kvm = hardware.accelerator == "kvm"
+    accelerator = "kvm" if is_kvm else "tcg,tb-size=128" + (",thread=multi" if hardware.num_cpus > 1 else "")
+    argv = [
+        PROGRAM, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot",
+        "-sandbox", _FILTER,
+        "-machine", "q35,memory-backend=ram,usb=off,smbus=off,vmport=off,suppress-vmdesc=on",
+        "-accel", accelerator,
+        "-cpu", "host" if is_kvm else _EMULATED_CPU,
+        "-smp", str(hardware.num_cpus),
+        "-m", f"{hardware.memory_bytes >> 10}K",
+        "-object", _options("memory-backend-file,id=ram,share=off,prealloc=off",
+                            size=hardware.memory_bytes, mem_path=memory),
+        "-global", "migration.send-configuration=off",
+        "-blockdev", _options("driver=file,node-name=root,read-only=on", filename=root),
+        "-device", "virtio-blk-pci,drive=root,id=root-disk",
+        "-blockdev", _options("driver=file,node-name=own,cache.no-flush=on,discard=unmap", filename=disk),
+        "-device", "virtio-blk-pci,drive=own,id=own-disk",
+        "-device", "virtio-serial-pci,id=serial",
+        "-chardev", f"socket,id=line,fd={line}",
+        "-device", "virtserialport,chardev=line,name=etude,id=port",
+        "-object", "rng-random,id=entropy,filename=/dev/urandom",
+        "-device", "virtio-rng-pci,rng=entropy,id=rng",
+        "-chardev", f"socket,id=control,fd={control}",
+        "-mon", "chardev=control,mode=control",
+    ]  # fmt: skip
+    if boot is None:
+        argv += ["-serial", "null", "-incoming", "defer", "-S"]
+    else:
+        argv += ["-chardev", _options("file,id=console", path=boot.console), "-serial", "chardev:console"]
+        argv += ["-kernel", str(boot.kernel), "-initrd", str(boot.initrd), "-append", boot.append]
+    return argv
+
+
+def _options(head: str, **values: object) -> str:
+    """QEMU's option syntax, in which a comma within a value is doubled."""
+    rows = (f"{key.replace('_', '-')}={str(value).replace(',', ',,')}" for key, value in values.items())
+    return ",".join((head, *rows))
+
+
+@functools.cache
+def qemu_version() -> str:
+    """`7.2.22` or the like. Raises ResourceError if QEMU is missing or does not answer."""
+    program = shutil.which(PROGRAM)
+    if program is None:
+        raise ResourceError(
+            "QEMU is not installed",
+            field="sandbox.backend",
+            received="vm",
+            fix=f"install {PROGRAM} (package qemu-system-x86)",
+        )
+    try:
+        done = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ResourceError(f"QEMU does not run: {error}", field="sandbox.backend", received="vm") from error
+    match = re.search(r"version (\S+)", done.stdout)
+    return match[1] if match else done.stdout.strip()
+
+
+def unprivileged_user(accelerator: str) -> tuple[int, int] | None:
+    """(uid, gid) that QEMU becomes when this process is root; None: it stays who it is."""
+    if os.geteuid() != 0:
+        return None
+    if accelerator != "kvm":
+        return _NOBODY, _NOBODY
+    status = _KVM.stat()
+    # Whoever is to use the device must be in its group.
+    return (_NOBODY, status.st_gid) if status.st_gid and status.st_mode & 0o060 == 0o060 else None
+
+
+class _Opened:
+    """Files for QEMU, handed over as open descriptors: it need not reach the directories they lie in."""
+
+    def __init__(self, user: tuple[int, int] | None) -> None:
+        self.descriptors: list[int] = []
+        self._user = user
+
+    def __enter__(self) -> _Opened:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+    def read(self, path: Path) -> Path:
+        """A name under which QEMU can open the file for reading."""
+        return self._open(path, os.O_RDONLY)
+
+    def write(self, path: Path) -> Path:
+        """A name under which QEMU can open the file for writing; it belongs to QEMU's user from now on."""
+        name = self._open(path, os.O_RDWR | os.O_CREAT)
+        if self._user is not None:
+            os.fchown(self.descriptors[-1], *self._user)
+        return name
+
+    def _open(self, path: Path, flags: int) -> Path:
+        self.descriptors.append(os.open(path, flags | os.O_CLOEXEC, 0o600))
+        return Path(f"/proc/self/fd/{self.descriptors[-1]}")
+
+
+class Qemu:
+    """A running QEMU. `kill` ends it; it ends by itself when its guest panics or its owner dies."""
+
+    def __init__(self, process: GuardedProcess, qmp: Qmp, line: socket.socket, memory: Path) -> None:
+        self._process = process
+        self._line: socket.socket | None = line
+        self.qmp = qmp
+        self.memory = memory
+        """The file of which the guest's memory is a private mapping."""
+
+    @classmethod
+    async def spawn(
+        cls,
+        name: str,
+        hardware: Hardware,
+        root: Path,
+        disk: Path,
+        memory: Path,
+        boot: Boot | None = None,
+    ) -> Qemu:
+        """Starts QEMU; it answers on `qmp`. Raises SandboxError, and then nothing is left of it."""
+        line, inner_line = socket.socketpair()
+        control, inner_control = socket.socketpair()
+        user = unprivileged_user(hardware.accelerator)
+        with inner_line, inner_control, _Opened(user) as opened:
+            ends = (inner_line.fileno(), inner_control.fileno())
+            try:
+                files = (opened.read(root), opened.write(disk), opened.write(memory))
+                if boot is not None:
+                    kernel, initrd = opened.read(boot.kernel), opened.read(boot.initrd)
+                    boot = Boot(kernel, initrd, boot.append, opened.write(boot.console))
+                argv = command_line(hardware, *files, *ends, boot=boot)
+                process = await GuardedProcess.spawn(argv, pass_fds=(*ends, *opened.descriptors), user=user)
+            except BaseException:
+                line.close()
+                control.close()
+                raise
+        qemu = cls(process, Qmp(control, name), line, memory)
+        try:
+            await qemu.qmp.negotiate(START_S)
+        except SandboxError as error:
+            log = process.log().strip() or error.message
+            await asyncio.shield(qemu.kill())
+            raise SandboxError(
+                f"QEMU does not start: {log[-1000:]}", field="sandbox", received=name
+            ) from error
+        except BaseException:
+            await asyncio.shield(qemu.kill())
+            raise
+        return qemu
+
+    def take_line(self) -> socket.socket:
+        """The socket to the program inside; the caller closes it."""
+        assert self._line is not None, "a line is taken once"
+        line, self._line = self._line, None
+        return line
+
+    @property
+    def pid(self) -> int:
+        """Process id of QEMU itself. Raises SandboxError if it has ended."""
+        guard = self._process.pid
+        try:
+            children = Path(f"/proc/{guard}/task/{guard}/children").read_text(encoding="ascii").split()
+            return int(children[0])
+        except (OSError, IndexError) as error:
+            raise SandboxError("QEMU has ended", field="sandbox", received=guard) from error
+
+    def log(self) -> str:
+        """What QEMU printed last."""
+        return self._process.log()
+
+    async def execute(self, command: str, deadline_s: float = STATE_S, /, **arguments: Any) -> Any:
+        """A QMP command; underscores in names stand for dashes. Raises as `Qmp.execute`."""
+        named = {key.replace("_", "-"): value for key, value in arguments.items()}
+        try:
+            return await self.qmp.execute(command, named, deadline_s)
+        except SandboxLostError as error:
+            said = self._process.log().strip()[-1000:]
+            if not said:
+                raise
+            raise SandboxLostError(
+                f"{error.message}: {said}", field=error.field, received=error.received
+            ) from error
+
+    async def stop(self) -> None:
+        """Stops the guest's processors, and flushes its disk into its file."""
+        await self.execute("stop")
+
+    async def go_on(self) -> None:
+        """The guest runs."""
+        await self.execute("cont")
+
+    async def save_devices(self, path: Path) -> None:
+        """Writes the state of processors and devices, without memory and disks, of a stopped guest.
+
+        Raises SandboxError, OSError.
+        """
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            added = await self.qmp.execute("add-fd", {}, STATE_S, descriptor=descriptor)
+        finally:
+            os.close(descriptor)
+        number = added["fdset-id"]
+        try:
+            await self.execute("xen-save-devices-state", filename=f"/dev/fdset/{number}", live=False)
+        finally:
+            if not self.qmp.closed:
+                await self.execute("remove-fd", fdset_id=number)
+
+    async def load_devices(self, path: Path) -> None:
+        """Puts a saved state of processors and devices into a machine that waits; it stands still then."""
+        with path.open("rb") as file:
+            await self.qmp.execute("getfd", {"fdname": "state"}, STATE_S, descriptor=file.fileno())
+        since = self.qmp.mark
+        await self.report_migration()
+        await self.execute("migrate-incoming", uri="fd:state")
+        await self.migrated(since, STATE_S)
+
+    async def report_migration(self) -> None:
+        """From now on QEMU tells how a migration goes."""
+        await self.execute("migrate-set-capabilities", capabilities=[{"capability": "events", "state": True}])
+
+    async def migrated(self, since: int, deadline_s: float, status: str = "completed") -> None:
+        """Waits until a migration has come to `status`. Raises SandboxError if it fails."""
+
+        ends = {status, "failed", "cancelled"}
+
+        def matches(event: Event) -> bool:
+            return event["event"] == "MIGRATION" and event["data"]["status"] in ends
+
+        event = await self.qmp.event(matches, deadline_s, since, f"migration {status}")
+        if event["data"]["status"] != status:
+            how = event["data"]["status"]
+            raise SandboxError(f"the migration {how}: {self.log()[-1000:]}", field="sandbox")
+
+    async def kill(self) -> None:
+        """Ends QEMU. Idempotent."""
+        self.qmp.close()
+        if self._line is not None:
+            with contextlib.suppress(OSError):
+                self._line.close()
+            self._line = None
+        await self._process.kill()

@@ -1,0 +1,153 @@
+"""A machine and its state: three files of one directory, written from a stopped guest and started from.
+
+    ram       all of its memory, sparse; machines map it privately, so it stays as it is
+    disk      its own disk, sparse
+    devices   processors and devices, in QEMU's format
+
+No file is ever written by two machines: each gets a copy of the disk, and memory that it changes is its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ParamSpec
+
+from etude.errors import SandboxError
+from etude.sandbox.channel import Channel
+from etude.sandbox.inside.frames import Header
+from etude.sandbox.vm.image import VmImage
+from etude.sandbox.vm.memory import copy_sparse, make_sparse, save_memory
+from etude.sandbox.vm.qemu import Hardware, Qemu
+
+RAM, DISK, DEVICES = "ram", "disk", "devices"
+HELLO_S = 60.0
+Arguments = ParamSpec("Arguments")
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits `work`; a cancelled caller waits for its end all the same. For what must not stop halfway."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+
+
+async def in_thread(
+    work: Callable[Arguments, None], *args: Arguments.args, **named: Arguments.kwargs
+) -> None:
+    """Like `asyncio.to_thread`, to the end: else the thread goes on making files that its caller removes."""
+    await to_the_end(asyncio.to_thread(work, *args, **named))
+
+
+@dataclass
+class Machine:
+    """A running (or stopped) guest and the directory that is its own."""
+
+    name: str
+    qemu: Qemu
+    hardware: Hardware
+    image: VmImage
+    directory: Path
+
+    @property
+    def disk(self) -> Path:
+        return self.directory / DISK
+
+    async def wake(self, channel: Channel) -> None:
+        """Lets a held machine go on, and greets its program. Raises SandboxError.
+
+        The greeting waits for the machine on its line, so that nothing else is heard before it.
+        """
+        words = greeting(self.name)
+        words["id"] = channel.next_id()
+        channel.send(words)
+        answered = asyncio.ensure_future(channel.answer(words["id"], HELLO_S))
+        try:
+            await self.qemu.go_on()
+            await answered
+        finally:
+            answered.cancel()
+            await asyncio.gather(answered, return_exceptions=True)
+
+    async def write_state(self, target: Path) -> None:
+        """Writes the state of the stopped machine. Raises SandboxError; what was written so far stays."""
+        try:
+            await self.qemu.save_devices(target / DEVICES)
+            await asyncio.gather(
+                in_thread(save_memory, self.qemu.pid, self.qemu.memory, target / RAM),
+                in_thread(copy_sparse, self.disk, target / DISK),
+            )
+        except OSError as error:
+            raise _no_room("the state", self.name, error) from error
+
+    async def close(self) -> None:
+        """Ends the machine and removes its directory. Idempotent."""
+        await self.qemu.kill()
+        await asyncio.to_thread(shutil.rmtree, self.directory, True)
+
+
+async def start_machine(
+    name: str, hardware: Hardware, image: VmImage, directory: Path, source: Path | None
+) -> Machine:
+    """A machine of the state in `source`, which stands still until it is woken; its files go to `directory`.
+
+    Without a source it waits for a state that migrates to it. Raises SandboxError; then neither process nor
+    directory is left.
+    """
+    qemu: Qemu | None = None
+    try:
+        await in_thread(_make_files, hardware, directory, source)
+        qemu = await Qemu.spawn(name, hardware, image.root, directory / DISK, directory / RAM)
+        if source is not None:
+            await qemu.load_devices(source / DEVICES)
+    except BaseException as error:
+        if qemu is not None:
+            await asyncio.shield(qemu.kill())
+        shutil.rmtree(directory, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise _no_room("the machine's files", name, error) from error
+        raise
+    return Machine(name, qemu, hardware, image, directory)
+
+
+def greeting(name: str) -> Header:
+    """The first words to a machine that was copied, restored or moved: who it is now, and when."""
+    return {
+        "op": "hello",
+        "time_s": time.time(),
+        "entropy": secrets.token_hex(32),
+        "hostname": name,
+        "machine_id": secrets.token_hex(16),
+    }
+
+
+def _make_files(hardware: Hardware, directory: Path, source: Path | None) -> None:
+    directory.mkdir(mode=0o700)
+    if source is None:
+        make_sparse(directory / RAM, hardware.memory_bytes)
+        make_sparse(directory / DISK, hardware.disk_bytes)
+        return
+    copy_sparse(source / DISK, directory / DISK)
+    try:
+        # A name of its own: the state may be deleted while the machine still maps its memory.
+        os.link(source / RAM, directory / RAM)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK):
+            raise
+        copy_sparse(source / RAM, directory / RAM)
+
+
+def _no_room(what: str, name: str, error: OSError) -> SandboxError:
+    return SandboxError(
+        f"{what} cannot be written: {error.strerror}", field="sandbox", received=name, fix="free disk space"
+    )

@@ -1,0 +1,195 @@
+"""Warmed templates: guests that were booted once and saved, of which every new sandbox is a copy.
+
+    <state>/vm-templates/<key>/{ram,disk,devices,manifest.json}
+
+The key is a digest over all that such a state depends on: image, the program inside, hardware, limits,
+QEMU's version and, under KVM, processor and kernel. What does not fit is therefore never found; what is
+found is checked to the byte once in each process. A template appears whole or not at all; several processes
+may warm the same one, and the first wins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from etude.errors import SandboxError
+from etude.sandbox.channel import READY, Channel
+from etude.sandbox.guest_program import guest_program
+from etude.sandbox.reaping import is_owner_alive, owner_tag
+from etude.sandbox.snapshots import this_machine
+from etude.sandbox.types import Resources
+from etude.sandbox.vm.guest_boot import kernel_arguments, machine_archive
+from etude.sandbox.vm.image import VmImage
+from etude.sandbox.vm.memory import make_sparse
+from etude.sandbox.vm.qemu import Boot, Hardware, Qemu, command_line, qemu_version
+from etude.sandbox.vm.state import DEVICES, DISK, RAM, Machine, in_thread
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+BOOT_S = 120.0
+WARM_S = 60.0
+_CONSOLE_BYTES = 2000
+_WARM_UP: tuple[Mapping[str, Any], ...] = (
+    {"op": "command", "cmd": "python3 -c 'import json, pathlib, subprocess, unittest'; ls -l / >/dev/null"},
+    {"op": "command", "cmd": "true"},
+)
+"""Run once, so that what most commands need lies in the guest's memory."""
+
+
+@dataclass(frozen=True)
+class WarmTemplate:
+    """A saved guest that waits to be copied."""
+
+    key: str
+    directory: Path
+    hardware: Hardware
+    image: VmImage
+
+
+class WarmTemplates:
+    """The warmed templates below one state directory."""
+
+    def __init__(self, state: Path) -> None:
+        self._root = state / "vm-templates"
+        self._ready: dict[str, WarmTemplate] = {}
+        self._warming: dict[str, asyncio.Lock] = {}
+
+    async def get(self, image: VmImage, resources: Resources, accelerator: str) -> WarmTemplate:
+        """The template for such sandboxes, warmed now if there is none yet. Raises SandboxError."""
+        hardware = Hardware.for_resources(resources, accelerator)
+        key = template_key(image, resources, hardware)
+        async with self._warming.setdefault(key, asyncio.Lock()):
+            if key not in self._ready or not self._ready[key].directory.is_dir():
+                directory = self._root / key
+                if not await asyncio.to_thread(_is_whole, directory):
+                    await self._warm(key, image, resources, hardware)
+                self._ready[key] = WarmTemplate(key, directory, hardware, image)
+            return self._ready[key]
+
+    async def _warm(self, key: str, image: VmImage, resources: Resources, hardware: Hardware) -> None:
+        self._root.mkdir(parents=True, exist_ok=True)
+        for entry in self._root.glob(".making-*"):
+            if not is_owner_alive(entry.name.removeprefix(".making-")):
+                shutil.rmtree(entry, ignore_errors=True)
+        making = self._root / f".making-{owner_tag()}-{secrets.token_hex(4)}"
+        making.mkdir(mode=0o700)
+        try:
+            with tempfile.TemporaryDirectory(prefix="boot-", dir=making) as working:
+                name = f"template-{key[:8]}"
+                qemu, channel = await boot_guest(name, image, resources, hardware, Path(working))
+                try:
+                    await _use_once(channel)
+                    await channel.request({"op": "hold"}, b"", WARM_S)
+                    await qemu.stop()
+                    await Machine(key, qemu, hardware, image, Path(working)).write_state(making)
+                finally:
+                    channel.close("the template is warmed")
+                    await asyncio.shield(qemu.kill())
+            await in_thread(_finish, making, key)
+            target = self._root / key
+            shutil.rmtree(target, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                # Another process was faster: its template is as good.
+                making.rename(target)
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+
+
+async def boot_guest(
+    name: str,
+    image: VmImage,
+    resources: Resources,
+    hardware: Hardware,
+    directory: Path,
+    deadline_s: float = BOOT_S,
+) -> tuple[Qemu, Channel]:
+    """Boots a guest with its files in `directory`; its program answers. Raises SandboxError."""
+    initrd, console = directory / "initrd", directory / "console"
+    await in_thread(_join, image.initrd, machine_archive(resources), initrd)
+    make_sparse(directory / RAM, hardware.memory_bytes)
+    make_sparse(directory / DISK, hardware.disk_bytes)
+    boot = Boot(image.kernel, initrd, kernel_arguments(hardware.accelerator), console)
+    qemu = await Qemu.spawn(name, hardware, image.root, directory / DISK, directory / RAM, boot)
+    channel = Channel(qemu.take_line(), name)
+    try:
+        await channel.answer(READY, deadline_s)
+    except BaseException as error:
+        channel.close("the guest does not start")
+        await asyncio.shield(qemu.kill())
+        if isinstance(error, SandboxError):
+            said = console.read_bytes()[-_CONSOLE_BYTES:].decode(errors="replace") if console.exists() else ""
+            raise SandboxError(
+                f"the guest does not start ({error.message}): {said.strip()}", field="sandbox", received=name
+            ) from error
+        raise
+    return qemu, channel
+
+
+def template_key(image: VmImage, resources: Resources, hardware: Hardware) -> str:
+    """Digest over all that a warmed state depends on."""
+    places = (Path("root"), Path("disk"), Path("ram"))
+    rows: list[str] = [
+        str(FORMAT),
+        image.digest,
+        hashlib.blake2b(guest_program()).hexdigest(),
+        qemu_version(),
+        json.dumps(dataclasses.asdict(resources), sort_keys=True),
+        kernel_arguments(hardware.accelerator),
+        json.dumps(_WARM_UP),
+        *command_line(hardware, *places, line=0, control=1),
+    ]
+    if hardware.accelerator == "kvm":
+        rows.append(json.dumps(this_machine(), sort_keys=True))
+    return hashlib.blake2b("\0".join(rows).encode(), digest_size=20).hexdigest()
+
+
+async def _use_once(channel: Channel) -> None:
+    common: dict[str, Any] = {"env": {}, "cwd": ".", "limit_bytes": 1 << 16, "timeout_s": WARM_S}
+    for step in _WARM_UP:
+        await channel.request({**common, **step}, b"", WARM_S)
+    await channel.request({"op": "tests", "paths": [], "timeout_s": WARM_S}, b"", WARM_S)
+    await channel.request({"op": "install", "files": []}, b"", WARM_S)
+
+
+def _join(image: Path, own: bytes, target: Path) -> None:
+    with target.open("wb") as file:
+        file.write(image.read_bytes())
+        file.write(own)
+
+
+def _finish(directory: Path, key: str) -> None:
+    files = {name: _digest(directory / name) for name in (RAM, DISK, DEVICES)}
+    text = json.dumps({"format": FORMAT, "key": key, "files": files}, indent=1)
+    (directory / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether a template is there, complete and undamaged."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        return bool(
+            manifest["format"] == FORMAT
+            and manifest["key"] == directory.name
+            and all(_digest(directory / name) == digest for name, digest in manifest["files"].items())
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _digest(path: Path) -> str:
+    state = blake3(max_threads=blake3.AUTO)
+    state.update_mmap(path)
+    return state.hexdigest()
