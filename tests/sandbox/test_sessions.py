@@ -13,7 +13,7 @@ import pytest
 
 from etude.errors import ToolArgumentError
 from etude.sandbox.errors import PathMissingError, PathOutsideError, SessionClosedError
-from etude.sandbox.inside.jobs import ChildLimits, command_child
+from etude.sandbox.inside.jobs import ChildLimits, program_child
 from etude.sandbox.inside.shells import Shell
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.types import CommandResult
@@ -368,7 +368,7 @@ def test_many_sessions_leave_no_descriptor(tmp_path: Path) -> None:
 def with_plain_shell(*commands: str) -> list[tuple[int, str, bool]]:
     """(exit code, output, whether the shell has ended) of commands in a session of /bin/sh."""
     poll = select.poll()
-    child = command_child(["/bin/sh"], {"PATH": "/usr/bin:/bin"}, "/", ChildLimits(1 << 30, 10))
+    child = program_child(["/bin/sh"], {"PATH": "/usr/bin:/bin"}, "/", ChildLimits(1 << 30, 10))
     shell = Shell("s", child, poll)
     poll.register(shell.job.watch, select.POLLIN)
     told: list[tuple[int, str, bool]] = []

@@ -76,5 +76,6 @@ def _digest(changes: Mapping[str, bytes | None]) -> bytes:
     state = blake2b(digest_size=16)
     for path, data in sorted(changes.items()):
         content = b"-" if data is None else b"+" + data
-        state.update(b"%d %d " % (len(path.encode()), len(content)) + path.encode() + content)
+        name = path.encode(errors="surrogateescape")
+        state.update(b"%d %d " % (len(name), len(content)) + name + content)
     return state.digest()

@@ -19,7 +19,7 @@ from etude.errors import SandboxError, ToolArgumentError
 from etude.sandbox.channel import Answer, Channel
 from etude.sandbox.commands import ChannelCommands, ChannelShells
 from etude.sandbox.egress import Egress
-from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError, fault_error
+from etude.sandbox.errors import SandboxKilledByAgentError, SandboxLostError, SandboxStateError, fault_error
 from etude.sandbox.files import ChannelFiles
 from etude.sandbox.inside.frames import MAX_PAYLOAD_BYTES, Header
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
@@ -160,7 +160,7 @@ class MachineSandbox:
         it is gone."""
         if self._channel is None:
             paused = self.state == "paused"
-            kind = SandboxStateError if paused else SandboxError
+            kind = SandboxStateError if paused else SandboxLostError if self.state == "lost" else SandboxError
             raise kind(
                 f"the sandbox is {self.state}" if self.state != "running" else "the sandbox is starting",
                 field="sandbox",

@@ -68,7 +68,7 @@ class Template:
         state = hashlib.blake2b(digest_size=20)
         for path in sorted(self._bytes):
             data = self._bytes[path]
-            name = path.encode()
+            name = path.encode(errors="surrogateescape")
             state.update(b"%d %d " % (len(name), len(data)) + name + data)
         if self.image is not None:
             state.update(b"image " + self.image.digest.encode())

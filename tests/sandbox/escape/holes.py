@@ -10,23 +10,10 @@ from tests.sandbox.escape.model import Hole
 LOCAL: dict[str, Hole] = {
     "learn where its control group lies on the host": Hole(
         "the namespace is made before the first process is in its groups, so that their paths are in "
-        "/proc/self/cgroup. Enter the groups first, then unshare the control group namespace",
+        "/proc/self/cgroup: an opaque name and a number. Entering first would cost each start some ten "
+        "milliseconds",
         users=("root",),
     ),
-    "start before the limits are set": Hole(
-        "a spawned command gets RLIMIT_NOFILE and RLIMIT_CPU by prlimit once it runs already: what it starts "
-        "before has neither, ever. Begin the command's text with a line `ulimit -n N; ulimit -t S`, or spawn "
-        "through a helper that sets them",
-    ),
-    "use up every descriptor in flight": Hole(
-        "as long as commands can start before their limits are set, they may have as many in flight as "
-        "pid 1. "
-        "Have the fork server open /proc/<pid>/fd/<disk> of a sandbox, or lend the disk once, with the "
-        "first answer",
-        sometimes=True,
-    ),
-    "open descriptors without end": Hole("see: start before the limits are set", sometimes=True),
-    "burn processor time without end": Hole("see: start before the limits are set", sometimes=True),
     "fill kernel memory with TCP connections": Hole(
         "without control groups nothing counts the buffers of sockets: fewer descriptors and processes "
         "are the only "

@@ -83,12 +83,13 @@ def _ignore_limit(kind: int) -> None:
         most = resource.getrlimit(which)[1]
         original(which, (most, most) if which == kind else limits)
 
-    def prlimit(original: Callable[..., Any], pid: int, which: int, limits: tuple[int, int]) -> None:
-        if which != kind:
-            original(pid, which, limits)
+    def in_shell(original: Callable[..., str], limits: jobs.ChildLimits) -> str:
+        letter = {resource.RLIMIT_NOFILE: "n", resource.RLIMIT_CPU: "t"}.get(kind)
+        kept = [part for part in original(limits).split("; ") if part and f" -{letter} " not in part]
+        return "".join(f"{part}; " for part in kept)
 
     _wrap(resource, "setrlimit", setrlimit)
-    _wrap(resource, "prlimit", prlimit)
+    _wrap(jobs.ChildLimits, "in_shell", in_shell)
 
 
 def _show(directory: str) -> None:

@@ -19,6 +19,8 @@ DISK_FULL = ("disk", "no space left in the sandbox")
 FILE_TOO_LARGE = ("disk", "the file exceeds the sandbox's limit for one file")
 SLOW_PATTERN = ("argument", "the search took too long: use a simpler pattern")
 DIFF_TOO_LARGE = ("diff", "the changes are too large to carry")
+TOO_MANY_OPEN = ("argument", "too many files or commands are open in the sandbox")
+TOO_DEEP = ("argument", "the directories are nested too deeply")
 NOT_PERMITTED = ("argument", "permission denied")
 
 
@@ -41,6 +43,8 @@ _BY_ERRNO = {
     errno.ENOSPC: DISK_FULL,
     errno.EDQUOT: DISK_FULL,
     errno.EFBIG: FILE_TOO_LARGE,
+    errno.EMFILE: TOO_MANY_OPEN,
+    errno.ENAMETOOLONG: TOO_DEEP,
     errno.EACCES: NOT_PERMITTED,
     errno.EPERM: NOT_PERMITTED,
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gc
 import json
@@ -43,6 +42,10 @@ class ChildLimits:
             os.setgroups([])
             os.setresgid(self.uid, self.uid, self.uid)
             os.setresuid(self.uid, self.uid, self.uid)
+
+    def in_shell(self) -> str:
+        """What a shell begins with to set the limits that its parent cannot bear."""
+        return f"ulimit -n {self.open_files}; ulimit -t {self.cpu_s}; "
 
 
 class Output:
@@ -223,12 +226,8 @@ def _close_all(pairs: Sequence[tuple[int, int]]) -> None:
             os.close(descriptor)
 
 
-def command_child(argv: list[str], env: dict[str, str], cwd: str, limits: ChildLimits) -> Child:
-    """A child that becomes a program. Gets [stdout, stderr], or [stdin, stdout, stderr, ...].
-
-    Without a user to become it is spawned, which copies nothing of this process and so takes half the time
-    of a fork. Its memory is bounded by this process's own limit (see `limit_own_memory`).
-    """
+def program_child(argv: list[str], env: dict[str, str], cwd: str, limits: ChildLimits) -> Child:
+    """A child that becomes a program. Gets [stdout, stderr], or [stdin, stdout, stderr, ...]."""
 
     def become(pipes: list[int]) -> NoReturn:
         _detach(pipes if len(pipes) > 2 else [os.open("/dev/null", os.O_RDONLY), *pipes])
@@ -246,16 +245,29 @@ def command_child(argv: list[str], env: dict[str, str], cwd: str, limits: ChildL
             os.write(2, f"cannot run {argv[0]}: {error.strerror}\n".encode())
             os._exit(127)
 
+    return lambda pipes: _fork(become, pipes)
+
+
+def shell_child(cmd: str, env: dict[str, str], cwd: str, limits: ChildLimits) -> Child:
+    """A child that runs a shell command; as `program_child`.
+
+    Without a user to become it is spawned, which copies nothing of this process and so takes half the time
+    of a fork. Its memory is bounded by this process's own limit (see `limit_own_memory`); its other limits
+    the shell sets itself, before it reads the command.
+    """
+    limited = limits.in_shell() + cmd
+    forked = program_child(["/bin/sh", "-c", cmd], env, cwd, limits)
+
     def launch(pipes: list[int]) -> int:
         if limits.uid is None:
             try:
-                return _spawn(argv, env, cwd, limits, pipes)
+                return _spawn(["/bin/sh", "-c", limited], env, cwd, pipes)
             except BlockingIOError:
                 raise
             except OSError:
-                # The directory or the program is not there: the child itself says so, in its own output.
-                return _fork(become, pipes)
-        return _fork(become, pipes)
+                # The directory or the shell is not there: the child itself says so, in its own output.
+                return forked(pipes)
+        return forked(pipes)
 
     return launch
 
@@ -275,7 +287,7 @@ def _fork(run: Callable[[list[int]], NoReturn], pipes: list[int]) -> int:
     return pid
 
 
-def _spawn(argv: list[str], env: dict[str, str], cwd: str, limits: ChildLimits, pipes: list[int]) -> int:
+def _spawn(argv: list[str], env: dict[str, str], cwd: str, pipes: list[int]) -> int:
     """posix_spawn(3). Every other descriptor of ours closes itself at the exec."""
     actions: list[tuple[int, ...] | tuple[int, int, str, int, int]] = []
     if len(pipes) == 2:
@@ -291,9 +303,6 @@ def _spawn(argv: list[str], env: dict[str, str], cwd: str, limits: ChildLimits, 
     finally:
         os.fchdir(here)
         os.close(here)
-    with contextlib.suppress(ProcessLookupError):
-        resource.prlimit(pid, resource.RLIMIT_CPU, (limits.cpu_s, limits.cpu_s))
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (limits.open_files, limits.open_files))
     return pid
 
 

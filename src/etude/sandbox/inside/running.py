@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -17,8 +17,9 @@ from etude.sandbox.inside.jobs import (
     ChildLimits,
     Job,
     Output,
-    command_child,
     limit_own_memory,
+    program_child,
+    shell_child,
     start_job,
     tests_child,
 )
@@ -181,11 +182,16 @@ class Running:
     def _command(self, header: Header, payload: bytes) -> Answer | None:
         background = bool(header.get("background"))
         env = header["env"] if header.get("exact_env") else self._environment(header["env"])
-        argv = header.get("argv") or ["/bin/sh", "-c", header["cmd"]]
-        child = command_child(argv, env, os.path.join(self._root, header["cwd"]), self._limits)
+        cwd = os.path.join(self._root, header["cwd"])
+        argv = header.get("argv")
+        _check_texts([*(argv or [header["cmd"]]), *env.values(), header["cwd"]], env)
+        if argv:
+            child = program_child(argv, env, cwd, self._limits)
+        else:
+            child = shell_child(header["cmd"], env, cwd, self._limits)
         wants_input = background or bool(header.get("stdin"))
         job = self._start(child, 2, header["limit_bytes"], header["timeout_s"], True, wants_input)
-        job.cmd = header.get("cmd") or " ".join(argv)
+        job.cmd = " ".join(argv) if argv else header["cmd"]
         job.stream = bool(header.get("stream"))
         if job.input is not None and not background:
             self._feed(job, payload, close=True)
@@ -433,7 +439,9 @@ class Running:
         cwd = os.path.join(self._root, header["cwd"])
         if not os.path.isdir(cwd):
             raise Fault("missing", "no such directory")
-        child = command_child(argv, self._environment(header["env"]), cwd, self._limits)
+        env = self._environment(header["env"])
+        _check_texts(env.values(), env)
+        child = program_child(argv, env, cwd, self._limits)
         shell = self._insist(lambda: Shell(name, child, self._poll))
         self._num_shells += 1
         self._shells[name] = shell
@@ -497,6 +505,19 @@ class Running:
         resume_all(self._stopped)
         self._stopped = set()
         return {}, b""
+
+
+def _check_texts(texts: Iterable[str], names: Iterable[str]) -> None:
+    """Raises Fault for what no program can be given."""
+    for text in (*texts, *names):
+        try:
+            text.encode(errors="surrogateescape")
+        except UnicodeEncodeError:
+            raise Fault("argument", f"no text for a program: {text!r}") from None
+        if "\0" in text:
+            raise Fault("argument", "a command and its environment have no NUL characters")
+    if any("=" in name for name in names):
+        raise Fault("argument", "names of environment variables have no `=`")
 
 
 def _ended(session: str) -> tuple[str, str]:

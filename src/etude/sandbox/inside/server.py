@@ -134,6 +134,8 @@ class Server:
         except OSError as error:
             fault = faults.from_os_error(error)
             answer = {"fault": [fault.kind, fault.message]}, b""
+        except RecursionError:
+            answer = {"fault": list(faults.TOO_DEEP)}, b""
         except MemoryError:
             answer = {"fault": ["argument", "the answer is too large"]}, b""
         except Exception as error:

@@ -17,6 +17,7 @@ sandboxes, everything it ever started. Requests, with the descriptors that come 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -28,7 +29,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from etude.sandbox.inside import kernel, layers, namespaces
+from etude.sandbox.inside import faults, kernel, layers, namespaces
 from etude.sandbox.inside.frames import FrameError, Unpacker, pack
 from etude.sandbox.inside.isolation import Folders, Isolation, Namespaces, discard
 from etude.sandbox.inside.processes import reap
@@ -223,6 +224,10 @@ def merge_layers(directory: str, below: Sequence[str]) -> None:
 def _report(channel: socket.socket, error: BaseException) -> None:
     """Tells the owner why there will be no sandbox. Without a line there is nobody to tell."""
     if channel.fileno() < 0:
+        return
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENAMETOOLONG):
+        # An agent's tree that is too deep to be copied.
+        _tell(channel, {"fault": list(faults.TOO_DEEP)})
         return
     failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-2000:]}"
     _tell(channel, {"failure": failure})

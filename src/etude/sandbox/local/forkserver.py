@@ -14,6 +14,7 @@ from typing import IO
 
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.channel import READY, Channel
+from etude.sandbox.errors import fault_error
 from etude.sandbox.local.doctor import find_problems
 
 START_S = 20.0
@@ -92,15 +93,21 @@ class ForkServer:
             ) from error
 
     async def ask(self, request: dict[str, object], *descriptors: int) -> None:
-        """Sends a request about a layer and waits until it is done. Raises SandboxError."""
+        """Sends a request about a layer and waits until it is done.
+
+        Raises SandboxError, AgentError for files that cannot be copied.
+        """
         ours, theirs = socket.socketpair()
         channel = Channel(ours, f"layer {request['layer']}")
         try:
             with theirs:
                 self.send(request, theirs.fileno(), *descriptors)
-            await channel.answer(READY, LAYER_S)
+            answer, _ = await channel.answer(READY, LAYER_S)
         finally:
             channel.close("done")
+        if "fault" in answer:
+            kind, message = answer["fault"]
+            raise fault_error((kind, message), "files")
 
     async def close(self) -> None:
         """Ends it and every sandbox, and waits for its end."""
