@@ -32,7 +32,7 @@ BOMBS = [
             escaped(f"{count} processes")
         raise refusal
         """,
-        resources=dataclasses.replace(DEFAULT_RESOURCES, memory_bytes=512 << 20),
+        resources=dataclasses.replace(DEFAULT_RESOURCES, memory_bytes=4 << 30),
     ),
     Attempt(
         "start threads without end",

@@ -14,6 +14,11 @@ LOCAL: dict[str, Hole] = {
         "milliseconds",
         users=("root",),
     ),
+    "use up every pending signal": Hole(
+        "each sandbox has a limit of its own, but the kernel counts for the host's user as well: what "
+        "another sandbox without that limit takes (the control, beside it) is missing here",
+        sometimes=True,
+    ),
     "fill kernel memory with TCP connections": Hole(
         "without control groups nothing counts the buffers of sockets: fewer descriptors and processes "
         "are the only "
