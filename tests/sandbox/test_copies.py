@@ -554,3 +554,30 @@ def test_a_kill_in_the_middle_wins_and_leaves_nothing(tmp_path: Path, operation:
         assert list((tmp_path / "snapshots").glob("*")) == []
 
     on_backend(tmp_path, scenario)
+
+
+def test_what_is_answered_while_a_sandbox_falls_asleep_is_kept(tmp_path: Path) -> None:
+    """A write is either part of the copy or refused; none is acknowledged and then lost."""
+
+    async def scenario(backend: ForkServerBackend) -> None:
+        sandbox = await backend.create(Template({"big": b"x" * (8 << 20)}))
+        await sandbox.files.write("bigger", b"y" * (8 << 20))
+        kept: list[str] = []
+
+        async def write() -> None:
+            for number in range(100_000):
+                try:
+                    await sandbox.files.write(f"n{number}", "1")
+                except SandboxStateError:
+                    return
+                kept.append(f"n{number}")
+
+        writing = asyncio.create_task(write())
+        await asyncio.sleep(0.05)
+        await sandbox.pause("filesystem")
+        await writing
+        await sandbox.resume()
+        assert kept
+        assert set(kept) <= {entry.path for entry in await sandbox.files.list()}
+
+    on_backend(tmp_path, scenario)

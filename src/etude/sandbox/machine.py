@@ -10,8 +10,8 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,6 +109,7 @@ class MachineSandbox:
         self._by_request: dict[int, OnOutput] = {}
         self._early: dict[int, list[tuple[int, bytes]]] = {}
         self._gate = asyncio.Event()
+        self._num_closings = 0
         self._egress: Egress | None = None
 
     @property
@@ -126,7 +127,7 @@ class MachineSandbox:
         channel.on_event = self._on_event
         channel.on_close = self._on_close
         self.state = "running"
-        self._gate.set()
+        self._open_gate()
 
     def _on_close(self, reason: str) -> None:
         """The line has ended. If nobody here ended it, the machine is lost."""
@@ -152,7 +153,22 @@ class MachineSandbox:
         if self._channel is not None:
             self._channel.close(f"the sandbox is {state}")
         self._channel = None
-        self._gate.set()
+        self._open_gate()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """In the block nothing new is asked of the sandbox: whoever wants to waits."""
+        self._num_closings += 1
+        self._gate.clear()
+        try:
+            yield
+        finally:
+            self._num_closings -= 1
+            self._open_gate()
+
+    def _open_gate(self) -> None:
+        if not self._num_closings:
+            self._gate.set()
 
     @property
     def channel(self) -> Channel:
@@ -173,26 +189,22 @@ class MachineSandbox:
     async def standing_still(self) -> AsyncIterator[Channel]:
         """In the block nothing new is asked of the sandbox, and its processes are stopped."""
         channel = self.channel
-        self._gate.clear()
-        try:
-            await channel.request({"op": "freeze"}, b"", OPERATION_S)
-            yield channel
-        finally:
-            # Nobody waits for the answer: a caller that was cancelled must not leave the sandbox frozen.
-            if not channel.closed:
-                channel.send({"op": "thaw", "id": channel.next_id()})
-            self._gate.set()
+        with self.closed():
+            try:
+                await channel.request({"op": "freeze"}, b"", OPERATION_S)
+                yield channel
+            finally:
+                # Nobody waits for the answer: a caller that was cancelled must not leave the sandbox frozen.
+                if not channel.closed:
+                    channel.send({"op": "thaw", "id": channel.next_id()})
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[Channel]:
         """In the block nothing new is asked of the sandbox, and it says nothing: it may be copied whole."""
         channel = self.channel
-        self._gate.clear()
-        try:
+        with self.closed():
             await channel.request({"op": "hold"}, b"", OPERATION_S)
             yield channel
-        finally:
-            self._gate.set()
 
     async def call(self, header: Header, payload: bytes = b"", path: str | None = None) -> Answer:
         """One quick operation. Raises AgentError for the agent's mistakes, else SandboxError."""

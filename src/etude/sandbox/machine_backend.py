@@ -258,15 +258,17 @@ class MachineBackend:
         async with sandbox.lifecycle:
             if sandbox.state == "paused":
                 return
-            info = await self._save(sandbox, mode, f"asleep-{sandbox.id}")
-            if sandbox.id not in self._live:
-                await self.delete_snapshot(info.id)
-                raise SandboxError(
-                    "the sandbox was killed while it went to sleep", field="sandbox", received=sandbox.id
-                )
-            self._saved[sandbox.id] = info.id
-            sandbox.detach("paused")
-            await self.stop(sandbox)
+            # Closed until it sleeps: what is answered after the copy was made would be lost.
+            with sandbox.closed():
+                info = await self._save(sandbox, mode, f"asleep-{sandbox.id}")
+                if sandbox.id not in self._live:
+                    await self.delete_snapshot(info.id)
+                    raise SandboxError(
+                        "the sandbox was killed while it went to sleep", field="sandbox", received=sandbox.id
+                    )
+                self._saved[sandbox.id] = info.id
+                sandbox.detach("paused")
+                await self.stop(sandbox)
 
     async def resume(self, sandbox: MachineSandbox) -> None:
         """See Sandbox.resume."""
