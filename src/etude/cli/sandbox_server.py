@@ -103,6 +103,7 @@ def serve_command(
             port=port,
             token=token,
             peers=tuple(peers or ()),
+            spool=root / "spool",
             certificate=certificate,
             key=key,
         )

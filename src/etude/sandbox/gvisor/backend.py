@@ -75,6 +75,13 @@ class GvisorBackend(MachineBackend):
         """See SandboxBackend.doctor."""
         return find_problems(self._program)
 
+    def agents_doing(self, sandbox: MachineSandbox) -> str | None:
+        """See MachineBackend.agents_doing."""
+        container = self._containers.get(sandbox.id)
+        if container is not None and container.num_oom_kills:
+            return "the agent's processes used up the sandbox's memory"
+        return None
+
     def used_bytes(self, sandbox: MachineSandbox) -> int:
         """What the sandbox's programs and files hold in memory now; 0 if it does not run."""
         container = self._containers.get(sandbox.id)

@@ -167,6 +167,11 @@ class Container:
             # Not written yet.
             return None
 
+    @property
+    def num_oom_kills(self) -> int:
+        """How many of its processes the host's kernel has ended for want of memory."""
+        return 0 if self._group is None else self._group.num_oom_kills
+
     def used_bytes(self) -> int:
         """What the programs and files inside hold now; 0 if nothing runs."""
         memory = self._memory_file()

@@ -13,6 +13,7 @@ import os
 import time
 from pathlib import Path
 
+from etude.sandbox.oom import num_oom_kills
 from etude.sandbox.reaping import is_owner_alive, owner_tag
 
 OVERHEAD_BYTES = 256 << 20
@@ -96,6 +97,11 @@ class ControlGroup:
     def processes(self) -> list[Path]:
         """Whoever writes its process id into these enters the group, with all that it will start."""
         return [path / "cgroup.procs" for path in self.paths]
+
+    @property
+    def num_oom_kills(self) -> int:
+        """How many processes the kernel has ended because the group's memory was used up."""
+        return num_oom_kills(self.paths[0])
 
     def remove(self) -> None:
         """Removes the group once its last process has ended. Blocks for a moment; idempotent."""

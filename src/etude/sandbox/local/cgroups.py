@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from etude.sandbox.oom import num_oom_kills
 from etude.sandbox.reaping import live_keys, owner_key
 from etude.sandbox.types import Resources
 
@@ -99,13 +100,7 @@ class ControlGroups:
         parent = self._parents.get("memory") or self._parents.get("unified")
         if parent is None:
             return 0
-        for file in ("memory.events", "memory.oom_control"):
-            with contextlib.suppress(OSError):
-                for line in (parent / name / file).read_text().splitlines():
-                    key, _, value = line.partition(" ")
-                    if key == "oom_kill":
-                        return int(value)
-        return 0
+        return num_oom_kills(parent / name)
 
     def close(self) -> None:
         """Removes everything."""
