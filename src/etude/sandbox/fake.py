@@ -226,7 +226,9 @@ class MemorySandbox:
                 file = Path(directory, "snapshot")
                 await self._backend.export_snapshot(snapshot.id, file)
                 imported = await target.import_snapshot(file)
-            moved = await target.create(snapshot=imported.id)
+            expires_s = self._info.expires_s
+            timeout_s = None if expires_s is None else max(0.0, expires_s - time.time())
+            moved = await target.create(snapshot=imported.id, timeout_s=timeout_s)
             await target.delete_snapshot(imported.id)
         finally:
             await self._backend.delete_snapshot(snapshot.id)
