@@ -31,6 +31,7 @@ from etude.cli.sandbox_options import (
     run,
 )
 from etude.cli.sandbox_server import add_server_commands
+from etude.errors import UserError
 
 sandbox_app = typer.Typer(
     name="sandbox", help="Isolated machines for agents: run, fork, snapshot, serve.", no_args_is_help=True
@@ -48,14 +49,19 @@ def run_command(
     disk_mb: DiskOption = 256,
     timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds.")] = 600.0,
     save: Annotated[
-        Path | None, typer.Option("--save", help="Copy the workspace here when the command has ended.")
+        Path | None,
+        typer.Option("--save", help="Copy the workspace's regular files here when the command has ended."),
     ] = None,
     state: StateOption = None,
 ) -> None:
     """Run one command in a fresh sandbox. Exits with the command's code (124 at the timeout)."""
 
+    if save is not None and save.exists() and not save.is_dir():
+        raise UserError("is no directory", field="--save", received=str(save), fix="name a directory")
+
     async def work() -> int:
         from etude.sandbox.backends import open_backend
+        from etude.sandbox.commands import MEMORY_EXCEEDED
 
         opened = open_backend(backend, state)
         try:
@@ -66,6 +72,8 @@ def run_command(
                 await sandbox.files.download(".", save)
         finally:
             await opened.close()
+        if MEMORY_EXCEEDED in result.stderr:
+            error_console().print(f"killed: more than {memory_mb} MB of memory", markup=False)
         if result.timed_out:
             error_console().print(f"ended at the timeout of {timeout_s:g} s", markup=False)
         return exit_code(result)

@@ -86,6 +86,7 @@ def serve_command(
     from etude.sandbox.backends import open_backend
     from etude.sandbox.machine_backend import default_state_directory
     from etude.sandbox.pool import PooledBackend
+    from etude.sandbox.reaping import owner_tag
     from etude.sandbox.server import read_token, serve
 
     root = state or default_state_directory()
@@ -95,7 +96,9 @@ def serve_command(
     opened = {name: PooledBackend(open_backend(name, state), max_live) for name in backends or ["local"]}
     scheme = "https" if certificate else "http"
     note = root / NOTE
-    note.write_text(json.dumps({"url": f"{scheme}://{host}:{port}", "token_file": str(token_path)}))
+    _refuse_second(note)
+    row = {"url": f"{scheme}://{host}:{port}", "token_file": str(token_path), "owner": owner_tag()}
+    note.write_text(json.dumps(row))
     try:
         serve(
             opened,
@@ -109,6 +112,23 @@ def serve_command(
         )
     finally:
         note.unlink(missing_ok=True)
+
+
+def _refuse_second(note: Path) -> None:
+    """Raises UserError while another server lives on the same state directory."""
+    from etude.sandbox.reaping import is_owner_alive
+
+    try:
+        row = json.loads(note.read_text())
+    except (OSError, ValueError):
+        return
+    if is_owner_alive(str(row.get("owner", ""))):
+        raise UserError(
+            "a server already runs on this state directory",
+            field="--state",
+            received=row["url"],
+            fix="use that one, or give this one a state directory of its own",
+        )
 
 
 def create_command(
@@ -128,6 +148,13 @@ def create_command(
 
     async def work(remote: RemoteBackend) -> str:
         if snapshot is not None:
+            if directory or image or allow or (memory_mb, disk_mb) != (512, 256):
+                raise UserError(
+                    "a snapshot brings its own files, image, network and resources",
+                    field="--snapshot",
+                    received=snapshot,
+                    fix="leave --dir, --image, --allow, --memory-mb and --disk-mb out",
+                )
             return (await remote.create(snapshot=snapshot, timeout_s=timeout_s)).id
         template = make_template(directory, image, state)
         resources = make_resources(memory_mb, disk_mb)

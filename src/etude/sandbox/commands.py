@@ -12,6 +12,9 @@ from etude.sandbox.interface import OnOutput
 from etude.sandbox.paths import normal_path
 from etude.sandbox.types import CommandResult, ProcessInfo
 
+MEMORY_EXCEEDED = "killed: memory limit exceeded\n"
+"""What the error output of a command ends with that was ended for want of memory."""
+
 
 class Line(Protocol):
     """What commands need of their sandbox."""
@@ -43,7 +46,7 @@ def command_result(answer: Header, data: bytes) -> CommandResult:
     out_bytes = answer["sizes"][0]
     stderr = data[out_bytes:].decode(errors="replace")
     if answer["memory_exceeded"]:
-        stderr += "killed: memory limit exceeded\n"
+        stderr += MEMORY_EXCEEDED
     return CommandResult(
         exit_code=answer["exit_code"],
         stdout=data[:out_bytes].decode(errors="replace"),

@@ -115,6 +115,7 @@ class MachineBackend:
         metadata: Mapping[str, str] | None = None,
     ) -> MachineSandbox:
         """See SandboxBackend.create."""
+        check_timeout(timeout_s)
         if snapshot is None:
             spec = Spec(
                 template or Template(), resources or Resources(), network or NO_NETWORK, dict(metadata or {})
@@ -316,7 +317,7 @@ class MachineBackend:
         lost; live where a kind overrides this."""
         if sandbox.channel.closed:
             raise SandboxError("the sandbox is lost", field="sandbox", received=sandbox.id)
-        remaining_s = None if sandbox.expires_s is None else max(0.0, sandbox.expires_s - time.time())
+        remaining_s = None if sandbox.expires_s is None else max(0.1, sandbox.expires_s - time.time())
         await self.pause(sandbox, "filesystem")
         try:
             moved = await self.transfer(self._saved[sandbox.id], target, remaining_s)
@@ -341,6 +342,7 @@ class MachineBackend:
 
     def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None:
         """See Sandbox.set_timeout."""
+        check_timeout(timeout_s)
         timer = self._timers.pop(sandbox.id, None)
         if timer is not None:
             timer.cancel()
@@ -435,6 +437,17 @@ class MachineBackend:
         if spec.template.image is not None and not able.images:
             raise self.unsupported("images")
         check_resources(spec.resources)
+
+
+def check_timeout(timeout_s: float | None) -> None:
+    """Raises ConfigError for a time to live that is over before it begins."""
+    if timeout_s is not None and not timeout_s > 0:
+        raise ConfigError(
+            "a time to live is more than 0 seconds",
+            field="timeout_s",
+            received=timeout_s,
+            fix="None: for ever",
+        )
 
 
 def check_resources(resources: Resources) -> None:

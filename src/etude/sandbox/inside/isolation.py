@@ -60,7 +60,7 @@ class Namespaces:
     def enter(self, plan: namespaces.Plan, request: dict[str, Any]) -> Entered:
         limits = request["limits"]
         base, disk = namespaces.enter_sandbox(plan)
-        if plan.images:
+        if plan.has_image:
             sys.path[:] = [entry.replace(sys.base_prefix, namespaces.PYTHON, 1) for entry in sys.path]
         workspace = Workspace(plan.workspace, base)
         namespaces.lock_down(

@@ -67,6 +67,8 @@ class Plan:
     disk_bytes: int
     layers: tuple[str, ...] = ()
     """Saved layers, uppermost first."""
+    has_image: bool = False
+    """Whether the whole root is an image's: one of no layers is empty, not the host's."""
     images: tuple[str, ...] = ()
     """Layers of the image, uppermost first."""
     workspace: str = "/workspace"
@@ -205,7 +207,7 @@ def enter_sandbox(plan: Plan) -> tuple[int, int]:
         os.mkdir(f"/scratch/{name}")
     os.chmod(f"/scratch/{layers.TEMPORARY}", 0o1777)
     scratch = os.open("/scratch", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    if plan.images:
+    if plan.has_image:
         root = _mount_image(plan)
     else:
         # A bind of its own, because a mount inherited from the fork server is locked and cannot become root.
@@ -255,21 +257,22 @@ def _overlay(target: str, lowers: list[str], upper: str, work: str) -> None:
 def _open_base(plan: Plan) -> int:
     """A descriptor of the workspace as the template has it; a template's image may have files there too."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-    if not plan.images:
+    if not plan.has_image:
         return os.open(plan.template, flags)
-    os.mkdir("/scratch/base")
-    lowers = [plan.template, *(f"/images/{layer}" for layer in plan.images)]
-    kernel.mount(
-        "base", "/scratch/base", "overlay", kernel.MS_RDONLY, f"lowerdir={':'.join(lowers)},userxattr"
-    )
+    base = plan.template
+    if plan.images:
+        base = "/scratch/base"
+        os.mkdir(base)
+        lowers = [plan.template, *(f"/images/{layer}" for layer in plan.images)]
+        kernel.mount("base", base, "overlay", kernel.MS_RDONLY, f"lowerdir={':'.join(lowers)},userxattr")
     os.makedirs(f"/scratch/empty{plan.workspace}", exist_ok=True)
-    found = f"/scratch/base{plan.workspace}"
+    found = base + plan.workspace
     return os.open(found if os.path.isdir(found) else "/scratch/empty", flags)
 
 
 def _user_id(plan: Plan) -> int:
     """Number of the plan's user, by the uppermost layer that has an /etc/passwd."""
-    if not plan.images:
+    if not plan.has_image:
         return SANDBOX_UID
     if plan.user in ("", "root", "0"):
         return 0

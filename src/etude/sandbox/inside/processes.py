@@ -159,6 +159,24 @@ def own_bytes(pids: Iterable[int], with_shared: bool) -> int:
     return total * 1024
 
 
+def proportional_bytes(pids: Iterable[int], with_shared: bool) -> int:
+    """As `own_bytes`, but pages that several processes share count once. A millisecond for each."""
+    wanted = (b"Pss_Anon:", b"Pss_Shmem:") if with_shared else (b"Pss_Anon:",)
+    total = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+                rows = file.read().split(b"\n")
+        except PermissionError:
+            # A fork of the server itself, which nobody may look into.
+            total += own_bytes([pid], with_shared)
+            continue
+        except OSError:
+            continue
+        total += sum(int(row.split()[1]) for row in rows if row.startswith(wanted)) * 1024
+    return total
+
+
 def _read_table() -> Table:
     table: Table = {}
     for name in os.listdir("/proc"):

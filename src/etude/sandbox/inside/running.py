@@ -29,6 +29,7 @@ from etude.sandbox.inside.processes import (
     families,
     kill_all_but,
     own_bytes,
+    proportional_bytes,
     reap,
     resume_all,
     stop_all,
@@ -362,7 +363,10 @@ class Running:
         kill_all_but(self._processes, spare)
 
     def _watch_memory(self) -> None:
-        if own_bytes(self._processes.table(), not self._settings.has_groups) <= self._settings.memory_bytes:
+        most, with_shared = self._settings.memory_bytes, not self._settings.has_groups
+        table = self._processes.table()
+        # The quick count takes what forks share for each one's own: it only tells when to look closely.
+        if own_bytes(table, with_shared) <= most or proportional_bytes(table, with_shared) <= most:
             return
         self._processes.kill_all()
         for job in [*self._jobs.values(), *(shell.job for shell in self._shells.values())]:

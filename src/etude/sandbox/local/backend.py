@@ -302,6 +302,7 @@ class ForkServerBackend(MachineBackend):
                 "digest": template.digest,
                 "disk_bytes": resources.disk_bytes,
                 "layers": layers,
+                "has_image": image is not None,
                 "images": () if image is None else [layer_folder(layer) for layer in image.layers[::-1]],
                 "workspace": template.workspace,
                 "user": "agent" if image is None else image.user,

@@ -155,6 +155,12 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         self._state.draining = True
+        print(
+            f"sandbox server: ending once its sandboxes have, in {self._drain_s:g} s at the latest; "
+            "a second signal does not wait",
+            file=sys.stderr,
+            flush=True,
+        )
         end_s = asyncio.get_running_loop().time() + self._drain_s
         while asyncio.get_running_loop().time() < end_s and any(  # noqa: ASYNC110
             (await self._state.prune()).values()
