@@ -113,8 +113,10 @@ class ChildWatch:
             except ChildProcessError:
                 # The server collected it already.
                 ended = True
-            if ended:
-                os.close(self._writers.pop(pid))
+            # The signal may come in the middle of this very loop: whoever takes a writer out closes it.
+            writer = self._writers.pop(pid, None) if ended else None
+            if writer is not None:
+                os.close(writer)
 
 
 class AgentProcesses(UserProcesses):
