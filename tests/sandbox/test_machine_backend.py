@@ -373,3 +373,20 @@ def test_what_is_written_while_a_copy_is_made_is_in_it_whole_or_not_at_all(tmp_p
         assert await writing > 5
 
     in_sandbox(tmp_path, scenario, {"a": "", "b": ""})
+
+
+def test_a_fork_server_that_died_is_ours_even_after_the_agent_ran_out_of_memory(tmp_path: Path) -> None:
+    async def scenario(backend: ForkServerBackend) -> None:
+        sandbox = await backend.create(Template(FILES))
+        groups = backend._groups
+        if groups is None:
+            pytest.skip("no control groups here")
+        clone = backend._clones[sandbox.id]
+        assert backend.agents_doing(sandbox) is None
+        groups.num_killed_for_memory = lambda name: 1  # type: ignore[method-assign]
+        assert backend.agents_doing(sandbox) is not None
+        os.kill(clone.server.pid, signal.SIGKILL)
+        assert await becomes_true(lambda: not clone.server.alive)
+        assert backend.agents_doing(sandbox) is None
+
+    on_backend(tmp_path, scenario)

@@ -115,11 +115,6 @@ class Channel:
         self._wants_pid = False
         return data
 
-    @property
-    def backlog_bytes(self) -> int:
-        """What the sandbox has not taken yet."""
-        return len(self._unsent)
-
     def close(self, reason: str) -> None:
         """Closes the socket; everything that waits raises SandboxError with the reason. Idempotent."""
         if self._end is not None:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from etude.errors import ConfigError, SandboxError
-from etude.sandbox.docker.http import CHUNK_BYTES, HttpError, Response, UnixHttp
+from etude.errors import ConfigError
+from etude.sandbox.docker.http import CHUNK_BYTES, ApiError, HttpError, Response, UnixHttp
 from etude.sandbox.errors import SandboxMissingError, TemplateError
 
 API_VERSION = (1, 47)
@@ -30,20 +30,8 @@ TRANSFER_S = 900.0
 _TAR = "application/x-tar"
 
 
-class EngineError(SandboxError):
-    """The engine refused a request; `status` is its answer's."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        field: str | None = None,
-        received: object = None,
-        fix: str | None = None,
-        status: int = 0,
-    ) -> None:
-        super().__init__(message, field=field, received=received, fix=fix)
-        self.status = status
+class EngineError(ApiError):
+    """The engine refused a request."""
 
 
 class Engine:
@@ -135,10 +123,6 @@ class Engine:
         target = f"/containers/{container}/archive"
         answer = await self._ask("PUT", target, query={"path": path}, content=archive, content_type=_TAR)
         self._checked(answer, "copy files into the container", container, 200)
-
-    async def get_archive(self, container: str, path: str) -> bytes:
-        """A file or directory of the container as a tar archive."""
-        return (await self._call("GET", f"/containers/{container}/archive", query={"path": path})).body
 
     async def commit(self, container: str, repository: str, tag: str) -> str:
         """Makes an image of the container's files, which stands still meanwhile: the image's id."""

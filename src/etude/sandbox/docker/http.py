@@ -26,6 +26,22 @@ CHUNK_BYTES = 1 << 18
 Body = bytes | AsyncIterator[bytes]
 
 
+class ApiError(SandboxError):
+    """A daemon refused a request; `status` is its answer's."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        received: object = None,
+        fix: str | None = None,
+        status: int = 0,
+    ) -> None:
+        super().__init__(message, field=field, received=received, fix=fix)
+        self.status = status
+
+
 @dataclass(frozen=True)
 class Head:
     """First line and header fields of a message; field names in lower case."""

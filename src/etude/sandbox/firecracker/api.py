@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.errors import SandboxError
-from etude.sandbox.docker.http import UnixHttp
+from etude.sandbox.docker.http import ApiError, UnixHttp
 
 CALL_S = 10.0
 SNAPSHOT_S = 300.0
@@ -23,20 +22,8 @@ SnapshotType = Literal["Full", "Diff"]
 MemoryBackend = Literal["File", "Uffd"]
 
 
-class FirecrackerError(SandboxError):
-    """Firecracker refused a request; `status` is its answer's."""
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        field: str | None = None,
-        received: object = None,
-        fix: str | None = None,
-        status: int = 0,
-    ) -> None:
-        super().__init__(message, field=field, received=received, fix=fix)
-        self.status = status
+class FirecrackerError(ApiError):
+    """Firecracker refused a request."""
 
 
 class FirecrackerApi:
@@ -86,15 +73,6 @@ class FirecrackerApi:
     async def put_entropy(self) -> None:
         """A source of random numbers: copies of one guest need fresh ones."""
         await self._change("PUT", "/entropy", {})
-
-    async def put_balloon(self, amount_mib: int, stats_interval_s: int = 0) -> None:
-        """A device through which the host takes memory back."""
-        body = {
-            "amount_mib": amount_mib,
-            "deflate_on_oom": True,
-            "stats_polling_interval_s": stats_interval_s,
-        }
-        await self._change("PUT", "/balloon", body)
 
     async def start(self) -> None:
         """Boots the guest."""

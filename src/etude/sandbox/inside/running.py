@@ -366,7 +366,14 @@ class Running:
         most, with_shared = self._settings.memory_bytes, not self._settings.has_groups
         table = self._processes.table()
         # The quick count takes what forks share for each one's own: it only tells when to look closely.
-        if own_bytes(table, with_shared) <= most or proportional_bytes(table, with_shared) <= most:
+        if own_bytes(table, with_shared) <= most:
+            return
+        start_s = time.monotonic()
+        used_bytes = proportional_bytes(table, with_shared)
+        if used_bytes <= most:
+            # Forks that share much are looked at closely all the time: at most a tenth of it.
+            end_s = time.monotonic()
+            self._next_watch_s = end_s + max(WATCH_S, 9 * (end_s - start_s))
             return
         self._processes.kill_all()
         for job in [*self._jobs.values(), *(shell.job for shell in self._shells.values())]:

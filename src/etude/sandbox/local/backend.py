@@ -101,11 +101,10 @@ class ForkServerBackend(MachineBackend):
     def agents_doing(self, sandbox: MachineSandbox) -> str | None:
         """See MachineBackend.agents_doing."""
         clone = self._clones.get(sandbox.id)
-        if (
-            clone is not None
-            and self._groups is not None
-            and self._groups.num_killed_for_memory(str(clone.number))
-        ):
+        if clone is None or self._groups is None or not clone.server.alive:
+            # With the fork server every sandbox ends, whatever its agent did before.
+            return None
+        if self._groups.num_killed_for_memory(str(clone.number)):
             return "the agent's processes used up the sandbox's memory"
         return None
 

@@ -83,6 +83,11 @@ class ForkServer:
         """Process id of the fork server's parent."""
         return self._launcher.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether it still serves."""
+        return self._launcher.poll() is None
+
     def send(self, request: dict[str, object], *descriptors: int) -> None:
         """Sends a request. Raises SandboxError."""
         try:
