@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from etude.errors import SandboxError
 from etude.sandbox.errors import SandboxMissingError
-from etude.sandbox.interface import Commands, Files, Sandbox, SandboxBackend
+from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import (
-    CommandResult,
-    ProbeReport,
     SandboxInfo,
-    SnapshotInfo,
     SnapshotKind,
-    TestReport,
 )
+from etude.sandbox.wrapping import WrappedSandbox
 
 TENANT = "tenant"
 """The key of a sandbox's metadata that says whose turn it takes."""
@@ -54,11 +51,12 @@ class Pool(Protocol):
         ...
 
 
-class PooledSandbox:
+class PooledSandbox(WrappedSandbox):
     """`Sandbox` that gives its place back exactly once: paused, killed, moved, expired or lost."""
 
     def __init__(self, pool: Pool, inner: Sandbox, metadata: Mapping[str, str] | None) -> None:
         """`metadata`: the caller's, where it may differ from what the inner sandbox was made with."""
+        super().__init__()
         self._pool = pool
         self._inner = inner
         self._metadata = metadata
@@ -73,15 +71,9 @@ class PooledSandbox:
         """See Sandbox."""
         return self._inner.id
 
-    @property
-    def files(self) -> Files:
-        """See Sandbox."""
-        return self._inner.files
-
-    @property
-    def commands(self) -> Commands:
-        """See Sandbox."""
-        return self._inner.commands
+    async def reach(self, operation: str) -> Sandbox:
+        """See WrappedSandbox.reach."""
+        return self._inner
 
     def described(self, info: SandboxInfo) -> SandboxInfo:
         """What is known of it, with the caller's metadata."""
@@ -101,36 +93,6 @@ class PooledSandbox:
         """See Sandbox.set_timeout."""
         await self._inner.set_timeout(timeout_s)
         self._pool.expect_end(timeout_s)
-
-    async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
-        """See Sandbox.create_session."""
-        return await self._inner.create_session(cwd, env)
-
-    async def run_in_session(
-        self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
-    ) -> CommandResult:
-        """See Sandbox.run_in_session."""
-        return await self._inner.run_in_session(session, cmd, timeout_s, limit_bytes)
-
-    async def close_session(self, session: str) -> None:
-        """See Sandbox.close_session."""
-        await self._inner.close_session(session)
-
-    async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
-        """See Sandbox.run_tests."""
-        return await self._inner.run_tests(paths, timeout_s)
-
-    async def run_probes(self, paths: Sequence[str], timeout_s: float = 2.0) -> ProbeReport:
-        """See Sandbox.run_probes."""
-        return await self._inner.run_probes(paths, timeout_s)
-
-    async def diff(self) -> Mapping[str, bytes | None]:
-        """See Sandbox.diff."""
-        return await self._inner.diff()
-
-    async def final_diff(self) -> Mapping[str, bytes | None]:
-        """See Sandbox.final_diff."""
-        return await self._inner.final_diff()
 
     async def pause(self, mode: SnapshotKind = "full") -> None:
         """See Sandbox.pause. The place is given back."""
@@ -158,12 +120,6 @@ class PooledSandbox:
             except BaseException:
                 self._free()
                 raise
-
-    async def create_snapshot(
-        self, kind: SnapshotKind | None = None, name: str | None = None
-    ) -> SnapshotInfo:
-        """See Sandbox.create_snapshot."""
-        return await self._inner.create_snapshot(kind, name)
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
         """See Sandbox.fork. Waits for `count` places together. Raises CapacityError."""

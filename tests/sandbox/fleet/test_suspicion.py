@@ -45,7 +45,7 @@ def test_nothing_is_placed_where_a_sandbox_was_lost_a_moment_ago(error: Exceptio
             raise error
 
         with pytest.raises(type(error)):
-            await box.call(fail)
+            await box.attempt(fail)
         assert await hosts_of(fleet, 16) == expected
         now_s[0] += QUIET.heartbeat_s + QUIET.heartbeat_timeout_s + 1
         assert "a" in await hosts_of(fleet, 16)

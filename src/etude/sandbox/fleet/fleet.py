@@ -109,7 +109,7 @@ class Fleet:
         await self.start()
         known = self.registry.handle(sandbox_id)
         if known is not None:
-            inner = await known.call(lambda s: known.host.backend.connect(s.id))
+            inner = await known.attempt(lambda s: known.host.backend.connect(s.id))
             known.rebind(inner)
             return known
         host, inner_id = self.registry.locate(sandbox_id)

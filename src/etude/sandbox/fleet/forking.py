@@ -22,7 +22,7 @@ async def fork_sandbox(registry: Registry, sandbox: FleetSandbox, count: int) ->
             places[number] = None
     used = [place for place in places if place is not None]
     try:
-        copies = await sandbox.call(lambda s: s.fork(len(used)), _kill_all) if used else []
+        copies = await sandbox.attempt(lambda s: s.fork(len(used)), _kill_all) if used else []
     except BaseException:
         for place in used:
             registry.scheduler.cancel(place.ticket)

@@ -7,29 +7,18 @@ as soon as its host is known to be dead, calls in flight included.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from etude.errors import SandboxError
 from etude.sandbox.errors import SandboxLostError, SandboxMissingError
 from etude.sandbox.fleet.host import FleetHost, Undo
 from etude.sandbox.interface import Command, OnOutput, Sandbox, SandboxBackend
-from etude.sandbox.types import (
-    CommandResult,
-    FileInfo,
-    GrepMatch,
-    ProbeReport,
-    ProcessInfo,
-    SandboxInfo,
-    SnapshotInfo,
-    SnapshotKind,
-    TestReport,
-)
+from etude.sandbox.types import CommandResult, SandboxInfo, SnapshotInfo, SnapshotKind
+from etude.sandbox.wrapping import Operation, WrappedCommands, WrappedSandbox
 
 Result = TypeVar("Result")
-Operation = Callable[[Sandbox], Coroutine[Any, Any, Result]]
 
 
 class Owner(Protocol):
@@ -46,14 +35,14 @@ class Owner(Protocol):
     async def fork(self, sandbox: FleetSandbox, count: int) -> list[Sandbox | SandboxError]: ...
 
 
-class FleetSandbox:
+class FleetSandbox(WrappedSandbox):
     """`Sandbox` on a host that may change."""
 
     def __init__(self, owner: Owner, sandbox_id: str, host: FleetHost, inner: Sandbox) -> None:
-        self.id = sandbox_id
+        super().__init__()
+        self._id = sandbox_id
         self.host = host
         self.inner = inner
-        self.files = FleetFiles(self)
         self.commands = FleetCommands(self)
         self._owner = owner
         self._gone: SandboxError | None = None
@@ -63,7 +52,16 @@ class FleetSandbox:
         self._settled = asyncio.Event()
         self._settled.set()
 
-    async def call(self, operation: Operation[Result], undo: Undo | None = None) -> Result:
+    @property
+    def id(self) -> str:
+        """See Sandbox. It stays when the sandbox moves."""
+        return self._id
+
+    async def call(self, name: str, operation: Operation[Result]) -> Result:
+        """See WrappedSandbox.call."""
+        return await self.attempt(operation)
+
+    async def attempt(self, operation: Operation[Result], undo: Undo | None = None) -> Result:
         """One operation on the sandbox where it lives. Raises SandboxLostError once its host is dead."""
         await self._settled.wait()
         if self._gone is not None:
@@ -112,121 +110,45 @@ class FleetSandbox:
         self.inner = inner
 
     async def get_info(self) -> SandboxInfo:
-        return replace(await self.call(lambda s: s.get_info()), id=self.id)
-
-    async def set_timeout(self, timeout_s: float | None) -> None:
-        await self.call(lambda s: s.set_timeout(timeout_s))
-
-    async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
-        return await self.call(lambda s: s.create_session(cwd, env))
-
-    async def run_in_session(
-        self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
-    ) -> CommandResult:
-        return await self.call(lambda s: s.run_in_session(session, cmd, timeout_s, limit_bytes))
-
-    async def close_session(self, session: str) -> None:
-        await self.call(lambda s: s.close_session(session))
-
-    async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
-        return await self.call(lambda s: s.run_tests(paths, timeout_s))
-
-    async def run_probes(self, paths: Sequence[str], timeout_s: float = 2.0) -> ProbeReport:
-        return await self.call(lambda s: s.run_probes(paths, timeout_s))
-
-    async def diff(self) -> Mapping[str, bytes | None]:
-        return await self.call(lambda s: s.diff())
-
-    async def final_diff(self) -> Mapping[str, bytes | None]:
-        return await self.call(lambda s: s.final_diff())
-
-    async def pause(self, mode: SnapshotKind = "full") -> None:
-        """Its place stays reserved, so that it can wake up where it is."""
-        await self.call(lambda s: s.pause(mode))
-
-    async def resume(self) -> None:
-        await self.call(lambda s: s.resume())
+        """See Sandbox.get_info."""
+        return replace(await super().get_info(), id=self.id)
 
     async def create_snapshot(
         self, kind: SnapshotKind | None = None, name: str | None = None
     ) -> SnapshotInfo:
-        """The snapshot lies on the sandbox's host, and is restored there."""
-        info = await self.call(lambda s: s.create_snapshot(kind, name))
+        """See Sandbox.create_snapshot. It lies on the sandbox's host, and is restored there."""
+        info = await super().create_snapshot(kind, name)
         return replace(info, id=f"{self.host.name}:{info.id}", sandbox_id=self.id)
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
-        """Copies: on the same host while there is room, then migrated to others."""
+        """See Sandbox.fork. Copies stay on the same host while there is room; others are migrated."""
         return await self._owner.fork(self, count)
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
-        """Moves it out of the fleet, to a backend that the caller names."""
-        moved = await self.call(lambda s: s.migrate(target), _kill)
+        """See Sandbox.migrate. Moves it out of the fleet, to a backend that the caller names."""
+        moved = await self.attempt(lambda s: s.migrate(target), _kill)
         self.end(SandboxMissingError("the sandbox left the fleet", field="sandbox", received=self.id))
         self._owner.forget(self)
         return moved
 
     async def kill(self) -> None:
-        """Idempotent, also when its host is dead: there is nothing left to kill then."""
+        """See Sandbox.kill. Also when its host is dead: there is nothing left to kill then."""
         if self._gone is not None:
             return
         try:
-            await self.call(lambda s: s.kill())
+            await super().kill()
         except (SandboxLostError, SandboxMissingError):
             return
         self.end(SandboxMissingError("the sandbox was killed", field="sandbox", received=self.id))
         self._owner.forget(self)
 
 
-class FleetFiles:
-    """`Files` of a fleet's sandbox."""
+class FleetCommands(WrappedCommands):
+    """`Commands` of a fleet's sandbox: handles survive its moves."""
 
     def __init__(self, sandbox: FleetSandbox) -> None:
+        super().__init__(sandbox)
         self._sandbox = sandbox
-
-    async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:
-        return await self._sandbox.call(lambda s: s.files.read(path, limit_bytes))
-
-    async def write(self, path: str, data: str | bytes) -> None:
-        await self._sandbox.call(lambda s: s.files.write(path, data))
-
-    async def write_many(self, files: Mapping[str, str | bytes]) -> None:
-        await self._sandbox.call(lambda s: s.files.write_many(files))
-
-    async def list(self, path: str = ".", depth: int = 1) -> list[FileInfo]:
-        return await self._sandbox.call(lambda s: s.files.list(path, depth))
-
-    async def remove(self, path: str) -> None:
-        await self._sandbox.call(lambda s: s.files.remove(path))
-
-    async def grep(self, pattern: str, path: str = ".", limit: int = 50) -> list[GrepMatch]:
-        return await self._sandbox.call(lambda s: s.files.grep(pattern, path, limit))
-
-    async def upload(self, source: Path, path: str) -> int:
-        return await self._sandbox.call(lambda s: s.files.upload(source, path))
-
-    async def download(self, path: str, target: Path) -> int:
-        return await self._sandbox.call(lambda s: s.files.download(path, target))
-
-
-class FleetCommands:
-    """`Commands` of a fleet's sandbox."""
-
-    def __init__(self, sandbox: FleetSandbox) -> None:
-        self._sandbox = sandbox
-
-    async def run(
-        self,
-        cmd: str,
-        timeout_s: float = 30.0,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        limit_bytes: int = 64 << 10,
-        stdin: str | bytes | None = None,
-        on_output: OnOutput | None = None,
-    ) -> CommandResult:
-        return await self._sandbox.call(
-            lambda s: s.commands.run(cmd, timeout_s, env, cwd, limit_bytes, stdin, on_output)
-        )
 
     async def start(
         self,
@@ -237,22 +159,13 @@ class FleetCommands:
         limit_bytes: int = 64 << 10,
         on_output: OnOutput | None = None,
     ) -> Command:
-        command = await self._sandbox.call(
-            lambda s: s.commands.start(cmd, timeout_s, env, cwd, limit_bytes, on_output)
-        )
+        """See Commands.start."""
+        command = await super().start(cmd, timeout_s, env, cwd, limit_bytes, on_output)
         return FleetCommand(self._sandbox, command)
 
-    async def list(self) -> list[ProcessInfo]:
-        return await self._sandbox.call(lambda s: s.commands.list())
-
     async def connect(self, pid: int) -> Command:
-        return FleetCommand(self._sandbox, await self._sandbox.call(lambda s: s.commands.connect(pid)))
-
-    async def send_stdin(self, pid: int, data: str | bytes) -> None:
-        await self._sandbox.call(lambda s: s.commands.send_stdin(pid, data))
-
-    async def kill(self, pid: int) -> bool:
-        return await self._sandbox.call(lambda s: s.commands.kill(pid))
+        """See Commands.connect."""
+        return FleetCommand(self._sandbox, await super().connect(pid))
 
 
 class FleetCommand:
@@ -268,19 +181,19 @@ class FleetCommand:
         async def operation(inner: Sandbox) -> CommandResult:
             return await (await self._find(inner)).wait(timeout_s)
 
-        return await self._sandbox.call(operation)
+        return await self._sandbox.attempt(operation)
 
     async def send_stdin(self, data: str | bytes, close: bool = False) -> None:
         async def operation(inner: Sandbox) -> None:
             await (await self._find(inner)).send_stdin(data, close)
 
-        await self._sandbox.call(operation)
+        await self._sandbox.attempt(operation)
 
     async def kill(self) -> bool:
         async def operation(inner: Sandbox) -> bool:
             return await (await self._find(inner)).kill()
 
-        return await self._sandbox.call(operation)
+        return await self._sandbox.attempt(operation)
 
     async def _find(self, inner: Sandbox) -> Command:
         if inner is not self._home:
