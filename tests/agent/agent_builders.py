@@ -4,15 +4,18 @@ import asyncio
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from etude.agent import (
     AgentSession,
+    LocalWorkspace,
     ScriptedSampler,
     SessionLimits,
     ToolContext,
     default_registry,
     run_session,
 )
-from etude.records import ToolCall, TrajectoryId
+from etude.records import PolicyVersion, SampleChunk, ToolCall, TrajectoryId
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
 from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
@@ -33,6 +36,24 @@ READ = ToolCall("read_file", {"path": "lib/tally.py"})
 MEND = ToolCall("edit_lines", {"path": "lib/tally.py", "start": "2", "text": "    total = 0"})
 TEST = ToolCall("run_tests")
 FINISH = ToolCall("finish")
+
+
+OLD, NEW = PolicyVersion("run", 1), PolicyVersion("run", 2)
+
+
+def chunk(tokens, version=OLD, finish=None, digest="", routes=None, kv_oldest=None, first=0):
+    """Sampled tokens as a sampler sends them, each logprob lower than the one before."""
+    count = len(tokens)
+    return SampleChunk(
+        tokens=np.array(tokens, dtype=np.int32),
+        logprobs=-np.arange(1, count + 1, dtype=np.float32),
+        version=version,
+        kv_oldest=kv_oldest or version,
+        routes=routes,
+        routes_start=first,
+        finish=finish,
+        prefix_digest=digest,
+    )
 
 
 @cache
@@ -69,7 +90,7 @@ def run_script(turns, session=None, sampler=None, files=None):
 
     async def run():
         context = await new_context(files)
-        await run_session(session, sampler, context, "s", (7, 1))
+        await run_session(session, sampler, LocalWorkspace(context), "s", (7, 1))
         return context
 
     context = asyncio.run(run())

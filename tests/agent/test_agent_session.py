@@ -1,38 +1,19 @@
-import json
-
 import numpy as np
 import pytest
-from agent_builders import FINISH, MEND, READ, TEST, new_session, renderer, run_script, script_of
+from agent_builders import FINISH, MEND, NEW, OLD, READ, TEST, chunk, new_session, renderer, run_script
 
-from etude.agent import ScriptedSampler, SessionFacts, SessionLimits, session_from_dict, session_to_dict
+from etude.agent import SessionFacts, SessionLimits
 from etude.errors import ConfigError, SamplerError
 from etude.protocols import Finished, RunCalls, Sample
 from etude.records import (
     NATIVE_ROUTE,
     BlobRef,
-    PolicyVersion,
     SampleChunk,
     SamplingParams,
     Status,
     ToolCall,
     ToolResult,
 )
-
-OLD, NEW = PolicyVersion("run", 1), PolicyVersion("run", 2)
-
-
-def chunk(tokens, version=OLD, finish=None, digest="", routes=None, kv_oldest=None, first=0):
-    count = len(tokens)
-    return SampleChunk(
-        tokens=np.array(tokens, dtype=np.int32),
-        logprobs=-np.arange(1, count + 1, dtype=np.float32),
-        version=version,
-        kv_oldest=kv_oldest or version,
-        routes=routes,
-        routes_start=first,
-        finish=finish,
-        prefix_digest=digest,
-    )
 
 
 def say(session, *parts, digest="d"):
@@ -66,7 +47,7 @@ def test_sampled_tokens_are_kept_as_sampled():
     tokens = [*byte_by_byte, renderer().end_token]
     session.on_chunk(chunk(tokens[:3]))
     session.on_chunk(chunk(tokens[3:], version=NEW, finish="stop", kv_oldest=OLD))
-    segment = session.segment()
+    segment = session.segments()[0]
     assert segment.tokens[start:].tolist() == tokens
     assert segment.sampled.tolist() == [False] * start + [True] * len(tokens)
     assert segment.logprobs[start:].tolist() == [-1, -2, -3, *(-np.arange(1.0, 7.0)).tolist()]
@@ -157,7 +138,7 @@ def test_stopping_ends_a_session_once():
     session.stop(Status.INFRASTRUCTURE, "late")
     session.on_chunk(chunk([1, 2], finish="stop"))
     assert session.next_action() == Finished(Status.LIMIT, "time")
-    assert not session.segment().sampled.any()
+    assert not session.segments()[0].sampled.any()
 
 
 def routes_of(count, start=0):
@@ -170,12 +151,12 @@ def test_routes_cover_every_position_but_the_last():
     message = renderer().message([FINISH])
     session.on_chunk(chunk(message[:1], routes=routes_of(prompt)))
     session.on_chunk(chunk(message[1:], finish="stop", digest="d", routes=routes_of(2, prompt), first=prompt))
-    routes = session.routes()
+    routes = session.recording.routes()
     assert routes is not None and routes.shape == (prompt + 3, 2, 2)
     assert routes[:-1, 0, 0].tolist() == list(range(prompt + 2))
     assert (routes[-1] == NATIVE_ROUTE).all()
-    segment = session.segment(BlobRef("memory:1", "", "uint8", routes.shape))
-    assert segment.routes is not None
+    segment = session.segments(lambda kept: BlobRef("memory:1", "", "uint8", kept.shape))[0]
+    assert segment.routes is not None and segment.routes.shape == routes.shape
 
 
 def test_recomputed_positions_replace_their_routes():
@@ -189,7 +170,7 @@ def test_recomputed_positions_replace_their_routes():
     assert isinstance(action, Sample) and action.known == 0 and action.prefix_digest is None
     length = len(action.tokens)
     session.on_chunk(chunk([renderer().end_token], finish="stop", digest="e", routes=routes_of(length, 9)))
-    routes = session.routes()
+    routes = session.recording.routes()
     assert routes is not None and routes[:length, 0, 0].tolist() == [9 + n for n in range(length)]
 
 
@@ -201,7 +182,7 @@ def test_routes_stay_when_the_sampler_keeps_nothing():
     session.on_chunk(chunk(renderer().message([FINISH]), finish="stop", routes=routes_of(prompt + 2)))
     action = session.next_action()
     assert isinstance(action, RunCalls)
-    routes = session.routes()
+    routes = session.recording.routes()
     assert routes is not None and (routes[:-1] != NATIVE_ROUTE).all()
 
 
@@ -216,48 +197,15 @@ def test_chunks_whose_parts_do_not_fit_are_refused():
 
 def test_long_sessions_outgrow_their_first_arrays():
     session = new_session(SessionLimits(max_tokens=5000, max_message_tokens=5000))
-    session.recording = type(session.recording)(4)
+    session.contexts[-1].recording = type(session.recording)(4)
     session.recording.give(np.arange(3, dtype=np.int32), "user")
     for start in range(0, 300, 100):
         number = start // 100
         session.on_chunk(chunk(range(start, start + 100), routes=routes_of(1, number), first=number))
     assert session.recording.tokens[3:].tolist() == list(range(300))
-    routes = session.routes()
+    routes = session.recording.routes()
     assert routes is not None and routes[:3, 0, 0].tolist() == [0, 1, 2]
     assert session.recording.sampled.tolist() == [False] * 3 + [True] * 300
-
-
-def test_a_session_can_be_laid_aside_at_any_action():
-    turns = [[READ], [MEND, TEST], [FINISH]]
-    through, _ = run_script(turns, sampler=ScriptedSampler(script_of(turns), route_shape=(2, 2)))
-    whole = through.segment()
-
-    session = new_session()
-    messages = [renderer().message(parts) for parts in turns]
-    for message, turn in zip(messages, through.turns, strict=True):
-        for step in (
-            lambda s, m=message: s.on_chunk(chunk(m[:1])),
-            lambda s, m=message: s.on_chunk(chunk(m[1:], finish="stop", digest="d")),
-            lambda s, t=turn: s.on_results(t.results),
-        ):
-            state = json.loads(json.dumps(session_to_dict(session)))
-            session = session_from_dict(state, renderer())
-            assert session_to_dict(session) == state
-            step(session)
-    assert session.next_action() == Finished(Status.DONE)
-    assert session.segment().tokens.tobytes() == whole.tokens.tobytes()
-    facts = session.facts.to_dict()
-    assert facts == through.facts.to_dict()
-    restored = session_from_dict(json.loads(json.dumps(session_to_dict(through))), renderer())
-    routes, before = restored.routes(), through.routes()
-    assert routes is not None and before is not None and np.array_equal(routes, before)
-    assert restored.turns == through.turns and restored.status is Status.DONE
-
-
-def test_a_session_is_resumed_with_its_own_tokenizer_only():
-    state = session_to_dict(new_session())
-    with pytest.raises(ConfigError, match="tokenizer_digest"):
-        session_from_dict({**state, "tokenizer_digest": "0" * 64}, renderer())
 
 
 def test_facts_count_what_monitors_ask_for():
@@ -337,4 +285,4 @@ def test_sampling_parameters_reach_the_request_and_the_record():
     action = session.next_action()
     assert isinstance(action, Sample)
     assert (action.params.temperature, action.params.max_tokens) == (0.5, 9)
-    assert session.segment().sampling == params
+    assert session.segments()[0].sampling == params

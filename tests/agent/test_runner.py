@@ -17,7 +17,8 @@ from agent_builders import (
     script_of,
 )
 
-from etude.agent import ScriptedSampler, Serving, describe_tools, play, run_session
+from etude.agent import LocalWorkspace, ScriptedSampler, Serving, describe_tools, play, run_session
+from etude.agent.events import Sampled
 from etude.agent.scripted import SCRIPTED_VERSION
 from etude.errors import PrefixMissError, SamplerError, SandboxError
 from etude.records import PolicyVersion, SampleRequest, Status, ToolCall
@@ -30,7 +31,7 @@ def test_a_whole_session_mends_the_bug():
     session, context = run_script(SOLVED)
     assert session.status is Status.DONE
     assert b"total = 0" in contents(context)["lib/tally.py"]
-    text = renderer().tokenizer.decode(session.segment().tokens)
+    text = renderer().tokenizer.decode(session.segments()[0].tokens)
     assert text == (
         "<|user|>test_tally fails<|end|><|assistant|>"
         "<grep><pattern>def tally</pattern></grep><read_file><path>lib/tally.py</path></read_file><|end|>"
@@ -53,7 +54,7 @@ def test_the_same_session_twice_has_equal_bytes():
     second, _ = run_script(
         SOLVED, sampler=ScriptedSampler(script_of(SOLVED), chunk_tokens=3, route_shape=(2, 2))
     )
-    one, two = first.segment(), second.segment()
+    one, two = first.segments()[0], second.segments()[0]
     assert one.tokens.tobytes() == two.tokens.tobytes()
     assert one.sampled.tobytes() == two.sampled.tobytes()
     assert one.version_spans == two.version_spans
@@ -63,7 +64,7 @@ def test_a_file_cannot_speak_in_control_tokens():
     session, _ = run_script([[ToolCall("read_file", {"path": "lib/tags.py"})], [FINISH]])
     tokenizer = renderer().tokenizer
     observed = session.recording.turn_spans[2]
-    tokens = session.segment().tokens[observed.start : observed.end]
+    tokens = session.segments()[0].tokens[observed.start : observed.end]
     assert "<|end|></result><finish></finish>" in tokenizer.decode(tokens)
     assert (tokens == tokenizer.control_id("<|end|>")).sum() == 1
     assert (tokens == tokenizer.control_id("</result>")).sum() == 1
@@ -74,7 +75,7 @@ def test_only_new_tokens_are_sent():
     sampler = ScriptedSampler(script_of(SOLVED))
     session, _ = run_script(SOLVED, sampler=sampler)
     sent = np.concatenate([request.suffix for request in sampler.requests])
-    assert len(sent) == int((~session.segment().sampled).sum())
+    assert len(sent) == int((~session.segments()[0].sampled).sum())
     assert [request.prefix_digest is None for request in sampler.requests] == [True, False, False]
     assert {request.rng_key for request in sampler.requests} == {(7, 1, 0)}
     assert sampler.open_sessions == set()
@@ -95,8 +96,8 @@ def test_a_lost_prefix_is_sent_again_whole():
     sampler = Forgetful(script_of(SOLVED), route_shape=(2, 2))
     session, _ = run_script(SOLVED, sampler=sampler)
     assert len(sampler.requests) == 4 and sampler.requests[2].prefix_digest is None
-    assert session.segment().tokens.tobytes() == straight.segment().tokens.tobytes()
-    again, once = session.routes(), straight.routes()
+    assert session.segments()[0].tokens.tobytes() == straight.segments()[0].tokens.tobytes()
+    again, once = session.recording.routes(), straight.recording.routes()
     assert again is not None and once is not None and np.array_equal(again, once)
 
 
@@ -130,7 +131,7 @@ def test_an_aborted_request_can_be_taken_up_again():
     run_script(SOLVED, session, ScriptedSampler(rest))
     assert session.status is Status.DONE
     straight, _ = run_script(SOLVED)
-    assert session.segment().tokens.tobytes() == straight.segment().tokens.tobytes()
+    assert session.segments()[0].tokens.tobytes() == straight.segments()[0].tokens.tobytes()
 
 
 class FailingFiles:
@@ -147,7 +148,7 @@ def run_with_failing_files(error):
     async def run():
         context = await new_context()
         replace_files(context, FailingFiles(error))
-        await run_session(session, sampler, context, "s", (0,))
+        await run_session(session, sampler, LocalWorkspace(context), "s", (0,))
 
     try:
         asyncio.run(run())
@@ -177,7 +178,9 @@ def test_cancelling_aborts_the_request():
     async def run():
         sampler = Hanging(script_of(SOLVED), chunk_tokens=1)
         task = asyncio.create_task(
-            run_session(new_session(), sampler, await new_context(), "s", (0,), Serving("live"))
+            run_session(
+                new_session(), sampler, LocalWorkspace(await new_context()), "s", (0,), Serving("live")
+            )
         )
         await asyncio.sleep(0.02)
         assert sampler.open_sessions == {"s"} and sampler.requests[0].pool == "live"
@@ -196,12 +199,18 @@ def test_chunks_are_shown_as_they_come():
     async def run():
         sampler = ScriptedSampler(script_of([[FINISH]]), chunk_tokens=1)
         timings = await run_session(
-            new_session(), sampler, await new_context(), "s", (0,), on_chunk=lambda chunk: seen.append(chunk)
+            new_session(),
+            sampler,
+            LocalWorkspace(await new_context()),
+            "s",
+            (0,),
+            listener=seen.append,
         )
         assert timings.sample_s > 0 and timings.tools_s > 0
 
     asyncio.run(run())
-    tokens = [index for chunk in seen for index in chunk.tokens.tolist()]
+    chunks = [event.chunk for event in seen if isinstance(event, Sampled)]
+    tokens = [index for chunk in chunks for index in chunk.tokens.tolist()]
     assert tokens == renderer().message([FINISH]).tolist()
 
 
@@ -211,11 +220,13 @@ def test_many_sessions_share_one_loop():
         sampler = ScriptedSampler(script_of(SOLVED), chunk_tokens=5)
         contexts = [await new_context() for _ in sessions]
         pairs = zip(sessions, contexts, strict=True)
-        await asyncio.gather(*(run_session(s, sampler, c, f"s{n}", (n,)) for n, (s, c) in enumerate(pairs)))
+        await asyncio.gather(
+            *(run_session(s, sampler, LocalWorkspace(c), f"s{n}", (n,)) for n, (s, c) in enumerate(pairs))
+        )
         return sessions
 
     sessions = asyncio.run(run())
-    assert len({session.segment().tokens.tobytes() for session in sessions}) == 1
+    assert len({session.segments()[0].tokens.tobytes() for session in sessions}) == 1
 
 
 def test_a_scripted_policy_is_certain():

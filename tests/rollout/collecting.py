@@ -34,6 +34,7 @@ class GivenVerdicts:
         sampler: object,
         rng_key: tuple[int, ...],
         params: SamplingParams,
+        training: bool = False,
     ) -> Trajectory:
         """A session of one step of the event loop."""
         self.asked.append((identity, rng_key, params))

@@ -1,21 +1,26 @@
 """The agent's harness: one code in the terminal, in the cloud and in rollouts."""
 
-from etude.agent.execution import execute_calls
+from etude.agent.execution import LocalWorkspace, execute_calls
 from etude.agent.facts import SessionFacts
+from etude.agent.journal import JournaledSession
 from etude.agent.prompts import describe_tools
-from etude.agent.runner import Serving, Timings, run_session
+from etude.agent.runner import Patience, Serving, Timings, run_session
 from etude.agent.scripted import ScriptedSampler, play
 from etude.agent.session import AgentSession, SessionLimits
-from etude.agent.state import session_from_dict, session_to_dict
+from etude.agent.summary import SummaryPolicy
 from etude.agent.tools import Registry, ToolContext, ToolLimits, default_registry
 
 __all__ = [
     "AgentSession",
+    "JournaledSession",
+    "LocalWorkspace",
+    "Patience",
     "Registry",
     "ScriptedSampler",
     "Serving",
     "SessionFacts",
     "SessionLimits",
+    "SummaryPolicy",
     "Timings",
     "ToolContext",
     "ToolLimits",
@@ -24,6 +29,4 @@ __all__ = [
     "execute_calls",
     "play",
     "run_session",
-    "session_from_dict",
-    "session_to_dict",
 ]

@@ -25,8 +25,9 @@ class SessionFacts:
     num_edits: int = 0
     """Edits that changed a file."""
     edits_after_read: int = 0
-    """Edits of a file that an earlier turn had read."""
+    """Edits of a file that an earlier turn had read; of a patch, all of its files."""
     num_test_runs: int = 0
+    num_summaries: int = 0
     last_tests_green: bool = False
     """Whether the last test run passed and nothing was edited since."""
     finished: bool = False
@@ -63,7 +64,8 @@ class SessionFacts:
                 if path not in self.files_read:
                     self.files_read.append(path)
             case "edit" if facts["changed"]:
-                self._count_edit(str(facts["path"]), int(facts["line"]), known)
+                paths = str(facts.get("paths", facts["path"])).split("\n")
+                self._count_edit(paths, int(facts["line"]), known)
             case "test":
                 self.num_test_runs += 1
                 self.last_tests_green = bool(facts["green"])
@@ -71,12 +73,12 @@ class SessionFacts:
                     self.first_edit_right = self.last_tests_green
                     self._first_edit_open = False
 
-    def _count_edit(self, path: str, line: int, known: frozenset[str]) -> None:
+    def _count_edit(self, paths: Sequence[str], line: int, known: frozenset[str]) -> None:
         self._first_edit_open = self.num_edits == 0
         if self.num_edits == 0:
-            self.first_edit_path, self.first_edit_line = path, line
+            self.first_edit_path, self.first_edit_line = paths[0], line
         self.num_edits += 1
-        self.edits_after_read += path in known
+        self.edits_after_read += known.issuperset(paths)
         self.last_tests_green = False
 
     def to_dict(self) -> dict[str, Any]:

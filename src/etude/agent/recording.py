@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -133,34 +130,6 @@ class Recording:
         if self._routes is not None:
             self._routes = _grown(self._routes, capacity)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The whole state as plain JSON values; exact, bit for bit."""
-        routes = None if self._routes is None else _packed(self._routes[: self._routed])
-        return {
-            "tokens": self.tokens.tolist(),
-            "logprobs": _packed(self.logprobs),
-            "sampled": _packed(self.sampled),
-            "versions": [[start, end, asdict(version)] for start, end, version in self._versions],
-            "kv_oldest": [[start, end, asdict(version)] for start, end, version in self._kv_oldest],
-            "turn_spans": [[span.start, span.end, span.role] for span in self.turn_spans],
-            "routes": routes,
-        }
-
-    @classmethod
-    def from_dict(cls, state: Mapping[str, Any]) -> Recording:
-        """What `to_dict` gave."""
-        recording = cls(max(1024, len(state["tokens"])))
-        length = recording.length = len(state["tokens"])
-        recording._tokens[:length] = state["tokens"]
-        recording._logprobs[:length] = _unpacked(state["logprobs"])
-        recording._sampled[:length] = _unpacked(state["sampled"])
-        recording._versions = [(start, end, PolicyVersion(**v)) for start, end, v in state["versions"]]
-        recording._kv_oldest = [(start, end, PolicyVersion(**v)) for start, end, v in state["kv_oldest"]]
-        recording.turn_spans = [TurnSpan(*span) for span in state["turn_spans"]]
-        if state["routes"] is not None:
-            recording._record_routes(_unpacked(state["routes"]), 0)
-        return recording
-
 
 def _extend(spans: Spans, start: int, end: int, version: PolicyVersion) -> None:
     if spans and spans[-1][1] == start and spans[-1][2] == version:
@@ -178,13 +147,3 @@ def _grown(array: NDArray[Any], capacity: int) -> NDArray[Any]:
     grown = np.zeros((capacity, *array.shape[1:]), dtype=array.dtype)
     grown[: len(array)] = array
     return grown
-
-
-def _packed(array: NDArray[Any]) -> dict[str, Any]:
-    data = base64.b64encode(np.ascontiguousarray(array).tobytes()).decode("ascii")
-    return {"dtype": array.dtype.str, "shape": list(array.shape), "data": data}
-
-
-def _unpacked(packed: Mapping[str, Any]) -> NDArray[Any]:
-    data = base64.b64decode(packed["data"])
-    return np.frombuffer(data, dtype=np.dtype(packed["dtype"])).reshape(packed["shape"])

@@ -1,21 +1,22 @@
 """Drives one session: samples its messages, runs its calls, and reports both back to it.
 
 It waits for the sampler or for tools, never for both, and holds nothing but the session. Cancelling it
-aborts the request in flight and closes the session with the sampler.
+aborts the request in flight and closes the session with the sampler; the session stays consistent and may be
+driven again.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from etude.agent.execution import execute_calls
-from etude.agent.tools.interface import ToolContext
-from etude.errors import PrefixMissError, SamplerError
-from etude.protocols import Finished, RunCalls, Sample, Sampler, Session
-from etude.records import PolicyVersion, SampleChunk, SampleRequest, Status
-from etude.sandbox.errors import SandboxKilledByAgentError
+from etude.agent.events import CallEnded, CallStarted, ContextOpened, Listener, Retried, Sampled, SessionEnded
+from etude.errors import AgentError, InfrastructureError, PrefixMissError, SamplerError
+from etude.protocols import Archive, Finished, RunCalls, Sample, Sampler, Session, Workspace
+from etude.records import PolicyVersion, SampleRequest, Status, ToolCall, ToolResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,32 @@ class Serving:
     pool: str = "rollout"
     version: PolicyVersion | None = None
     version_is_minimum: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """What is done about failures of the sampler, and how long a session may take."""
+
+    sampler_attempts: int = 1
+    """Requests in a row that may fail before the session's driver gives up. A request that failed is sent
+    again whole, with the tokens that came before it failed: noise depends on positions alone, so the message
+    is the same."""
+    backoff_s: float = 0.5
+    """Before the second attempt; doubled each time."""
+    max_wall_s: float | None = None
+    """The session then ends with the limit `time`. Not for reproducible runs."""
+
+
+class CallLog(Protocol):
+    """Keeps what a turn has done, so that nothing with side effects is done twice."""
+
+    def begun(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
+        """A turn is about to run; the results, by position, that are known from before an interruption."""
+        ...
+
+    def ended(self, position: int, result: ToolResult) -> None:
+        """One of its calls has a result."""
+        ...
 
 
 @dataclass(slots=True)
@@ -38,92 +65,160 @@ class Timings:
 async def run_session(
     session: Session,
     sampler: Sampler,
-    context: ToolContext,
+    workspace: Workspace,
     session_id: str,
     rng_key: tuple[int, ...],
     serving: Serving | None = None,
-    on_chunk: Callable[[SampleChunk], None] | None = None,
+    patience: Patience | None = None,
+    listener: Listener | None = None,
+    log: CallLog | None = None,
 ) -> Timings:
-    """Runs the session to its end. `on_chunk` sees every chunk as it comes, for display.
+    """Runs the session to its end. `listener` sees everything as it happens.
 
     A request's noise key is `rng_key` and the segment's index. An agent that kills its own sandbox ends its
-    session with AGENT_ERROR. Retries nothing but a lost prefix, which is sent again whole.
+    session with AGENT_ERROR.
 
     Raises InfrastructureError (also where a request was aborted from outside); the session then stays as it
     is, and may be run again.
     """
-    timings = Timings()
-    requests = 0
+    driver = _Driver(
+        session,
+        sampler,
+        workspace,
+        session_id,
+        rng_key,
+        serving or Serving(),
+        patience or Patience(),
+        listener or _ignore,
+        log,
+    )
     sampler.open(session_id)
+    deadline = asyncio.timeout(driver.patience.max_wall_s)
     try:
+        async with deadline:
+            await driver.run()
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        session.stop(Status.LIMIT, "time")
+    finally:
+        sampler.close(session_id)
+    end = session.next_action()
+    if isinstance(end, Finished):
+        driver.listener(SessionEnded(end.status, end.cause))
+    return driver.timings
+
+
+@dataclass(slots=True, eq=False)
+class _Driver:
+    session: Session
+    sampler: Sampler
+    workspace: Workspace
+    session_id: str
+    rng_key: tuple[int, ...]
+    serving: Serving
+    patience: Patience
+    listener: Listener
+    log: CallLog | None
+    requests: int = 0
+    failures: int = 0
+    """Requests that failed in a row."""
+    timings: Timings = field(default_factory=Timings)
+
+    async def run(self) -> None:
         while True:
-            action = session.next_action()
+            action = self.session.next_action()
             start_s = time.perf_counter()
             match action:
                 case Finished():
-                    return timings
+                    return
                 case RunCalls():
-                    await _run_calls(session, action, context)
-                    timings.tools_s += time.perf_counter() - start_s
+                    await self._run_calls(action)
+                    self.timings.tools_s += time.perf_counter() - start_s
+                case Archive():
+                    await self._archive(action)
+                    self.timings.tools_s += time.perf_counter() - start_s
                 case Sample():
-                    request = _request(action, f"{session_id}:{requests}", session_id, rng_key, serving)
-                    requests += 1
-                    await _sample(session, sampler, request, on_chunk)
-                    timings.sample_s += time.perf_counter() - start_s
-    finally:
-        sampler.close(session_id)
+                    await self._sample(action)
+                    self.timings.sample_s += time.perf_counter() - start_s
 
+    async def _run_calls(self, action: RunCalls) -> None:
+        known = self.log.begun(action.calls) if self.log else {}
+        try:
+            results = await self.workspace.run_calls(action.calls, known, self._on_call, self._on_result)
+        except AgentError as error:
+            self.session.stop(Status.AGENT_ERROR, error.message)
+        else:
+            self.session.on_results(results)
 
-async def _run_calls(session: Session, action: RunCalls, context: ToolContext) -> None:
-    try:
-        results = await execute_calls(action.calls, context)
-    except SandboxKilledByAgentError as error:
-        session.stop(Status.AGENT_ERROR, error.message)
-    else:
-        session.on_results(results)
+    def _on_call(self, position: int, call: ToolCall) -> None:
+        self.listener(CallStarted(position, call))
 
+    def _on_result(self, position: int, call: ToolCall, result: ToolResult) -> None:
+        if self.log:
+            self.log.ended(position, result)
+        self.listener(CallEnded(position, call, result))
 
-async def _sample(
-    session: Session,
-    sampler: Sampler,
-    request: SampleRequest,
-    on_chunk: Callable[[SampleChunk], None] | None,
-) -> None:
-    """Streams one message into the session."""
-    finish: str | None = None
-    try:
-        async for chunk in sampler.stream(request):
-            session.on_chunk(chunk)
-            finish = chunk.finish
-            if on_chunk is not None:
-                on_chunk(chunk)
-    except PrefixMissError:
-        if request.prefix_digest is None:
+    async def _archive(self, action: Archive) -> None:
+        try:
+            self.session.on_archived(await self.workspace.archive(action.path, action.text))
+        except AgentError as error:
+            self.session.stop(Status.AGENT_ERROR, error.message)
+            return
+        self.listener(ContextOpened(action.path))
+
+    async def _sample(self, action: Sample) -> None:
+        """Streams one message into the session."""
+        request = self._request(action)
+        finish: str | None = None
+        try:
+            async for chunk in self.sampler.stream(request):
+                self.session.on_chunk(chunk)
+                finish = chunk.finish
+                self.listener(Sampled(chunk, action.summarising))
+            if finish in (None, "abort") and not isinstance(self.session.next_action(), Finished):
+                raise SamplerError(
+                    "the request ended before the message did",
+                    field="chunk.finish",
+                    received=finish or "no finish",
+                )
+        except PrefixMissError:
+            if request.prefix_digest is None:
+                raise
+            self.session.on_prefix_miss()
+        except SamplerError as error:
+            self.sampler.abort(request.id)
+            await self._wait_after(error)
+        except BaseException:
+            self.sampler.abort(request.id)
             raise
-        session.on_prefix_miss()
-        return
-    except BaseException:
-        sampler.abort(request.id)
-        raise
-    if finish in (None, "abort") and not isinstance(session.next_action(), Finished):
-        raise SamplerError(
-            "the request ended before the message did", field="chunk.finish", received=finish or "no finish"
+        else:
+            self.failures = 0
+
+    async def _wait_after(self, error: InfrastructureError) -> None:
+        """Raises the error once patience is exhausted."""
+        self.failures += 1
+        if self.failures >= self.patience.sampler_attempts:
+            raise error
+        self.session.on_prefix_miss()
+        self.listener(Retried(error, self.failures))
+        await asyncio.sleep(self.patience.backoff_s * 2 ** (self.failures - 1))
+
+    def _request(self, sample: Sample) -> SampleRequest:
+        number, self.requests = self.requests, self.requests + 1
+        return SampleRequest(
+            id=f"{self.session_id}:{number}",
+            session_id=self.session_id,
+            suffix=sample.tokens[sample.known :],
+            params=sample.params,
+            stop_tokens=sample.stop_tokens,
+            rng_key=(*self.rng_key, sample.segment_index),
+            prefix_digest=sample.prefix_digest,
+            pool=self.serving.pool,
+            version=self.serving.version,
+            version_is_minimum=self.serving.version_is_minimum,
         )
 
 
-def _request(
-    sample: Sample, request_id: str, session_id: str, rng_key: tuple[int, ...], serving: Serving | None
-) -> SampleRequest:
-    serving = serving or Serving()
-    return SampleRequest(
-        id=request_id,
-        session_id=session_id,
-        suffix=sample.tokens[sample.known :],
-        params=sample.params,
-        stop_tokens=sample.stop_tokens,
-        rng_key=(*rng_key, sample.segment_index),
-        prefix_digest=sample.prefix_digest,
-        pool=serving.pool,
-        version=serving.version,
-        version_is_minimum=serving.version_is_minimum,
-    )
+def _ignore(event: object) -> None:
+    pass

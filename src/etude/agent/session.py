@@ -1,28 +1,35 @@
 """The agent's session: a pure state machine from the user's words to the end.
 
-        +--> Sample --(message)--> RunCalls --(results)--+
+        +--> Sample --(message)--> RunCalls --(results)--+--> Finished --(more words)--+
+        |                                                |                             |
+        +--------- the context has room -----------------+<----------------------------+
         |                                                |
-        +------------------------------------------------+--> Finished
+        +-- Archive <--(summary)-- Sample <-- it is full-+
 
 It keeps the tokens exactly as they were sampled and never tokenises them again. The same code runs in the
-terminal, in the cloud and in rollouts; whoever drives it does the sampling and runs the tools.
+terminal, in the cloud and in rollouts; whoever drives it does the sampling, runs the tools and keeps the
+history of full contexts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from etude.agent.admission import admit
+from etude.agent.contexts import Context
 from etude.agent.facts import SessionFacts
+from etude.agent.limits import Progress, SessionLimits, too_small
 from etude.agent.recording import Recording
-from etude.errors import ConfigError
-from etude.protocols import Action, Finished, RunCalls, Sample
+from etude.agent.summary import SummaryPolicy, continuation, history_path, history_text, shorten_texts
+from etude.protocols import Action, Archive, Finished, RunCalls, Sample
 from etude.records import (
     BlobRef,
+    Relation,
     RewardBreakdown,
     SampleChunk,
     SamplingParams,
@@ -36,45 +43,18 @@ from etude.records import (
 )
 from etude.tokens.renderer import Renderer
 
-FINISH_TOOL = "finish"
+STOPPED = "error: stopped"
+"""What calls are answered with that a stop of the session left without results."""
 
-
-@dataclass(frozen=True, slots=True)
-class SessionLimits:
-    """What one session may use. Running into a limit is an outcome of the agent's, not an error."""
-
-    max_turns: int = 10
-    """Messages of the agent."""
-    max_calls_per_turn: int = 4
-    """Calls above this are answered with one error and not run."""
-    max_tokens: int = 768
-    """The whole context, prompt and observations included."""
-    max_message_tokens: int = 128
-    """One message of the agent; calls of a message that was cut here are not run."""
-
-
-@dataclass(slots=True)
-class Progress:
-    """Where the session stands; with recording, turns and facts the whole of its state."""
-
-    message_start: int | None = None
-    """First token of the message being sampled."""
-    pending: tuple[ToolCall, ...] = ()
-    """Calls whose results are awaited."""
-    known: int = 0
-    """Tokens that the sampler holds."""
-    prefix_digest: str | None = None
-    streaming: bool = False
-    """Whether a chunk of the present request has come."""
-    status: Status | None = None
-    cause: str = ""
+KeepRoutes = Callable[[NDArray[np.uint8]], BlobRef]
+"""Takes the experts [T, layers, top_k] of a segment and says where they are kept."""
 
 
 @dataclass(slots=True, eq=False)
 class AgentSession:
-    """Implements `etude.protocols.Session`. One agent, one segment.
+    """Implements `etude.protocols.Session`: one agent, a chain of contexts.
 
-    Raises ConfigError if the prompt leaves no room for a message.
+    Raises ConfigError if the limits leave no room for the prompt, a message and (with `summary`) a summary.
     """
 
     instruction: str
@@ -83,29 +63,44 @@ class AgentSession:
     limits: SessionLimits = field(default_factory=SessionLimits)
     params: SamplingParams = field(default_factory=SamplingParams)
     system: str | None = None
-    recording: Recording = field(init=False)
+    summary: SummaryPolicy | None = None
+    """None: a full context ends the session."""
+    contexts: list[Context] = field(init=False, default_factory=list[Context])
     turns: list[Turn] = field(init=False, default_factory=list[Turn])
     facts: SessionFacts = field(init=False, default_factory=SessionFacts)
     progress: Progress = field(init=False, default_factory=Progress)
     _action: Action | None = field(init=False, default=None)
+    _said: list[str] = field(init=False)
+    """All words of the user."""
+    _request_tokens: int = field(init=False, default=0)
+    """Length of the message that asks for a summary."""
 
     def __post_init__(self) -> None:
-        self.recording = Recording(min(self.limits.max_tokens, 1024))
-        if self.system is not None:
-            self.recording.give(self.renderer.system_message(self.system), "system")
-        self.recording.give(self.renderer.prompt(self.instruction), "user")
-        if self.recording.length >= self.limits.max_tokens:
-            raise ConfigError(
-                "the prompt fills the whole context",
-                field="agent.max_tokens",
-                received=self.limits.max_tokens,
-                fix=f"allow more than the prompt's {self.recording.length} tokens",
-            )
+        self._said = [self.instruction]
+        if self.summary is not None:
+            self._request_tokens = len(self.renderer.user_message(self.summary.request))
+        self._open(self.instruction, Relation.ROOT, None)
+        length, limit = self.recording.length, self.limits.max_tokens
+        if length >= limit:
+            raise too_small("the prompt fills the whole context", limit, length)
+        if self.summary and self.summary.at_tokens + self.limits.max_message_tokens + self._reserve > limit:
+            needed = self.summary.at_tokens + self.limits.max_message_tokens + self._reserve
+            raise too_small("trigger, one message and a summary do not fit the context", limit, needed)
+
+    @property
+    def recording(self) -> Recording:
+        """The present context's tokens."""
+        return self.contexts[-1].recording
 
     @property
     def segment_id(self) -> str:
-        """The id of the one segment."""
-        return f"{self.trajectory_id}#0"
+        """The id of the present context's segment."""
+        return self.contexts[-1].id
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all contexts together."""
+        return sum(context.recording.length for context in self.contexts)
 
     @property
     def status(self) -> Status | None:
@@ -125,6 +120,8 @@ class AgentSession:
                 self._action = Finished(progress.status, progress.cause)
             elif progress.pending:
                 self._action = RunCalls(progress.pending)
+            elif progress.summary is not None:
+                self._action = self._archive()
             else:
                 self._action = self._sample()
         return self._action
@@ -156,9 +153,13 @@ class AgentSession:
             return
         progress.known = self.recording.length if chunk.prefix_digest else 0
         progress.prefix_digest = chunk.prefix_digest or None
-        if chunk.finish == "stop":
+        if chunk.finish == "abort":
+            return
+        if progress.summarising:
+            self._end_summary()
+        elif chunk.finish == "stop":
             self._end_message()
-        elif chunk.finish == "length":
+        else:
             self._cut_message()
 
     def on_results(self, results: Sequence[ToolResult]) -> None:
@@ -170,55 +171,76 @@ class AgentSession:
         assert calls and len(results) == len(calls), "one result for each pending call"
         self.facts.on_turn(calls, results)
         self.turns[-1] = replace(self.turns[-1], results=tuple(results))
+        for result in results:
+            progress.todos = str(result.facts.get("todos", progress.todos))
         progress.pending = ()
         self._action = None
         if any(result.finished for result in results):
             self._end(Status.DONE)
-        elif len(self.turns) >= self.limits.max_turns:
+        elif self._num_messages >= self.limits.max_turns:
             self._end(Status.LIMIT, "turns")
         else:
-            self._observe(results)
+            self._go_on([result.output for result in results])
+
+    def on_archived(self, error: str = "") -> None:
+        """The full context's history has been kept: a fresh context begins with the summary.
+
+        `error`: why the history could not be kept; the agent is told.
+        """
+        progress = self.progress
+        if progress.status is not None:
+            return
+        assert progress.summary is not None, "no context to be archived"
+        summary, progress.summary = progress.summary, None
+        self._action = None
+        words = self._continuation(summary, error)
+        if words is None or self._is_spent(len(self.renderer.prompt(words, self.system))):
+            self._end(Status.LIMIT, "tokens")
+            return
+        parent = (self.segment_id, self.recording.length)
+        self._open(words, Relation.SUMMARY, parent)
+        self.on_prefix_miss()
+
+    def on_user(self, text: str) -> None:
+        """More words of the user, after the session has ended: it goes on, with its limits as they are."""
+        progress = self.progress
+        assert progress.status is not None, "the session goes on"
+        progress.status, progress.cause = None, ""
+        self._action = None
+        self._said.append(text)
+        if not self._message_is_closed():
+            self.recording.give(np.array([self.renderer.end_token], dtype=np.int32), "assistant")
+        last = self.turns[-1] if self.turns else None
+        outputs = [result.output for result in last.results] if last else []
+        if last:
+            outputs += [STOPPED] * (len(last.calls) - len(outputs))
+        self._go_on(outputs, text)
 
     def stop(self, status: Status, cause: str) -> None:
         """Ends the session from outside; a session that has ended stays as it is."""
         if self.progress.status is None:
             self._end(status, cause)
 
-    def routes(self) -> NDArray[np.uint8] | None:
-        """Experts [T, layers, top_k] of every position; None for dense models."""
-        return self.recording.routes()
-
-    def segment(self, routes: BlobRef | None = None) -> Segment:
-        """The session's tokens as a record. `routes` refers to what `routes()` gave, where it is kept."""
-        recording, renderer = self.recording, self.renderer
-        return Segment(
-            id=self.segment_id,
-            trajectory_id=str(self.trajectory_id),
-            tokens=recording.tokens,
-            sampled=recording.sampled,
-            logprobs=recording.logprobs,
-            version_spans=recording.version_spans,
-            kv_oldest_spans=recording.kv_oldest_spans,
-            turn_spans=tuple(recording.turn_spans),
-            sampling=self.params,
-            tokenizer_digest=renderer.tokenizer.digest,
-            template_digest=renderer.template_digest,
-            routes=routes,
+    def segments(self, keep_routes: KeepRoutes | None = None) -> tuple[Segment, ...]:
+        """The contexts as records, in their order; without `keep_routes` routes are left out."""
+        return tuple(
+            context.segment(self.trajectory_id, self.params, self.renderer, _kept(context, keep_routes))
+            for context in self.contexts
         )
 
     def trajectory(
         self,
-        routes: BlobRef | None = None,
+        keep_routes: KeepRoutes | None = None,
         reward: RewardBreakdown | None = None,
         attempt: int = 0,
         image_digest: str = "",
         timings: Mapping[str, float] | None = None,
     ) -> Trajectory:
-        """The session that has ended as a record."""
+        """The session that has ended as a record, one segment for each context."""
         assert self.progress.status is not None, "the session goes on"
         return Trajectory(
             id=self.trajectory_id,
-            segments=(self.segment(routes),),
+            segments=self.segments(keep_routes),
             turns=tuple(self.turns),
             status=self.progress.status,
             cause=self.progress.cause,
@@ -232,15 +254,71 @@ class AgentSession:
 
     @property
     def harness_digest(self) -> str:
-        """BLAKE3 hex digest of template, grammar with its tools, limits and system message."""
-        described = (self.renderer.template_digest, self.limits, self.system)
+        """BLAKE3 hex digest of template, grammar with its tools, limits, system message and summaries."""
+        described = (self.renderer.template_digest, self.limits, self.system, self.summary)
         return blake3(repr(described).encode()).hexdigest()
+
+    @property
+    def _num_messages(self) -> int:
+        return len(self.turns) - self.facts.num_summaries
+
+    @property
+    def _may_summarise(self) -> bool:
+        return self.summary is not None and self.facts.num_summaries < self.summary.max_summaries
+
+    @property
+    def _reserve(self) -> int:
+        """Tokens of a context that are kept free for its summary."""
+        if self.summary is None or not self._may_summarise:
+            return 0
+        return self._request_tokens + self.summary.max_summary_tokens
+
+    @property
+    def _trigger(self) -> int:
+        """Tokens at which the present context is full."""
+        assert self.summary is not None
+        return self.summary.trigger(str(self.trajectory_id), len(self.contexts) - 1)
+
+    def _is_spent(self, more: int) -> bool:
+        limit = self.limits.max_session_tokens
+        return limit is not None and self.num_tokens + more >= limit
+
+    def _open(self, words: str, relation: Relation, parent: tuple[str, int] | None) -> None:
+        """Begins a context."""
+        context = Context(
+            f"{self.trajectory_id}#{len(self.contexts)}", words, relation=relation, parent=parent
+        )
+        if self.system is not None:
+            context.recording.give(self.renderer.system_message(self.system), "system")
+        context.recording.give(self.renderer.prompt(words), "user")
+        self.contexts.append(context)
+
+    def _continuation(self, summary: str, error: str) -> str | None:
+        """The next context's words, the summary cut where it would leave no room for a message."""
+        assert self.summary is not None
+        count = self.facts.num_summaries
+        room = min(self.summary.at_tokens, self.limits.max_tokens - self._reserve)
+
+        def words(texts: Sequence[str]) -> str:
+            return continuation("\n\n".join(self._said), texts[0], texts[1], count, error)
+
+        def fits(texts: Sequence[str]) -> bool:
+            return len(self.renderer.prompt(words(texts), self.system)) < room
+
+        texts = shorten_texts((summary, self.progress.todos), fits)
+        return None if texts is None else words(texts)
 
     def _sample(self) -> Sample | Finished:
         progress, limits = self.progress, self.limits
         length = self.recording.length
         begun = 0 if progress.message_start is None else length - progress.message_start
-        room = min(limits.max_tokens - length, limits.max_message_tokens - begun, self.params.max_tokens)
+        if progress.summarising and self.summary is not None:
+            room = min(limits.max_tokens - length, self.summary.max_summary_tokens - begun)
+        else:
+            message = min(limits.max_message_tokens, self.params.max_tokens) - begun
+            room = min(limits.max_tokens - self._reserve - length, message)
+        if limits.max_session_tokens is not None:
+            room = min(room, limits.max_session_tokens - self.num_tokens)
         if room <= 0:
             self._cut_message()
             return Finished(Status.LIMIT, progress.cause)
@@ -250,22 +328,41 @@ class AgentSession:
             prefix_digest=progress.prefix_digest,
             params=replace(self.params, max_tokens=room),
             stop_tokens=frozenset((self.renderer.end_token,)),
-            segment_index=0,
+            segment_index=len(self.contexts) - 1,
+            summarising=progress.summarising,
         )
+
+    def _archive(self) -> Archive:
+        number = len(self.contexts) - 1
+        turns = [turn for turn in self.turns if turn.segment_id == self.segment_id]
+        opening, end = self.contexts[-1].opening, self.renderer.template.end.name
+        return Archive(history_path(number), history_text(opening, turns, end))
 
     def _end_message(self) -> None:
         """Parses the message that has just ended; its calls await results."""
         message = self._close_message()
-        self.progress.pending = calls = self._admit(self.renderer.parse(message))
+        self.progress.pending = calls = admit(self.renderer.parse(message), self.limits.max_calls_per_turn)
         self._add_turn(message, calls)
+
+    def _end_summary(self) -> None:
+        """The summary has ended, or was cut: it is used as far as it goes."""
+        message = self._close_message()
+        self._add_turn(message, ())
+        self.facts.num_summaries += 1
+        text = self.turns[-1].text
+        self.progress.summarising = False
+        self.progress.summary = text.removesuffix(self.renderer.template.end.name).strip()
 
     def _cut_message(self) -> None:
         """The message ran into a limit: the session ends, its calls are not run."""
-        cause = "tokens" if self.recording.length >= self.limits.max_tokens else "message"
+        limits, length = self.limits, self.recording.length
+        full = self._is_spent(0) or length >= limits.max_tokens - (
+            0 if self.progress.summarising else self._reserve
+        )
         if self.progress.message_start is not None:
             self._add_turn(self._close_message(), ())
             self.facts.on_turn((), ())
-        self._end(Status.LIMIT, cause)
+        self._end(Status.LIMIT, "tokens" if full else "message")
 
     def _close_message(self) -> NDArray[np.int32]:
         start = self.progress.message_start
@@ -274,39 +371,65 @@ class AgentSession:
         self.progress.message_start = None
         return self.recording.tokens[start:]
 
+    def _message_is_closed(self) -> bool:
+        """Whether the last message of the context ends with its end token."""
+        recording = self.recording
+        spans = recording.turn_spans
+        sampled = bool(spans) and spans[-1].role == "assistant"
+        return not sampled or int(recording.tokens[-1]) == self.renderer.end_token
+
     def _add_turn(self, message: NDArray[np.int32], calls: tuple[ToolCall, ...]) -> None:
         end = self.recording.length
         text = self.renderer.tokenizer.decode(message)
         self.turns.append(Turn(self.segment_id, end - len(message), end, text, calls, ()))
 
-    def _admit(self, calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
-        """The calls to be run, those that may not be marked with why."""
-        if not calls:
-            return (ToolCall("", error="no call"),)
-        limit = self.limits.max_calls_per_turn
-        admitted = list(calls[:limit])
-        if len(calls) > limit:
-            admitted.append(ToolCall(calls[limit].name, error=f"more than {limit} calls"))
-        for position, call in enumerate(admitted):
-            if call.name == FINISH_TOOL and call.error is None:
-                rest = (
-                    replace(late, error=late.error or "after finish") for late in admitted[position + 1 :]
-                )
-                return (*admitted[: position + 1], *rest)
-        return tuple(admitted)
+    def _go_on(self, outputs: Sequence[str], words: str | None = None) -> None:
+        """Appends what the tools answered, then the user's words; asks for a summary if the context is full.
 
-    def _observe(self, results: Sequence[ToolResult]) -> None:
-        """Appends the results, unless they leave no room for another message: then the session ends."""
-        tokens = self.renderer.observations([result.output for result in results])
-        if self.recording.length + len(tokens) >= self.limits.max_tokens:
+        Without summaries the session ends where no room is left for a message; with them, answers that are
+        longer than the room are cut in their middle.
+        """
+        room = self.limits.max_tokens - self._reserve - self.recording.length
+
+        def fits(texts: Sequence[str]) -> bool:
+            return len(self._observation(texts, words)) < room
+
+        shown: Sequence[str] | None = outputs
+        if not fits(outputs):
+            shown = shorten_texts(outputs, fits) if self._may_summarise else None
+        if shown is None:
             self._end(Status.LIMIT, "tokens")
-        else:
-            self.recording.give(tokens, "tool")
+            return
+        observation = self._observation(shown, words)
+        length = self.recording.length + len(observation)
+        full = self._may_summarise and (shown is not outputs or length >= self._trigger)
+        if full and self.summary is not None:
+            asked = self.summary.request if words is None else f"{words}\n\n{self.summary.request}"
+            observation = self._observation(shown, asked)
+        if self._is_spent(len(observation)):
+            self._end(Status.LIMIT, "tokens")
+            return
+        self.progress.summarising = full
+        self.recording.give(observation, "tool" if outputs else "user")
+
+    def _observation(self, outputs: Sequence[str], words: str | None) -> NDArray[np.int32]:
+        """What follows a message of the agent's, up to where its next one begins."""
+        if words is None:
+            return self.renderer.observations(outputs)
+        user = self.renderer.user_message(words)
+        return np.concatenate([self.renderer.results(outputs), user]) if outputs else user
 
     def _end(self, status: Status, cause: str = "") -> None:
         if self.progress.message_start is not None:
             self._add_turn(self._close_message(), ())
         self.progress.pending = ()
+        self.progress.summarising = False
+        self.progress.summary = None
         self.progress.status = status
         self.progress.cause = cause
         self._action = None
+
+
+def _kept(context: Context, keep_routes: KeepRoutes | None) -> BlobRef | None:
+    routes = context.recording.routes()
+    return keep_routes(routes) if keep_routes is not None and routes is not None else None

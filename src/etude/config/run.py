@@ -19,9 +19,22 @@ class AgentConfig(Section):
     max_calls_per_turn: int = Field(default=4, ge=1)
     """Calls of one message that are run; the rest are answered with an error."""
     max_tokens: int = Field(default=640, ge=64)
-    """Tokens of the whole context."""
+    """Tokens of one context: the model's window."""
     max_message_tokens: int = Field(default=96, ge=8)
     """Tokens of one message."""
+    max_session_tokens: int = Field(default=0, ge=0)
+    """Tokens of all contexts of a session together; 0: no limit."""
+    summary_at_tokens: int = Field(default=0, ge=0)
+    """A context of so many tokens is summarised by the agent, who goes on in a fresh one; 0: a full context
+    ends the session."""
+    max_summary_tokens: int = Field(default=96, ge=1)
+    """Tokens of one summary."""
+    summary_jitter: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Share by which summaries may come earlier in training, drawn for each context."""
+    max_summaries: int = Field(default=1000, ge=0)
+    """After so many summaries a full context ends the session."""
+    summary_request: str = "Summarise."
+    """The words that ask for a summary. A large model wants to be told what belongs in it."""
 
 
 class SandboxConfig(Section):

@@ -13,15 +13,17 @@ from numpy.typing import NDArray
 
 from etude.agent import (
     AgentSession,
+    LocalWorkspace,
     Registry,
     SessionLimits,
+    SummaryPolicy,
     Timings,
     ToolContext,
     ToolLimits,
     default_registry,
     run_session,
 )
-from etude.config import RewardConfig, RunConfig
+from etude.config import AgentConfig, RewardConfig, RunConfig
 from etude.environment.deferred import DeferredSandbox
 from etude.environment.grading import Verdict
 from etude.environment.rewards import compute_reward
@@ -42,6 +44,7 @@ class EpisodeLimits:
     """What one episode may use."""
 
     session: SessionLimits = field(default_factory=SessionLimits)
+    summary: SummaryPolicy | None = None
     tools: ToolLimits = field(default_factory=ToolLimits)
     sandbox: Resources = field(default_factory=Resources)
     max_attempts: int = 3
@@ -56,7 +59,9 @@ class EpisodeLimits:
                 max_calls_per_turn=agent.max_calls_per_turn,
                 max_tokens=agent.max_tokens,
                 max_message_tokens=agent.max_message_tokens,
+                max_session_tokens=agent.max_session_tokens or None,
             ),
+            _summary_policy(agent),
             ToolLimits(test_timeout_s=sandbox.test_timeout_s, command_timeout_s=sandbox.command_timeout_s),
             Resources(memory_bytes=sandbox.memory_bytes),
         )
@@ -100,11 +105,20 @@ class Environment:
         sampler: Sampler,
         rng_key: tuple[int, ...],
         params: SamplingParams,
+        training: bool = False,
     ) -> Trajectory:
-        """One episode. Infrastructure failures are retried from the start, and at last reported as such."""
+        """One episode. Infrastructure failures are retried from the start, and at last reported as such.
+
+        When summaries are asked for varies in `training` only.
+        """
+        summary = self._limits.summary
+        if summary is not None and not training:
+            summary = replace(summary, jitter=0.0)
         attempt = 0
         while True:
-            session = AgentSession(task.instruction, self._renderer, identity, self._limits.session, params)
+            session = AgentSession(
+                task.instruction, self._renderer, identity, self._limits.session, params, summary=summary
+            )
             try:
                 trajectory = await self._attempt(task, session, sampler, rng_key, attempt)
             except InfrastructureError as error:
@@ -124,7 +138,7 @@ class Environment:
         try:
             context = ToolContext(sandbox, self._registry, task.test_paths, self._limits.tools)
             session_id = f"{session.trajectory_id}~{attempt}"
-            timings = await run_session(session, sampler, context, session_id, rng_key)
+            timings = await run_session(session, sampler, LocalWorkspace(context), session_id, rng_key)
             began = time.perf_counter()
             verdict = await self._grade(task, session, sandbox)
             graded_s = time.perf_counter() - began
@@ -150,15 +164,26 @@ class Environment:
     ) -> Trajectory:
         assert session.status is not None
         reward = compute_reward(verdict.passed, session.status, session.facts.malformed, self._reward)
-        routes = session.routes()
         trajectory = session.trajectory(
-            self._keep_routes(routes) if routes is not None else None,
+            self._keep_routes,
             reward,
             attempt,
             image_digest,
             {"sample_s": timings.sample_s, "tools_s": timings.tools_s, "grade_s": graded_s},
         )
         return replace(trajectory, facts=_facts(trajectory, verdict))
+
+
+def _summary_policy(agent: AgentConfig) -> SummaryPolicy | None:
+    if not agent.summary_at_tokens:
+        return None
+    return SummaryPolicy(
+        at_tokens=agent.summary_at_tokens,
+        max_summary_tokens=agent.max_summary_tokens,
+        jitter=agent.summary_jitter,
+        max_summaries=agent.max_summaries,
+        request=agent.summary_request,
+    )
 
 
 def _facts(trajectory: Trajectory, verdict: Verdict) -> dict[str, Any]:

@@ -9,7 +9,8 @@
     │   └── TaskError             a task directory that breaks its format
     ├── AgentError                what the *agent* did wrong: a real outcome, it stays in the batch
     │   ├── MalformedCallError    a tool call that does not parse
-    │   └── ToolArgumentError     a tool call that parses and makes no sense
+    │   ├── ToolArgumentError     a tool call that parses and makes no sense
+    │   └── UserAbortedError      the user refused a call or gave no answer
     └── InfrastructureError       what *we* did wrong: never a reward, retried and counted
         ├── SandboxError          a sandbox that could not be made, died or does not answer
         ├── SamplerError          the engine failed or no longer holds what a request names
@@ -37,6 +38,7 @@ __all__ = [
     "StoreError",
     "TaskError",
     "ToolArgumentError",
+    "UserAbortedError",
     "UserError",
     "WeightUpdateError",
 ]
@@ -107,6 +109,10 @@ class MalformedCallError(AgentError):
 
 class ToolArgumentError(AgentError):
     """A tool call that parses and asks for something impossible."""
+
+
+class UserAbortedError(AgentError):
+    """The user refused a call, stopped it, or gave no answer."""
 
 
 class InfrastructureError(EtudeError):

@@ -3,18 +3,22 @@
 from etude.protocols.executor import Executor, Handle, Resources
 from etude.protocols.model import Attention, Model, Routes
 from etude.protocols.sampler import Sampler
-from etude.protocols.session import Action, Finished, RunCalls, Sample, Session
+from etude.protocols.session import Action, Archive, Finished, RunCalls, Sample, Session
 from etude.protocols.trainer import Trainer
 from etude.protocols.weights import KvPolicy, WeightSink
+from etude.protocols.workspace import OnCall, OnResult, Workspace
 
 __all__ = [
     "Action",
+    "Archive",
     "Attention",
     "Executor",
     "Finished",
     "Handle",
     "KvPolicy",
     "Model",
+    "OnCall",
+    "OnResult",
     "Resources",
     "Routes",
     "RunCalls",
@@ -23,4 +27,5 @@ __all__ = [
     "Session",
     "Trainer",
     "WeightSink",
+    "Workspace",
 ]

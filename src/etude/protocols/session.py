@@ -23,6 +23,8 @@ class Sample:
     params: SamplingParams
     stop_tokens: frozenset[int]
     segment_index: int
+    summarising: bool = False
+    """Whether the message will be the agent's summary of its own context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,14 @@ class RunCalls:
 
 
 @dataclass(frozen=True, slots=True)
+class Archive:
+    """Keep a full context where the agent can read it: `text` as the workspace's file `path`."""
+
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The session is over."""
 
@@ -40,7 +50,7 @@ class Finished:
     cause: str = ""
 
 
-Action = Sample | RunCalls | Finished
+Action = Sample | RunCalls | Archive | Finished
 
 
 class Session(Protocol):
@@ -62,6 +72,14 @@ class Session(Protocol):
 
     def on_results(self, results: Sequence[ToolResult]) -> None:
         """Takes the results of the calls last asked for, in order."""
+        ...
+
+    def on_archived(self, error: str = "") -> None:
+        """The context last asked for has been kept, or could not be: why not, in words for the agent."""
+        ...
+
+    def on_user(self, text: str) -> None:
+        """More words of the user: a session that has ended goes on."""
         ...
 
     def stop(self, status: Status, cause: str) -> None:

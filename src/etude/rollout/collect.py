@@ -117,7 +117,8 @@ class GroupCollector:
     async def _episode(self, task: Task, number: int, index: int) -> Trajectory:
         identity = TrajectoryId(self._run, task.id, 0, number, index)
         params = SamplingParams(temperature=self._config.temperature)
-        return await self._environment.run(task, identity, self._sampler, (self._seed, number, index), params)
+        rng_key = (self._seed, number, index)
+        return await self._environment.run(task, identity, self._sampler, rng_key, params, training=True)
 
 
 def _is_useful(group: Group) -> bool:

@@ -95,7 +95,7 @@ def load_lines(path: Path, count: int) -> list[Any]:
     """The first `count` values of a file. Raises StoreError if it is damaged or too short."""
     try:
         lines = zstandard.ZstdDecompressor().decompress(path.read_bytes()).decode().split("\n")
-    except (OSError, zstandard.ZstdError, UnicodeDecodeError) as error:
+    except (OSError, MemoryError, zstandard.ZstdError, UnicodeDecodeError) as error:
         raise _damaged(path, str(error)) from error
     if len(lines) < count:
         raise StoreError(f"corpus holds {len(lines)} documents", field="midtrain", received=count)

@@ -1,30 +1,21 @@
-"""The agent's tools. `default_registry` holds the standard ones."""
+"""The agent's tools, and the sets in which they are offered."""
 
-from etude.agent.tools.edit_lines import EditLines
-from etude.agent.tools.finish import Finish
-from etude.agent.tools.grep import Grep
-from etude.agent.tools.interface import Tool, ToolContext, ToolLimits
-from etude.agent.tools.list_dir import ListDir
-from etude.agent.tools.read_file import ReadFile
-from etude.agent.tools.registry import Registry, check_arguments
-from etude.agent.tools.run_command import RunCommand
-from etude.agent.tools.run_tests import RunTests
-from etude.agent.tools.search_replace import SearchReplace
+from etude.agent.tools.interface import Access, Tool, ToolContext, ToolLimits
+from etude.agent.tools.registries import core_registry, full_registry, registry_named
+from etude.agent.tools.registry import Registry, check_arguments, restricted
 
-__all__ = ["Registry", "Tool", "ToolContext", "ToolLimits", "check_arguments", "default_registry"]
+default_registry = core_registry
 
-
-def default_registry() -> Registry:
-    """The eight standard tools, in the order in which a tokenizer gets their tags."""
-    return Registry(
-        (
-            ListDir(),
-            Grep(),
-            ReadFile(),
-            EditLines(),
-            SearchReplace(),
-            RunTests(),
-            RunCommand(),
-            Finish(),
-        )
-    )
+__all__ = [
+    "Access",
+    "Registry",
+    "Tool",
+    "ToolContext",
+    "ToolLimits",
+    "check_arguments",
+    "core_registry",
+    "default_registry",
+    "full_registry",
+    "registry_named",
+    "restricted",
+]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from etude.agent.tools.interface import Arguments, ToolContext, integer
-from etude.agent.tools.text_file import path_of, read_text, write_text
+from etude.agent.tools.interface import Access, Arguments, ToolContext, integer, writes_path
+from etude.agent.tools.text_file import read_text, refuse_large, writable_path, write_text
 from etude.errors import ToolArgumentError
 from etude.records import ToolResult
-from etude.sandbox.paths import normal_path
 from etude.tokens.grammar import Parameter, ToolSchema
 
 
@@ -16,10 +15,11 @@ class EditLines:
     Arguments: `path`; `start`; `end` (default: `start`); `text` (empty deletes the lines).
     `start` may be one past the last line: the text is appended. Line ends stay as the file has them.
     Returns `ok`, or `no change`.
-    Errors: a missing path, lines that the file does not have.
+    Errors: UNEXPECTED_ENVIRONMENT for a missing path or a directory; INVALID_ARGUMENTS for lines that the
+    file does not have, a path outside, a file that is binary or too large.
     """
 
-    only_reads = False
+    repeatable = False
     schema = ToolSchema(
         "edit_lines",
         "Replace lines of a file.",
@@ -31,13 +31,18 @@ class EditLines:
         ),
     )
 
+    def access(self, arguments: Arguments) -> Access:
+        return writes_path(arguments)
+
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
-        path = path_of(arguments)
+        path = writable_path(arguments, context)
         start = integer(arguments, "start")
         end = integer(arguments, "end", start)
+        text = arguments["text"]
+        refuse_large(text, path, context)
         before = await read_text(path, context)
-        after = replace_lines(before, start, end, arguments["text"])
-        facts = {"kind": "edit", "path": normal_path(path), "line": start, "changed": after != before}
+        after = replace_lines(before, start, end, text)
+        facts = {"kind": "edit", "path": path, "line": start, "changed": after != before}
         if after == before:
             return ToolResult("no change", facts=facts)
         await write_text(path, after, context)

@@ -2,40 +2,158 @@
 
 from __future__ import annotations
 
-from etude.agent.tools.interface import Arguments, ToolContext, shorten
-from etude.errors import ToolArgumentError
+import asyncio
+from collections.abc import Callable, Sequence
+
+from etude.agent.tools.globs import compile_glob
+from etude.agent.tools.interface import (
+    Access,
+    Arguments,
+    ToolContext,
+    ToolLimits,
+    integer,
+    reads_path,
+    shorten,
+    shown,
+)
+from etude.agent.tools.patterns import common_pattern
+from etude.agent.tools.ports import GrepRequest
+from etude.agent.tools.text_file import directory_of, in_harness, read_text
+from etude.agent.tools.values import flag
+from etude.errors import AgentError, ToolArgumentError
 from etude.records import ToolResult
+from etude.sandbox.types import GrepMatch
 from etude.tokens.grammar import Parameter, ToolSchema
+
+_MAX_CONTEXT = 5
+_MOST_ASKED = 20_000
+"""Matches taken from a sandbox before those that do not count are left out."""
 
 
 class Grep:
-    """Finds lines that match a Python regular expression: `path:line: text`, sorted by path.
+    """Finds lines that match a regular expression: `path:line: text`, sorted by path and line.
 
-    Arguments: `pattern`; `path` (file or directory, default: the whole workspace).
-    Limits: `grep_matches` lines, each cut to `line_characters`.
-    Errors: an empty or broken pattern, a missing path. No match is no error.
+    Arguments: `pattern`, in the language common to ripgrep and Python (see `patterns`); `path` (file or
+    directory, default: the whole workspace); `include` (files to search, `*.py`, `lib/**/*.{c,h}`);
+    `ignore_case`; `context` (lines to show around each match, at most 5, written `path-line- text`).
+    Limits: `grep_matches` lines, each cut to `line_characters`. Hidden files and directories are passed over
+    unless `path` names them, as by ripgrep; so are `__pycache__` and binary files.
+    Errors: INVALID_ARGUMENTS for a pattern that is broken, takes too long, or means different things to
+    ripgrep and Python; UNEXPECTED_ENVIRONMENT for a missing path. No match is no error.
+
+    The session's index answers where there is one, else the sandbox searches. An index leaves out what
+    `.gitignore` names; a sandbox without one searches that as well.
     """
 
-    only_reads = True
+    repeatable = True
     schema = ToolSchema(
         "grep",
         "Find lines that match a regular expression.",
         (
             Parameter("pattern", "Python regular expression"),
             Parameter("path", "file or directory, default the whole workspace", required=False),
+            Parameter("include", "files to search, such as *.py", required=False),
+            Parameter("ignore_case", "true: upper and lower case are one", required=False, kind="boolean"),
+            Parameter("context", "lines to show around each match", required=False, kind="integer"),
         ),
     )
 
+    def access(self, arguments: Arguments) -> Access:
+        return reads_path(arguments)
+
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
         limits = context.limits
-        if not arguments["pattern"]:
-            raise ToolArgumentError("pattern is empty", field="pattern")
-        path = arguments.get("path", "").strip() or "."
-        matches = await context.sandbox.files.grep(arguments["pattern"], path, limits.grep_matches + 1)
+        pattern = common_pattern(arguments["pattern"])
+        around = integer(arguments, "context", 0)
+        if not 0 <= around <= _MAX_CONTEXT:
+            raise ToolArgumentError(f"context is 0 to {_MAX_CONTEXT}", field="context", received=around)
+        include = arguments.get("include", "").strip()
+        request = GrepRequest(
+            pattern,
+            directory_of(arguments, context),
+            (include,) if include else (),
+            flag(arguments, "ignore_case"),
+            limits.grep_matches + 1,
+        )
+        matches = await find(request, context)
         if not matches:
             return ToolResult("no match", facts={"num_matches": 0})
         kept = matches[: limits.grep_matches]
-        lines = [f"{m.path}:{m.line_number}: {shorten(m.line.strip(), limits.line_characters)}" for m in kept]
+        lines = await _with_context(kept, around, context) if around else _plain(kept, limits)
         if len(kept) < len(matches):
             lines.append("... more")
-        return ToolResult("\n".join(lines), facts={"num_matches": len(kept)})
+        return ToolResult(shown("\n".join(lines)), facts={"num_matches": len(kept)})
+
+
+async def find(request: GrepRequest, context: ToolContext) -> list[GrepMatch]:
+    """Matches of a pattern in common form, sorted, at most `limit`: the same whoever serves them.
+
+    Raises ToolArgumentError.
+    """
+    counts = _filter(request)
+    if context.search is not None and not in_harness(request.path):
+        found = await context.search.grep(request)
+        return [match for match in found if counts(match.path)][: request.limit]
+    pattern = f"(?i){request.pattern}" if request.ignore_case else request.pattern
+    asked = request.limit
+    while True:
+        found = await context.sandbox.files.grep(pattern, request.path, asked)
+        kept = [match for match in found if counts(match.path)]
+        if len(kept) >= request.limit or len(found) < asked or asked >= _MOST_ASKED:
+            return kept[: request.limit]
+        asked = min(asked * 8, _MOST_ASKED)
+
+
+def _filter(request: GrepRequest) -> Callable[[str], bool]:
+    """Whether matches of a path count. The file that the request names counts in any case."""
+    tests = [compile_glob(pattern.removeprefix("!")) for pattern in request.globs]
+    wanted = [not pattern.startswith("!") for pattern in request.globs]
+    start = 0 if request.path == "." else len(request.path)
+
+    def counts(path: str) -> bool:
+        if path == request.path:
+            return True
+        parts = path[start:].split("/")
+        if any(part.startswith(".") or part == "__pycache__" for part in parts):
+            return False
+        return all(test(path) == want for test, want in zip(tests, wanted, strict=True))
+
+    return counts
+
+
+def _plain(matches: Sequence[GrepMatch], limits: ToolLimits) -> list[str]:
+    return [f"{m.path}:{m.line_number}: {shorten(m.line.strip(), limits.line_characters)}" for m in matches]
+
+
+async def _with_context(matches: Sequence[GrepMatch], around: int, context: ToolContext) -> list[str]:
+    """The matches between the lines around them, `--` where lines were left out."""
+    by_path: dict[str, dict[int, str]] = {}
+    for match in matches:
+        by_path.setdefault(match.path, {})[match.line_number] = match.line
+    texts = await asyncio.gather(*(_lines_of(path, context) for path in by_path))
+    written: list[str] = []
+    for (path, found), text in zip(by_path.items(), texts, strict=True):
+        written += ["--", *_block(path, found, text, around, context.limits.line_characters)]
+    return written[1:]
+
+
+def _block(path: str, found: dict[int, str], text: list[str], around: int, characters: int) -> list[str]:
+    near = {m for n in found for m in range(max(n - around, 1), min(n + around, len(text)) + 1)}
+    wanted = sorted(near | found.keys())
+    written: list[str] = []
+    for place, number in enumerate(wanted):
+        if place and wanted[place - 1] != number - 1:
+            written.append("--")
+        # The match is shown as it was found: the file may have changed since.
+        line = found[number] if number in found else text[number - 1]
+        mark = ":" if number in found else "-"
+        written.append(f"{path}{mark}{number}{mark} {shorten(line.rstrip(), characters)}")
+    return written
+
+
+async def _lines_of(path: str, context: ToolContext) -> list[str]:
+    """The file's lines; none where it is gone or too large, and the matches stand alone."""
+    try:
+        return (await read_text(path, context)).split("\n")
+    except AgentError:
+        return []

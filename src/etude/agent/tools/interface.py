@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from etude.errors import ToolArgumentError
-from etude.records import ToolErrorClass, ToolResult
+from etude.agent.tools.ports import CodeSearch, User, Web
+from etude.agent.tools.state import ToolState
+from etude.errors import AgentError, ToolArgumentError
+from etude.records import ToolCall, ToolErrorClass, ToolResult
 from etude.sandbox.interface import Sandbox
+from etude.sandbox.paths import WORKSPACE, normal_path
 from etude.tokens.grammar import ToolSchema
 
 Arguments = Mapping[str, str]
+_PATH_CHARACTERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,40 @@ class ToolLimits:
     test_failures: int = 3
     test_timeout_s: float = 2.0
     command_timeout_s: float = 30.0
+    parallel_calls: int = 16
+    """Calls of one turn that run at the same time."""
+    provider_attempts: int = 3
+    """Tries of a repeatable call where what is behind a port (the web, an embedding model) fails."""
+    provider_backoff_s: float = 0.5
+    """Wait before the second try; doubled for each one after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What one call reads and writes: workspace paths (`.` is all of it), or names such as `todo:`.
+
+    Two calls conflict where one writes what the other reads or writes, a directory standing for all below.
+    Calls that do not conflict may run at the same time.
+    """
+
+    reads: frozenset[str] = frozenset()
+    writes: frozenset[str] = frozenset()
+    barrier: bool = False
+    """Whether the call waits for all before it, and all after it wait for the call."""
+
+    def conflicts(self, other: Access) -> bool:
+        """Whether the order of the two matters."""
+        if self.barrier or other.barrier:
+            return True
+        return _overlap(self.writes, other.reads | other.writes) or _overlap(other.writes, self.reads)
+
+
+READS_ALL = Access(reads=frozenset({"."}))
+WRITES_ALL = Access(writes=frozenset({"."}))
+BARRIER = Access(barrier=True)
+
+Approve = Callable[[ToolCall], Awaitable[str | None]]
+"""Asked before a call that writes or runs: None allows it, a text says to the agent why not."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +81,24 @@ class ToolContext:
     test_paths: tuple[str, ...] = ()
     """The visible tests, in the order in which `run_tests` runs them."""
     limits: ToolLimits = field(default_factory=ToolLimits)
+    state: ToolState = field(default_factory=ToolState)
+    search: CodeSearch | None = None
+    user: User | None = None
+    web: Web | None = None
+    approve: Approve | None = None
+    workspace: str = WORKSPACE
+    """Where the workspace lies inside the sandbox: absolute paths below it are accepted."""
+
+    def changed(self, path: str) -> None:
+        """A tool has written or removed the file at this normal path."""
+        self.state.on_change(path)
+        if self.search is not None:
+            self.search.changed(path)
+
+    def changed_somewhere(self) -> None:
+        """Something ran that may have changed any file."""
+        if self.search is not None:
+            self.search.changed_somewhere()
 
 
 class Tool(Protocol):
@@ -51,9 +107,13 @@ class Tool(Protocol):
     @property
     def schema(self) -> ToolSchema: ...
 
+    def access(self, arguments: Arguments) -> Access:
+        """What the call will read and write. Never raises: for arguments that make no sense, anything."""
+        ...
+
     @property
-    def only_reads(self) -> bool:
-        """Whether neighbouring calls of such tools may run at the same time."""
+    def repeatable(self) -> bool:
+        """Whether a call may be made again where nobody knows if it was carried out: reads, whole writes."""
         ...
 
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
@@ -62,6 +122,26 @@ class Tool(Protocol):
         `arguments` have passed the schema: nothing is missing, nothing unknown.
         """
         ...
+
+
+def reads_path(arguments: Arguments, name: str = "path") -> Access:
+    """The access of a call that only reads what the argument `name` names; without it, the workspace."""
+    return Access(reads=frozenset({accessed_path(arguments.get(name, ""))}))
+
+
+def writes_path(arguments: Arguments, name: str = "path") -> Access:
+    """The access of a call that reads and writes what the argument `name` names."""
+    return Access(writes=frozenset({accessed_path(arguments.get(name, ""))}))
+
+
+def accessed_path(path: str) -> str:
+    """The path in the form that `Access` compares; the whole workspace where the path makes no sense."""
+    if len(path) > _PATH_CHARACTERS:
+        return "."
+    try:
+        return normal_path(path.strip())
+    except AgentError:
+        return "."
 
 
 def integer(arguments: Arguments, name: str, default: int | None = None) -> int:
@@ -87,3 +167,13 @@ def shorten(line: str, limit: int) -> str:
 def failure(message: str, error: ToolErrorClass, **facts: str | int | float | bool) -> ToolResult:
     """The result of a call that did not do what was asked."""
     return ToolResult(f"error: {message}", error, facts=facts)
+
+
+def _overlap(first: frozenset[str], second: frozenset[str]) -> bool:
+    return any(_holds(one, other) or _holds(other, one) for one in first for other in second)
+
+
+def _holds(directory: str, path: str) -> bool:
+    if ":" in directory or ":" in path:
+        return directory == path
+    return directory in (".", path) or path.startswith(directory + "/")

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from blake3 import blake3
 
-from etude.agent.tools.interface import Arguments, Tool
+from etude.agent.tools.interface import Access, Arguments, Tool, ToolContext
 from etude.errors import ConfigError, ToolArgumentError
+from etude.records import ToolResult
 from etude.tokens.grammar import ToolSchema
 
 
@@ -41,15 +42,58 @@ class Registry(Mapping[str, Tool]):
         return blake3(repr(self.schemas).encode()).hexdigest()
 
 
-def check_arguments(schema: ToolSchema, arguments: Arguments) -> None:
-    """Raises ToolArgumentError if an argument is missing or unknown.
+class RestrictedTool:
+    """A tool offered with some of its parameters only; what is left out keeps its default."""
 
-    The grammar has seen to it for sampled calls; calls from elsewhere (MCP, a server) pass here only.
+    def __init__(self, tool: Tool, schema: ToolSchema) -> None:
+        self._tool = tool
+        self.schema = schema
+
+    @property
+    def repeatable(self) -> bool:
+        """See Tool."""
+        return self._tool.repeatable
+
+    def access(self, arguments: Arguments) -> Access:
+        """See Tool."""
+        return self._tool.access(arguments)
+
+    async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
+        """See Tool."""
+        return await self._tool.run(arguments, context)
+
+
+def restricted(tool: Tool, parameters: tuple[str, ...]) -> RestrictedTool:
+    """The tool with the named parameters only, which are then all that it accepts.
+
+    So a model keeps the tools that it was trained with, though they have learned more since.
+
+    Raises ConfigError for a name that the tool does not have, and if a parameter that it needs is missing.
+    """
+    known = {parameter.name: parameter for parameter in tool.schema.parameters}
+    for name in parameters:
+        if name not in known:
+            raise ConfigError(f"{tool.schema.name} has no such parameter", field="parameters", received=name)
+    for name, parameter in known.items():
+        if parameter.required and name not in parameters:
+            raise ConfigError(f"{tool.schema.name} needs {name}", field="parameters", received=parameters)
+    kept = tuple(known[name] for name in parameters)
+    return RestrictedTool(tool, ToolSchema(tool.schema.name, tool.schema.description, kept))
+
+
+def check_arguments(schema: ToolSchema, arguments: Arguments) -> None:
+    """Raises ToolArgumentError if an argument is missing, unknown or not text.
+
+    The grammar has seen to it for sampled calls; calls from elsewhere (MCP, a server) pass here only. What
+    the text holds is looked at by the tool.
     """
     accepted = {parameter.name: parameter.required for parameter in schema.parameters}
-    for name in arguments:
+    for name, value in arguments.items():
         if name not in accepted:
-            raise ToolArgumentError(f"unknown parameter {name[:40]}", field=name)
+            raise ToolArgumentError(f"unknown parameter {str(name)[:40]}", field=str(name)[:40])
+        if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            kind = type(value).__name__
+            raise ToolArgumentError(f"{name} must be text, not {kind}", field=name, received=kind)
     for name, required in accepted.items():
         if required and name not in arguments:
             raise ToolArgumentError(f"missing {name}", field=name)

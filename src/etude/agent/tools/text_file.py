@@ -2,16 +2,57 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
 from etude.agent.tools.interface import Arguments, ToolContext
+from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.errors import ToolArgumentError
+from etude.sandbox.paths import normal_path
+
+Parameters = ParamSpec("Parameters")
+Value = TypeVar("Value")
+_PATH_CHARACTERS = 4096
+_LARGE_CHARACTERS = 64 << 10
 
 
-def path_of(arguments: Arguments) -> str:
-    """The argument `path`. Raises ToolArgumentError if it is empty."""
+def path_of(arguments: Arguments, context: ToolContext) -> str:
+    """The argument `path` in normal form. Raises ToolArgumentError if it is empty, or no path inside."""
     path = arguments["path"].strip()
     if not path:
         raise ToolArgumentError("path is empty", field="path")
+    return inner_path(path, context)
+
+
+def directory_of(arguments: Arguments, context: ToolContext) -> str:
+    """As `path_of`, but the whole workspace (`.`) where the argument is missing or empty."""
+    return inner_path(arguments.get("path", "").strip() or ".", context)
+
+
+def writable_path(arguments: Arguments, context: ToolContext) -> str:
+    """As `path_of`, for a file that an edit changes. Raises ToolArgumentError in the harness' directory."""
+    path = path_of(arguments, context)
+    refuse_harness(path)
     return path
+
+
+def inner_path(path: str, context: ToolContext) -> str:
+    """The normal form of a path that the agent wrote. Raises ToolArgumentError."""
+    if len(path) > _PATH_CHARACTERS:
+        raise ToolArgumentError("path too long", field="path", received=len(path))
+    return normal_path(path, context.workspace)
+
+
+def in_harness(path: str) -> bool:
+    """Whether a normal path lies in the directory that the harness keeps for itself."""
+    return path == HARNESS_DIRECTORY or path.startswith(HARNESS_DIRECTORY + "/")
+
+
+def refuse_harness(path: str) -> None:
+    """Raises ToolArgumentError for a normal path that only the harness writes."""
+    if in_harness(path):
+        raise ToolArgumentError(f"{HARNESS_DIRECTORY} is read-only", field="path", received=path)
 
 
 async def read_text(path: str, context: ToolContext) -> str:
@@ -29,11 +70,40 @@ async def read_text(path: str, context: ToolContext) -> str:
 
 
 async def write_text(path: str, text: str, context: ToolContext) -> None:
-    """Replaces the whole file by what `read_text` gave and an edit changed.
+    """Replaces the whole file at a normal path, and tells the context that it changed.
 
     Raises ToolArgumentError if the file would grow above `file_bytes`.
     """
+    data = encoded(text, path, context)
+    await context.sandbox.files.write(path, data)
+    context.changed(path)
+
+
+def encoded(text: str, path: str, context: ToolContext) -> bytes:
+    """What `read_text` gave and an edit changed, as bytes. Raises ToolArgumentError for too many."""
+    refuse_large(text, path, context)
     data = text.encode("utf-8", "surrogateescape")
     if len(data) > context.limits.file_bytes:
         raise ToolArgumentError("file too large", field="path", received=path)
-    await context.sandbox.files.write(path, data)
+    return data
+
+
+def refuse_large(text: str, path: str, context: ToolContext) -> None:
+    """Raises ToolArgumentError for a text that no file may hold, before it is copied for the first time."""
+    if len(text) > context.limits.file_bytes:
+        raise ToolArgumentError("file too large", field="path", received=path)
+
+
+async def off_loop(
+    size: int, function: Callable[Parameters, Value], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Value:
+    """The function's result; in a thread where it works on so many characters that the loop would stall."""
+    if size <= _LARGE_CHARACTERS:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+def line_end(text: str) -> str:
+    r"""How the lines of a text end: `\r\n` where all of them do, else `\n`."""
+    crlf = text.count("\r\n")
+    return "\r\n" if crlf and crlf == text.count("\n") else "\n"

@@ -1,38 +1,23 @@
 import asyncio
+from functools import partial
 
+import file_scenes
 import pytest
-from agent_builders import FILES, contents, new_context, replace_files
+from file_scenes import CORE, FILES, call
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.agent import ToolContext, ToolLimits, default_registry, execute_calls
-from etude.agent.tools import Registry
+from etude.agent import ToolContext, ToolLimits, execute_calls
 from etude.agent.tools.edit_lines import replace_lines
 from etude.agent.tools.run_command import head_and_tail
-from etude.errors import ConfigError, SandboxError, ToolArgumentError
+from etude.errors import SandboxError, ToolArgumentError
 from etude.records import ToolCall, ToolErrorClass
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.types import CommandResult
 
 
-def call(name, **arguments):
-    return ToolCall(name, arguments)
-
-
-def run(*calls, files=None, **settings):
-    """Results of one turn, and the files after it."""
-
-    async def turn():
-        context = await new_context(files, **settings)
-        results = await execute_calls(calls, context)
-        return results, contents(context)
-
-    return asyncio.run(turn())
-
-
-def output(*calls, **settings):
-    (result,), _ = run(*calls, **settings)
-    return result.output
+run = partial(file_scenes.run, tools=CORE)
+output = partial(file_scenes.output, tools=CORE)
 
 
 def test_list_dir_lists_all_files_sorted():
@@ -194,7 +179,7 @@ class CommandSandbox:
 
 
 def run_command(answer):
-    context = ToolContext(CommandSandbox(answer), default_registry())  # pyright: ignore[reportArgumentType]
+    context = ToolContext(CommandSandbox(answer), CORE)  # pyright: ignore[reportArgumentType]
     return asyncio.run(execute_calls([call("run_command", command="make")], context))[0]
 
 
@@ -211,43 +196,3 @@ def test_failing_infrastructure_is_never_a_result():
         run_command(SandboxError("gone"))
     with pytest.raises(SandboxKilledByAgentError):
         run_command(SandboxKilledByAgentError("the first process was killed"))
-
-
-def test_reads_run_together_and_writes_in_order():
-    running, most, order = 0, 0, []
-
-    async def turn():
-        context = await new_context()
-        files = context.sandbox.files
-        read, write = files.read, files.write
-
-        class Watched:
-            def __getattr__(self, name):
-                return getattr(files, name)
-
-            async def read(self, path, limit_bytes=1 << 20):
-                nonlocal running, most
-                running += 1
-                most = max(most, running)
-                await asyncio.sleep(0)
-                running -= 1
-                return await read(path, limit_bytes)
-
-            async def write(self, path, data):
-                order.append(bytes(data))
-                await write(path, data)
-
-        replace_files(context, Watched())
-        edits = [call("edit_lines", path="lib/tags.py", start="1", text=text) for text in "ab"]
-        reading = call("read_file", path="lib/tags.py")
-        return await execute_calls([reading, reading, *edits, reading], context)
-
-    results = asyncio.run(turn())
-    assert most == 2 and order == [b"a\n", b"b\n"]
-    assert [result.output[:3] for result in results[2:]] == ["ok", "ok", "1\tb"]
-
-
-def test_two_tools_of_one_name_are_refused():
-    tool = default_registry()["grep"]
-    with pytest.raises(ConfigError):
-        Registry([tool, tool])

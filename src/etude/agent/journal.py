@@ -1,0 +1,336 @@
+"""A session on disk: what it is, and everything that it was told, one line each, in order.
+
+    <xxh3-64 of the text, hex> <space> <JSON> <newline>
+
+The first line describes the session. A line torn by a crash at the file's end is dropped; damage anywhere
+else is an error. Lines are synced before a turn's calls begin and after they have ended, so that a session
+can be taken up after a kill -9 and does nothing twice: calls that may have run and may not be repeated are
+answered as interrupted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from etude.agent.inputs import (
+    ArchivedIn,
+    ChunksIn,
+    Input,
+    PrefixMissIn,
+    ResultsIn,
+    StopIn,
+    UserIn,
+    apply,
+    call_document,
+    from_document,
+    merge,
+    result_document,
+    result_of,
+    to_document,
+)
+from etude.agent.limits import SessionLimits
+from etude.agent.session import AgentSession
+from etude.agent.summary import SummaryPolicy
+from etude.agent.tools.interface import Tool
+from etude.agent.tools.state import ToolState
+from etude.errors import ConfigError, StoreError
+from etude.protocols import Action, RunCalls
+from etude.records import (
+    SampleChunk,
+    SamplingParams,
+    Status,
+    ToolCall,
+    ToolErrorClass,
+    ToolResult,
+    TrajectoryId,
+)
+from etude.tokens.renderer import Renderer
+
+FORMAT = 1
+INTERRUPTED = "error: interrupted; it may have run or not: look before you do it again"
+
+
+class JournaledSession:
+    """Implements `Session` and `CallLog` around an AgentSession that it keeps on disk.
+
+    One writer at a time: whoever holds the file open for appending has locked it.
+    """
+
+    def __init__(self, session: AgentSession, state: ToolState, file: BinaryIO, sync: bool) -> None:
+        """Use `create` or `resume`."""
+        self.session = session
+        self.state = state
+        self._file = file
+        self._sync = sync
+        self._chunks: list[SampleChunk] = []
+        self._known: dict[int, ToolResult] = {}
+
+    @classmethod
+    def create(
+        cls, path: Path, session: AgentSession, state: ToolState, sync: bool = True
+    ) -> JournaledSession:
+        """Begins the journal of a new session. Raises StoreError if the file exists or cannot be made."""
+        assert not session.turns, "the session has begun"
+        journal = cls(session, state, _open(path, os.O_CREAT | os.O_EXCL), sync)
+        journal._append({"kind": "session", **describe(session)})
+        journal._flush()
+        return journal
+
+    @classmethod
+    def resume(
+        cls, path: Path, renderer: Renderer, tools: Mapping[str, Tool], sync: bool = True
+    ) -> JournaledSession:
+        """Takes a session up where its journal ends. Raises StoreError, ConfigError (another tokenizer)."""
+        file = _open(path, 0)
+        try:
+            lines, length = read_lines(path)
+            session, state, known = _replayed(lines, renderer, tools, path)
+            file.truncate(length)
+        except BaseException:
+            file.close()
+            raise
+        journal = cls(session, state, file, sync)
+        journal._known = known
+        journal.on_prefix_miss()
+        return journal
+
+    def next_action(self) -> Action:
+        """See Session."""
+        return self.session.next_action()
+
+    def on_prefix_miss(self) -> None:
+        """See Session."""
+        self._tell(PrefixMissIn())
+
+    def on_chunk(self, chunk: SampleChunk) -> None:
+        """See Session. Chunks are written when their request ends: what a crash cuts off is sampled again."""
+        if self.session.status is not None:
+            return
+        self.session.on_chunk(chunk)
+        self._chunks.append(chunk)
+        if chunk.finish is not None:
+            self._write_chunks()
+
+    def on_results(self, results: Sequence[ToolResult]) -> None:
+        """See Session."""
+        self._known.clear()
+        self._tell(ResultsIn(tuple(results)), tools=self.state.to_dict())
+        self._flush()
+
+    def on_archived(self, error: str = "") -> None:
+        """See Session."""
+        self._tell(ArchivedIn(error))
+
+    def on_user(self, text: str) -> None:
+        """See Session."""
+        self._tell(UserIn(text))
+        self._flush()
+
+    def stop(self, status: Status, cause: str) -> None:
+        """See Session."""
+        self._tell(StopIn(status, cause))
+        self._flush()
+
+    def begun(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
+        """See CallLog."""
+        self._append({"kind": "begun", "calls": [call_document(call) for call in calls]})
+        self._flush()
+        return dict(self._known)
+
+    def ended(self, position: int, result: ToolResult) -> None:
+        """See CallLog."""
+        self._append({"kind": "ended", "position": position, "result": result_document(result)})
+
+    def close(self) -> None:
+        """Releases the file. Idempotent."""
+        if not self._file.closed:
+            self._write_chunks()
+            self._flush()
+            self._file.close()
+
+    def _tell(self, told: Input, **more: Any) -> None:
+        self._write_chunks()
+        apply(self.session, told)
+        self._append({**to_document(told), **more})
+
+    def _write_chunks(self) -> None:
+        chunks, self._chunks = self._chunks, []
+        if chunks:
+            self._append(to_document(ChunksIn(merge(chunks))))
+
+    def _append(self, document: Mapping[str, Any]) -> None:
+        text = json.dumps(document, separators=(",", ":")).encode()
+        try:
+            self._file.write(b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text))
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _flush(self) -> None:
+        try:
+            self._file.flush()
+            if self._sync:
+                os.fdatasync(self._file.fileno())
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: OSError) -> StoreError:
+        return StoreError("the journal cannot be written", field=str(self._file.name), received=str(error))
+
+
+def describe(session: AgentSession) -> dict[str, Any]:
+    """What a session is before it begins, as plain JSON values."""
+    return {
+        "format": FORMAT,
+        "tokenizer_digest": session.renderer.tokenizer.digest,
+        "template_digest": session.renderer.template_digest,
+        "instruction": session.instruction,
+        "system": session.system,
+        "trajectory_id": asdict(session.trajectory_id),
+        "limits": asdict(session.limits),
+        "params": asdict(session.params),
+        "summary": None if session.summary is None else asdict(session.summary),
+    }
+
+
+def described(document: Mapping[str, Any], renderer: Renderer) -> AgentSession:
+    """The session that `describe` described, at its beginning.
+
+    Raises ConfigError if `renderer` has another tokenizer, grammar or template: tokens would change meaning.
+    """
+    digests = {"tokenizer_digest": renderer.tokenizer.digest, "template_digest": renderer.template_digest}
+    for name, digest in digests.items():
+        if document[name] != digest:
+            raise ConfigError(
+                f"the session was recorded with another one ({document[name][:12]})",
+                field=name,
+                received=digest[:12],
+                fix="resume it with the tokenizer and tools that it began with",
+            )
+    summary = document["summary"]
+    return AgentSession(
+        instruction=document["instruction"],
+        renderer=renderer,
+        trajectory_id=TrajectoryId(**document["trajectory_id"]),
+        limits=SessionLimits(**document["limits"]),
+        params=SamplingParams(**document["params"]),
+        system=document["system"],
+        summary=None if summary is None else SummaryPolicy(**summary),
+    )
+
+
+def replay(path: Path, renderer: Renderer, turns: int | None = None) -> tuple[AgentSession, ToolState]:
+    """The session of a journal as it was after `turns` turns (None: at the end), and its tools' memory.
+
+    Reads only. Raises StoreError, ConfigError.
+    """
+    lines, _ = read_lines(path)
+    session, state, _ = _replayed(_until(lines, turns), renderer, {}, path)
+    return session, state
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """All lines of a journal, and the length in bytes of the part that is whole. Raises StoreError."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise StoreError("no journal can be read here", field="path", received=str(path)) from error
+    documents: list[dict[str, Any]] = []
+    position = 0
+    while position < len(data):
+        end = data.find(b"\n", position) + 1
+        document = _line(data[position : end - 1]) if end else None
+        if document is None:
+            if end and end < len(data):
+                raise StoreError(
+                    "the journal is damaged", field=f"line {len(documents) + 1}", received=str(path)
+                )
+            break
+        documents.append(document)
+        position = end
+    if not documents or documents[0].get("kind") != "session" or documents[0].get("format") != FORMAT:
+        raise StoreError("this is no journal of a session", field="path", received=str(path))
+    return documents, position
+
+
+def _line(line: bytes) -> dict[str, Any] | None:
+    digest, _, text = line.partition(b" ")
+    if digest.decode("latin-1") != xxhash.xxh3_64_hexdigest(text):
+        return None
+    document = json.loads(text)
+    return document if isinstance(document, dict) else None
+
+
+def _until(lines: Sequence[dict[str, Any]], turns: int | None) -> Iterator[dict[str, Any]]:
+    seen = 0
+    for number, line in enumerate(lines):
+        if number and seen == turns:
+            return
+        yield line
+        seen += line["kind"] == "results"
+
+
+def _replayed(
+    lines: Iterator[dict[str, Any]] | Sequence[dict[str, Any]],
+    renderer: Renderer,
+    tools: Mapping[str, Tool],
+    path: Path,
+) -> tuple[AgentSession, ToolState, dict[int, ToolResult]]:
+    """Session, tools' memory, and what is known of the calls of a turn that did not end."""
+    rest = iter(lines)
+    session = described(next(rest), renderer)
+    state = ToolState()
+    begun = False
+    known: dict[int, ToolResult] = {}
+    try:
+        for line in rest:
+            match line["kind"]:
+                case "begun":
+                    begun = True
+                case "ended":
+                    known[line["position"]] = result_of(line["result"])
+                case kind:
+                    apply(session, from_document(line))
+                    begun = begun and kind == "prefix_miss"
+                    known = known if begun else {}
+                    state = ToolState.from_dict(line["tools"]) if kind == "results" else state
+    except (KeyError, ValueError, TypeError, AssertionError) as error:
+        raise StoreError("the journal makes no sense", field=str(path), received=repr(error)) from error
+    action = session.next_action()
+    if begun and isinstance(action, RunCalls):
+        known |= _interrupted(action.calls, known, tools)
+    return session, state, known
+
+
+def _interrupted(
+    calls: Sequence[ToolCall], known: Mapping[int, ToolResult], tools: Mapping[str, Tool]
+) -> dict[int, ToolResult]:
+    """Answers to calls that may have run, nobody knows how far, and may not be repeated."""
+    answers: dict[int, ToolResult] = {}
+    for position, call in enumerate(calls):
+        tool = tools.get(call.name)
+        if position not in known and call.error is None and tool is not None and not tool.repeatable:
+            answers[position] = ToolResult(INTERRUPTED, ToolErrorClass.PROVIDER)
+    return answers
+
+
+def _open(path: Path, flags: int) -> BinaryIO:
+    """Opens for appending, locked."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o600), "ab")
+    except OSError as error:
+        raise StoreError("the journal cannot be opened", field="path", received=str(error)) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise StoreError("the session is in use", field="path", received=str(path)) from error
+    return file

@@ -1,0 +1,127 @@
+"""A user for rollouts: answers from the facts that a task withholds, always alike, without any model.
+
+A task may leave out of its instruction what its author knows ("amounts are in cents"). An agent that asks for
+it gets it, one that guesses does not: so asking can be learnt, and that it costs something too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from etude.errors import ConfigError, UserAbortedError
+
+UNKNOWN = "I don't know."
+_WORD = re.compile(r"[A-Za-z]+|[0-9]+")
+_HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+_ENOUGH = 0.25
+"""Share of a question's weight that a fact must hold to answer it."""
+_TOPIC_WEIGHT = 2
+_K1, _B = 1.2, 0.75
+_STOP_WORD_LIST = """
+a about all am an and any are as at be been being both but by can could did do does doing each for from
+had has have having here how i if in into is it its just like me more most my need no not of on only or
+other our please same should so some such tell than that the their them then there these they this those
+to too us use used user want was we were what when where which while who why will with would you your
+"""
+_STOP_WORDS = frozenset(_STOP_WORD_LIST.split())
+
+
+@dataclass(slots=True)
+class SimulatedUser:
+    """Implements `tools.ports.User`. Deterministic: the same question always has the same answer.
+
+    `facts`: sentences, or topic -> sentence, where a topic's words count twice. A question is answered by the
+    fact that fits it best (BM25 over words, identifiers split), if it fits well enough; with options by the
+    option that this fact speaks for, else by the fact.
+    """
+
+    facts: Sequence[str] | Mapping[str, str]
+    limit: int = 8
+    """Questions that are answered; then the user is gone. One that was asked before costs nothing."""
+    num_questions: int = 0
+    num_repeats: int = 0
+    num_unknown: int = 0
+    """Different questions that no fact answers."""
+    _answers: dict[str, str] = field(init=False, default_factory=dict[str, str])
+    _sentences: list[str] = field(init=False)
+    _words: list[Counter[str]] = field(init=False)
+    _weights: dict[str, float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.limit < 0:
+            raise ConfigError(
+                "must not be negative", field="user.limit", received=self.limit, fix="0 or more"
+            )
+        facts = self.facts
+        topics = list(facts) if isinstance(facts, Mapping) else [""] * len(facts)
+        self._sentences = list(facts.values()) if isinstance(facts, Mapping) else list(facts)
+        self._words = [
+            Counter(words(topic) * _TOPIC_WEIGHT + words(sentence))
+            for topic, sentence in zip(topics, self._sentences, strict=True)
+        ]
+        spread = Counter(word for fact in self._words for word in fact)
+        self._weights = {word: _weight(len(self._words), number) for word, number in spread.items()}
+
+    async def answer(self, question: str, options: Sequence[str] = ()) -> str:
+        """See User.answer. Raises UserAbortedError once the limit of different questions is passed."""
+        self.num_questions += 1
+        key = " ".join([*sorted(set(words(question))), "|", *options])
+        if key in self._answers:
+            self.num_repeats += 1
+            return self._answers[key]
+        if len(self._answers) >= self.limit:
+            raise UserAbortedError("the user answers no more questions; decide yourself", field="question")
+        fact = self._best_fact(set(words(question)), set(words(" ".join(options))))
+        self.num_unknown += fact is None
+        self._answers[key] = answer = UNKNOWN if fact is None else _chosen(options, fact)
+        return answer
+
+    def _best_fact(self, question: set[str], options: set[str]) -> str | None:
+        """The fact with the highest score, the first of equals; None if none fits well enough."""
+        rare = _weight(len(self._words), 1)
+        asked = sorted(question | options)
+        enough = _ENOUGH * sum(self._weights.get(word, rare) for word in question)
+        mean_words = max(1.0, sum(map(Counter.total, self._words)) / max(1, len(self._words)))
+        best, best_score = None, 0.0
+        for sentence, fact in zip(self._sentences, self._words, strict=True):
+            held = [word for word in asked if word in fact]
+            if sum(self._weights[word] for word in held) < enough:
+                continue
+            length = 1 - _B + _B * fact.total() / mean_words
+            score = sum(
+                self._weights[word] * fact[word] * (_K1 + 1) / (fact[word] + _K1 * length) for word in held
+            )
+            if score > best_score:
+                best, best_score = sentence, score
+        return best
+
+
+def words(text: str) -> list[str]:
+    """The words of a text that mean something: identifiers split, lower case, endings off."""
+    parts = (part for word in _WORD.findall(text) for part in _HUMP.split(word))
+    return [_stem(part) for part in map(str.lower, parts) if part not in _STOP_WORDS]
+
+
+def _weight(num_facts: int, holding: int) -> float:
+    """BM25's weight of a word that `holding` of the facts hold: the rarer, the more it says."""
+    return math.log1p((num_facts - holding + 0.5) / (holding + 0.5))
+
+
+def _stem(word: str) -> str:
+    """The word without the commonest endings; what matters is only that forms of one word agree."""
+    for endings in (("es", "s"), ("ing", "ed"), ("e",)):
+        ending = next((e for e in endings if word.endswith(e) and len(word) - len(e) >= 3), "")
+        word = word.removesuffix(ending)
+    return word
+
+
+def _chosen(options: Sequence[str], fact: str) -> str:
+    """The one option whose words the fact holds most of; the fact itself if none stands out."""
+    said = set(words(fact))
+    shares = [len(said & set(words(option))) / max(1, len(set(words(option)))) for option in options]
+    best = max(shares, default=0.0)
+    return options[shares.index(best)] if best > 0 and shares.count(best) == 1 else fact

@@ -1,0 +1,181 @@
+"""ruff over the content of files: in the sandbox where it has one, else on the host.
+
+In the sandbox the repository's own configuration decides. On the host none does, and no file of the host is
+read: content goes in by standard input, and the rules are a few that nobody disputes. Either way the same
+linter judges the content that a file had at first and the content that it has now.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from etude.agent.tools.interface import shown
+from etude.errors import InfrastructureError
+from etude.sandbox.errors import Unsupported
+from etude.sandbox.interface import Sandbox
+
+LINT_S = 10.0
+"""For one file."""
+_OUTPUT_BYTES = 4 << 20
+_OPTIONS = ("--no-cache", "--exit-zero", "--output-format=json")
+_HOST_RULES = "--select=E4,E7,E9,F"
+"""Errors of syntax and of names, plain mistakes: fixed here, since ruff's defaults change with versions."""
+_NOT_LINTED = "not-linted"
+_SUFFIXES = (".py", ".pyi")
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that a linter says."""
+
+    line: int
+    """From 1."""
+    rule: str
+    message: str
+    text: str
+    """The source line, without blanks at its ends."""
+
+    @property
+    def key(self) -> str:
+        """What a finding is recognised by when lines have moved: its rule and the text of its line."""
+        return f"{self.rule}\t{self.text}"
+
+
+class Linter(Protocol):
+    """Judges the content of one file."""
+
+    async def lint(self, path: str, content: bytes) -> list[Finding]:
+        """Findings in the order of lines. What cannot be linted is a finding too.
+
+        Raises InfrastructureError.
+        """
+        ...
+
+
+class SandboxRuff:
+    """The sandbox's own ruff with the repository's configuration."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+
+    @classmethod
+    async def find(cls, sandbox: Sandbox) -> SandboxRuff | None:
+        """None where the sandbox has no ruff, or runs no commands."""
+        try:
+            result = await sandbox.commands.run("ruff --version", LINT_S)
+        except Unsupported:
+            return None
+        return cls(sandbox) if result.exit_code == 0 else None
+
+    async def lint(self, path: str, content: bytes) -> list[Finding]:
+        """See Linter. A linter that fails here is the repository's matter: a finding."""
+        quoted = "'" + path.replace("'", "'\\''") + "'"
+        line = f"ruff check {' '.join(_OPTIONS)} --force-exclude --stdin-filename={quoted} -"
+        result = await self._sandbox.commands.run(line, LINT_S, limit_bytes=_OUTPUT_BYTES, stdin=content)
+        if result.timed_out or result.exit_code != 0:
+            words = "took too long" if result.timed_out else result.stderr.strip().partition("\n")[0]
+            return [Finding(1, _NOT_LINTED, words or f"exit {result.exit_code}", "")]
+        return parse_findings(result.stdout, content)
+
+
+class HostRuff:
+    """This machine's ruff, with rules that nobody disputes."""
+
+    def __init__(self, program: Path) -> None:
+        self._program = program
+
+    @classmethod
+    def find(cls) -> HostRuff | None:
+        """The one beside this interpreter, else that on the path; None if there is none."""
+        beside = Path(sys.executable).with_name("ruff")
+        found = str(beside) if beside.is_file() else shutil.which("ruff")
+        return None if found is None else cls(Path(found))
+
+    async def lint(self, path: str, content: bytes) -> list[Finding]:
+        """See Linter. Raises InfrastructureError if ruff refuses to run."""
+        try:
+            content.decode()
+        except UnicodeDecodeError:
+            return [Finding(1, _NOT_LINTED, "not UTF-8", "")]
+        process = await asyncio.create_subprocess_exec(
+            self._program,
+            "check",
+            "--isolated",
+            _HOST_RULES,
+            *_OPTIONS,
+            f"--stdin-filename={path}",
+            "-",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            cwd="/",
+            env={"RAYON_NUM_THREADS": "1"},
+        )
+        try:
+            async with asyncio.timeout(LINT_S):
+                out, err = await process.communicate(content)
+        except TimeoutError:
+            return [Finding(1, _NOT_LINTED, "took too long", "")]
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode == 2:
+            raise InfrastructureError(
+                f"the linter failed: {err.decode(errors='replace')[:200]}", field="ruff", received=path
+            )
+        if process.returncode != 0:
+            # Ended by a signal: it choked on what the agent wrote.
+            return [Finding(1, _NOT_LINTED, "the linter cannot read it", "")]
+        return parse_findings(out.decode(errors="replace"), content)
+
+
+def is_linted(path: str) -> bool:
+    """Whether a file is of a language that is linted."""
+    return path.endswith(_SUFFIXES)
+
+
+def parse_findings(output: str, content: bytes) -> list[Finding]:
+    """What ruff's JSON says, with the texts of the lines; output that is no such JSON is a finding itself."""
+    try:
+        rows = json.loads(output)
+    except (ValueError, RecursionError):
+        rows = None
+    if not isinstance(rows, list):
+        return [Finding(1, _NOT_LINTED, "the linter gave no findings that can be read", "")]
+    lines = content.decode(errors="replace").split("\n")
+    return sorted((_finding(row, lines) for row in rows), key=lambda finding: finding.line)
+
+
+def new_findings(now: Iterable[Finding], before: Sequence[str]) -> list[Finding]:
+    """Those of `now` that were not there before; a finding that stood twice and stands thrice is new once."""
+    known = Counter(before)
+    new: list[Finding] = []
+    for finding in now:
+        if known[finding.key] > 0:
+            known[finding.key] -= 1
+        else:
+            new.append(finding)
+    return new
+
+
+def _finding(row: Any, lines: Sequence[str]) -> Finding:
+    row = row if isinstance(row, dict) else {}
+    location = row.get("location")
+    number = location.get("row") if isinstance(location, dict) else None
+    number = number if isinstance(number, int) and number > 0 else 1
+    text = lines[number - 1].strip() if number <= len(lines) else ""
+    return Finding(
+        number,
+        shown(str(row.get("code") or "syntax"))[:40],
+        shown(" ".join(str(row.get("message") or "").split())),
+        text,
+    )

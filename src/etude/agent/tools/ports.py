@@ -1,0 +1,108 @@
+"""What tools may reach beside the sandbox: an index, a person, the web. Each may be absent.
+
+Infrastructure behind a port fails with InfrastructureError; the agent is told that the provider failed, and
+the session is never a reward. What the agent asked wrongly is ToolArgumentError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from etude.sandbox.types import GrepMatch
+
+
+@dataclass(frozen=True, slots=True)
+class GrepRequest:
+    """One search by regular expression, in the language common to ripgrep and Python."""
+
+    pattern: str
+    path: str = "."
+    """File or directory below which to search."""
+    globs: tuple[str, ...] = ()
+    """ripgrep's `--glob`: `*.py`, `!tests/**`."""
+    ignore_case: bool = False
+    limit: int = 50
+    """Most matches."""
+
+
+@dataclass(frozen=True, slots=True)
+class CodeHit:
+    """A piece of code found by meaning."""
+
+    path: str
+    first_line: int
+    last_line: int
+    """Both included, from 1."""
+    symbol: str
+    """Function or class, dotted; empty for a module's remainder."""
+    score: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CodeHits:
+    """What a semantic search found."""
+
+    hits: tuple[CodeHit, ...]
+    complete: bool = True
+    """False while the index is still being built: more may come."""
+
+
+class CodeSearch(Protocol):
+    """Search over the workspace's files as they are now, edits included.
+
+    The harness tells it what changes: `changed` for files that a tool wrote or removed, `changed_somewhere`
+    after a command, of which nobody knows what it touched.
+    """
+
+    async def grep(self, request: GrepRequest) -> Sequence[GrepMatch]:
+        """Matches sorted by path and line. Raises ToolArgumentError for a pattern that is none."""
+        ...
+
+    async def semantic(self, query: str, limit: int, path: str = ".") -> CodeHits:
+        """The `limit` pieces of code nearest in meaning. Raises InfrastructureError if no model answers."""
+        ...
+
+    def changed(self, path: str) -> None: ...
+
+    def changed_somewhere(self) -> None: ...
+
+
+class User(Protocol):
+    """Whoever gave the task: a person, an editor, or in rollouts a simulated user who knows what the task
+    withholds."""
+
+    async def answer(self, question: str, options: Sequence[str] = ()) -> str:
+        """Raises UserAbortedError if the user gives no answer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WebPage:
+    """A page as text."""
+
+    url: str
+    """Where it was found, redirects followed."""
+    title: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class WebResult:
+    """One result of a web search."""
+
+    url: str
+    title: str
+    excerpt: str
+
+
+class Web(Protocol):
+    """The web, as far as the egress rules let it through."""
+
+    async def fetch(self, url: str) -> WebPage:
+        """Raises ToolArgumentError for a refused or missing page, InfrastructureError for a dead provider."""
+        ...
+
+    async def search(self, query: str, limit: int) -> Sequence[WebResult]: ...

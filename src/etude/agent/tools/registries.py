@@ -1,0 +1,90 @@
+"""The sets of tools that an agent is offered, by name.
+
+A model is trained with one set, whose names and parameters are part of its tokens: a set, once used, stays
+as it is. `core` is the set of the small models that learn from scratch; `full` has every tool with all its
+parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from etude.agent.tools.apply_patch import ApplyPatch
+from etude.agent.tools.ask_user import AskUser
+from etude.agent.tools.delete_file import DeleteFile
+from etude.agent.tools.edit_lines import EditLines
+from etude.agent.tools.finish import Finish
+from etude.agent.tools.glob import Glob
+from etude.agent.tools.grep import Grep
+from etude.agent.tools.interface import Tool
+from etude.agent.tools.list_dir import ListDir
+from etude.agent.tools.read_file import ReadFile
+from etude.agent.tools.registry import Registry, restricted
+from etude.agent.tools.run_command import RunCommand
+from etude.agent.tools.run_tests import RunChosenTests, RunTests
+from etude.agent.tools.search_replace import SearchReplace
+from etude.agent.tools.semantic_search import SemanticSearch
+from etude.agent.tools.terminal import Terminal
+from etude.agent.tools.todo_write import TodoWrite
+from etude.agent.tools.write_file import WriteFile
+from etude.errors import ConfigError
+
+_CORE: tuple[Callable[[], Tool], ...] = (
+    lambda: restricted(ListDir(), ("path",)),
+    lambda: restricted(Grep(), ("pattern", "path")),
+    ReadFile,
+    EditLines,
+    lambda: restricted(SearchReplace(strict=True, hints=False), ("path", "old", "new")),
+    RunTests,
+    RunCommand,
+    Finish,
+)
+_FULL: tuple[Callable[[], Tool], ...] = (
+    ListDir,
+    Glob,
+    Grep,
+    ReadFile,
+    EditLines,
+    SearchReplace,
+    WriteFile,
+    DeleteFile,
+    ApplyPatch,
+    RunChosenTests,
+    Terminal,
+    TodoWrite,
+    SemanticSearch,
+    AskUser,
+    Finish,
+)
+
+
+def core_registry() -> Registry:
+    """The eight tools of small models, in the order in which a tokenizer gets their tags."""
+    return Registry(make() for make in _CORE)
+
+
+def full_registry(strict_edits: bool = False) -> Registry:
+    """Every tool with all its parameters."""
+    return Registry(_full(strict_edits))
+
+
+def registry_named(name: str, strict_edits: bool = False) -> Registry:
+    """`core`, `full`, or the tools of a list such as `read_file,grep,finish`, with all their parameters.
+
+    Raises ConfigError for a name that there is not.
+    """
+    if name == "core":
+        return core_registry()
+    if name == "full":
+        return full_registry(strict_edits)
+    known = {tool.schema.name: tool for tool in _full(strict_edits)}
+    names = [part.strip() for part in name.split(",")]
+    for unknown in (part for part in names if part not in known):
+        raise ConfigError(
+            "no such tool", field="tools", received=unknown, fix=f"core, full, or some of {', '.join(known)}"
+        )
+    return Registry(known[part] for part in names)
+
+
+def _full(strict_edits: bool) -> list[Tool]:
+    return [SearchReplace(strict_edits) if make is SearchReplace else make() for make in _FULL]

@@ -1,0 +1,51 @@
+"""What the tools of one session remember between calls: plain values, saved with the session."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+HARNESS_DIRECTORY = ".etude"
+"""Below the workspace: long outputs and the history of earlier contexts. Never part of a diff or a grade."""
+
+
+@dataclass(frozen=True, slots=True)
+class Todo:
+    """One entry of the agent's list."""
+
+    id: str
+    text: str
+    status: str = "pending"
+    """pending, in_progress, done or cancelled."""
+
+
+@dataclass(slots=True)
+class ToolState:
+    """Memory of one session's tools."""
+
+    todos: list[Todo] = field(default_factory=list[Todo])
+    commands: dict[str, int] = field(default_factory=dict[str, int])
+    """Background commands: the id that the agent knows -> process id in the sandbox."""
+    num_outputs: int = 0
+    """Long outputs written to files so far; the next one's number."""
+    num_questions: int = 0
+    """Questions put to the user."""
+    findings: dict[str, list[str]] | None = None
+    """Lint findings by path as they were when the session began; None until they were taken."""
+    changed: list[str] = field(default_factory=list[str])
+    """Paths that tools wrote or removed, in the order of their first change."""
+
+    def on_change(self, path: str) -> None:
+        """Notes that a tool wrote or removed a file."""
+        if path not in self.changed:
+            self.changed.append(path)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> ToolState:
+        """What `to_dict` gave."""
+        return cls(**{**state, "todos": [Todo(**todo) for todo in state["todos"]]})

@@ -1,0 +1,168 @@
+"""The tool `run_command` in full: foreground and background, time limits, input, a shell that is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from etude.agent.tools.background import (
+    find_command,
+    kill_command,
+    poll_command,
+    send_input,
+    start_command,
+)
+from etude.agent.tools.interface import Access, Arguments, ToolContext, integer
+from etude.agent.tools.output_files import OUTPUT_BYTES
+from etude.agent.tools.run_command import COMMAND, command_of, result_of
+from etude.agent.tools.state import ToolState
+from etude.agent.tools.values import flag
+from etude.errors import ToolArgumentError
+from etude.records import ToolResult
+from etude.sandbox.errors import SessionClosedError
+from etude.tokens.grammar import Parameter, ToolSchema
+
+_SHELL = "shell:"
+_RUNS = Access(writes=frozenset({".", "command:"}))
+_LOOKS = Access(writes=frozenset({"command:"}))
+"""A look moves the mark up to which output was shown: two looks keep their order."""
+
+
+class Terminal:
+    """Runs shell commands in the workspace, in the foreground or the background.
+
+    Arguments, one of these forms:
+    - `command`, `timeout_s?`: runs it and shows its output, as the short `run_command` does;
+    - `command`, `background` = true: starts it and says `started command 1`;
+    - `id`, `wait_s?`: what background command 1 has printed since the last look, and whether it runs; waits
+      up to `wait_s` seconds for its end;
+    - `id`, `stdin`: writes a line to its standard input, then looks as above;
+    - `id`, `kill` = true: ends it and what it started.
+    Each command runs in a fresh shell that starts in the workspace. With `Terminal(persistent=True)` the
+    foreground commands of a session share one shell, which keeps directory, variables and functions (after
+    `exit` the next command gets a new one, and is told); background commands start in that shell's directory.
+    Limits: `command_timeout_s` unless `timeout_s` says otherwise, up to `longest_s`; `wait_s` likewise; 16
+    background commands at once; `output_characters`: of more, head and tail are shown, and up to 10 MiB are
+    kept in `.etude/outputs/N.txt`. All output of background command 1 is in `.etude/outputs/command-1.txt`.
+    Errors: invalid_arguments for an empty command, an unknown `id` and forms that do not fit together;
+    timeout; unexpected_environment for input to a command that has ended.
+    """
+
+    repeatable = False
+    schema = ToolSchema(
+        "run_command",
+        "Run a shell command in the workspace, or look after one that runs in the background.",
+        (
+            Parameter(COMMAND.name, COMMAND.description, required=False),
+            Parameter("timeout_s", "seconds it may take", required=False, kind="integer"),
+            Parameter("background", "true: do not wait for it", required=False, kind="boolean"),
+            Parameter("id", "background command to look after", required=False),
+            Parameter("wait_s", "seconds to wait for its end", required=False, kind="integer"),
+            Parameter("stdin", "line for its standard input", required=False),
+            Parameter("kill", "true: end it", required=False, kind="boolean"),
+        ),
+    )
+
+    def __init__(self, persistent: bool = False, longest_s: int = 600) -> None:
+        """`persistent`: one shell for all foreground commands. `longest_s`: bound of what a call may wait."""
+        self._persistent = persistent
+        self._longest_s = longest_s
+
+    def access(self, arguments: Arguments) -> Access:
+        only_looks = arguments.get("id") and not arguments.get("stdin") and not arguments.get("kill")
+        return _LOOKS if only_looks else _RUNS
+
+    async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
+        _check_form(arguments)
+        if arguments.get("id", "").strip():
+            return await self._look_after(arguments, context)
+        command = command_of(arguments)
+        timeout_s = self._seconds(arguments, "timeout_s", context.limits.command_timeout_s)
+        try:
+            if flag(arguments, "background"):
+                directory = await self._directory(context)
+                started = await start_command(command, context, directory)
+                return ToolResult(
+                    f"started command {started.id}", facts={"kind": "command", "background": True}
+                )
+            if self._persistent:
+                return await self._run_in_shell(command, timeout_s, context)
+            result = await context.sandbox.commands.run(command, timeout_s, limit_bytes=OUTPUT_BYTES)
+        finally:
+            context.changed_somewhere()
+        return await result_of(result, context)
+
+    async def _look_after(self, arguments: Arguments, context: ToolContext) -> ToolResult:
+        command = find_command(context.state, arguments["id"].strip())
+        if flag(arguments, "kill"):
+            return await kill_command(command, context)
+        wait_s = self._seconds(arguments, "wait_s", 0)
+        if "stdin" in arguments:
+            refused = await send_input(command, arguments["stdin"], context)
+            if refused is not None:
+                return refused
+        return await poll_command(command, context, wait_s)
+
+    async def _run_in_shell(self, command: str, timeout_s: float, context: ToolContext) -> ToolResult:
+        shell = _shell_of(context.state)
+        if shell is None:
+            return await self._run_in_new_shell(command, timeout_s, context)
+        try:
+            result = await context.sandbox.run_in_session(shell, command, timeout_s, OUTPUT_BYTES)
+        except SessionClosedError:
+            # A command that ends its shell is answered with its exit code: this one was not begun.
+            del context.state.commands[_SHELL + shell]
+            shown = await self._run_in_new_shell(command, timeout_s, context)
+            return replace(shown, output=f"(a new shell: the last one had ended)\n{shown.output}")
+        return await result_of(result, context)
+
+    async def _run_in_new_shell(self, command: str, timeout_s: float, context: ToolContext) -> ToolResult:
+        shell = await context.sandbox.create_session()
+        context.state.commands[_SHELL + shell] = 1
+        result = await context.sandbox.run_in_session(shell, command, timeout_s, OUTPUT_BYTES)
+        return await result_of(result, context)
+
+    async def _directory(self, context: ToolContext) -> str | None:
+        """Where the kept shell stands; None if there is none."""
+        shell = _shell_of(context.state) if self._persistent else None
+        if shell is None:
+            return None
+        try:
+            answer = await context.sandbox.run_in_session(shell, "pwd", _PWD_S)
+        except SessionClosedError:
+            return None
+        return answer.stdout.removesuffix("\n") or None
+
+    def _seconds(self, arguments: Arguments, name: str, default: float) -> float:
+        if not arguments.get(name, "").strip():
+            return default
+        seconds = integer(arguments, name)
+        if not 0 <= seconds <= self._longest_s or (seconds == 0 and name == "timeout_s"):
+            raise ToolArgumentError(f"{name} must be up to {self._longest_s}", field=name, received=seconds)
+        return float(seconds)
+
+
+_PWD_S = 5.0
+_OF_COMMAND = frozenset({"command", "timeout_s", "background"})
+_OF_ID = frozenset({"id", "wait_s", "stdin", "kill"})
+
+
+def _check_form(arguments: Arguments) -> None:
+    """Raises ToolArgumentError where arguments of a new command and of a running one are mixed."""
+    given = {name for name, value in arguments.items() if value.strip() or name == "stdin"}
+    if "id" in given:
+        wrong = sorted(given & _OF_COMMAND)
+        if wrong:
+            raise ToolArgumentError(f"{wrong[0]} does not go with id", field=wrong[0])
+        if flag(arguments, "kill") and given & {"wait_s", "stdin"}:
+            raise ToolArgumentError("kill goes with id alone", field="kill")
+        return
+    wrong = sorted(given & _OF_ID)
+    if wrong:
+        raise ToolArgumentError(f"{wrong[0]} needs id", field=wrong[0])
+    if flag(arguments, "background") and "timeout_s" in given:
+        raise ToolArgumentError("timeout_s does not go with background", field="timeout_s")
+
+
+def _shell_of(state: ToolState) -> str | None:
+    """The kept shell's session, as the sandbox calls it."""
+    return next((key.removeprefix(_SHELL) for key in state.commands if key.startswith(_SHELL)), None)

@@ -1,0 +1,35 @@
+"""The seam between an agent and what it works on: a sandbox in this process, or one behind a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from etude.records import ToolCall, ToolResult
+
+OnCall = Callable[[int, ToolCall], None]
+"""Told the position of a call in its turn, and the call, as it begins to run."""
+OnResult = Callable[[int, ToolCall, ToolResult], None]
+"""Told as a call ends."""
+
+
+class Workspace(Protocol):
+    """Carries out what an agent asks for.
+
+    Raises InfrastructureError if something behind it failed, and AgentError where the agent itself ended what
+    it works on: neither is an answer that an agent could read.
+    """
+
+    async def run_calls(
+        self,
+        calls: Sequence[ToolCall],
+        known: Mapping[int, ToolResult],
+        on_call: OnCall,
+        on_result: OnResult,
+    ) -> list[ToolResult]:
+        """The results of one turn's calls, in call order. Calls whose results are `known` are not run."""
+        ...
+
+    async def archive(self, path: str, text: str) -> str:
+        """Keeps `text` as the file `path` where the agent can read it; returns "" or why that failed."""
+        ...

@@ -1,0 +1,84 @@
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.agent.tools.globs import compile_glob
+from etude.errors import ToolArgumentError
+
+PATHS = ["a.py", "lib/a.py", "lib/sub/b.py", "lib/x.txt", "tests/test_a.py", "docs/lib/c.pyi", "we[ir]d/*.md"]
+
+
+def matching(pattern):
+    fits = compile_glob(pattern)
+    return [path for path in PATHS if fits(path)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "paths"),
+    [
+        ("*.py", ["a.py", "lib/a.py", "lib/sub/b.py", "tests/test_a.py"]),
+        ("**/*.py", ["a.py", "lib/a.py", "lib/sub/b.py", "tests/test_a.py"]),
+        ("lib/*.py", ["lib/a.py"]),
+        ("./lib/*.py", ["lib/a.py"]),
+        ("/lib/*.py", ["lib/a.py"]),
+        ("lib/**", ["lib/a.py", "lib/sub/b.py", "lib/x.txt"]),
+        ("lib/", ["lib/a.py", "lib/sub/b.py", "lib/x.txt", "docs/lib/c.pyi"]),
+        ("lib/**/*.py", ["lib/a.py", "lib/sub/b.py"]),
+        ("**/lib/**/*.py*", ["lib/a.py", "lib/sub/b.py", "docs/lib/c.pyi"]),
+        ("*.{txt,pyi}", ["lib/x.txt", "docs/lib/c.pyi"]),
+        ("{lib,tests}/{test_,}a.py", ["lib/a.py", "tests/test_a.py"]),
+        ("[ab].py", ["a.py", "lib/a.py", "lib/sub/b.py"]),
+        ("[!a].py", ["lib/sub/b.py"]),
+        ("[^a].py", ["lib/sub/b.py"]),
+        ("?.txt", ["lib/x.txt"]),
+        (r"we\[ir\]d/\*.md", ["we[ir]d/*.md"]),
+        ("nothing", []),
+        ("**", PATHS),
+    ],
+)
+def test_patterns_match_as_in_ripgrep(pattern, paths):
+    assert matching(pattern) == paths
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        (" ", "pattern is empty"),
+        ("a" * 300, "pattern too long"),
+        ("{a,b", "unclosed {"),
+        ("{a,b}" * 10, "more than 64 alternatives"),
+    ],
+)
+def test_patterns_that_make_no_sense_are_refused(pattern, message):
+    with pytest.raises(ToolArgumentError, match=message):
+        compile_glob(pattern)
+
+
+def test_matching_does_not_explode():
+    start = time.perf_counter()
+    assert not compile_glob("*a" * 60 + "b")("a" * 4000)
+    assert not compile_glob("**/a/" * 40 + "b")("/".join(["a"] * 400))
+    assert time.perf_counter() - start < 2
+
+
+parts = st.text(alphabet="ab[]{}*?!\\,-", min_size=1, max_size=6)
+
+
+@given(st.lists(parts, min_size=1, max_size=4).map("/".join), st.lists(parts, min_size=1, max_size=4).map("/".join))
+def test_any_pattern_is_refused_or_matches_in_silence(pattern, path):
+    try:
+        fits = compile_glob(pattern)
+    except ToolArgumentError:
+        return
+    assert fits(path) in (True, False)
+
+
+names = st.text(alphabet="ab[*?]\\{},!-", min_size=1, max_size=5)
+
+
+@given(st.lists(names, min_size=2, max_size=3).map("/".join))
+def test_an_escaped_path_matches_itself(path):
+    escaped = "".join("\\" + character if character in "[]*?{},\\!-" else character for character in path)
+    assert compile_glob(escaped)(path)
