@@ -40,6 +40,7 @@ FILES = st.dictionaries(PATHS.map(lambda path: f"lib/{path}"), TEXT, max_size=3)
             TEXT | st.integers() | st.booleans() | st.floats(allow_nan=False),
             max_size=4,
         ),
+        user_facts=st.lists(TEXT, max_size=2).map(tuple),
     )
 )
 def test_any_task_comes_back_equal(tmp_path_factory: pytest.TempPathFactory, task: Task) -> None:
@@ -166,3 +167,12 @@ def test_a_directory_of_other_makers_is_read_without_files(tmp_path: Path) -> No
     assert task.files == {}
     assert task.hidden_test_paths == ("tests/test_outputs.py",)
     assert task.metadata == {"difficulty": "easy"}
+
+
+def test_what_a_user_withholds_must_be_sentences(written: Path) -> None:
+    toml = written / "task.toml"
+    text = toml.read_text(encoding="utf-8")
+    assert "user_facts" not in text
+    toml.write_text(text.replace("[metadata.etude]", "[metadata.etude]\nuser_facts = [3]"), encoding="utf-8")
+    with pytest.raises(TaskError, match="list of sentences"):
+        read_harbor(written)

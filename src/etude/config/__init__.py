@@ -10,6 +10,7 @@ from etude.config.run import (
     EvaluationConfig,
     RunConfig,
     SandboxConfig,
+    TasksConfig,
 )
 from etude.config.training import LossConfig, MidtrainConfig, OptimizerConfig, RewardConfig, RlConfig
 
@@ -27,6 +28,7 @@ __all__ = [
     "RunConfig",
     "SandboxConfig",
     "Section",
+    "TasksConfig",
     "TokenizerConfig",
     "dump_config",
     "load_config",

@@ -37,6 +37,20 @@ class AgentConfig(Section):
     """The words that ask for a summary. A large model wants to be told what belongs in it."""
 
 
+class TasksConfig(Section):
+    """What the agent is trained and judged on."""
+
+    family: Literal["bug_fixes", "trails"] = "bug_fixes"
+    """`bug_fixes`: small repositories with a planted bug. `trails`: files that lead to each other, more of
+    them than a context holds, with a key to be remembered."""
+    trail_lengths: tuple[int, int] = (6, 60)
+    """Files of the shortest and the longest trail in training."""
+    trail_heldout_lengths: tuple[int, int] = (250, 400)
+    """Files of the trails that are judged: of the split `heldout`, and of `heldout_family`."""
+    trail_note_key: float = Field(default=0.35, ge=0, le=1)
+    """Share of the scripted author's summaries that carry the key on, in mid-training."""
+
+
 class SandboxConfig(Section):
     """Where the agent's tools run."""
 
@@ -112,6 +126,8 @@ class RunConfig(Section):
     """The tokenizer."""
     model: ModelConfig = ModelConfig()
     """The model."""
+    tasks: TasksConfig = TasksConfig()
+    """The tasks."""
     agent: AgentConfig = AgentConfig()
     """The agent's limits."""
     sandbox: SandboxConfig = SandboxConfig()

@@ -129,6 +129,8 @@ class RlConfig(Section):
     """Train with the experts that the engine recorded."""
     level_weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """How often tasks of each level are drawn."""
+    train_summaries: bool = True
+    """Whether the tokens of the agent's summaries are trained on; not to is a control."""
     algorithm: Literal["policy_gradient", "rejection_sampling"] = "policy_gradient"
     """`rejection_sampling` fine-tunes on solved trajectories only: a control."""
     loss: LossConfig = LossConfig()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.agent import AgentSession, LocalWorkspace, ToolContext, default_registry, run_session
+from etude.agent import AgentSession, LocalWorkspace, ToolContext, core_registry, run_session
 from etude.controller.evaluate import load_policy
 from etude.controller.parts import open_checked_backend, open_parts
 from etude.environment.episodes import EpisodeLimits
@@ -55,7 +55,7 @@ async def _run(
             )
             sandbox = await backend.create(Template(files), limits.sandbox)
             tests = tuple(sorted(name for name in files if _is_test(name)))
-            context = ToolContext(sandbox, default_registry(), tests, limits.tools)
+            context = ToolContext(sandbox, core_registry(), tests, limits.tools)
             await run_session(session, parts.service, LocalWorkspace(context), "agent", (config.seed,))
             changes = await sandbox.final_diff()
             await sandbox.kill()

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.agent import default_registry
+from etude.agent import core_registry
 from etude.config import MidtrainConfig
 from etude.observe import Observer
 from etude.observe.machine import available_cores
@@ -77,12 +77,12 @@ def write_shipped_corpus(directory: Path, num_sessions: int, num_fixes: int) -> 
 
 def make_renderer(tokenizer: Tokenizer) -> Renderer:
     """The one renderer of sessions with the harness's own tools."""
-    return Renderer(tokenizer, XmlGrammar(default_registry().schemas))
+    return Renderer(tokenizer, XmlGrammar(core_registry().schemas))
 
 
 def train_corpus_tokenizer(sessions: Sequence[ScriptedSession], vocab_size: int) -> Tokenizer:
     """A tokenizer for sessions and code, with the template's and the tools' tags as single tokens."""
-    grammar = XmlGrammar(default_registry().schemas)
+    grammar = XmlGrammar(core_registry().schemas)
     texts = [text for session in sessions[:_TOKENIZER_SESSIONS] for text in _texts(session)]
     texts += code_documents(CORPUS_SEED, _TOKENIZER_DOCUMENTS)
     return train_tokenizer(texts, vocab_size, [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()])

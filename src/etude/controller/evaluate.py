@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from etude.config import RunConfig
 from etude.controller.compute import settle_evaluation, use_sampling_threads
+from etude.controller.families import open_family
 from etude.controller.parts import open_parts
 from etude.controller.train import CURVE, FINAL, MIDTRAINED, TOKENIZER
-from etude.errors import ConfigError, RunDirectoryError
+from etude.errors import RunDirectoryError
 from etude.evaluation import Evaluation, evaluate_policy
 from etude.model import Qwen3Moe
 from etude.observe import Observer, RunDirectory
-from etude.records import PolicyVersion
-from etude.tasks.frozen import evaluation_tasks
-from etude.tasks.generator import SPLITS, Split
+from etude.records import PolicyVersion, Task
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import load_checkpoint
 
@@ -28,13 +27,12 @@ def evaluate_run(
 
     Raises ConfigError for an unknown split, RunDirectoryError for a checkpoint that is not there.
     """
-    if split not in SPLITS:
-        raise ConfigError("unknown split", field="split", received=split, fix=f"one of {', '.join(SPLITS)}")
+    tasks = open_family(run.config).evaluation_tasks(split, num_tasks)
     tokenizer, model = load_policy(run, checkpoint)
     config = settle_evaluation(run)
     use_sampling_threads(config)
     observer.stage_begins(f"evaluation on {split}", 1)
-    evaluation = asyncio.run(_evaluate(config, cast(Split, split), num_tasks, tokenizer, model))
+    evaluation = asyncio.run(_evaluate(config, tasks, tokenizer, model))
     observer.stage_advances(1, {"pass_rate": evaluation.sampled["pass_rate"]})
     observer.stage_ends()
     return {**evaluation.to_json(), "behaviour": evaluation.behaviour}
@@ -70,13 +68,12 @@ def _tokenizer_directory(run: RunDirectory, checkpoint: Path) -> Path:
 
 
 async def _evaluate(
-    config: RunConfig, split: Split, num_tasks: int, tokenizer: Tokenizer, model: Qwen3Moe
+    config: RunConfig, tasks: list[Task], tokenizer: Tokenizer, model: Qwen3Moe
 ) -> Evaluation:
     async with open_parts(config, tokenizer) as parts:
         manifest = parts.weights.publish(PolicyVersion(config.name, 0), dict(model.named_parameters()))
         await parts.service.stage(manifest)
         await parts.service.activate(manifest.version)
-        tasks = evaluation_tasks(split, num_tasks)
         return await evaluate_policy(
             parts.environment, parts.service, tasks, "eval", config.seed, config.engine.num_slots
         )

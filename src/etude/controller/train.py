@@ -11,14 +11,9 @@ import torch
 
 from etude.config import RunConfig
 from etude.controller.compute import settle_compute, use_sampling_threads
-from etude.controller.corpus import (
-    load_fixes,
-    load_sessions,
-    make_documents,
-    make_renderer,
-    train_corpus_tokenizer,
-)
+from etude.controller.corpus import make_renderer
 from etude.controller.examples import choose_examples, session_text
+from etude.controller.families import open_family
 from etude.controller.local import LocalExecutor
 from etude.controller.midtraining import run_midtraining
 from etude.controller.parts import Parts, open_checked_backend, open_parts
@@ -33,8 +28,6 @@ from etude.protocols import Resources
 from etude.records import PolicyVersion, Task
 from etude.rollout.collect import CollectorState, GroupCollector
 from etude.store.trajectories import TrajectoryLog
-from etude.tasks.frozen import evaluation_tasks
-from etude.tasks.generator import TaskGenerator
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 from etude.training import RlTrainer, has_checkpoint, load_checkpoint, save_checkpoint
 
@@ -92,6 +85,7 @@ class _Run:
         self.config, self.run, self.observer = config, run, observer
         self.stop, self.metrics, self.report, self.state = stop, metrics, report, state
         self.throughput = RunThroughput()
+        self.family = open_family(config)
 
     def go(self) -> dict[str, Any]:
         asyncio.run(open_checked_backend(self.config.sandbox.backend).close())
@@ -115,15 +109,11 @@ class _Run:
     def _midtrain(self, done: Path) -> tuple[Tokenizer, Qwen3Moe]:
         config = self.config
         self.observer.say("reading the corpus")
-        sessions = load_sessions(config.midtrain.num_sessions, self.observer)
-        fixes = load_fixes(config.midtrain.num_fix_documents, self.observer)
         tokenizer_directory = self.run.path / TOKENIZER
         if not (tokenizer_directory / TOKENIZER_FILE).exists():
-            train_corpus_tokenizer(sessions, config.tokenizer.vocab_size).save(tokenizer_directory)
+            self.family.train_tokenizer(self.observer).save(tokenizer_directory)
         tokenizer = Tokenizer.load(tokenizer_directory)
-        documents = make_documents(
-            sessions, fixes, make_renderer(tokenizer), config.midtrain, config.agent.max_tokens
-        )
+        documents = self.family.documents(make_renderer(tokenizer), self.observer)
         model = Qwen3Moe(config.model, tokenizer.vocab_size)
         model.initialise(config.seed)
         latest = self.run.checkpoints / LATEST
@@ -146,12 +136,12 @@ class _Run:
         use_sampling_threads(self.config)
         async with open_parts(self.config, tokenizer) as parts:
             trainer = await self._spawn_trainer(model, parts)
-            heldout = evaluation_tasks("heldout", self.config.evaluation.num_tasks)
+            heldout = self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks)
             await self._evaluate_before(heldout, trainer, parts)
             await self._reinforce(trainer, parts, training_threads)
             self._save_model(self.run.checkpoints / FINAL, trainer.model, tokenizer)
             after = await self._evaluate(heldout, "after", parts)
-            family_tasks = evaluation_tasks("heldout_family", self.config.evaluation.num_tasks)
+            family_tasks = self.family.evaluation_tasks("heldout_family", self.config.evaluation.num_tasks)
             family = await self._evaluate(family_tasks, "family", parts)
             self._finish_report(heldout, after, family)
 
@@ -163,9 +153,9 @@ class _Run:
 
     async def _reinforce(self, trainer: RlTrainer, parts: Parts, num_threads: int) -> None:
         config, executor = self.config, LocalExecutor()
-        source = TaskGenerator(config.seed, "train", level_weights=config.rl.level_weights)
+        source = self.family.source()
         collector = GroupCollector(
-            parts.environment, parts.service, source.task, config.rl, config.name, config.seed
+            parts.environment, parts.service, source, config.rl, config.name, config.seed
         )
         saved: dict[str, Any] = self.state.get("loop", {}) if self.state.get("stage") == "rl" else {}
         if saved:

@@ -15,15 +15,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import numpy as np
 import zstandard
 
-from etude.agent import AgentSession, SessionLimits, ToolContext, default_registry, execute_calls
+from etude.agent import SessionLimits, core_registry
 from etude.errors import StoreError
-from etude.protocols import Finished, RunCalls
-from etude.records import PolicyVersion, SampleChunk, Task, ToolCall, ToolResult, TrajectoryId
-from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.template import Template
+from etude.records import Task, ToolCall
+from etude.rollout.playing import play
 from etude.tasks.expert import Expert, ExpertSkill
 from etude.tasks.generator import TaskGenerator
 from etude.tokens.grammar import XmlGrammar
@@ -116,7 +113,7 @@ def _damaged(path: Path, reason: str) -> StoreError:
 
 def _play_chunk(seed: int, numbers: Sequence[int]) -> list[ScriptedSession]:
     tasks = TaskGenerator(seed=seed, split="train")
-    registry = default_registry()
+    registry = core_registry()
     grammar = XmlGrammar(registry.schemas)
     controls = [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()]
     renderer = Renderer(train_tokenizer([], 256 + len(controls), controls), grammar)
@@ -133,25 +130,12 @@ async def play_session(
     task: Task, rng: Random, renderer: Renderer, skill: ExpertSkill | None = None
 ) -> ScriptedSession:
     """One session: the expert in place of a sampler, the rest as in a rollout."""
-    sandbox = await MemoryBackend().create(Template(task.files, task.id))
-    context = ToolContext(sandbox, default_registry(), task.test_paths)
     limits = SessionLimits(max_tokens=_UNBOUNDED, max_message_tokens=_UNBOUNDED)
-    session = AgentSession(task.instruction, renderer, TrajectoryId("expert", task.id, 0, 0, 0), limits)
-    expert = Expert(task, rng, skill)
-    version = PolicyVersion("expert", 0)
-    results: list[ToolResult] | None = None
-    turns: list[ScriptedTurn] = []
-    while not isinstance(action := session.next_action(), Finished):
-        if isinstance(action, RunCalls):
-            results = await execute_calls(action.calls, context)
-            session.on_results(results)
-            turns[-1] = ScriptedTurn(turns[-1].parts, tuple(result.output for result in results))
-        else:
-            parts = tuple(expert.message(results).parts)
-            turns.append(ScriptedTurn(parts, ()))
-            tokens = renderer.message(parts)
-            logprobs = np.zeros(len(tokens), dtype=np.float32)
-            session.on_chunk(SampleChunk(tokens, logprobs, version, version, finish="stop"))
+    session, messages = await play(task, Expert(task, rng, skill), renderer, limits)
+    turns = [
+        ScriptedTurn(parts, tuple(result.output for result in turn.results))
+        for parts, turn in zip(messages, session.turns, strict=True)
+    ]
     turns[-1] = ScriptedTurn(turns[-1].parts, ())
     return ScriptedSession(task.instruction, tuple(turns))
 

@@ -1,7 +1,7 @@
 """Tasks: generated bug fixing, Harbor directories, and the scripted expert."""
 
 from etude.tasks.code import code_documents
-from etude.tasks.expert import Expert, ExpertMessage
+from etude.tasks.expert import Expert
 from etude.tasks.frozen import evaluation_tasks
 from etude.tasks.generator import SPLITS, Split, TaskGenerator
 from etude.tasks.harbor import read_harbor, write_harbor
@@ -11,7 +11,6 @@ __all__ = [
     "PERFECT_SKILL",
     "SPLITS",
     "Expert",
-    "ExpertMessage",
     "ExpertSkill",
     "Split",
     "TaskGenerator",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from random import Random
 
 from etude.errors import TaskError
@@ -30,13 +29,6 @@ _TEST_NAME = re.compile(r"\btest_(\w+)")
 _IMPORT = re.compile(r"^from ([\w.]+) import ", re.MULTILINE)
 _PATH = re.compile(r"^([\w./-]+\.py)(?::\d+: .*)?$")
 _READ_LINE = re.compile(r"\d+\t(.*)", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertMessage:
-    """One message: calls, and raw text in place of a call that is malformed."""
-
-    parts: tuple[ToolCall | str, ...]
 
 
 class Expert:
@@ -67,8 +59,11 @@ class Expert:
         self.done = False
         """Whether the last message ended the session."""
 
-    def message(self, results: Sequence[ToolResult] | None) -> ExpertMessage:
-        """The next message, given the results of the last one's calls (None at the start)."""
+    def message(self, results: Sequence[ToolResult] | None) -> Sequence[ToolCall | str]:
+        """The next message, given the results of the last one's calls (None at the start).
+
+        Calls, and raw text in place of a call that is malformed.
+        """
         assert not self.done, "the session is over"
         for call, result in zip(self._calls, results or (), strict=False):
             if isinstance(call, ToolCall):
@@ -76,7 +71,7 @@ class Expert:
         self._num_turns += 1
         self._calls = [ToolCall("finish")] if self._num_turns == MAX_TURNS else self._compose()
         self.done = any(isinstance(call, ToolCall) and call.name == "finish" for call in self._calls)
-        return ExpertMessage(tuple(self._calls))
+        return tuple(self._calls)
 
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability
@@ -229,4 +224,4 @@ class Expert:
         return as_call(edit, self._fix.broken, by_text=False)
 
 
-__all__ = ["MAX_CALLS_PER_TURN", "MAX_TURNS", "Edit", "Expert", "ExpertMessage"]
+__all__ = ["MAX_CALLS_PER_TURN", "MAX_TURNS", "Edit", "Expert"]

@@ -10,8 +10,9 @@
     solution/files/...             copied to /workspace by it
 
 The layout is Harbor's (harborframework.com/docs/tasks); the folders `workspace`, `hidden` and `files` and
-the table [metadata.etude] are ours. Of directories by others, tests lie beside `test.sh`, and the files
-that an image builds are not known: they read as tasks without files.
+the table [metadata.etude] are ours; its `user_facts` are what a simulated user tells an agent who asks. Of
+directories by others, tests lie beside `test.sh`, and the files that an image builds are not known: they
+read as tasks without files.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ def read_harbor(directory: Path) -> Task:
         test_paths=_paths(ours, "test_paths", ()),
         hidden_test_paths=_paths(ours, "hidden_test_paths", tests),
         metadata=facts,
+        user_facts=_sentences(ours, "user_facts"),
         directory=str(directory),
     )
 
@@ -138,6 +140,8 @@ def _toml(task: Task) -> str:
     for name in ("allowed_paths", "test_paths", "hidden_test_paths"):
         entries: Sequence[str] = getattr(task, name)
         lines.append(f"{name} = [{', '.join(_quoted(_inside(entry, name)) for entry in entries)}]")
+    if task.user_facts:
+        lines.append(f"user_facts = [{', '.join(_quoted(fact) for fact in task.user_facts)}]")
     lines += ["", "[agent]", "timeout_sec = 600.0", "", "[verifier]", "timeout_sec = 60.0"]
     lines += [
         "",
@@ -241,6 +245,18 @@ def _task_id(table: Mapping[str, Any], ours: Mapping[str, Any], directory: Path)
             "must be text", field="task.toml: task.name", received=name, fix='"organisation/name"'
         )
     return name
+
+
+def _sentences(ours: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    value = ours.get(key, ())
+    if not isinstance(value, list | tuple) or not all(isinstance(entry, str) for entry in value):
+        raise TaskError(
+            "must be a list of sentences",
+            field=f"task.toml: metadata.etude.{key}",
+            received=value,
+            fix='for example ["Amounts are in cents."]',
+        )
+    return tuple(value)
 
 
 def _paths(ours: Mapping[str, Any], key: str, default: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from etude.algorithms import group_advantages
 from etude.config import RlConfig
 from etude.errors import ConfigError
-from etude.records import BlobRef, Group, Segment, Status
+from etude.records import BlobRef, Group, Relation, Segment, Status
 
 RouteFetcher = Callable[[BlobRef], NDArray[np.generic]]
 
@@ -48,16 +48,38 @@ def training_sequences(
             advantages = group_advantages(rewards, normalize_std=config.normalize_std)
         result.append(
             [
-                _sequence(segment, float(advantage), config, fetch_routes)
+                _sequence(segment, trained, float(advantage), config, fetch_routes)
                 for member, advantage in zip(members, advantages, strict=True)
-                for segment in member.segments
+                for segment, trained in zip(
+                    member.segments, _trained(member.segments, config.train_summaries), strict=True
+                )
             ]
         )
     return result
 
 
+def _trained(segments: Sequence[Segment], summaries: bool) -> list[NDArray[np.bool_]]:
+    """Which tokens of each segment are trained on: those sampled, with or without summaries.
+
+    A segment's summary is the message at which another one left it.
+    """
+    ends = {one.parent for one in segments if one.relation is Relation.SUMMARY}
+    masks: list[NDArray[np.bool_]] = []
+    for segment in segments:
+        mask = segment.sampled
+        if not summaries and (segment.id, len(segment.tokens)) in ends:
+            mask = mask.copy()
+            mask[segment.turn_spans[-1].start :] = False
+        masks.append(mask)
+    return masks
+
+
 def _sequence(
-    segment: Segment, advantage: float, config: RlConfig, fetch_routes: RouteFetcher
+    segment: Segment,
+    trained: NDArray[np.bool_],
+    advantage: float,
+    config: RlConfig,
+    fetch_routes: RouteFetcher,
 ) -> TrainingSequence:
     if segment.sampling.truncated:
         raise ConfigError(
@@ -85,7 +107,7 @@ def _sequence(
                 fix="record routes, or set rl.router_replay=false",
             )
         routes = fetch_routes(segment.routes).astype(np.uint8, copy=False)
-    return TrainingSequence(segment.tokens, segment.sampled, segment.logprobs, advantage, routes)
+    return TrainingSequence(segment.tokens, trained, segment.logprobs, advantage, routes)
 
 
 def split_updates(groups: Sequence[list[TrainingSequence]], num_updates: int) -> list[list[TrainingSequence]]:

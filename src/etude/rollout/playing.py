@@ -1,0 +1,76 @@
+"""Scripted authors in place of a sampler: their sessions are what a rollout's would be, token for token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from etude.agent import AgentSession, LocalWorkspace, SessionLimits, SummaryPolicy, ToolContext, core_registry
+from etude.protocols import Archive, Finished, RunCalls
+from etude.records import PolicyVersion, SampleChunk, Task, ToolCall, ToolResult, TrajectoryId
+from etude.sandbox.fake import MemoryBackend
+from etude.sandbox.template import Template
+from etude.tokens.renderer import Renderer
+
+Parts = tuple[ToolCall | str, ...]
+"""One message: calls, and raw text for whatever is none."""
+
+_VERSION = PolicyVersion("scripted", 0)
+
+
+class Author(Protocol):
+    """Writes the messages of one session."""
+
+    def message(self, results: Sequence[ToolResult] | None) -> Sequence[ToolCall | str]:
+        """The next message, given the results of the last one's calls; None where they were given already."""
+        ...
+
+
+@runtime_checkable
+class SummaryAuthor(Author, Protocol):
+    """Writes summaries as well."""
+
+    def summary(self, results: Sequence[ToolResult] | None) -> str:
+        """The summary of a full context, given likewise."""
+        ...
+
+
+async def play(
+    task: Task,
+    author: Author,
+    renderer: Renderer,
+    limits: SessionLimits,
+    summary: SummaryPolicy | None = None,
+) -> tuple[AgentSession, list[Parts]]:
+    """One session of the author's on a sandbox in memory; and its messages, summaries left out."""
+    sandbox = await MemoryBackend().create(Template(task.files, task.id))
+    workspace = LocalWorkspace(ToolContext(sandbox, core_registry(), task.test_paths))
+    identity = TrajectoryId("scripted", task.id, 0, 0, 0)
+    session = AgentSession(task.instruction, renderer, identity, limits, summary=summary)
+    results: list[ToolResult] | None = None
+    messages: list[Parts] = []
+    while not isinstance(action := session.next_action(), Finished):
+        match action:
+            case RunCalls(calls):
+                results = await workspace.run_calls(calls, {}, _ignore, _ignore)
+                session.on_results(results)
+            case Archive(path, text):
+                session.on_archived(await workspace.archive(path, text))
+            case _:
+                if action.summarising:
+                    assert isinstance(author, SummaryAuthor), "this author writes no summaries"
+                    parts: Parts = (author.summary(results),)
+                else:
+                    parts = tuple(author.message(results))
+                    messages.append(parts)
+                results = None
+                tokens = renderer.message(parts)
+                logprobs = np.zeros(len(tokens), dtype=np.float32)
+                session.on_chunk(SampleChunk(tokens, logprobs, _VERSION, _VERSION, finish="stop"))
+    return session, messages
+
+
+def _ignore(*event: object) -> None:
+    pass

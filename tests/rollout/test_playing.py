@@ -1,0 +1,48 @@
+import asyncio
+from random import Random
+
+from etude.agent import SessionLimits, SummaryPolicy, core_registry
+from etude.records import Relation, Status
+from etude.rollout.playing import play
+from etude.tasks.trails import TrailAuthor, TrailGenerator
+from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
+from etude.tokens.grammar import XmlGrammar
+
+LIMITS = SessionLimits(max_turns=1000, max_tokens=1500, max_message_tokens=200)
+SUMMARY = SummaryPolicy(at_tokens=900, max_summary_tokens=60, request="Summarise.")
+
+
+def renderer() -> Renderer:
+    grammar = XmlGrammar(core_registry().schemas)
+    controls = [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()]
+    return Renderer(train_tokenizer([], 256 + len(controls), controls), grammar)
+
+
+def play_trail(note_key, summary=SUMMARY, number=0):
+    task = TrailGenerator(5, "heldout", 120, 120).task(number)
+    author = TrailAuthor(task, Random(number), note_key)
+    session, messages = asyncio.run(play(task, author, renderer(), LIMITS, summary))
+    edits = [turn.calls[0].arguments.get("text") for turn in session.turns if len(turn.calls) == 2]
+    return task, session, messages, edits
+
+
+def test_an_author_who_notes_the_key_solves_a_trail_of_many_contexts():
+    task, session, messages, edits = play_trail(note_key=1.0)
+    assert session.status is Status.DONE and len(messages) == 121
+    assert session.num_tokens > 3 * LIMITS.max_tokens
+    assert [one.relation for one in session.contexts[1:]] == [Relation.SUMMARY] * (len(session.contexts) - 1)
+    assert edits == [task.solution_files["answer.py"].strip()]
+
+
+def test_an_author_who_notes_no_key_has_to_guess():
+    solved = 0
+    for number in range(8):
+        task, session, _, edits = play_trail(note_key=0.0, number=number)
+        assert session.status is Status.DONE
+        solved += edits == [task.solution_files["answer.py"].strip()]
+    assert solved <= 1
+
+
+def test_without_summaries_the_window_ends_the_trail():
+    _, session, _, edits = play_trail(1.0, summary=None)
+    assert (session.status, session.cause, edits) == (Status.LIMIT, "tokens", [])

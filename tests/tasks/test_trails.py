@@ -1,0 +1,48 @@
+import pytest
+
+from etude.errors import TaskError
+from etude.tasks.trails import TrailGenerator
+
+
+def walk(task):
+    """The files of a trail in order, by following it."""
+    name = task.instruction.split()[1].removesuffix(",")
+    names = [name]
+    while (first := task.files[name].split("\n")[0]) != "end":
+        name = first.removeprefix("go ")
+        names.append(name)
+    return names
+
+
+def test_a_trail_leads_through_all_its_files():
+    source = TrailGenerator(3, "train", 4, 60)
+    for number in range(50):
+        task = source.task(number)
+        names = walk(task)
+        assert 4 <= len(names) <= 60
+        assert sorted([*names, "answer.py"]) == sorted(task.files)
+
+
+def test_the_key_stands_once_and_early():
+    source = TrailGenerator(3, "heldout", 100, 100)
+    for number in range(20):
+        task = source.task(number)
+        colour = task.instruction.split()[-1]
+        places = [place for place, name in enumerate(walk(task)) if colour in task.files[name]]
+        assert len(places) == 1 and places[0] < 30
+        key = task.files[walk(task)[places[0]]].split()[-1]
+        assert task.solution_files == {"answer.py": f"ANSWER = {key}\n"}
+        assert f"== {key}" in task.hidden_files["tests/test_hidden.py"]
+
+
+def test_a_trail_is_a_function_of_seed_split_and_number():
+    one, two = TrailGenerator(3, "train", 4, 60), TrailGenerator(3, "train", 4, 60)
+    assert one.task(7) == two.task(7)
+    others = [TrailGenerator(4, "train", 4, 60), TrailGenerator(3, "heldout", 4, 60)]
+    assert all(other.task(7).files != one.task(7).files for other in others)
+
+
+@pytest.mark.parametrize("lengths", [(2, 10), (10, 4), (4, 5000)])
+def test_lengths_that_make_no_trail_are_refused(lengths):
+    with pytest.raises(TaskError, match="lengths"):
+        TrailGenerator(0, "train", *lengths)
