@@ -8,8 +8,8 @@ from etude.tasks.trails import TrailAuthor, TrailGenerator
 from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
 
-LIMITS = SessionLimits(max_turns=1000, max_tokens=1500, max_message_tokens=200)
-SUMMARY = SummaryPolicy(at_tokens=900, max_summary_tokens=60, request="Summarise.")
+LIMITS = SessionLimits(max_turns=1000, max_tokens=800, max_message_tokens=100)
+SUMMARY = SummaryPolicy(at_tokens=500, max_summary_tokens=60, request="Summarise.")
 
 
 def renderer() -> Renderer:

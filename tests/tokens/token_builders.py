@@ -2,14 +2,38 @@
 
 from functools import cache
 
-from etude.tokens import ETUDE_TEMPLATE, Renderer, Tokenizer, train_tokenizer
-from etude.tokens.grammar import Parameter, ToolSchema, XmlGrammar
+import tokenizers
+from tokenizers import AddedToken
+
+from etude.tokens import ETUDE_TEMPLATE, QWEN3_TEMPLATE, Renderer, Tokenizer, train_tokenizer
+from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema, XmlGrammar
 
 TOOLS = (
     ToolSchema(
         "read_file", "Read.", (Parameter("path", "file"), Parameter("offset", "line", required=False))
     ),
     ToolSchema("edit", "Edit.", (Parameter("path", "file"), Parameter("text", "new text"))),
+    ToolSchema("finish", "End."),
+)
+
+TYPED_TOOLS = (
+    ToolSchema(
+        "read_file",
+        "Read “a file”.",
+        (Parameter("path", "file"), Parameter("offset", "line", required=False, kind="integer")),
+    ),
+    ToolSchema("edit", "Edit.", (Parameter("path", "file"), Parameter("text", "new text"))),
+    ToolSchema(
+        "plan",
+        "Plan.",
+        (
+            Parameter("todos", "what is to be done", kind="array", schema={"items": {"type": "object"}}),
+            Parameter("merge", "keep the others", required=False, kind="boolean"),
+            Parameter("weight", "how much", required=False, kind="number"),
+            Parameter("extra", "anything", required=False, kind="object"),
+            Parameter("mode", "how", required=False, enum=("fast", "slow")),
+        ),
+    ),
     ToolSchema("finish", "End."),
 )
 
@@ -37,6 +61,8 @@ TEXTS = [
 ]
 
 GRAMMAR = XmlGrammar(TOOLS)
+HERMES = HermesGrammar(TYPED_TOOLS)
+TYPED_XML = XmlGrammar(TYPED_TOOLS)
 
 
 @cache
@@ -60,3 +86,25 @@ def token_renderer() -> Renderer:
 @cache
 def text_renderer() -> Renderer:
     return Renderer(foreign_tokenizer(), GRAMMAR)
+
+
+QWEN_ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+
+
+@cache
+def qwen_tokenizer() -> Tokenizer:
+    """A small tokenizer with Qwen3's marks: those of messages special, those of calls and reasoning not."""
+    base = train_tokenizer(TEXTS * 4, 400, ["<|im_start|>", "<|im_end|>"])
+    whole = tokenizers.Tokenizer.from_str(base._definition)
+    whole.add_tokens([AddedToken(name, special=False, normalized=False) for name in QWEN_ADDED])
+    return Tokenizer(whole.to_str())
+
+
+@cache
+def qwen_renderer() -> Renderer:
+    return Renderer(qwen_tokenizer(), HERMES, QWEN3_TEMPLATE)
+
+
+@cache
+def hermes_text_renderer() -> Renderer:
+    return Renderer(foreign_tokenizer(), HERMES)

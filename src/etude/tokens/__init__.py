@@ -2,15 +2,18 @@
 
 from etude.tokens.pieces import Control, Piece, spell
 from etude.tokens.renderer import Renderer
-from etude.tokens.template import CHATML_TEMPLATE, ETUDE_TEMPLATE, TEMPLATES, Template
+from etude.tokens.stream import MessageStream
+from etude.tokens.template import CHATML_TEMPLATE, ETUDE_TEMPLATE, QWEN3_TEMPLATE, TEMPLATES, Template
 from etude.tokens.tokenizer import Tokenizer
 from etude.tokens.training import train_tokenizer
 
 __all__ = [
     "CHATML_TEMPLATE",
     "ETUDE_TEMPLATE",
+    "QWEN3_TEMPLATE",
     "TEMPLATES",
     "Control",
+    "MessageStream",
     "Piece",
     "Renderer",
     "Template",

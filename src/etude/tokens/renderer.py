@@ -18,7 +18,9 @@ from numpy.typing import NDArray
 
 from etude.errors import ConfigError
 from etude.records import ToolCall
-from etude.tokens.grammar.interface import Grammar, parse_calls
+from etude.tokens.grammar.events import ParsedMessage, ParseEvent, collect
+from etude.tokens.grammar.interface import CallParser, Grammar, ReasoningMarks, parse_calls, parse_events
+from etude.tokens.grammar.message_parser import THINK_MARKS
 from etude.tokens.pieces import Control, Piece, join_text
 from etude.tokens.template import ETUDE_TEMPLATE, Template
 from etude.tokens.tokenizer import Tokenizer
@@ -29,11 +31,22 @@ Tokens = NDArray[np.int32]
 class Renderer:
     """Renders and parses the messages of one tokenizer, grammar and template. Stateless after creation.
 
+    `reasoning` says how `<think>` and `</think>` are recognised. By default: as control tokens where the
+    tokenizer holds both; else like the tags, so in characters in text mode and not at all in token mode.
+    `reasoning_begun`: prompts end with `<think>`, so that each message begins with reasoning.
+
     Raises ConfigError if the tokenizer lacks the template's control tokens, or has some of the grammar's
     tags and lacks others (with none of them, calls are parsed in text mode).
     """
 
-    def __init__(self, tokenizer: Tokenizer, grammar: Grammar, template: Template = ETUDE_TEMPLATE) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        grammar: Grammar,
+        template: Template = ETUDE_TEMPLATE,
+        reasoning: ReasoningMarks | None = None,
+        reasoning_begun: bool = False,
+    ) -> None:
         self.tokenizer = tokenizer
         self.grammar = grammar
         self.template = template
@@ -41,6 +54,10 @@ class Renderer:
             tokenizer.control_id(name)
         self.end_token = tokenizer.control_id(template.end.name)
         self.text_mode = _needs_text_mode(tokenizer, grammar)
+        self.tags = tokenizer.tag_ids([*grammar.control_tokens(), *THINK_MARKS])
+        """The grammar's tags and the marks of reasoning that are one token, by token id."""
+        self.reasoning: ReasoningMarks = reasoning or _choose_marks(tokenizer, self.text_mode)
+        self.reasoning_begun = reasoning_begun
         self._system = self.encode(template.system)
         self._user = self.encode(template.user)
         self._tool = self.encode((*template.after_end, *template.tool))
@@ -77,11 +94,15 @@ class Renderer:
         ]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
-    def system_message(self, text: str) -> Tokens:
-        """A system message: what may stand before the prompt."""
-        return np.concatenate([self._system, self.tokenizer.encode(text), self._next_message])
+    def system_message(self, text: str | Sequence[Piece]) -> Tokens:
+        """A system message: what may stand before the prompt.
 
-    def prompt(self, instruction: str, system: str | None = None) -> Tokens:
+        Given as pieces, as `Grammar.announce` gives them, it may hold control tokens.
+        """
+        body = self.tokenizer.encode(text) if isinstance(text, str) else self.encode(text)
+        return np.concatenate([self._system, body, self._next_message])
+
+    def prompt(self, instruction: str, system: str | Sequence[Piece] | None = None) -> Tokens:
         """The start of a session, up to where the agent's first message begins."""
         head = [] if system is None else [self.system_message(system)]
         return np.concatenate([*head, self._user, self.tokenizer.encode(instruction), self._answer])
@@ -92,11 +113,18 @@ class Renderer:
 
     def observations(self, outputs: Sequence[str]) -> Tokens:
         """The results of one turn, in call order, up to where the agent's next message begins."""
+        return np.concatenate([*self._results(outputs), self._answer])
+
+    def results(self, outputs: Sequence[str]) -> Tokens:
+        """The results of one turn, in call order; `user_message` may follow."""
+        return np.concatenate([*self._results(outputs), np.array([self.end_token], dtype=np.int32)])
+
+    def _results(self, outputs: Sequence[str]) -> list[Tokens]:
         encode = self.tokenizer.encode
         parts = [self._tool]
         for output in outputs:
             parts += [self._result_open, encode(output), self._result_close]
-        return np.concatenate([*parts, self._answer])
+        return parts
 
     def message(self, parts: Sequence[ToolCall | str]) -> Tokens:
         """An agent's message as its author would sample it, its end included.
@@ -106,14 +134,39 @@ class Renderer:
         """
         pieces: list[Piece] = []
         for part in parts:
-            pieces += self.grammar.split(part) if isinstance(part, str) else self.grammar.render_call(part)
+            if isinstance(part, str):
+                pieces += self.grammar.split(part)
+            else:
+                pieces += [self.grammar.call_separator] if pieces else []
+                pieces += self.grammar.render_call(part)
         return self.encode([*pieces, self.template.end])
+
+    def parser(self) -> CallParser:
+        """A parser for one message, given as pieces. See `MessageStream` for tokens as they are sampled."""
+        return self.grammar.parser(self.text_mode, self.reasoning, self.reasoning_begun)
 
     def parse(self, message: Tokens) -> list[ToolCall]:
         """The calls of one sampled message, with or without its end token. Never raises."""
+        return parse_calls(self.parser(), self._pieces(message))
+
+    def parse_events(self, message: Tokens) -> list[ParseEvent]:
+        """Everything that one sampled message says, in order. Never raises."""
+        return parse_events(self.parser(), self._pieces(message))
+
+    def read(self, message: Tokens) -> ParsedMessage:
+        """One sampled message taken apart: the words, the reasoning, the calls. Never raises."""
+        return collect(self.parse_events(message))
+
+    def _pieces(self, message: Tokens) -> list[Piece]:
         if len(message) and message[-1] == self.end_token:
             message = message[:-1]
-        return parse_calls(self.grammar.parser(self.text_mode), self.tokenizer.pieces(message))
+        return self.tokenizer.pieces(message, self.tags)
+
+
+def _choose_marks(tokenizer: Tokenizer, text_mode: bool) -> ReasoningMarks:
+    if all(tokenizer.has_control(mark) for mark in THINK_MARKS):
+        return "control"
+    return "text" if text_mode else "off"
 
 
 def _needs_text_mode(tokenizer: Tokenizer, grammar: Grammar) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etude.tokens.pieces import Control, Piece
 
@@ -64,6 +64,14 @@ CHATML_TEMPLATE = Template(
 )
 """The frame that Qwen models were trained with."""
 
+QWEN3_TEMPLATE = replace(
+    CHATML_TEMPLATE,
+    name="qwen3",
+    result_open=("\n", Control("<tool_response>"), "\n"),
+    result_close=("\n", Control("</tool_response>")),
+)
+"""The same, for tokenizers that hold `<tool_response>` as one token: Qwen3's."""
+
 TEMPLATES: Mapping[str, Template] = {
-    template.name: template for template in (ETUDE_TEMPLATE, CHATML_TEMPLATE)
+    template.name: template for template in (ETUDE_TEMPLATE, CHATML_TEMPLATE, QWEN3_TEMPLATE)
 }

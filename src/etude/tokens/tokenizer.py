@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -125,23 +125,44 @@ class Tokenizer:
         """The tokens as text. A byte sequence that is not UTF-8 becomes U+FFFD."""
         return self.decode_bytes(ids, skip_control).decode("utf-8", "replace")
 
-    def pieces(self, ids: Sequence[int] | NDArray[np.int32]) -> list[Piece]:
-        """The tokens as alternating text and control tokens."""
+    def pieces(
+        self, ids: Sequence[int] | NDArray[np.int32], tags: Mapping[int, Control] | None = None
+    ) -> list[Piece]:
+        """The tokens as alternating text and control tokens; for `tags` see `byte_pieces`."""
+        return [
+            piece.decode("utf-8", "replace") if isinstance(piece, bytes) else piece
+            for piece in self.byte_pieces(ids, tags)
+        ]
+
+    def byte_pieces(
+        self, ids: Sequence[int] | NDArray[np.int32], tags: Mapping[int, Control] | None = None
+    ) -> list[bytes | Control]:
+        """The tokens as alternating bytes and control tokens, so that characters may be cut anywhere.
+
+        `tags` (see `tag_ids`) are taken for control tokens even where the tokenizer does not call them
+        special, as Qwen's `<tool_call>`.
+        """
         control, table = self._control, self._bytes
-        pieces: list[Piece] = []
+        pieces: list[bytes | Control] = []
         run: list[bytes] = []
         for index in ids.tolist() if isinstance(ids, np.ndarray) else ids:
             name = control.get(index)
+            if name is None and tags:
+                name = tags.get(index)
             if name is None:
                 run.append(table[index])
                 continue
             if run:
-                pieces.append(b"".join(run).decode("utf-8", "replace"))
+                pieces.append(b"".join(run))
                 run = []
             pieces.append(name)
         if run:
-            pieces.append(b"".join(run).decode("utf-8", "replace"))
+            pieces.append(b"".join(run))
         return pieces
+
+    def tag_ids(self, names: Iterable[str]) -> dict[int, Control]:
+        """Those of the names that the tokenizer holds as one token, special or not, by their ids."""
+        return {self._added[name]: Control(name) for name in names if name in self._added}
 
     def with_control_tokens(self, names: Sequence[str]) -> Tokenizer:
         """A tokenizer that also has these control tokens, appended after the present vocabulary."""

@@ -1,6 +1,47 @@
 """Tool-call grammars: how calls are written, and how they are parsed token by token."""
 
-from etude.tokens.grammar.interface import CallParser, Grammar, Parameter, ToolSchema, parse_calls
+from etude.tokens.grammar.events import (
+    ArgumentDelta,
+    CallFinished,
+    CallStarted,
+    ParsedMessage,
+    ParseEvent,
+    ReasoningDelta,
+    TextDelta,
+    collect,
+    merge_deltas,
+)
+from etude.tokens.grammar.hermes import HermesGrammar
+from etude.tokens.grammar.interface import (
+    CallParser,
+    Grammar,
+    Parameter,
+    ReasoningMarks,
+    ToolSchema,
+    parse_calls,
+    parse_events,
+)
+from etude.tokens.grammar.values import read_value
 from etude.tokens.grammar.xml import XmlGrammar
 
-__all__ = ["CallParser", "Grammar", "Parameter", "ToolSchema", "XmlGrammar", "parse_calls"]
+__all__ = [
+    "ArgumentDelta",
+    "CallFinished",
+    "CallParser",
+    "CallStarted",
+    "Grammar",
+    "HermesGrammar",
+    "Parameter",
+    "ParseEvent",
+    "ParsedMessage",
+    "ReasoningDelta",
+    "ReasoningMarks",
+    "TextDelta",
+    "ToolSchema",
+    "XmlGrammar",
+    "collect",
+    "merge_deltas",
+    "parse_calls",
+    "parse_events",
+    "read_value",
+]

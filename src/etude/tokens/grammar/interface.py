@@ -2,22 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, get_args
 
+from etude.errors import ConfigError
 from etude.records import ToolCall
+from etude.tokens.grammar.events import ParseEvent
 from etude.tokens.pieces import Piece
+
+Kind = Literal["string", "integer", "number", "boolean", "array", "object"]
+"""The types of JSON Schema that an argument may have."""
+
+Scalar = str | int | float | bool
+
+ReasoningMarks = Literal["control", "text", "off"]
+"""How `<think>` and `</think>` are recognised: as control tokens, in characters too, or not at all."""
+
+MAX_CALL_CHARACTERS = 16 << 20
+"""Argument text of one call that is kept. A longer call is malformed; memory stays bounded."""
+
+_KINDS: tuple[str, ...] = get_args(Kind)
+_PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
+    "string": (str,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One argument of a tool. On the wire every argument is text; `kind` says how it is read."""
+    """One argument of a tool.
+
+    In `ToolCall.arguments` every argument is text, whatever the grammar; `kind` says what the text holds and
+    how `read_value` reads it back:
+
+        string   the value itself                      integer  decimal digits, perhaps with a minus
+        number   a JSON number                         boolean  `true` or `false`
+        array    a JSON array, as it was written       object   a JSON object, as it was written
+
+    Raises ConfigError for an unknown kind or an enum value of another kind.
+    """
 
     name: str
     description: str
     required: bool = True
-    kind: Literal["string", "integer"] = "string"
+    kind: Kind = "string"
+    enum: tuple[Scalar, ...] = ()
+    """The only values allowed; empty allows all. Not for arrays and objects."""
+    schema: Mapping[str, object] = field(default_factory=dict[str, object], hash=False)
+    """More keywords of JSON Schema: `items` of an array; `properties`, `required` of an object. All of them
+    are exported; `read_value` checks those that it names."""
+
+    def __post_init__(self) -> None:
+        allowed = _PYTHON_TYPES.get(self.kind, ())
+        if self.kind not in _KINDS:
+            _refuse(self, "no such kind", self.kind, f"use one of {', '.join(_KINDS)}")
+        for value in self.enum:
+            is_bool = isinstance(value, bool)
+            if not isinstance(value, allowed) or is_bool is not (self.kind == "boolean"):
+                _refuse(self, f"an enum value is no {self.kind}", value, "use values of the parameter's kind")
+        if {"type", "description", "enum"} & self.schema.keys():
+            _refuse(
+                self, "told twice", sorted(self.schema), "give type, description and enum by their own fields"
+            )
+
+    def __repr__(self) -> str:
+        """Names the later fields only where they are set: digests of older tools stay what they were."""
+        shown = [
+            f"name={self.name!r}",
+            f"description={self.description!r}",
+            f"required={self.required!r}",
+            f"kind={self.kind!r}",
+        ]
+        if self.enum:
+            shown.append(f"enum={self.enum!r}")
+        if self.schema:
+            shown.append(f"schema={dict(self.schema)!r}")
+        return f"Parameter({', '.join(shown)})"
+
+    def json_schema(self) -> dict[str, object]:
+        """The argument's own JSON Schema."""
+        described: dict[str, object] = {"type": self.kind, "description": self.description}
+        if self.enum:
+            described["enum"] = list(self.enum)
+        return {**described, **self.schema}
+
+
+def _refuse(parameter: Parameter, message: str, received: object, fix: str) -> None:
+    raise ConfigError(message, field=f"parameter {parameter.name}", received=received, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +103,47 @@ class ToolSchema:
     parameters: tuple[Parameter, ...] = ()
 
     def json_schema(self) -> dict[str, object]:
-        """The parameters as a JSON Schema object, as MCP and OpenAI tools want it."""
+        """The parameters as a JSON Schema object: MCP's `inputSchema`, OpenAI's `parameters`."""
         return {
             "type": "object",
-            "properties": {
-                parameter.name: {"type": parameter.kind, "description": parameter.description}
-                for parameter in self.parameters
-            },
+            "properties": {parameter.name: parameter.json_schema() for parameter in self.parameters},
             "required": [parameter.name for parameter in self.parameters if parameter.required],
             "additionalProperties": False,
         }
 
+    def function_schema(self) -> dict[str, object]:
+        """The tool as an entry of `tools` in OpenAI's chat completions and in chat templates."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": self.json_schema(),
+            },
+        }
+
 
 class CallParser(Protocol):
-    """Takes one message of the agent piece by piece and gives each call as soon as it is finished."""
+    """Takes one message of the agent piece by piece and tells what it says as soon as that is decided.
+
+    Either `feed` or `feed_events` is called for each piece; at the end `finish` or `finish_events`, once.
+    Takes time linear in the message, however it is cut. Never raises, whatever the pieces are.
+    """
 
     def feed(self, piece: Piece) -> list[ToolCall]:
-        """The calls that this piece finishes. Never raises, whatever the pieces are."""
+        """The calls that this piece finishes."""
         ...
 
     def finish(self) -> list[ToolCall]:
         """The calls that only the message's end decides: those left unclosed. Ends the parser's life."""
+        ...
+
+    def feed_events(self, piece: Piece) -> list[ParseEvent]:
+        """What this piece adds. Of text only a beginning that may become a tag is held back."""
+        ...
+
+    def finish_events(self) -> list[ParseEvent]:
+        """What was held back, and the calls left unclosed. Ends the parser's life."""
         ...
 
 
@@ -57,9 +151,15 @@ class Grammar(Protocol):
     """How calls are written. Knows its tools; knows neither tokens nor files."""
 
     name: str
+    call_separator: str
+    """Stands before a call that follows text or another call."""
 
     def control_tokens(self) -> list[str]:
         """Every tag that a tokenizer may hold as one control token, in a fixed order."""
+        ...
+
+    def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece]:
+        """What a system message says of these tools, for models that know the grammar or are to learn it."""
         ...
 
     def render_call(self, call: ToolCall) -> list[Piece]:
@@ -70,8 +170,14 @@ class Grammar(Protocol):
         """Text of a *scripted* author, its tags as control tokens. Never for text from outside."""
         ...
 
-    def parser(self, text_mode: bool) -> CallParser:
-        """A fresh parser. In text mode tags are recognised in ordinary characters."""
+    def parser(
+        self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
+    ) -> CallParser:
+        """A fresh parser. In text mode tags are recognised in ordinary characters.
+
+        `reasoning`: how its marks are recognised; by default like the tags. `begun`: the prompt ended with
+        `<think>`, so the message begins with reasoning.
+        """
         ...
 
 
@@ -81,3 +187,11 @@ def parse_calls(parser: CallParser, pieces: Sequence[Piece]) -> list[ToolCall]:
     for piece in pieces:
         calls += parser.feed(piece)
     return calls + parser.finish()
+
+
+def parse_events(parser: CallParser, pieces: Sequence[Piece]) -> list[ParseEvent]:
+    """All events of one whole message."""
+    events: list[ParseEvent] = []
+    for piece in pieces:
+        events += parser.feed_events(piece)
+    return events + parser.finish_events()

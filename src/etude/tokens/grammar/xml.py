@@ -1,13 +1,14 @@
 """Calls as tags with raw bodies: `<read_file><path>lib/tally.py</path></read_file>`.
 
-    message   = { free text | call }
+    message   = { free text | reasoning | call }
+    reasoning = "<think>" any text "</think>"
     call      = "<tool>" { blanks | parameter } blanks "</tool>"
     parameter = "<name>" body "</name>"
     body      = any text, never escaped
 
 If a body starts with a newline, that one newline is dropped; if what is left ends with a newline, that one
 is dropped as well. So `<text>` and `</text>` may stand on lines of their own, and `render_call` doubles a
-newline that belongs to the value.
+newline that belongs to the value. Every body is text; of an array or object it is the JSON text.
 
 **Token mode** (the tokenizer holds each tag as one control token): only control tokens are tags. A tag
 spelled in characters is text, so code may contain anything.
@@ -18,17 +19,33 @@ tag of its own parameter and nothing else ends it: a value that contains this cl
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Sequence
 
 from etude.errors import ConfigError
 from etude.records import ToolCall
-from etude.tokens.grammar.interface import CallParser, ToolSchema
-from etude.tokens.grammar.xml_parser import TagTable, XmlCallParser
-from etude.tokens.grammar.xml_text import TextModeParser
-from etude.tokens.pieces import Control, Piece, join_text
+from etude.tokens.grammar.interface import CallParser, Parameter, ReasoningMarks, ToolSchema
+from etude.tokens.grammar.message_parser import (
+    THINK_MARKS,
+    MessageParser,
+    ParserMode,
+    split_tags,
+    tag_pattern,
+)
+from etude.tokens.grammar.xml_reader import TagSets, TagTable, XmlReader
+from etude.tokens.pieces import Control, Piece, join_text, spell
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*\Z")
+_HEAD = """You are a coding agent. You work on the files of one workspace, with tools.
+Call a tool by writing its tags, anywhere in your message; several calls in one message are fine.
+Text between the tags is taken as it stands: never escape it. Results come with the next message."""
+_HINTS = {
+    "number": "a number",
+    "boolean": "true or false",
+    "array": "a JSON array",
+    "object": "a JSON object",
+}
 
 
 class XmlGrammar:
@@ -38,6 +55,7 @@ class XmlGrammar:
     """
 
     name = "xml"
+    call_separator = ""
 
     def __init__(self, tools: Sequence[ToolSchema]) -> None:
         self.tools = tuple(tools)
@@ -46,11 +64,16 @@ class XmlGrammar:
         _check_names(tool_names, parameters, len(self.tools))
         self._table = TagTable(self.tools)
         self._tags = [tag for name in [*tool_names, *parameters] for tag in (f"<{name}>", f"</{name}>")]
-        self._tag_pattern = re.compile("|".join(re.escape(tag) for tag in self._tags) or r"(?!)")
+        self._tag_pattern = tag_pattern(self._tags)
+        self._sets: dict[ParserMode, TagSets] = {}
 
     def control_tokens(self) -> list[str]:
         """Opening and closing tag of every tool, then of every parameter."""
         return list(self._tags)
+
+    def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece]:
+        """How to call each tool, by example."""
+        return ["\n\n".join([_HEAD, *(self._describe(schema) for schema in schemas)])]
 
     def render_call(self, call: ToolCall) -> list[Piece]:
         """The call with its arguments in the given order; parses back to an equal call."""
@@ -60,21 +83,23 @@ class XmlGrammar:
         return join_text([*pieces, Control(f"</{call.name}>")])
 
     def split(self, text: str) -> list[Piece]:
-        """Known tags as control tokens; unknown ones stay text."""
-        pieces: list[Piece] = []
-        position = 0
-        for match in self._tag_pattern.finditer(text):
-            pieces += [text[position : match.start()], Control(match.group())]
-            position = match.end()
-        return join_text([*pieces, text[position:]])
+        """Known tags and marks of reasoning as control tokens; unknown ones stay text."""
+        return split_tags(text, self._tag_pattern)
 
-    def parser(self, text_mode: bool) -> CallParser:
+    def parser(
+        self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
+    ) -> CallParser:
         """A fresh parser for one message."""
-        core = XmlCallParser(self._table)
-        if not text_mode:
-            return core
-        longest = max((len(tag) for tag in self._tags), default=0)
-        return TextModeParser(core, self._tag_pattern, longest)
+        mode = ParserMode.choose(text_mode, reasoning)
+        sets = self._sets.get(mode)
+        if sets is None:
+            sets = self._sets[mode] = TagSets(self._table, mode)
+        return MessageParser(XmlReader(self._table, sets), mode.reasoning, begun)
+
+    def _describe(self, schema: ToolSchema) -> str:
+        example = {parameter.name: f"{{{parameter.name}}}" for parameter in schema.parameters}
+        lines = [schema.description, spell(self.render_call(ToolCall(schema.name, example)))]
+        return "\n".join([*lines, *(_describe_parameter(parameter) for parameter in schema.parameters)])
 
 
 def pad_body(value: str) -> str:
@@ -82,13 +107,27 @@ def pad_body(value: str) -> str:
     return ("\n" if value.startswith("\n") else "") + value + ("\n" if value.endswith("\n") else "")
 
 
+def _describe_parameter(parameter: Parameter) -> str:
+    words = [f"- {parameter.name}: {parameter.description}"]
+    if parameter.enum:
+        texts = (value if isinstance(value, str) else json.dumps(value) for value in parameter.enum)
+        words.append(f"(one of: {', '.join(texts)})")
+    elif hint := _HINTS.get(parameter.kind):
+        schema = f" of schema {json.dumps(parameter.schema)}" if parameter.schema else ""
+        words.append(f"({hint}{schema})")
+    if not parameter.required:
+        words.append("(optional)")
+    return " ".join(words)
+
+
 def _check_names(tools: Sequence[str], parameters: Iterable[str], num_tools: int) -> None:
     both = set(tools) & set(parameters)
+    reserved = {name for name in [*tools, *parameters] if f"<{name}>" in THINK_MARKS}
     wrong = [name for name in [*tools, *parameters] if not _NAME.match(name)]
-    if len(tools) != num_tools or both or wrong:
+    if len(tools) != num_tools or both or wrong or reserved:
         raise ConfigError(
-            "tool and parameter names must be distinct and lower_snake_case",
+            "tool and parameter names must be distinct and lower_snake_case, and none may be `think`",
             field="tools",
-            received=sorted({*both, *wrong}) or list(tools),
+            received=sorted({*both, *wrong, *reserved}) or list(tools),
             fix="rename the tool or the parameter",
         )

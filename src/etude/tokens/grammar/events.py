@@ -1,0 +1,115 @@
+"""What a message says, as it is being written: text, reasoning and calls, in the order of the tokens.
+
+The concatenation of neighbouring deltas of one kind does not depend on how the message was cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from etude.records import ToolCall
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """More of the agent's words to the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """More of what stands between `<think>` and `</think>`, the marks themselves left out."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStarted:
+    """A call has begun. `name` is empty where a malformed call has none."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentDelta:
+    """More of one argument of the open call, as text (see `Parameter` for what it holds)."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallFinished:
+    """The open call has ended. If it is well formed, the deltas of each argument add up to the argument."""
+
+    call: ToolCall
+
+
+ParseEvent = TextDelta | ReasoningDelta | CallStarted | ArgumentDelta | CallFinished
+"""One step of a message. Each `CallFinished` has its `CallStarted` before it; calls never overlap."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedMessage:
+    """One whole message, taken apart."""
+
+    text: str
+    """The words outside of calls and reasoning."""
+    reasoning: str
+    calls: tuple[ToolCall, ...]
+
+
+def finished_calls(events: Iterable[ParseEvent]) -> list[ToolCall]:
+    """The calls that these events finish."""
+    return [event.call for event in events if isinstance(event, CallFinished)]
+
+
+def collect(events: Iterable[ParseEvent]) -> ParsedMessage:
+    """All events of a message, put together."""
+    text: list[str] = []
+    reasoning: list[str] = []
+    calls: list[ToolCall] = []
+    for event in events:
+        if isinstance(event, TextDelta):
+            text.append(event.text)
+        elif isinstance(event, ReasoningDelta):
+            reasoning.append(event.text)
+        elif isinstance(event, CallFinished):
+            calls.append(event.call)
+    return ParsedMessage("".join(text), "".join(reasoning), tuple(calls))
+
+
+def merge_deltas(events: Iterable[ParseEvent]) -> list[ParseEvent]:
+    """Neighbouring deltas of one kind (and one argument) as one: equal for every way to cut a message."""
+    merged: list[ParseEvent] = []
+    run: list[str] = []
+
+    def close() -> None:
+        if run:
+            last = merged[-1]
+            text = "".join(run)
+            if isinstance(last, ArgumentDelta):
+                merged[-1] = ArgumentDelta(last.name, text)
+            elif isinstance(last, TextDelta | ReasoningDelta):
+                merged[-1] = type(last)(text)
+            run.clear()
+
+    for event in events:
+        if not isinstance(event, TextDelta | ReasoningDelta | ArgumentDelta):
+            close()
+            merged.append(event)
+            continue
+        if not (run and _same_run(merged[-1], event)):
+            close()
+            merged.append(event)
+        run.append(event.text)
+    close()
+    return merged
+
+
+def _same_run(last: ParseEvent, event: ParseEvent) -> bool:
+    if isinstance(last, ArgumentDelta) and isinstance(event, ArgumentDelta):
+        return last.name == event.name
+    return type(last) is type(event)

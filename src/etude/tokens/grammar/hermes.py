@@ -1,0 +1,137 @@
+"""Calls as JSON between two tags, as Hermes and Qwen models write them.
+
+    <tool_call>
+    {"name": "read_file", "arguments": {"path": "lib/tally.py", "offset": 3}}
+    </tool_call>
+
+A message holds any number of calls, with free text and `<think>` reasoning between and before them. `name`
+and `arguments` may come in either order; a tool without required parameters may leave `arguments` out.
+Strings become the text of `ToolCall.arguments` as they mean; any other value as it is written.
+
+**Token mode** (the tokenizer holds both tags as tokens, special or not): only these tokens are tags, so a
+value may hold their characters.
+
+**Text mode**: tags are recognised in text wherever they stand, strings included: a value that contains one
+is written with its `<` escaped (`\\u003c`). `render_call` does so in both modes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+from etude.errors import ConfigError
+from etude.records import ToolCall
+from etude.tokens.grammar.hermes_reader import (
+    CALL_CLOSE,
+    CALL_OPEN,
+    CALL_TAGS,
+    HermesReader,
+    HermesTags,
+    tool_table,
+)
+from etude.tokens.grammar.interface import CallParser, Kind, ReasoningMarks, ToolSchema
+from etude.tokens.grammar.json_reader import check_json
+from etude.tokens.grammar.message_parser import MessageParser, ParserMode, split_tags, tag_pattern
+from etude.tokens.pieces import Control, Piece, join_text
+
+_MAX_NAME_CHARACTERS = 64
+_BEFORE_TOOLS = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>"""
+_AFTER_TOOLS = """
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call>"""  # noqa: E501  (the words that these models were trained with)
+
+
+class HermesGrammar:
+    """The grammar above for a fixed set of tools.
+
+    Raises ConfigError if a name is empty, too long, unprintable or given twice.
+    """
+
+    name = "hermes"
+    call_separator = "\n"
+
+    def __init__(self, tools: Sequence[ToolSchema]) -> None:
+        self.tools = tuple(tools)
+        _check_names(self.tools)
+        self._table = tool_table(self.tools)
+        self._tag_pattern = tag_pattern(CALL_TAGS)
+        self._sets: dict[ParserMode, HermesTags] = {}
+
+    def control_tokens(self) -> list[str]:
+        """The two tags around a call."""
+        return list(CALL_TAGS)
+
+    def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece]:
+        """The tools in the words of Qwen's chat template; its example of the tags as control tokens."""
+        lines = [json.dumps(schema.function_schema(), ensure_ascii=False) for schema in schemas]
+        listed = "\n".join([_BEFORE_TOOLS, *lines])
+        return join_text([listed, *split_tags(_AFTER_TOOLS, self._tag_pattern)])
+
+    def render_call(self, call: ToolCall) -> list[Piece]:
+        """The call with its arguments in the given order; a well-typed call parses back equal."""
+        kinds: Mapping[str, Kind] = {n: p.kind for n, p in self._table.get(call.name, {}).items()}
+        arguments = (
+            f"{json.dumps(name, ensure_ascii=False)}: {_render_value(value, kinds.get(name, 'string'))}"
+            for name, value in call.arguments.items()
+        )
+        name = json.dumps(call.name, ensure_ascii=False)
+        body = f'{{"name": {name}, "arguments": {{{", ".join(arguments)}}}}}'
+        for tag in CALL_TAGS:
+            body = body.replace(tag, "\\u003c" + tag[1:])
+        return [Control(CALL_OPEN), f"\n{body}\n", Control(CALL_CLOSE)]
+
+    def split(self, text: str) -> list[Piece]:
+        """The tags and the marks of reasoning as control tokens."""
+        return split_tags(text, self._tag_pattern)
+
+    def parser(
+        self, text_mode: bool, reasoning: ReasoningMarks | None = None, begun: bool = False
+    ) -> CallParser:
+        """A fresh parser for one message."""
+        mode = ParserMode.choose(text_mode, reasoning)
+        sets = self._sets.get(mode)
+        if sets is None:
+            sets = self._sets[mode] = HermesTags(mode)
+        return MessageParser(HermesReader(self._table, sets), mode.reasoning, begun)
+
+
+def _render_value(text: str, kind: Kind) -> str:
+    """JSON of an argument: as it stands if it is JSON of its kind, else as a string (an error to be seen)."""
+    if kind != "string":
+        stripped = text.strip()
+        found, error = check_json(stripped)
+        if error is None and (found == kind or (found, kind) == ("integer", "number")):
+            return stripped
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _check_names(tools: Sequence[ToolSchema]) -> None:
+    names = [tool.name for tool in tools]
+    wrong = [name for name in names if names.count(name) > 1]
+    for tool in tools:
+        parameters = [parameter.name for parameter in tool.parameters]
+        wrong += [name for name in parameters if parameters.count(name) > 1]
+        wrong += [name for name in [tool.name, *parameters] if not _can_be_named(name)]
+    if wrong:
+        raise ConfigError(
+            f"names must be distinct, printable and at most {_MAX_NAME_CHARACTERS} characters",
+            field="tools",
+            received=sorted(set(wrong)),
+            fix="rename the tool or the parameter",
+        )
+
+
+def _can_be_named(name: str) -> bool:
+    return (
+        0 < len(name) <= _MAX_NAME_CHARACTERS and name.isprintable() and not any(t in name for t in CALL_TAGS)
+    )

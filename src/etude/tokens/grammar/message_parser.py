@@ -1,0 +1,217 @@
+"""The streaming parser that all grammars share: finds the tags, keeps reasoning apart, lets a reader judge.
+
+    pieces --> [ tags or text? ] --> reasoning                       --> ReasoningDelta
+                                 --> the grammar's CallReader        --> every other event
+
+A call written inside reasoning is no call. Every character is searched once in each state that it is seen
+in, and a state never looks back, so parsing takes linear time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from etude.records import ToolCall
+from etude.tokens.grammar.events import ParseEvent, ReasoningDelta, finished_calls
+from etude.tokens.grammar.interface import ReasoningMarks
+from etude.tokens.pieces import Control, Piece, join_text
+
+THINK_OPEN = "<think>"
+THINK_CLOSE = "</think>"
+THINK_MARKS = (THINK_OPEN, THINK_CLOSE)
+
+_ANY_CLOSING = r"</[a-z_][a-z0-9_]{0,31}>"
+_BEGUN_CLOSING = re.compile(r"</?(?:[a-z_][a-z0-9_]{0,31})?")
+_LONGEST_ANY = 35
+
+
+class TagSet:
+    """Tags that are recognised in characters. Each begins with `<` and has no other `<` in it."""
+
+    def __init__(self, tags: Iterable[str], any_closing: bool = False) -> None:
+        """`any_closing`: the closing tag of any name as well."""
+        listed = list(dict.fromkeys(tags))
+        self._literal = listed[0] if len(listed) == 1 and not any_closing else None
+        patterns = [re.escape(tag) for tag in listed] + [_ANY_CLOSING] * any_closing
+        self._search = re.compile("|".join(patterns) or r"(?!)").search
+        self._prefixes = frozenset(tag[:size] for tag in listed for size in range(1, len(tag)))
+        self._any_closing = any_closing
+        lengths = [len(tag) for tag in listed] + [_LONGEST_ANY] * any_closing
+        self._longest = max(lengths, default=0)
+
+    def find(self, text: str, position: int) -> tuple[int, int] | None:
+        """Bounds of the first tag from `position` on."""
+        if self._literal is not None:
+            start = text.find(self._literal, position)
+            return None if start < 0 else (start, start + len(self._literal))
+        match = self._search(text, position)
+        return None if match is None else match.span()
+
+    def undecided(self, text: str, position: int) -> int:
+        """Where the text's end begins that may become a tag with what follows."""
+        start = text.rfind("<", max(position, len(text) - self._longest + 1))
+        if start < 0:
+            return len(text)
+        begun = text[start:]
+        if begun in self._prefixes or (self._any_closing and _BEGUN_CLOSING.fullmatch(begun)):
+            return start
+        return len(text)
+
+
+class CallReader(Protocol):
+    """What differs between grammars: the state of calls, told tag by tag. Appends events to `out`."""
+
+    @property
+    def in_call(self) -> bool:
+        """Whether marks of reasoning are part of a call here, and so mean nothing."""
+        ...
+
+    def tags(self) -> TagSet | None:
+        """The tags that are recognised in characters in the present state."""
+        ...
+
+    def take_text(self, text: str, out: list[ParseEvent]) -> None:
+        """Takes text without tags, outside of reasoning; never empty."""
+        ...
+
+    def take_tag(self, name: str, out: list[ParseEvent]) -> bool:
+        """Takes a tag; False if it is none here."""
+        ...
+
+    def take_foreign(self, out: list[ParseEvent]) -> None:
+        """Takes a control token that is no tag."""
+        ...
+
+    def take_mark(self, out: list[ParseEvent]) -> None:
+        """Reasoning begins or ends here, outside of any call."""
+        ...
+
+    def end(self, out: list[ParseEvent]) -> None:
+        """The message is over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ParserMode:
+    """What is recognised in characters, beside control tokens."""
+
+    text_mode: bool
+    reasoning: ReasoningMarks
+
+    @classmethod
+    def choose(cls, text_mode: bool, reasoning: ReasoningMarks | None) -> ParserMode:
+        """`reasoning` as given; by default like the tags."""
+        return cls(text_mode, reasoning or ("text" if text_mode else "control"))
+
+    @property
+    def marks_in_text(self) -> tuple[str, ...]:
+        """The marks of reasoning that are recognised in characters outside of calls."""
+        return THINK_MARKS if self.reasoning == "text" else ()
+
+
+_CLOSING_MARK = TagSet([THINK_CLOSE])
+
+
+class MessageParser:
+    """Parses one message. See `CallParser`."""
+
+    def __init__(self, reader: CallReader, reasoning: ReasoningMarks, begun: bool) -> None:
+        self._reader = reader
+        self._reasoning = reasoning
+        self._thinking = begun and reasoning != "off"
+        self._held = ""
+
+    def feed(self, piece: Piece) -> list[ToolCall]:
+        """The calls that this piece finishes."""
+        return finished_calls(self.feed_events(piece))
+
+    def finish(self) -> list[ToolCall]:
+        """The calls that the message leaves open, as malformed calls."""
+        return finished_calls(self.finish_events())
+
+    def feed_events(self, piece: Piece) -> list[ParseEvent]:
+        """What this piece adds."""
+        out: list[ParseEvent] = []
+        if isinstance(piece, str):
+            self._take_text(piece, out)
+        else:
+            self._release(out)
+            if not self._take_tag(piece.name, out):
+                self._reader.take_foreign(out)
+        return out
+
+    def finish_events(self) -> list[ParseEvent]:
+        """What was held back, and the calls that the message leaves open, as malformed calls."""
+        out: list[ParseEvent] = []
+        self._release(out)
+        self._reader.end(out)
+        return out
+
+    def _release(self, out: list[ParseEvent]) -> None:
+        held, self._held = self._held, ""
+        self._deliver(held, out)
+
+    def _tags(self) -> TagSet | None:
+        if not self._thinking:
+            return self._reader.tags()
+        return _CLOSING_MARK if self._reasoning == "text" else None
+
+    def _take_text(self, piece: str, out: list[ParseEvent]) -> None:
+        text = self._held + piece if self._held else piece
+        self._held = ""
+        position = 0
+        while (tags := self._tags()) is not None:
+            found = tags.find(text, position)
+            if found is None:
+                kept = tags.undecided(text, position)
+                self._held = text[kept:]
+                text = text[:kept]
+                break
+            start, end = found
+            self._deliver(text[position:start], out)
+            if not self._take_tag(text[start:end], out):
+                self._deliver(text[start:end], out)
+            position = end
+        self._deliver(text[position:], out)
+
+    def _deliver(self, text: str, out: list[ParseEvent]) -> None:
+        if not text:
+            return
+        if self._thinking:
+            out.append(ReasoningDelta(text))
+        else:
+            self._reader.take_text(text, out)
+
+    def _take_tag(self, name: str, out: list[ParseEvent]) -> bool:
+        if self._thinking:
+            if name == THINK_CLOSE:
+                self._thinking = False
+            else:
+                out.append(ReasoningDelta(name))
+            return True
+        if name in THINK_MARKS and self._reasoning != "off":
+            if self._reader.in_call:
+                self._reader.take_text(name, out)
+            else:
+                self._reader.take_mark(out)
+                self._thinking = name == THINK_OPEN
+            return True
+        return self._reader.take_tag(name, out)
+
+
+def split_tags(text: str, pattern: re.Pattern[str]) -> list[Piece]:
+    """Text of a scripted author with what `pattern` finds as control tokens."""
+    pieces: list[Piece] = []
+    position = 0
+    for match in pattern.finditer(text):
+        pieces += [text[position : match.start()], Control(match.group())]
+        position = match.end()
+    return join_text([*pieces, text[position:]])
+
+
+def tag_pattern(tags: Sequence[str]) -> re.Pattern[str]:
+    """Finds these tags, and the marks of reasoning."""
+    return re.compile("|".join(re.escape(tag) for tag in [*tags, *THINK_MARKS]))
