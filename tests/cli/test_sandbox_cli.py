@@ -89,7 +89,9 @@ def test_a_sandbox_lives_on_the_server_between_commands(server: Path, tmp_path: 
     etude("exec", *state, two, "--", "echo 3 >> a.txt")
     assert etude("exec", *state, one, "cat", "a.txt").split() == ["1", "2"]
     assert etude("exec", *state, two, "cat", "a.txt").split() == ["1", "2", "3"]
-    assert "cannot do this" in etude("pause", *state, "--mode", "full", one, code=2)
+    refused = etude("pause", *state, "--mode", "full", one, code=2)
+    assert 'pause("filesystem") works here' in refused
+    assert 'vm or gvisor backend: open_backend("vm")' in refused
     etude("pause", *state, one)
     states = {row["id"]: row["state"] for row in json.loads(etude("list", *state, "--json"))}
     assert states == {one: "paused", two: "running"}
@@ -104,6 +106,31 @@ def test_a_sandbox_lives_on_the_server_between_commands(server: Path, tmp_path: 
     etude("snapshots", *state, "--delete", snapshot)
     assert json.loads(etude("list", *state, "--json")) == []
     assert "no such sandbox" in etude("exec", *state, one, "true", code=3).lower()
+
+
+def test_a_damaged_snapshot_is_shown_as_such_and_can_be_deleted(server: Path) -> None:
+    state = ("--state", str(server))
+    box = etude("create", *state)
+    whole, torn = etude("snapshot", *state, box), etude("snapshot", *state, box, "--name", "mine")
+    (server / "snapshots" / torn / "template").unlink()
+    listed = {row["id"]: row["damaged"] for row in json.loads(etude("snapshots", *state, "--json"))}
+    assert listed[whole] is None
+    assert "template" in listed[torn]
+    lines = etude("snapshots", *state).splitlines()
+    assert [line.split()[1] for line in lines] == ["filesystem", "damaged"]
+    assert "the snapshot lacks" in etude("create", *state, "--snapshot", torn, code=3)
+    for snapshot in (torn, whole):
+        etude("snapshots", *state, "--delete", snapshot)
+    assert etude("snapshots", *state) == ""
+    etude("kill", *state, box)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost", "ftp://example.org", "http://", "//x:1"])
+def test_an_address_without_its_scheme_is_told_the_right_form(tmp_path: Path, address: str) -> None:
+    said = etude("list", "--server", address, "--state", str(tmp_path), code=2)
+    assert "begins with http:// or https://" in said
+    assert "fix: http://" in said
+    assert "--peer" in etude("serve", "--peer", address, "--state", str(tmp_path), code=2)
 
 
 def test_the_doctor_finds_a_backend_that_works(tmp_path: Path) -> None:
@@ -125,6 +152,11 @@ def test_an_image_is_built_from_scratch_listed_exported_and_taken_in_again(tmp_p
     etude("image", "build", str(context), "--name", "mine", *state)
     archive = tmp_path / "mine.tar"
     etude("image", "export", "mine", str(archive), *state)
+    missing = tmp_path / "none" / "mine.tar"
+    assert f"mkdir -p {missing.parent}" in etude("image", "export", "mine", str(missing), *state, code=2)
+    for name in ("a b", "../x", "a//b", "é", "-x", ""):
+        said = etude("image", "import", *state, "--", str(archive), name, code=2)
+        assert "is no name for an image" in said, name
     etude("image", "import", str(archive), "again", *state)
     assert etude("image", "list", *state).split() == ["again", "mine"]
     etude("image", "remove", "again", *state)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -160,6 +161,29 @@ def test_input_and_output_may_be_the_callers() -> None:
         await process.kill()
 
     scene(scenario)
+
+
+def test_a_program_that_has_just_ended_keeps_its_exit_code_when_it_is_killed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scenario() -> None:
+        # This watcher collects children in the event loop, which stands still until the kill.
+        watcher = asyncio.PidfdChildWatcher()
+        watcher.attach_loop(asyncio.get_running_loop())
+        asyncio.get_event_loop_policy().set_child_watcher(watcher)
+        before = zombies()
+        process = await GuardedProcess.spawn(["sh", "-c", "exit 7"])
+        end_s = time.monotonic() + 10.0
+        while zombies() == before and time.monotonic() < end_s:
+            time.sleep(0.01)  # noqa: ASYNC251 -- nothing may be collected meanwhile
+        await process.kill()
+        assert process.returncode == 7
+
+    try:
+        scene(scenario)
+    finally:
+        asyncio.set_event_loop_policy(None)
+    assert not caplog.records
 
 
 def test_many_leave_no_descriptor_and_no_zombie() -> None:

@@ -1,12 +1,10 @@
-"""What a hostile process inside a local sandbox can and cannot do."""
+"""What a hostile process inside a local sandbox can and cannot do, beside what the escape suite tries."""
 
 from __future__ import annotations
 
 import asyncio
 import os
-import tempfile
 import time
-from pathlib import Path
 
 import pytest
 
@@ -38,118 +36,45 @@ def python(code: str) -> CommandResult:
     return with_sandbox("local", {"p.py": code}, scenario)
 
 
-def test_host_files_are_invisible() -> None:
-    with tempfile.NamedTemporaryFile(prefix="etude-visible-", dir="/var/tmp") as file:
-        path = Path(file.name)
-        assert path.exists()
-        result = output(
-            f"cat {path}; ls /home /var /boot /host /templates /templates_ro /scratch /sys; ls /tmp"
-        )
-    assert result.stdout == ""
-    assert result.stderr.count("No such file") == 9
-
-
-def test_the_host_root_cannot_be_reached_through_proc() -> None:
-    assert "usr" not in output("ls /proc/1/root/home /proc/1/cwd/../home 2>/dev/null").stdout
-    assert output("head -c1 /proc/1/mem").exit_code != 0
-    assert output("ls /proc/1/fd").exit_code != 0
-    assert output("cat /proc/1/environ").stdout == ""
-
-
 def test_programs_are_read_only() -> None:
     result = output("touch /usr/x /etc/x /dev/x /x; echo x > /etc/passwd; mkdir /root/x")
     assert result.stderr.count("Read-only file system") == 6
 
 
-def test_there_is_no_network_but_loopback() -> None:
+def test_programs_reach_each_other_over_the_loopback() -> None:
     code = """
 import socket
-def attempt(address):
-    s = socket.socket()
-    s.settimeout(2)
-    try:
-        s.connect(address)
-        return "connected"
-    except OSError as error:
-        return type(error).__name__, error.errno
 server = socket.socket(); server.bind(("127.0.0.1", 0)); server.listen()
-print(attempt(server.getsockname()), attempt(("192.0.2.1", 80)), attempt(("10.0.0.1", 80)))
-print(len(open("/proc/net/dev").read().splitlines()))
+client = socket.create_connection(server.getsockname(), 2)
+client.sendall(b"hello")
+print(server.accept()[0].recv(5))
 """
-    assert python(code).stdout == "connected ('OSError', 101) ('OSError', 101)\n3\n"
+    assert python(code).stdout == "b'hello'\n"
 
 
-def test_socket_families_that_namespaces_do_not_contain_are_refused() -> None:
+def test_xdp_sockets_are_refused() -> None:
     code = """
 import socket
-for family in (40, 16, 17, 38, 44):
-    try:
-        socket.socket(family, socket.SOCK_STREAM)
-        print(family, "open")
-    except OSError as error:
-        print(error.errno)
+try:
+    socket.socket(44, socket.SOCK_RAW)
+    print("open")
+except OSError as error:
+    print(error.errno)
 """
-    assert python(code).stdout == "97\n" * 5
+    assert python(code).stdout == "97\n"
 
 
-def test_abstract_sockets_do_not_join_sandboxes() -> None:
-    async def scenario(backend: SandboxBackend) -> str:
-        one, two = await backend.create(Template({})), await backend.create(Template({}))
-        listen = "import socket, time; s = socket.socket(1); s.bind('\\0x'); s.listen(); time.sleep(5)"
-        await one.commands.run(f'python3 -S -c "{listen}" >/dev/null 2>&1 & sleep 0.2')
-        connect = "import socket; socket.socket(1).connect('\\0x')"
-        return (await two.commands.run(f'python3 -S -c "{connect}"')).stderr
-
-    assert "ConnectionRefusedError" in with_backend("local", scenario)
-
-
-def test_host_processes_are_invisible_and_out_of_reach() -> None:
-    code = f"""
-import os
-pids = sorted(int(n) for n in os.listdir("/proc") if n.isdigit())
-print(pids[0], len(pids) < 5)
-for pid in ({os.getpid()}, {os.getppid()}):
-    try:
-        os.kill(pid, 0)
-        print("reached")
-    except OSError as error:
-        print(error.errno)
-"""
-    assert python(code).stdout == "1 True\n3\n3\n"
-
-
-BLOCKED = """
-import ctypes, os
+UNKNOWN = """
+import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
-def call(name, number, *arguments):
-    result = libc.syscall(number, *arguments)
-    print(name, result, ctypes.get_errno() if result < 0 else 0)
-call("mount", 165, b"x", b"/tmp", b"tmpfs", 0, None)
-call("umount2", 166, b"/proc", 2)
-call("unshare user", 272, 0x10000000)
-call("setns", 308, 0, 0)
-call("clone newuser", 56, 0x10000000 | 17, 0, 0, 0, 0)
-call("clone3", 435, 0, 0)
-call("bpf", 321, 0, 0, 0)
-call("ptrace", 101, 16, 1, 0, 0)
-call("keyctl", 250, 0, 0)
-call("userfaultfd", 323, 0)
-call("io_uring_setup", 425, 1, 0)
-call("pidfd_getfd", 438, 0, 0, 0)
-call("perf_event_open", 298, 0, 0, 0, 0, 0)
-call("chroot", 161, b"/tmp")
-call("x32 getpid", 0x40000000 + 39)
-call("unknown", 999)
-call("mknod", 133, b"/tmp/disk", 0o60666, 0x800)
+for number in (0x40000000 + 39, 999):
+    print(libc.syscall(number), ctypes.get_errno())
 """
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="call numbers of x86_64")
-def test_administrative_calls_are_refused_and_new_ones_do_not_exist() -> None:
-    rows = dict(line.rsplit(" ", 2)[::2] for line in python(BLOCKED).stdout.splitlines())
-    absent = {"clone3", "io_uring_setup", "pidfd_getfd", "x32 getpid", "unknown"}
-    assert len(rows) == 17
-    assert rows == {name: "38" if name in absent else "1" for name in rows}
+def test_calls_of_other_numbers_and_of_later_kernels_do_not_exist() -> None:
+    assert python(UNKNOWN).stdout == "-1 38\n" * 2
 
 
 def test_no_capability_is_left_and_none_can_be_gained() -> None:
@@ -159,12 +84,6 @@ def test_no_capability_is_left_and_none_can_be_gained() -> None:
     assert "NoNewPrivs:\t1" in status
     assert "Seccomp:\t2" in status
     assert "Uid:\t1000\t1000\t1000\t1000" in status
-
-
-def test_kernel_settings_are_out_of_reach() -> None:
-    result = output("echo x > /proc/sys/kernel/core_pattern; echo b > /proc/sysrq-trigger; cat /proc/kmsg")
-    assert result.stdout == ""
-    assert result.exit_code != 0
 
 
 def test_a_fork_bomb_is_bounded_and_the_sandbox_goes_on() -> None:
@@ -190,44 +109,28 @@ def test_a_bomb_left_in_the_background_does_not_stop_test_runs() -> None:
     assert with_sandbox("local", {"t.py": "def test_a(): pass\n"}, scenario).passed == ("test_a",)
 
 
-def test_disk_and_inodes_are_bounded() -> None:
-    async def scenario(backend: SandboxBackend) -> list[str]:
-        s = await backend.create(Template({}), Resources(disk_bytes=4 << 20, file_bytes=64 << 20))
-        full = await s.commands.run("head -c 20000000 /dev/zero > big; stat -c %s big; rm big")
-        shared = await s.commands.run("head -c 20000000 /dev/zero > /dev/shm/big; stat -c %s /dev/shm/big")
+def test_what_the_owner_writes_is_bounded_as_well() -> None:
+    async def scenario(backend: SandboxBackend) -> None:
+        small = await backend.create(Template({}), Resources(disk_bytes=4 << 20, file_bytes=64 << 20))
+        await small.commands.run("head -c 20000000 /dev/zero > /dev/shm/big")
         with pytest.raises(DiskFullError):
-            await s.files.write("more", b"x" * 1_000_000)
-        await s.commands.run("rm /dev/shm/big")
-        many = await s.commands.run("i=0; while echo > f$i; do i=$((i+1)); done; echo $i", timeout_s=QUICK_S)
-        return [full.stdout, shared.stdout, many.stdout]
-
-    full, shared, many = with_backend("local", scenario)
-    assert int(full) <= 4 << 20
-    assert int(shared) <= 4 << 20
-    assert int(many) <= 1024
-
-
-def test_one_file_is_bounded() -> None:
-    async def scenario(backend: SandboxBackend) -> CommandResult:
-        s = await backend.create(Template({}), Resources(file_bytes=1 << 20))
+            await small.files.write("more", b"x" * 1_000_000)
+        short = await backend.create(Template({}), Resources(file_bytes=1 << 20))
         with pytest.raises(DiskFullError):
-            await s.files.write("big", b"x" * (2 << 20))
-        return await s.commands.run("head -c 3000000 /dev/zero > big; stat -c %s big")
+            await short.files.write("big", b"x" * (2 << 20))
 
-    assert with_backend("local", scenario).stdout == f"{1 << 20}\n"
+    with_backend("local", scenario)
 
 
-def test_memory_of_one_process_and_of_all_together_is_bounded() -> None:
+def test_too_much_memory_ends_a_command_with_a_word_and_the_sandbox_goes_on() -> None:
     async def scenario(backend: SandboxBackend) -> list[CommandResult]:
         s = await backend.create(Template({}), Resources(memory_bytes=96 << 20))
-        one = await s.commands.run("python3 -S -c 'x = bytearray(200 << 20)'")
         hold = "x = bytearray(60 << 20); import time; time.sleep(20)"
         four = f"for i in 1 2 3 4; do python3 -S -c '{hold}' & done; wait"
         many = await s.commands.run(four, timeout_s=QUICK_S)
-        return [one, many, await s.commands.run("echo alive")]
+        return [many, await s.commands.run("echo alive")]
 
-    one, many, after = with_backend("local", scenario)
-    assert "MemoryError" in one.stderr
+    many, after = with_backend("local", scenario)
     assert "memory limit exceeded" in many.stderr
     assert not many.timed_out
     assert after.stdout == "alive\n"
@@ -242,12 +145,6 @@ def test_an_output_flood_is_bounded_and_keeps_head_and_tail() -> None:
     assert len(result.stdout) == 10_000
     assert result.stdout.startswith("first\n")
     assert result.stdout.endswith("last\n")
-
-
-def test_an_endless_flood_ends_at_its_deadline() -> None:
-    result = output("yes", timeout_s=0.3)
-    assert (result.timed_out, result.exit_code) == (True, -9)
-    assert len(result.stdout) == 64 << 10
 
 
 def test_a_timeout_kills_everything_that_the_command_started() -> None:
@@ -283,9 +180,9 @@ def test_background_processes_survive_the_timeout_of_another_command() -> None:
     assert "sleep 200" not in running
 
 
-def test_an_agent_cannot_end_its_sandbox() -> None:
+def test_signals_for_which_the_server_has_handlers_do_not_end_it() -> None:
     async def scenario(s: Sandbox) -> str:
-        for name in ("KILL", "TERM", "INT", "ALRM", "STOP", "SEGV", "USR1", "PIPE", "CHLD"):
+        for name in ("INT", "ALRM", "USR1", "PIPE", "CHLD", "KILL"):
             await s.commands.run(f"kill -{name} 1; kill -{name} -1")
         return (await s.commands.run("echo alive")).stdout
 
@@ -360,12 +257,11 @@ def test_a_search_that_takes_too_long_is_the_agents_mistake() -> None:
     with_sandbox("local", {"a.txt": "a" * 40 + "b"}, scenario)
 
 
-def test_two_sandboxes_of_one_template_do_not_share_files() -> None:
-    async def scenario(backend: SandboxBackend) -> bytes:
+def test_two_sandboxes_of_one_template_have_temporary_files_of_their_own() -> None:
+    async def scenario(backend: SandboxBackend) -> str:
         template = Template({"a.txt": "a"})
         one, two = await backend.create(template), await backend.create(template)
-        await one.commands.run("echo changed > a.txt; echo x > /tmp/x; echo x > /dev/shm/x")
-        assert (await two.commands.run("ls /tmp /dev/shm")).stdout.split() == ["/dev/shm:", "/tmp:"]
-        return await two.files.read("a.txt")
+        await one.commands.run("echo x > /tmp/x; echo x > /dev/shm/x")
+        return (await two.commands.run("ls /tmp /dev/shm")).stdout
 
-    assert with_backend("local", scenario) == b"a"
+    assert with_backend("local", scenario).split() == ["/dev/shm:", "/tmp:"]

@@ -176,7 +176,7 @@ def test_a_hundred_sandboxes_live_at_once() -> None:
 
 
 def test_templates_are_forgotten_when_long_unused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.sandbox.local.backend.MAX_IDLE_TEMPLATES", 2)
+    monkeypatch.setattr("etude.sandbox.local.templates.MAX_IDLE_TEMPLATES", 2)
 
     async def scenario(backend: SandboxBackend) -> list[bytes]:
         contents: list[bytes] = []

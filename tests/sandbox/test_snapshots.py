@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.sandbox.errors import SnapshotError
+from etude.sandbox.reaping import owner_tag
 from etude.sandbox.snapshots import (
     MANIFEST,
     SnapshotStore,
@@ -26,6 +27,7 @@ from etude.sandbox.snapshots import (
     unpack_templates,
 )
 from etude.sandbox.template import Image, Template
+from etude.sandbox.temporary import TRANSIT_S
 from etude.sandbox.types import Network, Resources, SnapshotInfo, SnapshotKind
 
 TEMPLATE = Template({"a": "x", "d/b": bytes(range(256))}, "named")
@@ -192,14 +194,15 @@ def test_another_format_is_refused_by_number(tmp_path: Path) -> None:
     (tmp_path / snapshot / MANIFEST).write_text(json.dumps({**manifest, "format": 99}))
     with pytest.raises(SnapshotError, match="format 99"):
         opened(store, snapshot)
-    assert store.list("local") == []
+    (listed,) = store.list("local")
+    assert (listed.id, listed.damaged) == (snapshot, "the snapshot has format 99")
 
 
 def test_origin_is_checked_and_the_difference_named(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path)
     found = asyncio.run(store.open(keep(store, kind="full").id))
     found.check_origin("local", "1", memory=True)
-    with pytest.raises(SnapshotError, match=r"local backend.*not vm"):
+    with pytest.raises(SnapshotError, match=r"local backend.*vm backend.*files.download"):
         found.check_origin("vm", "1", memory=False)
     with pytest.raises(SnapshotError, match=r"version .1..*here it is .2."):
         found.check_origin("local", "2", memory=True)
@@ -215,10 +218,39 @@ def test_lists_are_oldest_first_and_of_one_backend(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "none/yet")
     assert store.list("local") == []
     made = [keep(store).id for _ in range(4)]
-    (store.root / "snap-torn").mkdir()
     (store.root / "snap-file").write_text("")
     assert [info.id for info in store.list("local")] == made
     assert store.list("vm") == []
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing", "extra", "manifest", "empty"])
+def test_a_damaged_snapshot_is_listed_as_such_and_can_be_deleted(tmp_path: Path, damage: str) -> None:
+    store = SnapshotStore(tmp_path)
+    whole, torn = keep(store), keep(store, name="mine")
+    directory = tmp_path / torn.id
+    if damage == "cut":
+        (directory / "disk").write_bytes(b"x")
+    elif damage == "missing":
+        (directory / "disk").unlink()
+    elif damage == "extra":
+        (directory / "more").write_bytes(b"")
+    elif damage == "manifest":
+        (directory / MANIFEST).write_text("{")
+    else:
+        for path in directory.iterdir():
+            path.unlink()
+    listed = {info.id: info for info in store.list("local")}
+    assert listed[whole.id].damaged is None
+    assert str(listed[torn.id].damaged).startswith("the snapshot ")
+    if damage in ("manifest", "empty"):
+        assert [info.id for info in store.list("vm")] == [torn.id], "whose it was is unknown"
+    else:
+        assert listed[torn.id].name == "mine"
+        assert store.list("vm") == []
+    with pytest.raises(SnapshotError):
+        opened(store, torn.id)
+    store.delete(torn.id)
+    assert [path.name for path in tmp_path.iterdir()] == [whole.id]
 
 
 def test_deleting_is_once_and_leaves_nothing(tmp_path: Path) -> None:
@@ -368,3 +400,61 @@ def test_templates_survive_packing(files: list[tuple[str, bytes]], image: Image 
 def test_packed_templates_that_are_garbage_are_refused(data: bytes) -> None:
     with pytest.raises(SnapshotError):
         unpack_templates(data, "x", 1)
+
+
+def owned(store: SnapshotStore) -> str:
+    draft = store.draft("box")
+    (draft.directory / "disk").write_bytes(b"x")
+    publishing = store.publish(
+        draft, kind="filesystem", name=None, backend="local", backend_version="1", sandbox_id="box",
+        template=TEMPLATE, resources=Resources(), network=Network(), metadata={}, temporary=True,
+    )  # fmt: skip
+    return asyncio.run(publishing).id
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def with_dead_owner(mark: Path) -> None:
+    """As if a process had made it that has died since."""
+    mark.rename(mark.with_name(mark.name.replace(owner_tag(), "1-1")))
+
+
+def test_a_temporary_snapshot_is_in_no_list_and_goes_with_its_mark(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    kept, snapshot = keep(store).id, owned(store)
+    assert [info.id for info in store.list("local")] == [kept]
+    opened(store, snapshot)
+    store.sweep()
+    assert names(tmp_path) == [f".owned-{owner_tag()}-{snapshot}", kept, snapshot]
+    store.delete(snapshot)
+    assert names(tmp_path) == [kept]
+
+
+def test_temporary_snapshots_of_the_dead_are_swept_by_the_next_writer(tmp_path: Path) -> None:
+    store = SnapshotStore(tmp_path)
+    kept, mine, orphan = keep(store).id, owned(store), owned(store)
+    with_dead_owner(tmp_path / f".owned-{owner_tag()}-{orphan}")
+    (tmp_path / ".owned-1-1-snap-that-never-appeared").touch()
+    later = keep(store).id
+    assert names(tmp_path) == sorted([f".owned-{owner_tag()}-{mine}", kept, mine, later])
+
+
+def test_a_copy_in_transit_has_a_short_life(tmp_path: Path) -> None:
+    here, there = SnapshotStore(tmp_path / "here"), SnapshotStore(tmp_path / "there")
+    temporary, durable = owned(here), keep(here).id
+    for snapshot in (temporary, durable):
+        asyncio.run(here.export(snapshot, tmp_path / snapshot))
+        assert asyncio.run(there.import_(tmp_path / snapshot, "local")).id == snapshot
+    assert (there.is_in_transit(temporary), there.is_in_transit(durable)) == (True, False)
+    assert not here.is_in_transit(temporary)
+    mark = there.root / f".transit-{owner_tag()}-{temporary}"
+    there.sweep()
+    assert names(there.root) == [mark.name, *sorted([temporary, durable])]
+    past_s = mark.stat().st_mtime - TRANSIT_S - 1
+    os.utime(mark, (past_s, past_s))
+    there.sweep()
+    assert names(there.root) == [durable]
+    # Its life there was short because it was in transit: here its owner lives.
+    assert temporary in names(here.root)

@@ -6,10 +6,9 @@ A server notes its address in `server.json` of the state directory, so that the 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.table import Table
@@ -17,6 +16,14 @@ from rich.text import Text
 
 from etude.cli.exits import error_console
 from etude.cli.output import output_console, print_json
+from etude.cli.sandbox_connection import (
+    NOTE,
+    ServerOption,
+    TokenOption,
+    capabilities_of,
+    in_sandbox,
+    on_server,
+)
 from etude.cli.sandbox_options import (
     AllowOption,
     DirectoryOption,
@@ -31,22 +38,14 @@ from etude.cli.sandbox_options import (
     make_resources,
     make_template,
     pass_on,
-    run,
 )
 from etude.errors import SandboxError, UserError
 
 if TYPE_CHECKING:
     from etude.sandbox.interface import Sandbox
     from etude.sandbox.remote import RemoteBackend
-    from etude.sandbox.types import Capabilities, SnapshotKind
+    from etude.sandbox.types import SnapshotKind
 
-Result = TypeVar("Result")
-
-NOTE = "server.json"
-ServerOption = Annotated[
-    str | None, typer.Option("--server", help="Address of a server; else the one that runs on this machine.")
-]
-TokenOption = Annotated[Path | None, typer.Option("--token-file", help="File with the server's token.")]
 IdArgument = Annotated[str, typer.Argument(metavar="SANDBOX", help="Id of the sandbox.")]
 
 
@@ -85,10 +84,14 @@ def serve_command(
     """Serve sandboxes to other processes and hosts, until SIGTERM."""
     from etude.sandbox.backends import open_backend
     from etude.sandbox.machine_backend import default_state_directory
+    from etude.sandbox.migration import clear_litter
     from etude.sandbox.pool import PooledBackend
     from etude.sandbox.reaping import owner_tag
+    from etude.sandbox.remote.connection import check_address
     from etude.sandbox.server import read_token, serve
 
+    for peer in peers or ():
+        check_address(peer, "--peer")
     root = state or default_state_directory()
     root.mkdir(parents=True, exist_ok=True)
     token_path = token_file or root / "server-token"
@@ -98,6 +101,7 @@ def serve_command(
     note = root / NOTE
     _refuse_second(note)
     row = {"url": f"{scheme}://{host}:{port}", "token_file": str(token_path), "owner": owner_tag()}
+    clear_litter(root)
     note.write_text(json.dumps(row))
     try:
         serve(
@@ -160,7 +164,7 @@ def create_command(
         resources = make_resources(memory_mb, disk_mb)
         return (await remote.create(template, resources, make_network(allow), timeout_s)).id
 
-    typer.echo(_on_server(work, server, token_file, state, backend))
+    typer.echo(on_server(work, server, token_file, state, backend))
 
 
 def list_command(
@@ -175,7 +179,7 @@ def list_command(
     async def work(remote: RemoteBackend) -> list[Any]:
         return await remote.list()
 
-    infos = _on_server(work, server, token_file, state, backend)
+    infos = on_server(work, server, token_file, state, backend)
     if as_json:
         print_json([asdict(info) for info in infos])
         return
@@ -203,7 +207,7 @@ def exec_command(
         result = await found.commands.run(joined(command), timeout_s, on_output=pass_on)
         return exit_code(result)
 
-    raise typer.Exit(_in_sandbox(work, sandbox, server, token_file, state))
+    raise typer.Exit(in_sandbox(work, sandbox, server, token_file, state))
 
 
 def fork_command(
@@ -218,7 +222,7 @@ def fork_command(
     async def work(found: Sandbox) -> list[Sandbox | SandboxError]:
         return await found.fork(count)
 
-    copies = _in_sandbox(work, sandbox, server, token_file, state)
+    copies = in_sandbox(work, sandbox, server, token_file, state)
     for copy in copies:
         if not isinstance(copy, SandboxError):
             typer.echo(copy.id)
@@ -243,25 +247,13 @@ def pause_command(
 
     async def work(found: Sandbox) -> str:
         info = await found.get_info()
-        able = (await _capabilities(info.backend, server, token_file, state)).pause
+        able = (await capabilities_of(info.backend, server, token_file, state)).pause
         kind = cast("SnapshotKind", mode or ("full" if "full" in able else "filesystem"))
         await found.pause(kind)
         return kind
 
-    kept = _in_sandbox(work, sandbox, server, token_file, state)
+    kept = in_sandbox(work, sandbox, server, token_file, state)
     error_console().print("kept: files" + (", memory and processes" if kept == "full" else " only"))
-
-
-async def _capabilities(
-    backend: str, server: str | None, token_file: Path | None, state: Path | None
-) -> Capabilities:
-    from etude.sandbox.remote import RemoteBackend
-
-    remote = RemoteBackend(*_find(server, token_file, state), backend)
-    try:
-        return await remote.hello()
-    finally:
-        await remote.disconnect()
 
 
 def resume_command(
@@ -271,7 +263,7 @@ def resume_command(
     state: StateOption = None,
 ) -> None:
     """Wake a sandbox. Using it wakes it, too."""
-    _in_sandbox(lambda found: found.resume(), sandbox, server, token_file, state)
+    in_sandbox(lambda found: found.resume(), sandbox, server, token_file, state)
 
 
 def snapshot_command(
@@ -282,7 +274,7 @@ def snapshot_command(
     state: StateOption = None,
 ) -> None:
     """Keep a durable copy of a sandbox; print its id. `create --snapshot` continues it."""
-    info = _in_sandbox(lambda found: found.create_snapshot(name=name), sandbox, server, token_file, state)
+    info = in_sandbox(lambda found: found.create_snapshot(name=name), sandbox, server, token_file, state)
     typer.echo(info.id)
 
 
@@ -301,12 +293,16 @@ def snapshots_command(
             return []
         return await remote.list_snapshots()
 
-    infos = _on_server(work, server, token_file, state)
+    infos = on_server(work, server, token_file, state)
     if as_json:
         print_json([asdict(info) for info in infos])
         return
     for info in infos:
-        typer.echo(f"{info.id}  {info.kind}  {info.size_bytes / 1e6:.1f} MB  {info.name or ''}".rstrip())
+        kind = info.kind if info.damaged is None else "damaged"
+        typer.echo(f"{info.id}  {kind}  {info.size_bytes / 1e6:.1f} MB  {info.name or ''}".rstrip())
+    for info in infos:
+        if info.damaged is not None:
+            error_console().print(f"{info.id}: {info.damaged}; delete it with --delete", markup=False)
 
 
 def migrate_command(
@@ -331,7 +327,7 @@ def migrate_command(
         finally:
             await other.disconnect()
 
-    typer.echo(_in_sandbox(work, sandbox, server, token_file, state))
+    typer.echo(in_sandbox(work, sandbox, server, token_file, state))
 
 
 def kill_command(
@@ -341,68 +337,4 @@ def kill_command(
     state: StateOption = None,
 ) -> None:
     """End a sandbox."""
-    _in_sandbox(lambda found: found.kill(), sandbox, server, token_file, state)
-
-
-def _on_server(
-    work: Callable[[RemoteBackend], Awaitable[Result]],
-    server: str | None,
-    token_file: Path | None,
-    state: Path | None,
-    backend: str | None = None,
-) -> Result:
-    """Does something with a server, and lets what lives there live on."""
-    url, token = _find(server, token_file, state)
-
-    async def connected() -> Result:
-        from etude.sandbox.remote import RemoteBackend
-
-        remote = RemoteBackend(url, token, backend)
-        try:
-            return await work(remote)
-        finally:
-            await remote.disconnect()
-
-    return run(connected())
-
-
-def _in_sandbox(
-    work: Callable[[Sandbox], Awaitable[Result]],
-    sandbox: str,
-    server: str | None,
-    token_file: Path | None,
-    state: Path | None,
-) -> Result:
-    async def connected(remote: RemoteBackend) -> Result:
-        return await work(await remote.connect(sandbox))
-
-    return _on_server(connected, server, token_file, state)
-
-
-def _find(server: str | None, token_file: Path | None, state: Path | None) -> tuple[str, str | None]:
-    """(address, token). Raises UserError if no server is named and none runs here."""
-    from etude.sandbox.machine_backend import default_state_directory
-
-    if server is None:
-        note = (state or default_state_directory()) / NOTE
-        try:
-            row = json.loads(note.read_text())
-        except (OSError, ValueError):
-            raise UserError(
-                "no sandbox server runs here",
-                field="--server",
-                received=server,
-                fix="start one with `etude sandbox serve`, or name another with --server",
-            ) from None
-        server, token_file = row["url"], token_file or Path(row["token_file"])
-    if token_file is None:
-        return str(server), None
-    try:
-        return str(server), token_file.read_text().strip()
-    except OSError as error:
-        raise UserError(
-            f"cannot be read: {error.strerror}",
-            field="--token-file",
-            received=str(token_file),
-            fix="name another",
-        ) from error
+    in_sandbox(lambda found: found.kill(), sandbox, server, token_file, state)

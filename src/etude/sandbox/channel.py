@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 
 from etude.errors import SandboxError
+from etude.sandbox.answers import MAX_INTEGER, frame_problem
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 
 Answer = tuple[Header, bytes]
@@ -17,15 +18,30 @@ _CREDENTIALS = struct.Struct("iII")
 """struct ucred: process, user, group."""
 READY = 0
 """Id of the answer that a sandbox sends unasked once it serves."""
+_MAX_FAILURE_CHARS = 4000
 
 
 class Channel:
     """One asyncio owner, one sandbox. Nothing waits without a deadline.
 
-    Waits for: answers of the sandbox. What unblocks it: an answer, the end of the socket, the deadline.
+    Waits for: answers of the sandbox. What unblocks it: an answer, the end of the socket, the deadline, or a
+    frame that makes no sense: after that nothing more is believed. Answers to what was never asked, or was
+    answered already, are passed over: a cancelled caller may still get one, and so may a restored machine's.
     """
 
-    def __init__(self, sock: socket.socket, name: str) -> None:
+    def __init__(self, sock: socket.socket, name: str, first_id: int = READY + 1) -> None:
+        """`first_id`: id of the first request. Of a machine that was restored: beyond all that it had been
+        asked before, so that no answer from then is taken for one of now. Raises SandboxError, and
+        the socket is closed.
+        """
+        if type(first_id) is not int or not READY < first_id <= MAX_INTEGER:
+            sock.close()
+            raise SandboxError(
+                "the ids of its requests do not begin there",
+                field="next_id",
+                received=first_id,
+                fix="the snapshot is damaged: restore another one",
+            )
         sock.setblocking(False)
         self._sock = sock
         self._name = name
@@ -33,7 +49,7 @@ class Channel:
         self._unpacker = Unpacker()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._unsent = bytearray()
-        self._next_id = READY + 1
+        self._next_id = first_id
         self._end: str | None = None
         self._lent: list[int] | None = None
         self._wants_pid = False
@@ -80,7 +96,7 @@ class Channel:
                 timer.cancel()
             self._waiting.pop(request_id, None)
         if "failure" in header:
-            raise SandboxError(header["failure"], field="sandbox", received=self._name)
+            raise SandboxError(header["failure"][:_MAX_FAILURE_CHARS], field="sandbox", received=self._name)
         return header, payload
 
     async def borrow(self, deadline_s: float) -> int:
@@ -177,11 +193,20 @@ class Channel:
             self.close(f"the sandbox does not speak the protocol: {error}")
             return
         for header, payload in frames:
-            if "event" in header:
-                self.on_event(header, payload)
-                continue
+            self._take(header, payload)
+        if not data:
+            self.close("the sandbox died: its server ended")
+
+    def _take(self, header: Header, payload: bytes) -> None:
+        """One frame. The first that makes no sense is the last."""
+        if self._end is not None:
+            return
+        problem = frame_problem(header)
+        if problem:
+            self.close(f"the sandbox does not speak the protocol: it sent {problem}")
+        elif "event" in header:
+            self.on_event(header, payload)
+        else:
             future = self._waiting.get(header.get("id", READY))
             if future is not None and not future.done():
                 future.set_result((header, payload))
-        if not data:
-            self.close("the sandbox died: its server ended")

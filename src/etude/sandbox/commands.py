@@ -6,6 +6,18 @@ import asyncio
 from collections.abc import Mapping
 from typing import Protocol
 
+from etude.sandbox.answers import (
+    MAX_EXIT_CODE,
+    Shapes,
+    duration_s,
+    exit_code,
+    flag,
+    integer,
+    parts,
+    rows,
+    text,
+)
+from etude.sandbox.arguments import check_timeout
 from etude.sandbox.channel import Answer
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.interface import OnOutput
@@ -14,10 +26,16 @@ from etude.sandbox.types import CommandResult, ProcessInfo
 
 MEMORY_EXCEEDED = "killed: memory limit exceeded\n"
 """What the error output of a command ends with that was ended for want of memory."""
+_PROCESS: Shapes = frozenset({(int, str, bool, int), (int, str, bool, type(None))})
 
 
 class Line(Protocol):
     """What commands need of their sandbox."""
+
+    @property
+    def id(self) -> str:
+        """Of the sandbox; errors name it."""
+        ...
 
     @property
     def workspace(self) -> str: ...
@@ -41,19 +59,19 @@ class Line(Protocol):
         ...
 
 
-def command_result(answer: Header, data: bytes) -> CommandResult:
-    """What an answer of the server says about an ended command."""
-    out_bytes = answer["sizes"][0]
-    stderr = data[out_bytes:].decode(errors="replace")
-    if answer["memory_exceeded"]:
+def command_result(answer: Header, data: bytes, sandbox: str) -> CommandResult:
+    """What an answer of the server says about an ended command. Raises SandboxError if it makes no sense."""
+    out, err = parts(answer, data, sandbox)
+    stderr = err.decode("utf-8", "replace") if err else ""
+    if flag(answer, "memory_exceeded", sandbox):
         stderr += MEMORY_EXCEEDED
     return CommandResult(
-        exit_code=answer["exit_code"],
-        stdout=data[:out_bytes].decode(errors="replace"),
-        stderr=stderr,
-        timed_out=answer["timed_out"],
-        duration_s=answer["duration_s"],
-        truncated=answer["truncated"],
+        exit_code(answer, sandbox),
+        out.decode("utf-8", "replace"),
+        stderr,
+        flag(answer, "timed_out", sandbox),
+        duration_s(answer, "duration_s", sandbox),
+        flag(answer, "truncated", sandbox),
     )
 
 
@@ -74,7 +92,7 @@ class ChannelCommand:
         """See Command.wait."""
         if self._result is None:
             async with asyncio.timeout(timeout_s):
-                self._result = command_result(*await self._line.wait(self._pid))
+                self._result = command_result(*await self._line.wait(self._pid), self._line.id)
         return self._result
 
     async def send_stdin(self, data: str | bytes, close: bool = False) -> None:
@@ -85,7 +103,7 @@ class ChannelCommand:
     async def kill(self) -> bool:
         """See Command.kill."""
         answer, _ = await self._line.call({"op": "kill", "pid": self._pid})
-        return bool(answer["killed"])
+        return flag(answer, "killed", self._line.id)
 
 
 class ChannelCommands:
@@ -104,11 +122,12 @@ class ChannelCommands:
         stdin: str | bytes | None = None,
         on_output: OnOutput | None = None,
     ) -> CommandResult:
-        """See Commands.run."""
+        """See Commands.run. Raises ConfigError for a timeout that is no time."""
+        check_timeout(timeout_s)
         header = self._header(cmd, timeout_s, env, cwd, limit_bytes, on_output)
         header["stdin"] = stdin is not None
         payload = stdin.encode() if isinstance(stdin, str) else stdin or b""
-        return command_result(*await self._line.job(header, payload, on_output))
+        return command_result(*await self._line.job(header, payload, on_output), self._line.id)
 
     async def start(
         self,
@@ -119,17 +138,21 @@ class ChannelCommands:
         limit_bytes: int = 64 << 10,
         on_output: OnOutput | None = None,
     ) -> ChannelCommand:
-        """See Commands.start."""
+        """See Commands.start. Raises ConfigError as `run`."""
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         header = self._header(cmd, timeout_s, env, cwd, limit_bytes, on_output)
         answer, _ = await self._line.call({**header, "background": True})
+        pid = integer(answer, "pid", self._line.id, least=1)
         if on_output is not None:
-            self._line.listen(answer["pid"], on_output)
-        return ChannelCommand(self._line, answer["pid"])
+            self._line.listen(pid, on_output)
+        return ChannelCommand(self._line, pid)
 
     async def list(self) -> list[ProcessInfo]:
         """See Commands.list."""
         answer, _ = await self._line.call({"op": "processes"})
-        return [ProcessInfo(*row) for row in answer["processes"]]
+        processes = rows(answer, "processes", self._line.id, _PROCESS, least=-MAX_EXIT_CODE)
+        return [ProcessInfo(*row) for row in processes]
 
     async def connect(self, pid: int) -> ChannelCommand:
         """See Commands.connect."""
@@ -179,10 +202,11 @@ class ChannelShells:
             "env": {**self._line.environment, **(env or {})},
         }
         answer, _ = await self._line.call(header, b"", cwd)
-        return str(answer["session"])
+        return text(answer, "session", self._line.id)
 
     async def run(self, session: str, cmd: str, timeout_s: float, limit_bytes: int) -> CommandResult:
-        """See Sandbox.run_in_session."""
+        """See Sandbox.run_in_session. Raises ConfigError for a timeout that is no time."""
+        check_timeout(timeout_s)
         header: Header = {
             "op": "shell.run",
             "session": session,
@@ -191,7 +215,7 @@ class ChannelShells:
             "limit_bytes": limit_bytes,
         }
         async with self._queues.setdefault(session, asyncio.Lock()):
-            return command_result(*await self._line.job(header))
+            return command_result(*await self._line.job(header), self._line.id)
 
     async def close(self, session: str) -> None:
         """See Sandbox.close_session."""

@@ -8,27 +8,25 @@ sandbox, and runs no commands. Its snapshots live as long as the backend.
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
-import signal
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 from etude.errors import SandboxError
-from etude.sandbox.errors import SandboxMissingError, SandboxStateError, SnapshotError, Unsupported
+from etude.sandbox.arguments import check_count, check_life, check_timeout
+from etude.sandbox.errors import SandboxMissingError, SandboxStateError, SnapshotError
+from etude.sandbox.fake_commands import MemoryCommands, unsupported_here
 from etude.sandbox.fake_files import MemoryFiles, MemorySource
+from etude.sandbox.fake_running import Run, run_here
 from etude.sandbox.inside import testrunner
-from etude.sandbox.interface import Command, OnOutput, Sandbox, SandboxBackend
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.migration import abilities_of, default_state_directory, transfer
 from etude.sandbox.paths import normal_path
-from etude.sandbox.snapshots import pack_template, unpack_templates
+from etude.sandbox.refusals import check_move, unsupported_copy
 from etude.sandbox.template import Template
+from etude.sandbox.template_packing import pack_template, unpack_templates
 from etude.sandbox.types import (
     NO_NETWORK,
     Capabilities,
@@ -36,7 +34,6 @@ from etude.sandbox.types import (
     Network,
     ProbeReport,
     ProbeResult,
-    ProcessInfo,
     Resources,
     SandboxInfo,
     SnapshotInfo,
@@ -44,53 +41,6 @@ from etude.sandbox.types import (
     TestFailure,
     TestReport,
 )
-
-Run = TypeVar("Run")
-
-
-class MemoryCommands:
-    """`Commands` that refuses: there is no process to run them in."""
-
-    async def run(
-        self,
-        cmd: str,
-        timeout_s: float = 30.0,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        limit_bytes: int = 64 << 10,
-        stdin: str | bytes | None = None,
-        on_output: OnOutput | None = None,
-    ) -> CommandResult:
-        """Raises Unsupported."""
-        raise _unsupported("commands")
-
-    async def start(
-        self,
-        cmd: str,
-        timeout_s: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        limit_bytes: int = 64 << 10,
-        on_output: OnOutput | None = None,
-    ) -> Command:
-        """Raises Unsupported."""
-        raise _unsupported("commands")
-
-    async def list(self) -> list[ProcessInfo]:
-        """See Commands.list: there are none."""
-        return []
-
-    async def connect(self, pid: int) -> Command:
-        """Raises Unsupported."""
-        raise _unsupported("commands")
-
-    async def send_stdin(self, pid: int, data: str | bytes) -> None:
-        """Raises Unsupported."""
-        raise _unsupported("commands")
-
-    async def kill(self, pid: int) -> bool:
-        """See Commands.kill: there is none."""
-        return False
 
 
 class MemorySandbox:
@@ -131,7 +81,8 @@ class MemorySandbox:
         return self._info
 
     async def set_timeout(self, timeout_s: float | None) -> None:
-        """See Sandbox.set_timeout."""
+        """See Sandbox.set_timeout. Raises ConfigError for a time that is over before it begins."""
+        check_life(timeout_s)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -143,13 +94,14 @@ class MemorySandbox:
 
     async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
         """Raises Unsupported."""
-        raise _unsupported("commands")
+        raise unsupported_here("commands")
 
     async def run_in_session(
         self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
     ) -> CommandResult:
-        """Raises Unsupported."""
-        raise _unsupported("commands")
+        """Raises Unsupported; ConfigError for a timeout that is no time."""
+        check_timeout(timeout_s)
+        raise unsupported_here("commands")
 
     async def close_session(self, session: str) -> None:
         """See Sandbox.close_session: there is none."""
@@ -188,7 +140,7 @@ class MemorySandbox:
     async def pause(self, mode: SnapshotKind = "full") -> None:
         """See Sandbox.pause: files are all there is."""
         if mode != "filesystem":
-            raise _unsupported("memory of processes")
+            raise unsupported_copy(self._backend.capabilities(), "pause", mode)
         self._alive()
         self._info = replace(self._info, state="paused")
 
@@ -202,12 +154,13 @@ class MemorySandbox:
     ) -> SnapshotInfo:
         """See Sandbox.create_snapshot."""
         if kind == "full":
-            raise _unsupported("memory of processes")
+            raise unsupported_copy(self._backend.capabilities(), "create_snapshot", kind)
         self._awake()
         return self._backend.keep(self.template, dict(self.files.contents), self.id, name)
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
-        """See Sandbox.fork."""
+        """See Sandbox.fork. Raises ConfigError for less than one copy."""
+        check_count(count)
         self._awake()
         info = self._info
         copies: list[Sandbox | SandboxError] = []
@@ -220,16 +173,17 @@ class MemorySandbox:
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
         """See Sandbox.migrate."""
+        check_move(self._backend.capabilities(), await abilities_of(target))
         snapshot = await self.create_snapshot()
+        expires_s = self._info.expires_s
+        left_s = None if expires_s is None else max(0.001, expires_s - time.time())
         try:
-            with tempfile.TemporaryDirectory(prefix="etude-migrate-") as directory:
-                file = Path(directory, "snapshot")
-                await self._backend.export_snapshot(snapshot.id, file)
-                imported = await target.import_snapshot(file)
-            expires_s = self._info.expires_s
-            timeout_s = None if expires_s is None else max(0.0, expires_s - time.time())
-            moved = await target.create(snapshot=imported.id, timeout_s=timeout_s)
-            await target.delete_snapshot(imported.id)
+            moved = await transfer(
+                lambda file: self._backend.export_snapshot(snapshot.id, file),
+                default_state_directory(),
+                target,
+                left_s,
+            )
         finally:
             await self._backend.delete_snapshot(snapshot.id)
         await self.kill()
@@ -262,17 +216,10 @@ class MemorySandbox:
         paths: Sequence[str],
         timeout_s: float,
     ) -> tuple[Run | None, float]:
-        """The runner's result, or None at the timeout; and the time taken."""
+        check_timeout(timeout_s)
         self._awake()
         names = [normal_path(path, self.template.workspace) for path in paths]
-        start_s = time.perf_counter()
-        result: Run | None = None
-        try:
-            with _alarm(timeout_s), _quiet():
-                result = runner(MemorySource(self.files), names)
-        except testrunner.TimeUp:
-            result = None
-        return result, time.perf_counter() - start_s
+        return run_here(lambda: runner(MemorySource(self.files), names), timeout_s)
 
 
 @dataclass(frozen=True)
@@ -308,8 +255,9 @@ class MemoryBackend:
         metadata: Mapping[str, str] | None = None,
     ) -> MemorySandbox:
         """See SandboxBackend.create. `resources` bound processes, of which there are none."""
+        check_life(timeout_s)
         if network is not None and network.allow:
-            raise _unsupported("network")
+            raise unsupported_here("network")
         if snapshot is not None:
             kept = self._get(snapshot)
             template, contents = kept.template, dict(kept.contents)
@@ -377,46 +325,6 @@ class MemoryBackend:
         if snapshot not in self._kept:
             raise SnapshotError("the snapshot does not exist", field="snapshot", received=snapshot)
         return self._kept[snapshot]
-
-
-def _unsupported(ability: str) -> Unsupported:
-    return Unsupported(
-        f"the in-memory backend has no {ability}",
-        field="sandbox.backend",
-        received="memory",
-        fix='use the "local" backend, or tasks that need none',
-    )
-
-
-@contextmanager
-def _alarm(timeout_s: float) -> Iterator[None]:
-    """Raises `testrunner.TimeUp` in the block after `timeout_s`, where signals can reach it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def ring(signum: int, frame: Any) -> None:
-        raise testrunner.TimeUp
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What tests print goes nowhere, and bytecode is never written."""
-    before = sys.dont_write_bytecode
-    sys.dont_write_bytecode = True
-    try:
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        sys.dont_write_bytecode = before
 
 
 _ids = itertools.count(1)

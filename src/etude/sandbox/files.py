@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from etude.sandbox.answers import Shapes, nonsense, rows
 from etude.sandbox.channel import Answer
 from etude.sandbox.errors import PathKindError
 from etude.sandbox.host_paths import below, files_of, name_below
@@ -19,6 +20,8 @@ from etude.sandbox.types import FileInfo, GrepMatch
 PIECE_BYTES = 4 << 20
 """Files travel in pieces of this size."""
 _MAX_DEPTH = 100
+_ENTRY: Shapes = frozenset({(str, str, int)})
+_MATCH: Shapes = frozenset({(str, int, str)})
 
 
 class Line(Protocol):
@@ -33,13 +36,17 @@ class Line(Protocol):
 class ChannelFiles:
     """`Files` over a sandbox's channel."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, sandbox: str = "") -> None:
+        """`sandbox`: its id, which errors name."""
         self._line = line
+        self._sandbox = sandbox
 
     async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:
         """See Files.read."""
         header: Header = {"op": "read", "path": self._normal(path), "limit_bytes": limit_bytes}
-        return (await self._line.call(header, b"", path))[1]
+        data = (await self._line.call(header, b"", path))[1]
+        self._check_size(data, limit_bytes)
+        return data
 
     async def write(self, path: str, data: str | bytes) -> None:
         """See Files.write."""
@@ -48,15 +55,15 @@ class ChannelFiles:
     async def write_many(self, files: Mapping[str, str | bytes]) -> None:
         """See Files.write_many."""
         contents = [data.encode() if isinstance(data, str) else data for data in files.values()]
-        rows = [[self._normal(path), len(data)] for path, data in zip(files, contents, strict=True)]
+        pieces = [[self._normal(path), len(data)] for path, data in zip(files, contents, strict=True)]
         received = next(iter(files)) if len(files) == 1 else None
-        await self._line.call({"op": "write", "files": rows}, b"".join(contents), received)
+        await self._line.call({"op": "write", "files": pieces}, b"".join(contents), received)
 
     async def list(self, path: str = ".", depth: int = 1) -> list[FileInfo]:
         """See Files.list."""
         header: Header = {"op": "list", "path": self._normal(path), "depth": depth}
         answer, _ = await self._line.call(header, b"", path)
-        return [FileInfo(*row) for row in answer["entries"]]
+        return [FileInfo(*row) for row in rows(answer, "entries", self._sandbox, _ENTRY)]
 
     async def remove(self, path: str) -> None:
         """See Files.remove."""
@@ -66,7 +73,7 @@ class ChannelFiles:
         """See Files.grep."""
         header: Header = {"op": "grep", "pattern": pattern, "path": self._normal(path), "limit": limit}
         answer, _ = await self._line.call(header, b"", path)
-        return [GrepMatch(*row) for row in answer["matches"]]
+        return [GrepMatch(*row) for row in rows(answer, "matches", self._sandbox, _MATCH)]
 
     async def upload(self, source: Path, path: str) -> int:
         """See Files.upload."""
@@ -116,6 +123,7 @@ class ChannelFiles:
                 while True:
                     header: Header = {"op": "read", "path": self._normal(path), "limit_bytes": PIECE_BYTES}
                     piece = (await self._line.call({**header, "offset": offset}, b"", path))[1]
+                    self._check_size(piece, PIECE_BYTES)
                     await asyncio.to_thread(file.write, piece)
                     offset += len(piece)
                     if len(piece) < PIECE_BYTES:
@@ -124,6 +132,10 @@ class ChannelFiles:
         finally:
             partial.unlink(missing_ok=True)
         return offset
+
+    def _check_size(self, data: bytes, limit_bytes: int) -> None:
+        if len(data) > max(0, limit_bytes):
+            raise nonsense(self._sandbox, "payload", len(data), f"at most {limit_bytes} bytes")
 
     def _normal(self, path: str) -> str:
         return normal_path(path, self._line.workspace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ class GuardedProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, log: int, name: str) -> None:
         self._process = process
+        self._guard = _pidfd_of(process)
         self._log = log
         self.name = name
 
@@ -68,7 +70,13 @@ class GuardedProcess:
             raise SandboxError(f"cannot start: {error}", field="program", received=argv[0]) from error
         finally:
             os.close(owner)
-        return cls(process, log, argv[0])
+        try:
+            return cls(process, log, argv[0])
+        except OSError as error:
+            # No descriptor is left to name it by.
+            process.kill()
+            os.close(log)
+            raise SandboxError(f"cannot be watched: {error}", field="program", received=argv[0]) from error
 
     @property
     def pid(self) -> int:
@@ -94,14 +102,30 @@ class GuardedProcess:
     async def kill(self) -> None:
         """Ends the program and all that it started. Idempotent."""
         if self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
+            self._signal(signal.SIGTERM)
             try:
                 async with asyncio.timeout(_END_S):
                     await self._process.wait()
             except TimeoutError:
-                self._process.kill()
+                self._signal(signal.SIGKILL)
                 await self._process.wait()
-        if self._log >= 0:
-            os.close(self._log)
-            self._log = -1
+        for descriptor in (self._log, self._guard):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._log = self._guard = -1
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Not by way of the event loop's `terminate` and `kill`: those look whether the child has ended, and
+        so may collect it behind the event loop's back, which then knows no exit code.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            if self._guard >= 0:
+                signal.pidfd_send_signal(self._guard, number)
+
+
+def _pidfd_of(process: asyncio.subprocess.Process) -> int:
+    """A descriptor that names the process and no later one with its number; -1: it has ended already."""
+    try:
+        return os.pidfd_open(process.pid)
+    except ProcessLookupError:
+        return -1

@@ -274,7 +274,7 @@ class SandboxBackend(Protocol):
         ...
 
     async def list_snapshots(self) -> list[SnapshotInfo]:
-        """Snapshots that this backend can restore, oldest first."""
+        """Snapshots of this backend, oldest first; `damaged` says why one cannot be restored."""
         ...
 
     async def delete_snapshot(self, snapshot: str) -> None:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
-from etude.errors import SandboxError, ToolArgumentError
+from etude.errors import AgentError, SandboxError, ToolArgumentError
+from etude.sandbox.answers import changes
+from etude.sandbox.arguments import check_count, check_timeout
 from etude.sandbox.channel import Answer, Channel
 from etude.sandbox.commands import ChannelCommands, ChannelShells
 from etude.sandbox.egress import Egress
@@ -25,27 +26,25 @@ from etude.sandbox.inside.frames import MAX_PAYLOAD_BYTES, Header
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.network.environment import proxy_environment
 from etude.sandbox.network.proxy import EgressProxy
+from etude.sandbox.outputs import Outputs
 from etude.sandbox.paths import normal_path
+from etude.sandbox.reports import probes_report, tests_report
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     NO_NETWORK,
     CommandResult,
     Network,
     ProbeReport,
-    ProbeResult,
     Resources,
     SandboxInfo,
     SandboxState,
     SnapshotInfo,
     SnapshotKind,
-    TestFailure,
     TestReport,
 )
 
 OPERATION_S = 60.0
 """A file operation that takes longer means that the sandbox is lost; the server itself allows it 2 s."""
-
-_EARLY_BYTES, _MAX_EARLY = 1 << 20, 16
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ class MachineSandbox:
     def __init__(self, owner: Owner, sandbox_id: str, spec: Spec) -> None:
         self.id = sandbox_id
         self.spec = spec
-        self.files = ChannelFiles(self)
+        self.files = ChannelFiles(self, sandbox_id)
         self.commands = ChannelCommands(self)
         self.state: SandboxState = "running"
         self.created_s = time.time()
@@ -105,9 +104,7 @@ class MachineSandbox:
         self._shells = ChannelShells(self)
         self._owner = owner
         self._channel: Channel | None = None
-        self._listeners: dict[int, OnOutput] = {}
-        self._by_request: dict[int, OnOutput] = {}
-        self._early: dict[int, list[tuple[int, bytes]]] = {}
+        self._outputs = Outputs()
         self._gate = asyncio.Event()
         self._num_closings = 0
         self._egress: Egress | None = None
@@ -212,14 +209,7 @@ class MachineSandbox:
         await self._gate.wait()
         answer, data = await self.channel.request(header, payload, OPERATION_S)
         if "fault" in answer:
-            kind, message = answer["fault"]
-            if kind == "argument" and "pattern" in header:
-                raise fault_error((kind, message), "pattern", header["pattern"])
-            if kind == "session":
-                raise fault_error((kind, message), "session", header.get("session"))
-            if "pid" in header:
-                raise fault_error((kind, message), "pid", header["pid"])
-            raise fault_error((kind, message), "path" if path is not None else None, path)
+            raise _agents_fault(answer["fault"], header, path)
         return answer, data
 
     async def job(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
@@ -229,7 +219,7 @@ class MachineSandbox:
         channel = self.channel
         header["id"] = request_id = channel.next_id()
         if on_output is not None:
-            self._by_request[request_id] = on_output
+            self._outputs.expect(request_id, on_output)
         try:
             channel.send(header, payload)
             answer, data = await channel.answer(request_id, header["timeout_s"] + OPERATION_S)
@@ -243,12 +233,9 @@ class MachineSandbox:
                 raise
             raise SandboxKilledByAgentError(cause, field="sandbox", received=self.id) from error
         finally:
-            self._by_request.pop(request_id, None)
+            self._outputs.answered(request_id)
         if "fault" in answer:
-            kind, message = answer["fault"]
-            raise fault_error(
-                (kind, message), "session" if kind == "session" else None, header.get("session")
-            )
+            raise _agents_fault(answer["fault"], header)
         return answer, data
 
     async def wait(self, pid: int) -> Answer:
@@ -263,37 +250,20 @@ class MachineSandbox:
             if not channel.closed:
                 channel.send({"op": "cancel", "target": header["id"]})
             raise
-        self._listeners.pop(pid, None)
-        self._early.pop(pid, None)
+        self._outputs.ended(pid)
         if "fault" in answer:
-            kind, message = answer["fault"]
-            raise fault_error((kind, message), "pid", pid)
+            raise _agents_fault(answer["fault"], header)
         return answer, data
 
     def listen(self, pid: int, on_output: OnOutput) -> None:
         """From now on `on_output` gets the output of a background command."""
-        self._listeners[pid] = on_output
-        for number, data in self._early.pop(pid, []):
-            on_output(number, data)
+        self._outputs.listen(pid, on_output)
 
     def _on_event(self, header: Header, payload: bytes) -> None:
         if header["event"] == "output":
-            listener = self._by_request.get(header["id"]) or self._listeners.get(header["pid"])
-            if listener is not None:
-                listener(header["fd"], payload)
-            elif not header["id"]:
-                self._keep_early(header["pid"], header["fd"], payload)
+            self._outputs.on_event(header, payload)
         elif self._egress is not None and header["event"].startswith("net."):
             self._egress.on_event(header, payload)
-
-    def _keep_early(self, pid: int, number: int, data: bytes) -> None:
-        """Output may be here before whoever started the command has heard of its process id."""
-        early = self._early.setdefault(pid, [])
-        if sum(len(known) for _, known in early) < _EARLY_BYTES:
-            early.append((number, data))
-        while len(self._early) > _MAX_EARLY:
-            # Nobody will ever ask for this one: its start was cancelled.
-            del self._early[next(iter(self._early))]
 
     # Sandbox
 
@@ -333,41 +303,16 @@ class MachineSandbox:
 
     async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
         """See Sandbox.run_tests."""
-        run, error, timed_out, duration_s = await self._run("tests", paths, timeout_s)
-        if run is None:
-            return TestReport((), (), error, timed_out, duration_s)
-        passed = tuple(str(name) for name in run["passed"])
-        failed = tuple(TestFailure(str(name), str(message)) for name, message in run["failed"])
-        return TestReport(passed, failed, error, False, duration_s)
+        return tests_report(*await self._run("tests", paths, timeout_s), self.id)
 
     async def run_probes(self, paths: Sequence[str], timeout_s: float = 2.0) -> ProbeReport:
         """See Sandbox.run_probes."""
-        run, error, timed_out, duration_s = await self._run("probes", paths, timeout_s)
-        if run is None:
-            return ProbeReport((), error, timed_out, duration_s)
-        results = tuple(
-            ProbeResult(str(path), str(name), tuple(values), failure and str(failure))
-            for path, name, values, failure in run["results"]
-        )
-        return ProbeReport(results, error, False, duration_s)
+        return probes_report(*await self._run("probes", paths, timeout_s), self.id)
 
-    async def _run(
-        self, operation: str, paths: Sequence[str], timeout_s: float
-    ) -> tuple[dict[str, Any] | None, str | None, bool, float]:
-        """(what the runner said, error, timed out, duration) of one run."""
+    async def _run(self, operation: str, paths: Sequence[str], timeout_s: float) -> Answer:
+        check_timeout(timeout_s)
         names = [normal_path(path, self.workspace) for path in paths]
-        answer, data = await self.job({"op": operation, "paths": names, "timeout_s": timeout_s})
-        duration_s = float(answer["duration_s"])
-        if answer["timed_out"]:
-            return None, "timeout", True, duration_s
-        run = _parse_run(data, operation)
-        if run is None:
-            reason = f"exit code {answer['exit_code']}"
-            if answer["memory_exceeded"]:
-                reason = "memory limit exceeded"
-            return None, f"the test run ended early: {reason}", False, duration_s
-        error = run.get("error")
-        return run, None if error is None else str(error), False, duration_s
+        return await self.job({"op": operation, "paths": names, "timeout_s": timeout_s})
 
     async def diff(self) -> Mapping[str, bytes | None]:
         """See Sandbox.diff."""
@@ -379,12 +324,7 @@ class MachineSandbox:
 
     async def _diff(self, kill_processes: bool) -> Mapping[str, bytes | None]:
         answer, data = await self.call({"op": "diff", "kill_processes": kill_processes})
-        changes: dict[str, bytes | None] = {}
-        start = 0
-        for path, size in answer["files"]:
-            changes[path] = None if size is None else data[start : start + size]
-            start += size or 0
-        return dict(sorted(changes.items()))
+        return changes(answer, data, self.id)
 
     async def pause(self, mode: SnapshotKind = "full") -> None:
         """See Sandbox.pause."""
@@ -401,7 +341,8 @@ class MachineSandbox:
         return await self._owner.snapshot(self, kind, name)
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
-        """See Sandbox.fork."""
+        """See Sandbox.fork. Raises ConfigError for less than one copy."""
+        check_count(count)
         return await self._owner.fork(self, count)
 
     async def migrate(self, target: SandboxBackend) -> Sandbox:
@@ -423,17 +364,13 @@ def _check_size(payload: bytes) -> None:
         )
 
 
-def _parse_run(data: bytes, operation: str) -> dict[str, Any] | None:
-    """What a test process sent; None if it is not whole. The agent's code ran there: nothing is trusted."""
-    try:
-        run = json.loads(data)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(run, dict):
-        return None
-    key, width = ("failed", 2) if operation == "tests" else ("results", 4)
-    rows: object = run.get(key)
-    if not isinstance(rows, list) or not isinstance(run.setdefault("passed", []), list):
-        return None
-    whole = all(isinstance(row, list) and len(row) == width for row in rows)
-    return run if whole and (width == 2 or all(isinstance(row[2], list) for row in rows)) else None
+def _agents_fault(fault: Sequence[str], header: Header, path: str | None = None) -> AgentError:
+    """The error for a fault (kind, message), with what of the request it is about."""
+    kind, message = fault
+    if kind == "argument" and "pattern" in header:
+        return fault_error((kind, message), "pattern", header["pattern"])
+    if kind == "session":
+        return fault_error((kind, message), "session", header.get("session"))
+    if "pid" in header:
+        return fault_error((kind, message), "pid", header["pid"])
+    return fault_error((kind, message), "path" if path is not None else None, path)

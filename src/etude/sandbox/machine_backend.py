@@ -14,22 +14,28 @@ A start that fails, times out or is cancelled is stopped; a pause that fails lea
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-import tempfile
 import time
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Mapping
 from pathlib import Path
-from typing import Any
 
-from etude.errors import ConfigError, ResourceError, SandboxError
+from etude.errors import ConfigError, SandboxError
+from etude.sandbox.arguments import check_life
 from etude.sandbox.channel import Channel
-from etude.sandbox.errors import SandboxMissingError, SnapshotError, Unsupported
+from etude.sandbox.copies import gather_copies
+from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.migration import abilities_of, default_state_directory, transfer
 from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy
-from etude.sandbox.snapshots import Snapshot, SnapshotDraft, SnapshotStore
+from etude.sandbox.refusals import (
+    check_move,
+    check_resources,
+    unsupported_copy,
+)
+from etude.sandbox.snapshot_keeper import SnapshotKeeper
+from etude.sandbox.snapshots import Snapshot
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     NO_NETWORK,
@@ -41,36 +47,21 @@ from etude.sandbox.types import (
     SnapshotKind,
 )
 
-_ABLE: dict[str, str] = {"full": "vm or gvisor", "filesystem": "local", "network": "local", "images": "local"}
-"""For each ability, a backend that has it."""
+__all__ = ["MachineBackend", "default_state_directory", "gather_copies"]
 
 
-def default_state_directory() -> Path:
-    """Where snapshots, images and layers live: `$XDG_STATE_HOME/etude` or `~/.local/state/etude`."""
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "etude"
-
-
-class MachineBackend:
+class MachineBackend(SnapshotKeeper):
     """Base of the backends whose sandboxes are `MachineSandbox`es. For one event loop."""
-
-    name = "machine"
-    version = "1"
-    """Of whatever a snapshot of this kind depends on."""
 
     allow_private: tuple[str, ...] = ()
     """`IP:port`s of private addresses that sandboxes may reach if their rules do: an operator's choice."""
 
     def __init__(self, state: Path | None = None) -> None:
         """`state`: directory of snapshots, logs and working files, made when first needed."""
+        super().__init__(state)
         self._request_log: RequestLog | None = None
-        self.state = state or default_state_directory()
-        self.snapshots = SnapshotStore(self.state / "snapshots")
         self._live: dict[str, MachineSandbox] = {}
-        self._saved: dict[str, str] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._background: set[asyncio.Task[None]] = set()
-        self._mishaps: list[BaseException] = []
         self._closed = False
 
     # For each kind of machine
@@ -86,10 +77,6 @@ class MachineBackend:
     async def stop(self, sandbox: MachineSandbox) -> None:
         """Ends the sandbox's machine, whatever state it is in, and frees all it had. Idempotent."""
         raise NotImplementedError
-
-    async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
-        """Writes the running machine's state into the draft; the machine goes on afterwards."""
-        raise self.unsupported(kind)
 
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:
         """Starts a machine that goes on where the snapshot was taken."""
@@ -115,7 +102,7 @@ class MachineBackend:
         metadata: Mapping[str, str] | None = None,
     ) -> MachineSandbox:
         """See SandboxBackend.create."""
-        check_timeout(timeout_s)
+        check_life(timeout_s)
         if snapshot is None:
             spec = Spec(
                 template or Template(), resources or Resources(), network or NO_NETWORK, dict(metadata or {})
@@ -143,6 +130,7 @@ class MachineBackend:
     ) -> MachineSandbox:
         """A new sandbox for a spec, booted or restored."""
         self._check(spec)
+        await self._clear_litter()
         sandbox = MachineSandbox(self, self.new_id(), spec)
         if snapshot is None:
             return await self.begin(sandbox, self.boot(sandbox), timeout_s)
@@ -207,35 +195,17 @@ class MachineBackend:
         """See SandboxBackend.list."""
         return [await sandbox.get_info() for sandbox in self._live.values()]
 
-    async def list_snapshots(self) -> list[SnapshotInfo]:
-        """See SandboxBackend.list_snapshots."""
-        asleep = set(self._saved.values())
-        return [info for info in self.snapshots.list(self.name) if info.id not in asleep]
-
-    async def delete_snapshot(self, snapshot: str) -> None:
-        """See SandboxBackend.delete_snapshot."""
-        await asyncio.to_thread(self.snapshots.delete, snapshot)
-
-    async def export_snapshot(self, snapshot: str, target: Path) -> None:
-        """See SandboxBackend.export_snapshot."""
-        await self.snapshots.export(snapshot, target)
-
-    async def import_snapshot(self, source: Path) -> SnapshotInfo:
-        """See SandboxBackend.import_snapshot."""
-        return await self.snapshots.import_(source, self.name)
-
     async def close(self) -> None:
         """See SandboxBackend.close."""
         self._closed = True
         await asyncio.gather(*(self.kill(sandbox) for sandbox in list(self._live.values())))
-        if self._background:
-            await asyncio.gather(*self._background, return_exceptions=True)
-        mishaps, self._mishaps = self._mishaps, []
+        await asyncio.gather(*(self._give_up(snapshot) for snapshot in list(self._in_transit)))
+        mishap = await self._background.wait()
         log, self._request_log = self._request_log, None
         if log is not None:
             log.close()
-        if mishaps:
-            raise mishaps[0]
+        if mishap is not None:
+            raise mishap
 
     # What sandboxes ask of their backend
 
@@ -248,26 +218,31 @@ class MachineBackend:
             timer.cancel()
         sandbox.detach("killed")
         await self.stop(sandbox)
-        saved = self._saved.pop(sandbox.id, None)
+        saved = self._asleep.pop(sandbox.id, None)
         if saved is not None:
             await self.delete_snapshot(saved)
 
     async def pause(self, sandbox: MachineSandbox, mode: SnapshotKind) -> None:
         """See Sandbox.pause."""
         if mode not in self.capabilities().pause:
-            raise self.unsupported(mode)
+            raise unsupported_copy(self.capabilities(), "pause", mode)
+        await self._fall_asleep(sandbox, mode)
+
+    async def _fall_asleep(
+        self, sandbox: MachineSandbox, mode: SnapshotKind, temporary: bool = False
+    ) -> None:
         async with sandbox.lifecycle:
             if sandbox.state == "paused":
                 return
             # Closed until it sleeps: what is answered after the copy was made would be lost.
             with sandbox.closed():
-                info = await self._save(sandbox, mode, f"asleep-{sandbox.id}")
+                info = await self._keep(sandbox, mode, f"asleep-{sandbox.id}", temporary)
                 if sandbox.id not in self._live:
                     await self.delete_snapshot(info.id)
                     raise SandboxError(
                         "the sandbox was killed while it went to sleep", field="sandbox", received=sandbox.id
                     )
-                self._saved[sandbox.id] = info.id
+                self._asleep[sandbox.id] = info.id
                 sandbox.detach("paused")
                 await self.stop(sandbox)
 
@@ -276,7 +251,7 @@ class MachineBackend:
         async with sandbox.lifecycle:
             if sandbox.state != "paused":
                 return
-            saved = self._saved[sandbox.id]
+            saved = self._asleep[sandbox.id]
             snapshot = await self.snapshots.open(saved)
             try:
                 await self._attach(sandbox, self.restore(sandbox, snapshot))
@@ -284,7 +259,7 @@ class MachineBackend:
                 sandbox.detach("paused" if sandbox.id in self._live else "killed")
                 await asyncio.shield(self.stop(sandbox))
                 raise
-            del self._saved[sandbox.id]
+            del self._asleep[sandbox.id]
             await self.delete_snapshot(saved)
 
     async def snapshot(
@@ -294,7 +269,7 @@ class MachineBackend:
         able = self.capabilities().snapshots
         wanted: SnapshotKind = kind or ("full" if "full" in able else "filesystem")
         if wanted not in able:
-            raise self.unsupported(wanted)
+            raise unsupported_copy(self.capabilities(), "create_snapshot", wanted)
         async with sandbox.lifecycle:
             return await self._save(sandbox, wanted, name)
 
@@ -304,7 +279,7 @@ class MachineBackend:
         if kind is None:
             raise self.unsupported("full")
         async with sandbox.lifecycle:
-            info = await self._save(sandbox, kind, None)
+            info = await self._keep(sandbox, kind, None, temporary=True)
         try:
             snapshot = await self.snapshots.open(info.id)
             spec = self.copied_spec(sandbox)
@@ -314,35 +289,27 @@ class MachineBackend:
 
     async def migrate(self, sandbox: MachineSandbox, target: SandboxBackend) -> Sandbox:
         """See Sandbox.migrate. It sleeps while its files travel, so that nothing is written that would be
-        lost; live where a kind overrides this."""
+        lost; live where a kind overrides this. Raises Unsupported before it sleeps."""
         if sandbox.channel.closed:
             raise SandboxError("the sandbox is lost", field="sandbox", received=sandbox.id)
         remaining_s = None if sandbox.expires_s is None else max(0.1, sandbox.expires_s - time.time())
-        await self.pause(sandbox, "filesystem")
+        check_move(self.capabilities(), await abilities_of(target))
+        await self._fall_asleep(sandbox, "filesystem", temporary=True)
+        saved = self._asleep[sandbox.id]
+        shares = isinstance(target, MachineBackend) and target.snapshots.root == self.snapshots.root
         try:
-            moved = await self.transfer(self._saved[sandbox.id], target, remaining_s)
+            moved = await transfer(
+                lambda file: self.export_snapshot(saved, file), self.state, target, remaining_s, shares
+            )
         except BaseException:
             await asyncio.shield(self.resume(sandbox))
             raise
         await self.kill(sandbox)
         return moved
 
-    async def transfer(self, snapshot: str, target: SandboxBackend, timeout_s: float | None) -> Sandbox:
-        """A sandbox over there that continues a snapshot of ours."""
-        with tempfile.TemporaryDirectory(prefix="etude-migrate-") as directory:
-            file = Path(directory, "snapshot.tar")
-            await self.export_snapshot(snapshot, file)
-            imported = await target.import_snapshot(file)
-        try:
-            return await target.create(snapshot=imported.id, timeout_s=timeout_s)
-        finally:
-            shares_store = isinstance(target, MachineBackend) and target.snapshots.root == self.snapshots.root
-            if not shares_store:
-                await target.delete_snapshot(imported.id)
-
     def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None:
         """See Sandbox.set_timeout."""
-        check_timeout(timeout_s)
+        check_life(timeout_s)
         timer = self._timers.pop(sandbox.id, None)
         if timer is not None:
             timer.cancel()
@@ -362,70 +329,15 @@ class MachineBackend:
         spec = sandbox.spec
         return Spec(spec.template, spec.resources, spec.network, spec.metadata, parent=sandbox.id)
 
-    def unsupported(self, ability: str) -> Unsupported:
-        """The error for what this kind of machine cannot do."""
-        return Unsupported(
-            f"the {self.name} backend cannot do this",
-            field="sandbox.backend",
-            received=ability,
-            fix=f"use the {_ABLE.get(ability, 'vm')} backend",
-        )
-
     def lost(self, sandbox: MachineSandbox) -> None:
         """The sandbox's machine died by itself: it is marked, and kept until it is killed."""
         if sandbox.state == "running":
             sandbox.detach("lost")
 
-    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does something beside; `close` waits for it, and raises what went wrong."""
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._worked)
-
-    def _worked(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._mishaps.append(error)
-
     # Inner workings
-
-    async def _save(self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None) -> SnapshotInfo:
-        draft = self.snapshots.draft(sandbox.id)
-        try:
-            await self._write_state(sandbox, kind, draft)
-            return await self.snapshots.publish(
-                draft,
-                kind=kind,
-                name=name,
-                backend=self.name,
-                backend_version=self.version,
-                sandbox_id=sandbox.id,
-                template=sandbox.spec.template,
-                resources=sandbox.spec.resources,
-                network=sandbox.spec.network,
-                metadata=sandbox.spec.metadata,
-            )
-        except BaseException:
-            self.snapshots.discard(draft)
-            raise
-
-    async def _write_state(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
-        try:
-            await self.save(sandbox, kind, draft)
-        except OSError as error:
-            raise SnapshotError(
-                f"the snapshot could not be written: {error}",
-                field="snapshot",
-                received=draft.id,
-                fix="make room on the disk, or choose another state directory",
-            ) from error
 
     def _expire(self, sandbox: MachineSandbox) -> None:
         self.spawn(self.kill(sandbox))
-
-    def _check_snapshot(self, snapshot: Snapshot) -> None:
-        snapshot.check_origin(self.name, self.version, memory=snapshot.info.kind == "full")
 
     def _check(self, spec: Spec) -> None:
         """Refuses what this backend or this host cannot give."""
@@ -437,51 +349,3 @@ class MachineBackend:
         if spec.template.image is not None and not able.images:
             raise self.unsupported("images")
         check_resources(spec.resources)
-
-
-def check_timeout(timeout_s: float | None) -> None:
-    """Raises ConfigError for a time to live that is over before it begins."""
-    if timeout_s is not None and not timeout_s > 0:
-        raise ConfigError(
-            "a time to live is more than 0 seconds",
-            field="timeout_s",
-            received=timeout_s,
-            fix="None: for ever",
-        )
-
-
-def check_resources(resources: Resources) -> None:
-    """Raises ResourceError for more than this host has."""
-    total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    cores = os.cpu_count() or 1
-    for field, received, most in (
-        ("resources.memory_bytes", resources.memory_bytes, total_bytes),
-        ("resources.disk_bytes", resources.disk_bytes, total_bytes),
-        ("resources.cpus", resources.cpus, cores),
-    ):
-        if received > most or received <= 0:
-            raise ResourceError(
-                f"this host has {most}", field=field, received=received, fix="ask for more than 0 and no more"
-            )
-
-
-async def gather_copies(starting: list[Awaitable[MachineSandbox]]) -> list[Sandbox | SandboxError]:
-    """Each copy, or the error that prevented it; anything but a SandboxError is raised.
-
-    Then, and when the caller is cancelled, the copies that did start are killed: nobody would ever know.
-    """
-    tasks = [asyncio.ensure_future(copy) for copy in starting]
-    try:
-        copies = await asyncio.gather(*tasks, return_exceptions=True)
-        result: list[Sandbox | SandboxError] = []
-        for copy in copies:
-            if isinstance(copy, BaseException) and not isinstance(copy, SandboxError):
-                raise copy
-            result.append(copy)
-    except BaseException:
-        started = [
-            task.result() for task in tasks if task.done() and not task.cancelled() and not task.exception()
-        ]
-        await asyncio.shield(asyncio.gather(*(copy.kill() for copy in started)))
-        raise
-    return result

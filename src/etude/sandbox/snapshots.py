@@ -3,6 +3,7 @@
     <root>/<id>/manifest.json     what it is, of which machine, and size and BLAKE3 digest of each file
     <root>/<id>/<files>           the backend's: memory, disk, layers, and `template`
     <root>/.making-<pid>-<start>-<id>/   one that is being written; swept once its writer is dead
+    <root>/.owned-..., .transit-...      say which are temporary: see temporary.py
 
 A snapshot is written beside its place, synced, and renamed into it last: a crash leaves none or all of
 it. Opening one checks every byte. Who made it (backend and version, processor, kernel) is recorded, and a
@@ -29,9 +30,11 @@ from typing import Any, cast
 from blake3 import blake3
 
 from etude.sandbox.errors import SnapshotError
-from etude.sandbox.inside.frames import FrameError, Unpacker, pack
 from etude.sandbox.reaping import is_owner_alive, owner_tag
-from etude.sandbox.template import Image, Template
+from etude.sandbox.refusals import foreign_snapshot
+from etude.sandbox.template import Template
+from etude.sandbox.template_packing import pack_template, unpack_templates
+from etude.sandbox.temporary import Marks
 from etude.sandbox.types import Network, Resources, SnapshotInfo, SnapshotKind
 
 FORMAT = 1
@@ -76,7 +79,7 @@ class Snapshot:
     def check_origin(self, backend: str, backend_version: str, memory: bool) -> None:
         """Raises SnapshotError unless this backend, at this version, on such a machine made it."""
         if self.info.backend != backend:
-            raise _error(self.info.id, f"belongs to the {self.info.backend} backend", f"not {backend}")
+            raise _error(self.info.id, *foreign_snapshot(self.info.backend, backend))
         if not memory:
             return
         ours = {**this_machine(), "version": backend_version}
@@ -99,6 +102,7 @@ class SnapshotStore:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._marks = Marks(root)
 
     def draft(self, sandbox_id: str) -> SnapshotDraft:
         """Begins a snapshot; nobody sees it before `publish`. Raises SnapshotError."""
@@ -106,7 +110,7 @@ class SnapshotStore:
         directory = self.root / f".making-{owner_tag()}-{snapshot}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            self._sweep()
+            self.sweep()
             directory.mkdir(mode=0o700)
         except OSError as error:
             raise _error(snapshot, f"could not be begun: {error}", "choose another directory") from error
@@ -125,8 +129,12 @@ class SnapshotStore:
         resources: Resources,
         network: Network,
         metadata: Mapping[str, str],
+        temporary: bool = False,
     ) -> SnapshotInfo:
-        """Digests and syncs every file, then makes the snapshot appear. Raises SnapshotError."""
+        """Digests and syncs every file, then makes the snapshot appear. Raises SnapshotError.
+
+        `temporary`: it goes with this process, is in no list, and stays temporary where it is imported.
+        """
         manifest: dict[str, Any] = {
             "format": FORMAT,
             "id": draft.id,
@@ -142,9 +150,12 @@ class SnapshotStore:
             "network": list(network.allow),
             "metadata": dict(metadata),
             "extra": draft.extra,
+            "temporary": temporary,
         }
         try:
             await asyncio.to_thread(self._write, draft, manifest, pack_template(template))
+            if temporary:
+                self._marks.add("owned", draft.id)
             draft.directory.rename(self.root / draft.id)
             _sync(self.root)
         except OSError as error:
@@ -188,16 +199,27 @@ class SnapshotStore:
         )
 
     def list(self, backend: str) -> list[SnapshotInfo]:
-        """Snapshots of one backend, oldest first. What does not parse is left out: `open` says why."""
+        """Snapshots of one backend, oldest first; those without a readable manifest for every backend.
+
+        Looks at manifests and sizes alone, so a flipped bit shows only when one is opened.
+        """
+        temporary = self._marks.snapshots()
         found: list[SnapshotInfo] = []
         for entry in sorted(self.root.glob("snap-*")) if self.root.is_dir() else []:
-            try:
-                info = _info(_read_manifest(entry, entry.name))
-            except SnapshotError:
+            if entry.name in temporary or not entry.is_dir():
                 continue
-            if info.backend == backend:
+            try:
+                info = _listed(entry)
+            except FileNotFoundError:
+                # It was deleted just now.
+                continue
+            if info.backend in (backend, ""):
                 found.append(info)
         return sorted(found, key=lambda info: (info.created_s, info.id))
+
+    def is_in_transit(self, snapshot: str) -> bool:
+        """Whether a snapshot came from elsewhere, and only to become a sandbox."""
+        return snapshot in self._marks.snapshots("transit")
 
     def delete(self, snapshot: str) -> None:
         """Removes one. Raises SnapshotError if there is none."""
@@ -208,6 +230,7 @@ class SnapshotStore:
         except FileNotFoundError as error:
             raise _error(snapshot, "does not exist", "it was deleted just now") from error
         shutil.rmtree(doomed, ignore_errors=True)
+        self._marks.remove(snapshot)
 
     async def export(self, snapshot: str, target: Path) -> None:
         """Writes one as an uncompressed tar file. Raises SnapshotError."""
@@ -229,7 +252,10 @@ class SnapshotStore:
             raise _error(snapshot, f"cannot be exported: {error}", "choose another file") from error
 
     async def import_(self, source: Path, backend: str) -> SnapshotInfo:
-        """Takes in what `export` wrote for `backend`. Raises SnapshotError; then nothing is left behind."""
+        """Takes in what `export` wrote for `backend`. Raises SnapshotError; then nothing is left behind.
+
+        What was temporary there is temporary here, for `TRANSIT_S` at most.
+        """
         draft = self.draft("import")
         try:
             await asyncio.to_thread(_unpack, source, draft.directory)
@@ -237,8 +263,10 @@ class SnapshotStore:
             await asyncio.to_thread(_check_files, draft.directory, manifest)
             info = _info(manifest)
             if info.backend != backend:
-                raise _error(info.id, f"belongs to the {info.backend} backend", f"not {backend}")
+                raise _error(info.id, *foreign_snapshot(info.backend, backend))
             if not (self.root / info.id).exists():
+                if manifest.get("temporary"):
+                    self._marks.add("transit", info.id)
                 draft.directory.rename(self.root / info.id)
                 _sync(self.root)
             return info
@@ -250,42 +278,12 @@ class SnapshotStore:
             raise _error(snapshot, "does not exist", "list the snapshots to see which do")
         return self.root / snapshot
 
-    def _sweep(self) -> None:
-        """Removes what dead writers left."""
+    def sweep(self) -> None:
+        """Removes what dead processes left: drafts, temporary snapshots, and copies that nobody fetched."""
         for entry in self.root.glob(".making-*"):
             if not is_owner_alive(entry.name.removeprefix(".making-")):
                 shutil.rmtree(entry, ignore_errors=True)
-
-
-def pack_template(template: Template) -> bytes:
-    """A template as one frame."""
-    image = None if template.image is None else dataclasses.asdict(template.image)
-    rows = [[path, len(data)] for path, data in template.contents.items()]
-    header = {"name": template.name, "image": image, "files": rows}
-    return pack(header, b"".join(template.contents.values()))
-
-
-def unpack_templates(data: bytes, origin: str, count: int) -> list[Template]:
-    """The reverse of `count` concatenated `pack_template`s. Raises SnapshotError."""
-    try:
-        frames = Unpacker().feed(data)
-        if len(frames) != count:
-            raise ValueError(f"{len(frames)} frames")
-        return [_template(header, payload) for header, payload in frames]
-    except (FrameError, ValueError, KeyError, TypeError) as error:
-        raise _error(origin, f"has no readable template: {error}", "make the snapshot anew") from error
-
-
-def _template(header: Mapping[str, Any], payload: bytes) -> Template:
-    files: dict[str, bytes | str] = {}
-    start = 0
-    for path, size in header["files"]:
-        files[path] = payload[start : start + size]
-        start += size
-    image = header["image"]
-    if image is not None:
-        image = Image(**{**image, "layers": tuple(image["layers"])})
-    return Template(files, header["name"], image)
+        self._marks.sweep()
 
 
 def _digest_files(directory: Path) -> dict[str, dict[str, Any]]:
@@ -304,17 +302,25 @@ def _digest(path: Path) -> str:
     return state.hexdigest()
 
 
-def _check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
+def _check_sizes(directory: Path, manifest: Mapping[str, Any]) -> None:
     snapshot = str(manifest["id"])
     present = {path.name for path in directory.iterdir()} - {MANIFEST}
-    if present != set(manifest["files"]):
-        raise _error(snapshot, f"has the files {sorted(present)}", f"expected {sorted(manifest['files'])}")
+    if missing := set(manifest["files"]) - present:
+        raise _error(snapshot, f"lacks {sorted(missing)}", "make it anew")
+    if foreign := present - set(manifest["files"]):
+        raise _error(snapshot, f"holds {sorted(foreign)}, which do not belong to it", "make it anew")
     for name, row in manifest["files"].items():
         size = (directory / name).stat().st_size
         if size != row["bytes"]:
             raise _error(snapshot, f"is torn: {name} has {size} bytes of {row['bytes']}", "make it anew")
+
+
+def _check_files(directory: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises SnapshotError unless every byte is as the manifest says."""
+    _check_sizes(directory, manifest)
+    for name, row in manifest["files"].items():
         if _digest(directory / name) != row["digest"]:
-            raise _error(snapshot, f"is damaged: {name} does not have its digest", "make it anew")
+            raise _error(manifest["id"], f"is damaged: {name} does not have its digest", "make it anew")
 
 
 def _manifest_digest(manifest: Mapping[str, Any]) -> str:
@@ -350,6 +356,21 @@ def _info(manifest: Mapping[str, Any]) -> SnapshotInfo:
         size_bytes=sum(row["bytes"] for row in manifest["files"].values()),
         name=manifest["name"],
     )
+
+
+def _listed(directory: Path) -> SnapshotInfo:
+    """What a list says of a snapshot, damaged or not. Raises FileNotFoundError if it is gone."""
+    info: SnapshotInfo | None = None
+    try:
+        manifest = _read_manifest(directory, directory.name)
+        info = _info(manifest)
+        _check_sizes(directory, manifest)
+        return info
+    except SnapshotError as error:
+        if info is None:
+            size = sum(path.stat().st_size for path in directory.iterdir())
+            info = SnapshotInfo(directory.name, "filesystem", "", "", "", directory.stat().st_mtime, size)
+        return dataclasses.replace(info, damaged=error.message)
 
 
 def _unpack(source: Path, directory: Path) -> None:

@@ -86,7 +86,7 @@ class SandboxInfo:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInfo:
-    """A snapshot that is whole and durable."""
+    """A snapshot that is durable, and whole unless `damaged` says why not."""
 
     id: str
     kind: SnapshotKind
@@ -98,6 +98,8 @@ class SnapshotInfo:
     size_bytes: int
     """Bytes on disk."""
     name: str | None = None
+    damaged: str | None = None
+    """What is wrong with it, of which nothing can be made; its kind and backend may then be unknown."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,30 +28,9 @@ LOCAL: dict[str, Hole] = {
     "fill kernel memory with local sockets": Hole("as with TCP connections", without_groups_only=True),
 }
 
-_SENTRY = (
-    "the sentry keeps it in its own memory, which nothing bounds without control groups; with them "
-    "the kernel kills the sentry, and the infrastructure is blamed"
-)
+GVISOR: dict[str, Hole] = {}
 
-GVISOR: dict[str, Hole] = {
-    "fill memory in many processes": Hole(_SENTRY, sometimes=True),
-    "fill memory through a shared mapping": Hole(_SENTRY, sometimes=True),
-    "fill memory with memfds": Hole(_SENTRY, sometimes=True),
-    "fill memory with System V segments": Hole(_SENTRY, sometimes=True),
-    "fill kernel memory with message queues": Hole(_SENTRY, sometimes=True),
-    "fill kernel memory with local sockets": Hole(_SENTRY, sometimes=True),
-    "fill kernel memory with TCP connections": Hole(_SENTRY, sometimes=True),
-    "burn processor time without end": Hole("this gVisor does not keep RLIMIT_CPU: bound it by the timeout"),
-}
-
-VM: dict[str, Hole] = {
-    "burn processor time without end": Hole("as on local: start before the limits are set", sometimes=True),
-    "fill kernel memory with message queues": Hole(
-        "the guest's kernel ends the server for want of memory, and the infrastructure is blamed: shield "
-        "the server (oom_score_adj), and bound kernel.msgmni, kernel.shmall and the like in the guest",
-        sometimes=True,
-    ),
-}
+VM: dict[str, Hole] = {}
 
 HOLES: dict[str, dict[str, Hole]] = {"local": LOCAL, "gvisor": GVISOR, "vm": VM}
 """backend -> attempt -> hole."""

@@ -70,7 +70,7 @@ COMMANDS: dict[str, tuple[str, dict[str, object], Callable[[CommandResult], bool
     "is longer than the kernel takes": ("x" * 3_000_000, {}, lambda r: r.exit_code == 127),
     "has an environment too large": ("true", {"env": {"A": "x" * 3_000_000}}, lambda r: r.exit_code == 127),
     "begins nowhere": ("true", {"cwd": "nowhere"}, lambda r: r.exit_code == 126),
-    "has no time": ("sleep 1", {"timeout_s": -1.0}, lambda r: r.timed_out),
+    "has no time": ("sleep 1", {"timeout_s": 1e-3}, lambda r: r.timed_out),
     "is no UTF-8": ("echo \udcff", {}, lambda r: r.exit_code == 0),
 }  # fmt: skip
 

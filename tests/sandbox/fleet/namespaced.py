@@ -184,7 +184,7 @@ class ServerHost:
             str(path.relative_to(self.directory))
             for path in self.directory.rglob("*")
             if path not in kept
-            and not (path.is_dir() and path.name in ("etude", "spool", "snapshots", "tmp"))
+            and not (path.is_dir() and path.name in ("etude", "moving", "spool", "snapshots", "tmp"))
         ]
 
     def clear(self) -> None:

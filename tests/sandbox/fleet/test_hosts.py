@@ -61,11 +61,8 @@ def hosts() -> Iterator[Network]:
         yield made
 
 
-def play(net: Network, scenario: Callable[[Fleet], Awaitable[None]], with_litter: bool = False) -> None:
-    """Plays a scenario on fresh servers; then nothing of them may be left, on any host.
-
-    `with_litter`: files may.
-    """
+def play(net: Network, scenario: Callable[[Fleet], Awaitable[None]]) -> None:
+    """Plays a scenario on fresh servers; then nothing of them may be left, on any host."""
 
     async def played() -> None:
         async with fleet_over(net.hosts) as fleet:
@@ -76,7 +73,7 @@ def play(net: Network, scenario: Callable[[Fleet], Awaitable[None]], with_litter
         assert len(host.family) > 3, "the processes were looked for in the wrong place"
         assert host.survivors() == []
         assert host.groups() == []
-        assert with_litter or host.litter() == []
+        assert host.litter() == []
         host.clear()
 
 
@@ -348,8 +345,7 @@ def test_a_server_that_dies_while_it_is_drained_loses_only_what_had_not_moved(ho
         fleet.undrain(host.name)
         assert await take_on(fleet, host)
 
-    # Copies of files on their way outlive their server: see "Limits" in docs/fleet.md.
-    play(hosts, scenario, with_litter=True)
+    play(hosts, scenario)
 
 
 def test_what_a_killed_run_left_is_removed_by_the_next():

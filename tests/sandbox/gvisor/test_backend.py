@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import SandboxError
-from etude.sandbox.errors import DiskFullError, SandboxStateError, Unsupported
+from etude.sandbox.errors import DiskFullError, SandboxKilledByAgentError, SandboxStateError, Unsupported
 from etude.sandbox.gvisor.backend import GvisorBackend
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.template import Template
@@ -167,12 +167,41 @@ def test_memory_is_bounded_and_the_sandbox_goes_on() -> None:
     with_sandbox(scenario, FILES, Resources(memory_bytes=128 << 20))
 
 
+MESSAGES = """
+import ctypes
+libc, message = ctypes.CDLL(None), ctypes.create_string_buffer(b"x" * 8200)
+while True:
+    queue = libc.msgget(0, 0o1600)
+    while libc.msgsnd(queue, message, 8192, 0o4000) == 0:
+        pass
+"""
+
+
+@pytest.mark.slow
+def test_what_the_kernel_holds_for_the_agent_is_bounded_too() -> None:
+    async def scenario(s: MachineSandbox) -> None:
+        filling = await s.commands.run("python3 messages.py", timeout_s=60)
+        assert (filling.exit_code, filling.timed_out) == (-signal.SIGKILL, False)
+
+    with_sandbox(scenario, {"messages.py": MESSAGES}, Resources(memory_bytes=64 << 20, disk_bytes=8 << 20))
+
+
+def test_processor_time_is_bounded_for_what_a_command_starts_too() -> None:
+    async def scenario(s: MachineSandbox) -> None:
+        burn = "python3 -c 'while True: pass'"
+        burned = await s.commands.run(f"{burn}; echo $?; {burn}; echo $?", timeout_s=20)
+        assert (burned.stdout, burned.timed_out) == ("137\n137\n", False)
+        assert burned.duration_s < 10.0
+
+    with_sandbox(scenario, FILES, Resources(cpu_s=1))
+
+
 @pytest.mark.slow
 def test_a_sandbox_whose_files_alone_exceed_its_memory_is_ended() -> None:
     async def scenario(s: MachineSandbox) -> None:
         fill = "for d in /tmp /workspace /dev/shm; do head -c 15m /dev/zero >$d/full; done"
         await s.commands.run(fill)
-        with pytest.raises(SandboxError, match="files alone exceed"):
+        with pytest.raises(SandboxKilledByAgentError, match="files exceed"):
             for _ in range(50):
                 await s.commands.run("sleep 0.2")
         assert (await s.get_info()).state == "lost"

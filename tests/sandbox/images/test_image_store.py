@@ -28,18 +28,27 @@ def record_of(store: ImageStore) -> Path:
     return next((store.layers.root / "images").glob("*.json"))
 
 
-@pytest.mark.parametrize("name", ["plain", "debian:bookworm", "a/b/c:1", "../../escape", "ünïcode", "a b"])
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "debian:bookworm", "a/b/c:1", "localhost:5000/My_Task.v2:x-1", f"a@sha256:{'0' * 64}", "a..b"],
+)
 def test_an_image_comes_back_as_it_was_saved(store: ImageStore, name: str) -> None:
-    if name.startswith("."):
-        with pytest.raises(TemplateError, match="no name"):
-            make(store, name)
-        return
     image = make(store, name)
     assert store.load(name) == image
     assert store.list() == [name]
     assert [path.parent for path in (store.layers.root / "images").iterdir()] == [
         store.layers.root / "images"
     ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "../../escape", "/abs", "a/", "a//b", ".hidden", "-x", "ünïcode", "a b", "a\n", "a:", "x" * 201],
+)
+def test_what_from_could_not_name_is_refused(store: ImageStore, name: str) -> None:
+    with pytest.raises(TemplateError, match="no name for an image"):
+        make(store, name)
+    assert store.list() == []
 
 
 def test_an_unknown_image_names_the_known_ones(store: ImageStore) -> None:

@@ -22,7 +22,7 @@ from etude.sandbox.errors import TemplateError
 from etude.sandbox.types import Resources
 from etude.sandbox.vm.cpio import DIRECTORY, FILE, pack_cpio
 from etude.sandbox.vm.erofs import BLOCK_BYTES, Node, write_erofs
-from etude.sandbox.vm.guest_boot import init_script, machine_archive
+from etude.sandbox.vm.guest_boot import init_script, lasting_bounds, machine_archive
 from etude.sandbox.vm.image import FIX, build_image, build_tree, find_image, images_directory
 from etude.sandbox.vm.packages import host_sources
 
@@ -140,6 +140,28 @@ def test_limits_reach_the_guest_in_its_own_archive() -> None:
     for line in (b"ulimit -u 77", b"--open-files 99", b"ulimit -f 2048", b"--cpu-s 5", b"--uid 1000"):
         assert line in archive
     assert archive == machine_archive(Resources(num_processes=77, open_files=99, file_bytes=1 << 20, cpu_s=5))
+
+
+@given(st.integers(32, 1 << 16))
+def test_what_outlives_the_agents_processes_leaves_room_for_ours(memory_mib: int) -> None:
+    bounds = lasting_bounds(memory_mib << 20)
+    sysctl = {name: str(value) for name, value in bounds.sysctl.items()}
+    semaphores = int(sysctl["kernel/sem"].split()[1])
+    messages = int(sysctl["kernel/msgmni"]) * int(sysctl["kernel/msgmnb"])
+    files = (bounds.tmp_files + bounds.shared_files) << 10
+    shared = int(sysctl["kernel/shmall"]) * 4096 + bounds.shared_bytes
+    lasting = bounds.tmp_bytes + shared + messages + semaphores * 128 + files
+    assert lasting <= max((memory_mib - 32) << 20, memory_mib << 19)
+    assert int(sysctl["kernel/msgmax"]) <= int(sysctl["kernel/msgmnb"])
+    assert min(bounds.tmp_files, bounds.shared_files, semaphores, int(sysctl["kernel/msgmni"])) > 0
+
+
+def test_settings_of_a_machine_are_a_valid_shell_script() -> None:
+    archive = machine_archive(Resources(memory_bytes=96 << 20))
+    script = archive[archive.index(b"tmp_bytes=") :].partition(b"\n}\n")[0] + b"\n}\n"
+    subprocess.run(["sh", "-n"], input=script, check=True)
+    assert b"> $r/proc/sys/kernel/msgmni" in script
+    assert b"--floor-bytes" in script
 
 
 def test_the_first_program_is_a_valid_shell_script() -> None:

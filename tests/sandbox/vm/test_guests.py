@@ -264,6 +264,63 @@ def test_hogs_and_fork_bombs_do_not_end_the_sandbox(vm_state: Path) -> None:
     with_backend(vm_state, scenario)
 
 
+FILL = """
+import ctypes, os
+libc, message = ctypes.CDLL(None), ctypes.create_string_buffer(b"x" * 8200)
+libc.shmat.restype = ctypes.c_void_p
+for folder in ("/tmp", "/dev/shm"):
+    with open(folder + "/full", "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(1 << 18))
+        except OSError:
+            print(folder, flush=True)
+    try:
+        for number in range(1 << 20):
+            os.close(os.open(f"{folder}/{number}", os.O_CREAT))
+    except OSError:
+        print("files", flush=True)
+while (queue := libc.msgget(0, 0o1600)) >= 0:
+    while libc.msgsnd(queue, message, 8192, 0o4000) == 0:
+        pass
+print("messages", flush=True)
+while (segment := libc.shmget(0, ctypes.c_size_t(1 << 20), 0o1600)) >= 0:
+    ctypes.memset(libc.shmat(segment, None, 0), 1, 1 << 20)
+print("segments", flush=True)
+while libc.semget(0, 250, 0o1600) >= 0:
+    pass
+print("semaphores", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_all_that_outlives_its_processes_may_be_filled_and_the_guest_goes_on(vm_state: Path) -> None:
+    async def scenario(backend: VmBackend) -> None:
+        small = Resources(memory_bytes=96 << 20, disk_bytes=8 << 20, file_bytes=1 << 30)
+        sandbox = await backend.create(Template({"fill.py": FILL}), small)
+        filled = await sandbox.commands.run("python3 -S fill.py", timeout_s=60)
+        expected = ["/tmp", "files", "/dev/shm", "files", "messages", "segments", "semaphores"]
+        assert filled.stdout.splitlines() == expected
+        assert (await sandbox.commands.run("python3 -S -c 'print(1)'", timeout_s=60)).stdout == "1\n"
+
+    with_backend(vm_state, scenario)
+
+
+@pytest.mark.slow
+def test_processor_time_is_bounded_to_the_tenth_of_a_second(vm_state: Path) -> None:
+    async def scenario(backend: VmBackend) -> None:
+        brief = Resources(memory_bytes=192 << 20, disk_bytes=32 << 20, cpu_s=1)
+        sandbox = await backend.create(Template(), brief)
+        burn = "import time\nwhile True: print(time.process_time(), flush=True)"
+        await sandbox.files.write("burn.py", burn)
+        burned = await sandbox.commands.run("python3 -S burn.py | tail -1; echo ended", timeout_s=60)
+        last, ended = burned.stdout.splitlines()
+        assert ended == "ended"
+        assert 0.5 < float(last) < 1.3
+
+    with_backend(vm_state, scenario)
+
+
 def status_of(pid: int) -> dict[str, str]:
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return dict(line.split(":\t", 1) for line in lines if ":\t" in line)

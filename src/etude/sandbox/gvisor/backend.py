@@ -78,9 +78,11 @@ class GvisorBackend(MachineBackend):
     def agents_doing(self, sandbox: MachineSandbox) -> str | None:
         """See MachineBackend.agents_doing."""
         container = self._containers.get(sandbox.id)
-        if container is not None and container.num_oom_kills:
-            return "the agent's processes used up the sandbox's memory"
-        return None
+        if container is None:
+            return None
+        if container.ending:
+            return container.ending
+        return "the agent's processes used up the sandbox's memory" if container.num_oom_kills else None
 
     def used_bytes(self, sandbox: MachineSandbox) -> int:
         """What the sandbox's programs and files hold in memory now; 0 if it does not run."""
@@ -98,7 +100,7 @@ class GvisorBackend(MachineBackend):
     async def boot(self, sandbox: MachineSandbox) -> Channel:
         """See MachineBackend.boot."""
         container = await self._new_container(sandbox)
-        async with self._beginning(sandbox, container, "start", []) as channel:
+        async with self._beginning(sandbox, container, "start", [], READY + 1) as channel:
             await channel.answer(READY, self.start_s)
             await _install(channel, sandbox.spec.template, self.start_s)
             await _greet(channel, sandbox, self.start_s)
@@ -108,21 +110,20 @@ class GvisorBackend(MachineBackend):
         """See MachineBackend.restore."""
         image = [snapshot.file(name) for name in IMAGE_FILES]
         container = await self._new_container(sandbox)
-        async with self._beginning(sandbox, container, "wake", image) as channel:
-            # What the source was asked before the checkpoint is answered here too, to nobody.
-            while channel.next_id() < snapshot.extra.get("next_id", 0):
-                pass
+        # What the source was asked before the checkpoint is answered here too, to nobody.
+        first_id = snapshot.extra.get("next_id", READY + 1)
+        async with self._beginning(sandbox, container, "wake", image, first_id) as channel:
             await _greet(channel, sandbox, self.restore_s)
         return channel
 
     @asynccontextmanager
     async def _beginning(
-        self, sandbox: MachineSandbox, container: Container, what: str, image: list[Path]
+        self, sandbox: MachineSandbox, container: Container, what: str, image: list[Path], first_id: int
     ) -> AsyncIterator[Channel]:
         """Starts a container and watches it from the end of the block on; `stop` frees what has failed."""
         channel = None
         try:
-            channel = await container.start(sandbox.spec.resources, sandbox.id, image)
+            channel = await container.start(sandbox.spec.resources, sandbox.id, image, first_id)
             yield channel
         except SandboxError as error:
             if channel is not None:

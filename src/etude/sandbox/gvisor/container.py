@@ -17,12 +17,14 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from etude.errors import SandboxError
-from etude.sandbox.channel import Channel
+from etude.sandbox.channel import READY, Channel
 from etude.sandbox.guarded import GuardedProcess
+from etude.sandbox.gvisor.bounding import MemoryBound
 from etude.sandbox.gvisor.bundle import Interpreter, configuration
 from etude.sandbox.gvisor.entering import IMAGE, NOBODY, PREFIX, ROOTFS, WORK
 from etude.sandbox.gvisor.memory import OVERHEAD_BYTES, ControlGroup, MemoryFile
@@ -30,12 +32,7 @@ from etude.sandbox.gvisor.runsc import Runsc, checkpoint_words, restore_words, r
 from etude.sandbox.types import Resources
 
 IMAGE_FILES = ("checkpoint.img", "pages_meta.img", "pages.img")
-WATCH_S = 0.25
-SERVER_BYTES = 16 << 20
-"""What the program inside holds itself: 9 to 12 MiB were seen."""
 LAST_WORDS_S = 0.5
-PATIENCE_S = 2.0
-"""How long a container may stay above its limit after its programs were ended; then it ends itself."""
 
 
 class Container:
@@ -47,7 +44,7 @@ class Container:
         self.name = name
         self.directory = directory
         self.ending = ""
-        """Why it was ended from outside, if it was."""
+        """Why the watch over its memory ended it, if it did: the agent's doing."""
         self._runsc = runsc
         self._interpreter = interpreter
         self._rootfs = rootfs
@@ -55,7 +52,9 @@ class Container:
         self._group: ControlGroup | None = None
         self._watch: asyncio.Task[None] | None = None
 
-    async def start(self, resources: Resources, hostname: str, image: Sequence[Path] = ()) -> Channel:
+    async def start(
+        self, resources: Resources, hostname: str, image: Sequence[Path] = (), first_id: int = READY + 1
+    ) -> Channel:
         """Starts it, out of the files of a checkpoint if there are any. Raises SandboxError.
 
         Whoever calls waits for the program inside: `ready`, or the answer to `hello` after a restore.
@@ -68,7 +67,7 @@ class Container:
         except BaseException:
             ours.close()
             raise
-        return Channel(ours, self.name)
+        return Channel(ours, self.name, first_id)
 
     async def _spawn(
         self, resources: Resources, hostname: str, image: Sequence[Path], line: socket.socket
@@ -145,20 +144,20 @@ class Container:
 
     async def _bound_memory(self, limit_bytes: int, channel: Channel, process: GuardedProcess) -> None:
         memory = None
-        excess_s = 0.0
+        bound = MemoryBound(limit_bytes)
         while True:
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(bound.pause_s)
             memory = memory or self._memory_file()
-            if memory is None or memory.used_bytes() <= limit_bytes + SERVER_BYTES:
-                excess_s = 0.0
+            if memory is None:
                 continue
-            if excess_s == 0.0 and not channel.closed:
+            verdict = bound.look(memory.used_bytes(), memory.kernel_bytes(), time.monotonic())
+            if verdict == "over" and not channel.closed:
                 channel.send({"op": "exhausted", "id": channel.next_id()})
-            excess_s += WATCH_S
-            if excess_s > PATIENCE_S:
-                self.ending = f"the sandbox's files alone exceed its {limit_bytes} bytes of memory and disk"
+            elif verdict == "hopeless":
+                self.ending = f"the sandbox's files exceed its {limit_bytes} bytes of memory and disk"
                 channel.close(self.ending)
                 await process.kill()
+                return
 
     def _memory_file(self) -> MemoryFile | None:
         try:

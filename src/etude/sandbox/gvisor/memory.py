@@ -1,9 +1,8 @@
-"""How much memory a container uses, and what bounds it.
+"""How much memory a container uses, and the control group that bounds it where one may be made.
 
 What its programs and its files hold lies in one memory file of gVisor's kernel, whose size the host can
-read: a watch ends the programs when they exceed their limit, and the whole sandbox if that does not help.
-Where a memory control group may be made, the host's kernel bounds everything besides, gVisor's own kernel
-included.
+read; what they make that kernel hold itself (messages, buffers of sockets, names of files) is its private
+memory. `bounding` judges both. In a control group the host's kernel bounds all of it together.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ OVERHEAD_BYTES = 256 << 20
 _MEMORY_FILE = "/memfd:runsc-memory"
 _PREFIX = "gvisor-etude-"
 _REMOVE_S = 5.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _SHARES, _WEIGHT = 1024, 100
 """One core's worth, in version 1 and in version 2."""
 
@@ -49,6 +49,14 @@ class MemoryFile:
             return self._path.stat().st_blocks * 512
         except OSError:
             return 0
+
+    def kernel_bytes(self) -> int:
+        """What gVisor's kernel holds beside its memory file; 0 once it has ended."""
+        try:
+            _, resident, shared, *_ = (self._path.parents[1] / "statm").read_text(encoding="ascii").split()
+        except (OSError, ValueError):
+            return 0
+        return (int(resident) - int(shared)) * _PAGE_BYTES
 
 
 class ControlGroup:

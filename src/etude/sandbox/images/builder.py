@@ -29,7 +29,7 @@ from etude.sandbox.images.context import (
 )
 from etude.sandbox.images.copying import LayerPlan
 from etude.sandbox.images.dockerfile import IGNORED, Dockerfile, Instruction, Stage
-from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.images.image_store import ImageStore, check_name
 from etude.sandbox.images.runner import LayerRunner, RunResult
 from etude.sandbox.images.sources import ContextSource, ImageSource, Source
 from etude.sandbox.images.stage import (
@@ -113,6 +113,7 @@ class Builder:
         Raises TemplateError with file, line and instruction for what does not parse or fails, SandboxError
         if the runner fails.
         """
+        check_name(name)
         parsed = await asyncio.to_thread(read_dockerfile, context, dockerfile)
         ignore = await asyncio.to_thread(read_ignore, context, dockerfile)
         work = _Work(self, parsed, ContextSource(context, ignore), dict(arguments or {}), fresh)

@@ -22,6 +22,8 @@ from etude.sandbox.template import Image
 
 _VERSION = 1
 _MAX_NAME_BYTES = 200
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*(:[A-Za-z0-9_][A-Za-z0-9._-]*)?"
+_NAME = re.compile(rf"{_PART}(/{_PART})*(@sha256:[0-9a-f]{{64}})?")
 _KEY = re.compile(r"[0-9a-f]{64}\Z")
 
 
@@ -39,8 +41,9 @@ class ImageStore:
     def save(self, image: Image) -> None:
         """Keeps an image under its name; another image of that name is replaced.
 
-        Raises TemplateError if a layer is missing or the name is empty or too long.
+        Raises TemplateError if a layer is missing, or as `check_name`.
         """
+        check_name(image.name)
         for digest in image.layers:
             self.layers.info(digest)
         record = {
@@ -113,6 +116,16 @@ class ImageStore:
                 fix="a short name that does not begin with a dot",
             )  # fmt: skip
         return self._images / f"{quoted}.json"
+
+
+def check_name(name: str) -> None:
+    """Raises TemplateError for what FROM and --image could not name: the one rule for names of images."""
+    if not _NAME.fullmatch(name) or len(urllib.parse.quote(name, safe=":")) > _MAX_NAME_BYTES:
+        raise TemplateError(
+            "is no name for an image", field="image", received=name[:100],
+            fix="letters, digits and ._- in parts that / separates, each with a :tag if need be, "
+            f"{_MAX_NAME_BYTES} bytes at most; for example my-task or python:3.11-slim",
+        )  # fmt: skip
 
 
 def _parse(data: bytes, name: str) -> Image:

@@ -15,7 +15,7 @@ from typing import Any
 
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.blobs import Blobs, blob_name, open_blobs, read_document
-from etude.sandbox.images.image_store import ImageStore
+from etude.sandbox.images.image_store import ImageStore, check_name
 from etude.sandbox.images.layers import MAX_LAYER_BYTES
 from etude.sandbox.images.stage import architecture
 from etude.sandbox.images.streams import DigestReader
@@ -70,6 +70,7 @@ def import_image(
     this machine's) among platforms. `limit_bytes` bounds each uncompressed layer. Raises TemplateError for
     whatever is missing, damaged, unknown or ambiguous; layers that were whole stay in the store.
     """
+    check_name(name)
     with store.layers.scratch() as scratch, open_blobs(source, scratch) as blobs:
         if blobs.has("index.json"):
             config, layers = _read_oci(blobs, reference, machine or architecture())

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.blobs import blob_name
 from etude.sandbox.images.extract import storage_error
 from etude.sandbox.images.image_store import ImageStore
@@ -21,8 +22,15 @@ def export_image(image: Image, store: ImageStore, target: Path) -> str:
     """Writes an uncompressed archive, whole or not at all, and returns the manifest's digest. Blocks.
 
     The layers' digests are those of the sorted archives that the store makes, so they need not be the
-    image's own. Raises TemplateError for missing or damaged layers.
+    image's own. Raises TemplateError for missing or damaged layers, and for a target in no directory.
     """
+    if not target.parent.is_dir():
+        raise TemplateError(
+            "there is no such directory to write to",
+            field="target",
+            received=str(target.parent),
+            fix=f"make it (mkdir -p {target.parent}), or name a file in another",
+        )
     with store.layers.scratch() as scratch:
         partial = target.with_name(f".{target.name}.{scratch.name}.partial")
         try:

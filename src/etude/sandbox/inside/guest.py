@@ -21,14 +21,17 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from etude.sandbox.inside import kernel
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.frames import Header
+from etude.sandbox.inside.memory_floor import MemoryFloor, keep_in_memory
 from etude.sandbox.inside.processes import NamespaceProcesses, Table, UserProcesses
+from etude.sandbox.inside.processor_time import ProcessorWatch
 from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.seccomp import build_filter
 from etude.sandbox.inside.server import Answer, Server
@@ -126,6 +129,31 @@ class AgentProcesses(UserProcesses):
         table = super().table()
         table.pop(os.getpid(), None)
         return table
+
+
+class GuestServer(Server):
+    """A server that bounds what its kernel does not: see `processor_time` and `memory_floor`."""
+
+    def __init__(self, *parts: Any, watches: Sequence[ProcessorWatch | MemoryFloor], **named: Any) -> None:
+        super().__init__(*parts, **named)
+        self._watches = watches
+
+    def _turn(self, timeout_ms: float | None) -> bool:
+        for watch in self._watches if has_children() else ():
+            timeout_ms = watch.sooner(timeout_ms)
+        going_on = super()._turn(timeout_ms)
+        for watch in self._watches:
+            watch.look()
+        return going_on
+
+
+def has_children() -> bool:
+    """Whether anything runs, or has ended uncollected. What the agent's processes abandon is ours too."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def has_pidfds() -> bool:
@@ -265,6 +293,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--memory-bytes", type=int, default=1 << 40)
     parser.add_argument("--cpu-s", type=int, default=1 << 30)
     parser.add_argument("--open-files", type=int, default=1024, help="of each process")
+    parser.add_argument("--floor-bytes", type=int, default=0, help="end the agent's processes below this")
     parser.add_argument("--path", default="/usr/local/bin:/usr/bin:/bin")
     parser.add_argument("--filter", action="store_true", help="filter the system calls of commands")
     options = parser.parse_args(arguments)
@@ -300,7 +329,13 @@ def main(arguments: list[str]) -> None:
         os.register_at_fork(after_in_child=lambda: act_as(os.getuid()))
         act_as(options.uid)
     extra = {"install": files.install, "exhausted": end_processes}
-    server = Server(reader, writer, workspace, processes, settings, greet=greet, extra=extra)
+    watches: list[ProcessorWatch | MemoryFloor] = [ProcessorWatch(processes, options.cpu_s)]
+    if options.floor_bytes:
+        watches.append(MemoryFloor(processes, options.floor_bytes))
+        keep_in_memory()
+    server = GuestServer(
+        reader, writer, workspace, processes, settings, greet=greet, extra=extra, watches=watches
+    )
     if options.line == "stdio":
         _close_log()
     server.serve(returning=options.line != "stdio")

@@ -1,4 +1,4 @@
-"""Everything that runs in a sandbox: commands, test runs, background commands, shells; their ends."""
+"""Everything that runs in a sandbox: commands, test runs, background commands; their ends."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import TypeVar
 
+from etude.sandbox.inside.ended import EndedCommands
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.inside.jobs import (
@@ -25,7 +25,6 @@ from etude.sandbox.inside.jobs import (
 )
 from etude.sandbox.inside.processes import (
     Processes,
-    Table,
     families,
     kill_all_but,
     own_bytes,
@@ -34,41 +33,18 @@ from etude.sandbox.inside.processes import (
     resume_all,
     stop_all,
 )
-from etude.sandbox.inside.shells import STATUS_DESCRIPTOR, Shell, shell_program
+from etude.sandbox.inside.sessions import Sessions
+from etude.sandbox.inside.settings import Settings, check_texts
 from etude.sandbox.inside.wire import Wire
 
 WATCH_S = 0.1
 """How often the memory of running processes is looked at."""
 MAX_RESULT_BYTES = 4 << 20
-MAX_ENDED = 256
-MAX_ENDED_BYTES = 16 << 20
-"""Ended background commands, and their output, that are kept for whoever asks; the oldest go first."""
-
 _INSIST_S, _INSIST_PAUSE_S = 2.0, 0.002
 """How long, and how often, a child is started again: killed processes count until they have been reaped."""
 
 Answer = tuple[Header, bytes]
 Started = TypeVar("Started")
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the server must know of its sandbox."""
-
-    memory_bytes: int
-    cpu_s: int
-    path: str
-    """PATH of commands."""
-    env: dict[str, str] = field(default_factory=dict)
-    """Of the image."""
-    open_files: int = 1024
-    """Of each process."""
-    has_groups: bool = False
-    """Whether control groups bound memory: then the watchdog leaves shared memory to them."""
-    uid: int | None = None
-    """Whom commands run as, where the server itself is root."""
-    watch_memory: bool = True
-    """Whether the watchdog bounds memory; not needed where the kernel does."""
 
 
 class Running:
@@ -87,10 +63,8 @@ class Running:
         self._root = root
         self._jobs: dict[int, Job] = {}
         self._by_descriptor: dict[int, Job] = {}
-        self._ended: dict[int, tuple[Job, Header, bytes]] = {}
-        self._ended_bytes = 0
-        self._shells: dict[str, Shell] = {}
-        self._num_shells = 0
+        self._ended = EndedCommands()
+        self._sessions = Sessions(wire, poll, processes, settings, self._limits, root, self)
         self._has_children = False
         self._next_watch_s = 0.0
         self._reaped: dict[int, int] = {}
@@ -106,9 +80,7 @@ class Running:
             "kill": self._kill,
             "processes": self._list,
             "lookup": self._lookup,
-            "shell.open": self._open_shell,
-            "shell.run": self._run_in_shell,
-            "shell.close": self._close_shell,
+            **self._sessions.operations,
             "cancel": self._cancel,
             "freeze": self._freeze,
             "thaw": self._thaw,
@@ -122,7 +94,7 @@ class Running:
             return None
         deadlines = [self._next_watch_s] if self._settings.watch_memory else []
         deadlines += [job.deadline_s for job in self._jobs.values()]
-        deadlines += [shell.next_deadline_s() for shell in self._shells.values()]
+        deadlines += self._sessions.deadlines_s()
         until_s = min(deadlines, default=float("inf"))
         if until_s == float("inf"):
             return None
@@ -133,12 +105,8 @@ class Running:
         job = self._by_descriptor.get(descriptor)
         if job is not None:
             self._read_output(job, descriptor)
-            return
-        for shell in self._shells.values():
-            if shell.owns(descriptor):
-                shell.on_ready(descriptor)
-                self._settle(shell, None)
-                return
+        else:
+            self._sessions.on_ready(descriptor)
 
     def look_after_children(self) -> None:
         """Reaps, enforces deadlines and memory, answers what has ended."""
@@ -157,11 +125,7 @@ class Running:
                 job.timed_out = True
                 self._kill_family(job)
                 self._finish(job, -signal.SIGKILL)
-        for shell in list(self._shells.values()):
-            if shell.job.pid in ended:
-                self._end_shell(shell, os.waitstatus_to_exitcode(ended[shell.job.pid]))
-            else:
-                self._expire_shell(shell, now_s)
+        self._sessions.look_after(ended, now_s)
 
     def end_all(self) -> None:
         """Ends every process of the sandbox; whoever waits for one hears that it was killed."""
@@ -170,8 +134,7 @@ class Running:
         for job in list(self._jobs.values()):
             job.keep_background = True
             self._finish(job, -signal.SIGKILL)
-        for shell in list(self._shells.values()):
-            self._end_shell(shell, -signal.SIGKILL)
+        self._sessions.end_all()
 
     def _reap(self) -> None:
         """Collects ended children; `look_after_children` deals with them."""
@@ -182,10 +145,12 @@ class Running:
 
     def _command(self, header: Header, payload: bytes) -> Answer | None:
         background = bool(header.get("background"))
-        env = header["env"] if header.get("exact_env") else self._environment(header["env"])
+        env = header["env"]
+        if not header.get("exact_env"):
+            env = self._settings.environment(self._root, env)
         cwd = os.path.join(self._root, header["cwd"])
         argv = header.get("argv")
-        _check_texts([*(argv or [header["cmd"]]), *env.values(), header["cwd"]], env)
+        check_texts([*(argv or [header["cmd"]]), *env.values(), header["cwd"]], env)
         if argv:
             child = program_child(argv, env, cwd, self._limits)
         else:
@@ -216,19 +181,22 @@ class Running:
         with_input: bool,
     ) -> Job:
         spare = set(self._processes.table()) if self._has_children else set[int]()
-        job = self._insist(
+        job = self.insist(
             lambda: start_job(child, num_pipes, limit_bytes, timeout_s, spare, keep_background, with_input)
         )
         self._jobs[job.pid] = job
-        self._note_child(job.start_s)
+        self.note_child(job.start_s)
         self._poll.register(job.watch, select.POLLIN)
         for output in job.outputs:
             self._by_descriptor[output.descriptor] = job
             output.listen(self._poll)
         return job
 
-    def _insist(self, start: Callable[[], Started]) -> Started:
-        """Starts a child. If the agent's processes have used up the sandbox's limit, they go."""
+    def insist(self, start: Callable[[], Started]) -> Started:
+        """Starts a child. If the agent's processes have used up the sandbox's limit, they go.
+
+        Raises OSError.
+        """
         end_s = time.monotonic() + _INSIST_S
         while True:
             try:
@@ -240,20 +208,10 @@ class Running:
                 self._reap()
                 time.sleep(_INSIST_PAUSE_S)
 
-    def _note_child(self, now_s: float) -> None:
+    def note_child(self, now_s: float) -> None:
+        """See Jobs.note_child."""
         self._has_children = True
         self._next_watch_s = now_s + WATCH_S
-
-    def _environment(self, extra: dict[str, str]) -> dict[str, str]:
-        return {
-            "PATH": self._settings.path,
-            "HOME": self._root,
-            "LANG": "C.UTF-8",
-            "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONHASHSEED": "0",
-            **self._settings.env,
-            **extra,
-        }
 
     def _read_output(self, job: Job, descriptor: int) -> None:
         if job.input is not None and descriptor == job.input.descriptor:
@@ -313,19 +271,7 @@ class Running:
             return
         for request_id in job.waiting:
             self._wire.send({**answer, "id": request_id}, payload)
-        self._keep(job, answer, payload)
-
-    def _keep(self, job: Job, answer: Header, payload: bytes) -> None:
-        """Remembers how a background command ended: whoever was told may have been gone by then."""
-        self._drop_ended(job.pid)
-        self._ended[job.pid] = job, answer, payload
-        self._ended_bytes += len(payload)
-        while len(self._ended) > MAX_ENDED or (self._ended_bytes > MAX_ENDED_BYTES and len(self._ended) > 1):
-            self._drop_ended(next(iter(self._ended)))
-
-    def _drop_ended(self, pid: int) -> None:
-        if pid in self._ended:
-            self._ended_bytes -= len(self._ended.pop(pid)[2])
+        self._ended.keep(job, answer, payload)
 
     def _close(self, job: Job) -> None:
         del self._jobs[job.pid]
@@ -341,26 +287,20 @@ class Running:
                 self._muted.remove(output)
             output.close()
 
+    def job_pids(self) -> list[int]:
+        """See Jobs.job_pids."""
+        return [job.pid for job in self._jobs.values()]
+
     # Killing: what belongs to one job, and to no other
 
     def _kill_family(self, job: Job) -> None:
         others = [other.pid for other in self._jobs.values() if other is not job]
-        others += [shell.job.pid for shell in self._shells.values()]
+        others += self._sessions.pids()
         if not others and not job.spare:
             self._processes.kill_all()
         else:
             kill_all_but(self._processes, lambda table: job.spare | families(table, others))
         self._reap()
-
-    def _kill_below(self, shell: Shell) -> None:
-        """Ends what the shell's present command started; the shell and its older jobs stay."""
-
-        def spare(table: Table) -> set[int]:
-            others = [job.pid for job in self._jobs.values()]
-            others += [other.job.pid for other in self._shells.values() if other is not shell]
-            return shell.spare | families(table, others) | {shell.job.pid}
-
-        kill_all_but(self._processes, spare)
 
     def _watch_memory(self) -> None:
         most, with_shared = self._settings.memory_bytes, not self._settings.has_groups
@@ -376,7 +316,7 @@ class Running:
             self._next_watch_s = end_s + max(WATCH_S, 9 * (end_s - start_s))
             return
         self._processes.kill_all()
-        for job in [*self._jobs.values(), *(shell.job for shell in self._shells.values())]:
+        for job in [*self._jobs.values(), *self._sessions.shell_jobs()]:
             job.memory_exceeded = True
 
     # Background commands
@@ -386,19 +326,14 @@ class Running:
         if job is not None and not job.request_id:
             job.waiting.append(header["id"])
             return None
-        job, answer, data = self._ended_job(header["pid"])
+        job, answer, data = self._ended.find(header["pid"])
         job.waiting.append(header["id"])
         return dict(answer), data
-
-    def _ended_job(self, pid: int) -> tuple[Job, Header, bytes]:
-        if pid not in self._ended:
-            raise Fault("argument", f"no background command has the process id {pid}")
-        return self._ended[pid]
 
     def _stdin(self, header: Header, payload: bytes) -> Answer:
         job = self._jobs.get(header["pid"])
         if job is None or job.input is None:
-            self._ended_job(header["pid"])
+            self._ended.find(header["pid"])
             raise Fault("argument", "the command has ended")
         if job.input.closed:
             raise Fault("argument", "the command's input is closed")
@@ -414,13 +349,12 @@ class Running:
 
     def _list(self, header: Header, payload: bytes) -> Answer:
         rows = [[job.pid, job.cmd, True, None] for job in self._jobs.values() if not job.request_id]
-        ended = [(pid, job, answer) for pid, (job, answer, _) in self._ended.items() if not job.waiting]
-        rows += [[pid, job.cmd, False, answer["exit_code"]] for pid, job, answer in ended]
+        rows += [[pid, job.cmd, False, answer["exit_code"]] for pid, job, answer in self._ended.unasked()]
         return {"processes": rows}, b""
 
     def _lookup(self, header: Header, payload: bytes) -> Answer:
         if header["pid"] not in self._jobs or self._jobs[header["pid"]].request_id:
-            self._ended_job(header["pid"])
+            self._ended.find(header["pid"])
         return {}, b""
 
     def _cancel(self, header: Header, payload: bytes) -> None:
@@ -432,78 +366,8 @@ class Running:
                 self._close(job)
             elif target in job.waiting:
                 job.waiting.remove(target)
-        for job, _, _ in self._ended.values():
-            if target in job.waiting:
-                job.waiting.remove(target)
-        for shell in self._shells.values():
-            shell.queue = [row for row in shell.queue if row[0]["id"] != target]
-            if shell.request_id == target:
-                shell.cancelled = True
-                shell.deadline_s = time.monotonic()
-
-    # Shells
-
-    def _open_shell(self, header: Header, payload: bytes) -> Answer:
-        name = f"session-{self._num_shells + 1}"
-        program = shell_program()
-        argv = [program, "--noprofile", "--norc"] if program.endswith("bash") else [program]
-        cwd = os.path.join(self._root, header["cwd"])
-        if not os.path.isdir(cwd):
-            raise Fault("missing", "no such directory")
-        env = self._environment(header["env"])
-        _check_texts(env.values(), env)
-        child = program_child(argv, env, cwd, self._limits)
-        shell = self._insist(lambda: Shell(name, child, self._poll))
-        self._num_shells += 1
-        self._shells[name] = shell
-        self._poll.register(shell.job.watch, select.POLLIN)
-        self._note_child(shell.job.start_s)
-        return {"session": name, "status_fd": STATUS_DESCRIPTOR}, b""
-
-    def _run_in_shell(self, header: Header, payload: bytes) -> None:
-        shell = self._shells.get(header["session"])
-        if shell is None:
-            raise Fault(*_ended(header["session"]))
-        spare = set(self._processes.table())
-        if shell.cancelled:
-            shell.queue.append((header, spare))
-        elif shell.request_id:
-            raise Fault("argument", "another command still runs in this session")
-        else:
-            shell.run(header["id"], header["cmd"], header["timeout_s"], header["limit_bytes"], spare)
-
-    def _close_shell(self, header: Header, payload: bytes) -> Answer:
-        shell = self._shells.get(header["session"])
-        if shell is not None:
-            kill_all_but(self._processes, lambda table: set(table) - families(table, [shell.job.pid]))
-            self._end_shell(shell, -signal.SIGKILL)
-        return {}, b""
-
-    def _expire_shell(self, shell: Shell, now_s: float) -> None:
-        due = shell.expire(now_s)
-        if due == "command":
-            self._kill_below(shell)
-        elif due == "shell":
-            kill_all_but(self._processes, lambda table: set(table) - families(table, [shell.job.pid]))
-
-    def _settle(self, shell: Shell, exit_status: int | None) -> None:
-        answer = shell.settle(exit_status)
-        if answer is not None:
-            self._wire.send(*answer)
-            if shell.queue and exit_status is None:
-                header, spare = shell.queue.pop(0)
-                shell.run(header["id"], header["cmd"], header["timeout_s"], header["limit_bytes"], spare)
-
-    def _end_shell(self, shell: Shell, exit_status: int) -> None:
-        for output in shell.job.outputs:
-            if not output.ended:
-                shell.on_ready(output.descriptor)
-        self._settle(shell, exit_status)
-        for header, _ in shell.queue:
-            self._wire.send({"fault": list(_ended(shell.name)), "id": header["id"]})
-        del self._shells[shell.name]
-        self._poll.unregister(shell.job.watch)
-        shell.close()
+        self._ended.forget_request(target)
+        self._sessions.cancel(target, time.monotonic())
 
     # Standing still, for a copy
 
@@ -516,20 +380,3 @@ class Running:
         resume_all(self._stopped)
         self._stopped = set()
         return {}, b""
-
-
-def _check_texts(texts: Iterable[str], names: Iterable[str]) -> None:
-    """Raises Fault for what no program can be given."""
-    for text in (*texts, *names):
-        try:
-            text.encode(errors="surrogateescape")
-        except UnicodeEncodeError:
-            raise Fault("argument", f"no text for a program: {text!r}") from None
-        if "\0" in text:
-            raise Fault("argument", "a command and its environment have no NUL characters")
-    if any("=" in name for name in names):
-        raise Fault("argument", "names of environment variables have no `=`")
-
-
-def _ended(session: str) -> tuple[str, str]:
-    return "session", f"there is no session {session!r}: it has ended"

@@ -10,7 +10,7 @@ import itertools
 import os
 import socket
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,24 +18,21 @@ from pathlib import Path
 from etude.errors import SandboxError
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.errors import SnapshotError
-from etude.sandbox.inside.frames import pack
 from etude.sandbox.inside.namespaces import ROOT_ENVIRONMENT
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
 from etude.sandbox.local.forkserver import ForkServer
+from etude.sandbox.local.templates import TemplateUses, layer_folder, pack_files
 from etude.sandbox.machine import OPERATION_S, MachineSandbox
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
-from etude.sandbox.template import Template
 from etude.sandbox.types import Capabilities, SnapshotKind
 
 CREATE_S = 60.0
 TIDY_S = 0.05
 MAX_LAYERS = 8
 """Below one sandbox. More are made one: each costs look-ups, and the kernel takes about 150."""
-MAX_IDLE_TEMPLATES = 256
-MAX_IDLE_TEMPLATE_BYTES = 256 << 20
 _PARTS = ("root", "tmp")
 
 
@@ -67,10 +64,7 @@ class ForkServerBackend(MachineBackend):
         self._starting: asyncio.Task[ForkServer] | None = None
         self._numbers = itertools.count(1)
         self._clones: dict[str, Clone] = {}
-        self._template_uses: Counter[str] = Counter()
-        self._stored: set[str] = set()
-        """Digests of the templates that the fork server has."""
-        self._idle_templates: OrderedDict[str, int] = OrderedDict()
+        self._templates = TemplateUses()
         self._layer_uses: Counter[str] = Counter()
         self._groups: ControlGroups | None = None
         self._tidying: asyncio.TimerHandle | None = None
@@ -121,7 +115,8 @@ class ForkServerBackend(MachineBackend):
             self._groups.remove(str(clone.number))
             self._tidy()
         if clone.server is self._server:
-            self._release_template(sandbox.spec.template)
+            for digest in self._templates.release(sandbox.spec.template):
+                self._forget("templates", digest)
             self._release_layers(clone.layers)
 
     async def fork(self, sandbox: MachineSandbox, count: int) -> list[Sandbox | SandboxError]:
@@ -229,8 +224,8 @@ class ForkServerBackend(MachineBackend):
         except SandboxError:
             if server is self._server:
                 self._server = None
-                for known in (self._template_uses, self._idle_templates, self._stored, self._layer_uses):
-                    known.clear()
+                self._templates.clear()
+                self._layer_uses.clear()
                 self.spawn(server.close())
             raise
 
@@ -241,7 +236,7 @@ class ForkServerBackend(MachineBackend):
         channel = Channel(ours, sandbox.id)
         self._clones[sandbox.id] = Clone(number, layers, server)
         self._layer_uses.update(layers)
-        new = self._hold_template(sandbox.spec.template)
+        new = self._templates.hold(sandbox.spec.template)
         try:
             with theirs:
                 if self._groups is not None:
@@ -253,7 +248,7 @@ class ForkServerBackend(MachineBackend):
             channel.close("the sandbox was never ready")
             if new:
                 # Perhaps the template is what went wrong: the next one sends it again.
-                self._stored.discard(sandbox.spec.template.digest)
+                self._templates.never_arrived(sandbox.spec.template)
             if isinstance(error, OSError):
                 raise SandboxError(
                     f"no control group: {error}", field="sandbox", received=sandbox.id
@@ -315,34 +310,11 @@ class ForkServerBackend(MachineBackend):
         if not new:
             self._send(server, request, channel)
             return
-        packed = _packed(template)
+        packed = pack_files(template)
         try:
             self._send(server, request, channel, packed)
         finally:
             os.close(packed)
-
-    def _hold_template(self, template: Template) -> bool:
-        """Counts a template's users up; whether the fork server has yet to hear of it."""
-        digest = template.digest
-        new = digest not in self._stored
-        self._stored.add(digest)
-        self._template_uses[digest] += 1
-        self._idle_templates.pop(digest, None)
-        return new
-
-    def _release_template(self, template: Template) -> None:
-        """Counts a template's users down, and has the longest unused ones forgotten."""
-        digest = template.digest
-        self._template_uses[digest] -= 1
-        if self._template_uses[digest] > 0:
-            return
-        idle = self._idle_templates
-        idle[digest] = sum(map(len, template.contents.values()))
-        while len(idle) > MAX_IDLE_TEMPLATES or sum(idle.values()) > MAX_IDLE_TEMPLATE_BYTES:
-            oldest, _ = idle.popitem(last=False)
-            del self._template_uses[oldest]
-            self._stored.discard(oldest)
-            self._forget("templates", oldest)
 
     # Layers
 
@@ -425,19 +397,3 @@ class LocalBackend(ForkServerBackend):
 
     def _open_groups(self) -> ControlGroups | None:
         return ControlGroups.open()
-
-
-def layer_folder(digest: str) -> str:
-    """Where the layer store keeps a layer's files, below its directory of layers."""
-    return f"{digest.removeprefix('sha256:')}/root"
-
-
-def _packed(template: Template) -> int:
-    """A memfd with the template's files as one frame; below the image's workspace if there is an image."""
-    prefix = "" if template.image is None else template.workspace.strip("/") + "/"
-    rows = [[prefix + path, len(data)] for path, data in template.contents.items()]
-    packed = os.memfd_create("template")
-    with os.fdopen(os.dup(packed), "wb") as file:
-        file.write(pack({"files": rows}, b"".join(template.contents.values())))
-    os.lseek(packed, 0, os.SEEK_SET)
-    return packed

@@ -15,7 +15,7 @@ from urllib.parse import quote, urlencode
 
 import httpx
 
-from etude.errors import EtudeError, SandboxError
+from etude.errors import ConfigError, EtudeError, SandboxError
 from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.interface import OnOutput
@@ -34,6 +34,19 @@ Result = TypeVar("Result")
 OnFrame = Callable[[Header, bytes], Any]
 
 
+def check_address(url: str, field: str = "sandbox.server") -> None:
+    """Raises ConfigError for what is no address of a server."""
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in ("http", "https") or not rest.strip("/"):
+        name = (rest if separator else url).strip("/") or "127.0.0.1:8642"
+        raise ConfigError(
+            "an address of a server begins with http:// or https://",
+            field=field,
+            received=url,
+            fix=f"http://{name}, or https://{name} if the server has a certificate",
+        )
+
+
 class Connection:
     """One server, for one event loop. Any number of calls may be in flight."""
 
@@ -44,6 +57,7 @@ class Connection:
         transport: httpx.AsyncBaseTransport | None,
         retry_s: Sequence[float] = RETRY_S,
     ) -> None:
+        check_address(url)
         self.url = url.rstrip("/")
         self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self._transport = transport

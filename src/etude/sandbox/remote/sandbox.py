@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,8 @@ from urllib.parse import quote
 
 from etude.errors import SandboxError
 from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.migration import abilities_of, default_state_directory, transfer
+from etude.sandbox.refusals import check_move
 from etude.sandbox.remote.commands import RemoteCommands
 from etude.sandbox.remote.connection import Connection
 from etude.sandbox.remote.files import RemoteFiles
@@ -163,21 +164,21 @@ class RemoteSandbox:
         self._owner.forget(self.id)
 
     async def _copy_to(self, target: SandboxBackend) -> Sandbox:
-        here, there = await self._owner.hello(), target.capabilities()
-        same = here.backend == there.backend and "full" in here.snapshots & there.snapshots
+        here, there = await self._owner.hello(), await abilities_of(target)
+        check_move(here, there)
+        same = "full" in here.snapshots & there.snapshots
         expires_s = (await self.get_info()).expires_s
-        left_s = None if expires_s is None else max(0.0, expires_s - time.time())
+        left_s = None if expires_s is None else max(0.001, expires_s - time.time())
         info = await self.create_snapshot("full" if same else "filesystem")
         try:
-            with tempfile.TemporaryDirectory(prefix="etude-migrate-") as directory:
-                file = Path(directory, "snapshot")
-                await self._owner.export_snapshot(info.id, file)
-                imported = await target.import_snapshot(file)
-            moved = await target.create(snapshot=imported.id, timeout_s=left_s)
-            await target.delete_snapshot(imported.id)
+            return await transfer(
+                lambda file: self._owner.export_snapshot(info.id, file),
+                default_state_directory(),
+                target,
+                left_s,
+            )
         finally:
             await self._owner.delete_snapshot(info.id)
-        return moved
 
     def _copy(self, row: dict[str, object]) -> Sandbox | SandboxError:
         if "id" in row:

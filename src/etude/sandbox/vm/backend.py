@@ -117,7 +117,7 @@ class VmBackend(MachineBackend):
         image, accelerator = await self._prepare()
         template = await self._templates.get(image, sandbox.spec.resources, accelerator)
         machine = await self._start(sandbox, template.hardware, image, template.directory)
-        channel = self._connect(sandbox, machine, 0)
+        channel = self._connect(sandbox, machine, 1)
         try:
             # Without waiting for the greeting in between: both requests are answered in order.
             await asyncio.gather(machine.wake(channel), _install(channel, sandbox.spec.template))
@@ -310,10 +310,7 @@ class VmBackend(MachineBackend):
 
     def _connect(self, sandbox: MachineSandbox, machine: Machine, next_id: int) -> Channel:
         """A channel whose ids begin behind those that the machine may still answer."""
-        channel = Channel(machine.qemu.take_line(), sandbox.id)
-        while channel.next_id() < next_id:
-            pass
-        return channel
+        return Channel(machine.qemu.take_line(), sandbox.id, next_id)
 
     async def _continue(self, sandbox: MachineSandbox, machine: Machine, next_id: int) -> Channel:
         """Lets a held machine go on where its state was taken."""

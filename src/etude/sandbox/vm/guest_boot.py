@@ -6,11 +6,17 @@
 The root is the image, read-only. The machine's own disk is formatted at the first start and holds the
 workspace; `/tmp`, `/run` and `/dev/shm` are memory. Then our program becomes process 1: when it ends, the
 kernel panics and QEMU with it.
+
+The guest's kernel never picks process 1 when memory is used up, but it panics when no other process is left
+to end. So whatever outlives the agent's processes (files in memory, segments, messages, semaphores) is
+bounded: all of it together leaves room for our program.
 """
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from etude.sandbox.guest_program import guest_program
 from etude.sandbox.types import Resources
@@ -22,6 +28,16 @@ _SERVER_FILES = 4096
 """Descriptors of our program: each connection to the outside takes one."""
 MODULES = ("virtio_pci", "virtio_blk", "virtio_console", "virtio_rng", "erofs")
 """Kernel modules that a guest needs, beside those that they need."""
+_ROOM_BYTES = 35 << 20
+"""Of the guest's memory, beyond what its kernel has for itself: for our program and a few small others."""
+_FLOOR_BYTES = 12 << 20
+"""The agent's processes end when less is available: below, the kernel throws out programs in use."""
+_FILE_BYTES = 1 << 10
+"""Of the kernel's memory for each file in memory, however small."""
+_SEMAPHORE_BYTES, _QUEUE_BYTES, _PAGE_BYTES = 128, 16384, 4096
+_FEWEST_FILES = 1024
+_POSIX_QUEUES = 64
+"""Their bytes are bounded for each user by RLIMIT_MSGQUEUE: 800 KiB."""
 DIRECTORIES = ("workspace", "srv", "dev", "proc", "sys", "run", "tmp")
 """Which must be there in the image."""
 _INIT = r"""#!/bin/busybox sh
@@ -62,20 +78,61 @@ exec $b switch_root $r /usr/bin/python3 -I -S -B "$@"
 """
 
 
+@dataclass(frozen=True)
+class LastingBounds:
+    """Limits of what takes memory without belonging to a process."""
+
+    tmp_bytes: int
+    tmp_files: int
+    """Of `/tmp`."""
+    shared_bytes: int
+    shared_files: int
+    """Of `/dev/shm`."""
+    sysctl: Mapping[str, int | str]
+    """Below `/proc/sys`."""
+
+
 def init_script(modules: list[str]) -> str:
     """`/init`; `modules` in the order in which they load."""
     return _INIT.replace("@MODULES@", " ".join(modules))
+
+
+def lasting_bounds(memory_bytes: int) -> LastingBounds:
+    """What may outlive the agent's processes in a guest of so much memory."""
+    room_bytes = max(memory_bytes - _ROOM_BYTES, memory_bytes // 4)
+    return LastingBounds(
+        tmp_bytes=room_bytes // 2,
+        tmp_files=max(_FEWEST_FILES, room_bytes // 16 // _FILE_BYTES),
+        shared_bytes=room_bytes // 4,
+        shared_files=_FEWEST_FILES,
+        sysctl={
+            "kernel/shmall": room_bytes // 8 // _PAGE_BYTES,
+            "kernel/shmmax": room_bytes // 8,
+            "kernel/shmmni": _FEWEST_FILES,
+            "kernel/msgmax": _QUEUE_BYTES // 2,
+            "kernel/msgmnb": _QUEUE_BYTES,
+            "kernel/msgmni": max(1, room_bytes // 32 // _QUEUE_BYTES),
+            # In a set; in all sets; operations in one call; sets.
+            "kernel/sem": f"250 {room_bytes // 64 // _SEMAPHORE_BYTES} 100 {_FEWEST_FILES}",
+            "fs/mqueue/queues_max": _POSIX_QUEUES,
+        },
+    )
 
 
 def machine_archive(resources: Resources) -> bytes:
     """The part of the initramfs that depends on Étude and on the sandbox's limits, not on the image."""
     arguments = ["--uid", str(UID), "--base", "/srv/base", "--memory-bytes", str(resources.memory_bytes)]
     arguments += ["--cpu-s", str(resources.cpu_s), "--open-files", str(resources.open_files)]
+    arguments += ["--floor-bytes", str(_FLOOR_BYTES)]
+    bounds = lasting_bounds(resources.memory_bytes)
     settings = "\n".join(
         (
-            f"tmp_bytes={resources.memory_bytes // 2}",
+            f"tmp_bytes={bounds.tmp_bytes}",
             f"arguments={shlex.quote(shlex.join(arguments))}",
             "limit() {",
+            _remount("tmp", bounds.tmp_bytes, bounds.tmp_files),
+            _remount("dev/shm", bounds.shared_bytes, bounds.shared_files),
+            *(f"echo {value} > $r/proc/sys/{name}" for name, value in bounds.sysctl.items()),
             f"ulimit -u {resources.num_processes}",
             f"ulimit -n {_SERVER_FILES}",
             f"ulimit -f {-(-resources.file_bytes // 512)}",
@@ -91,6 +148,11 @@ def machine_archive(resources: Resources) -> bytes:
             ("etude/settings", FILE, settings.encode()),
         ]
     )
+
+
+def _remount(path: str, size_bytes: int, files: int) -> str:
+    options = f"remount,mode=1777,nosuid,nodev,size={size_bytes},nr_inodes={files}"
+    return f"$b mount -t tmpfs -o {options} {path.rpartition('/')[2]} $r/{path}"
 
 
 def kernel_arguments(accelerator: str) -> str:

@@ -27,7 +27,6 @@ from blake3 import blake3
 
 from etude.errors import SandboxError
 from etude.sandbox.channel import READY, Channel
-from etude.sandbox.guest_program import guest_program
 from etude.sandbox.reaping import is_owner_alive, owner_tag
 from etude.sandbox.snapshots import this_machine
 from etude.sandbox.types import Resources
@@ -144,7 +143,7 @@ def template_key(image: VmImage, resources: Resources, hardware: Hardware) -> st
     rows: list[str] = [
         str(FORMAT),
         image.digest,
-        hashlib.blake2b(guest_program()).hexdigest(),
+        hashlib.blake2b(machine_archive(resources)).hexdigest(),
         qemu_version(),
         json.dumps(dataclasses.asdict(resources), sort_keys=True),
         kernel_arguments(hardware.accelerator),

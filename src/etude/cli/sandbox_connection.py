@@ -1,0 +1,107 @@
+"""How `etude sandbox` finds a server, and does something with it or with one of its sandboxes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+from etude.cli.sandbox_options import run
+from etude.errors import UserError
+
+if TYPE_CHECKING:
+    from etude.sandbox.interface import Sandbox
+    from etude.sandbox.remote import RemoteBackend
+    from etude.sandbox.types import Capabilities
+
+Result = TypeVar("Result")
+
+NOTE = "server.json"
+"""File of a state directory in which a server notes its address."""
+ServerOption = Annotated[
+    str | None,
+    typer.Option("--server", help="Address (http://HOST:PORT); else the server that runs on this machine."),
+]
+TokenOption = Annotated[Path | None, typer.Option("--token-file", help="File with the server's token.")]
+
+
+def on_server(
+    work: Callable[[RemoteBackend], Awaitable[Result]],
+    server: str | None,
+    token_file: Path | None,
+    state: Path | None,
+    backend: str | None = None,
+) -> Result:
+    """Does something with a server, and lets what lives there live on."""
+    url, token = find_server(server, token_file, state)
+
+    async def connected() -> Result:
+        from etude.sandbox.remote import RemoteBackend
+
+        remote = RemoteBackend(url, token, backend)
+        try:
+            return await work(remote)
+        finally:
+            await remote.disconnect()
+
+    return run(connected())
+
+
+def in_sandbox(
+    work: Callable[[Sandbox], Awaitable[Result]],
+    sandbox: str,
+    server: str | None,
+    token_file: Path | None,
+    state: Path | None,
+) -> Result:
+    """Does something with a sandbox by its id."""
+
+    async def connected(remote: RemoteBackend) -> Result:
+        return await work(await remote.connect(sandbox))
+
+    return on_server(connected, server, token_file, state)
+
+
+def find_server(server: str | None, token_file: Path | None, state: Path | None) -> tuple[str, str | None]:
+    """(address, token). Raises UserError if no server is named and none runs here."""
+    from etude.sandbox.machine_backend import default_state_directory
+
+    if server is None:
+        note = (state or default_state_directory()) / NOTE
+        try:
+            row = json.loads(note.read_text())
+        except (OSError, ValueError):
+            raise UserError(
+                "no sandbox server runs here",
+                field="--server",
+                received=server,
+                fix="start one with `etude sandbox serve`, or name another with --server",
+            ) from None
+        server, token_file = row["url"], token_file or Path(row["token_file"])
+    if token_file is None:
+        return str(server), None
+    try:
+        return str(server), token_file.read_text().strip()
+    except OSError as error:
+        raise UserError(
+            f"cannot be read: {error.strerror}",
+            field="--token-file",
+            received=str(token_file),
+            fix="name another",
+        ) from error
+
+
+async def capabilities_of(
+    backend: str, server: str | None, token_file: Path | None, state: Path | None
+) -> Capabilities:
+    """What a backend of a server can do."""
+    from etude.sandbox.remote import RemoteBackend
+
+    remote = RemoteBackend(*find_server(server, token_file, state), backend)
+    try:
+        return await remote.hello()
+    finally:
+        await remote.disconnect()

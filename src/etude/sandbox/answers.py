@@ -1,0 +1,184 @@
+"""What a program inside says, looked at before it is believed.
+
+A frame is looked at once as a whole when it comes (`frame_problem`), and each field where it is used. What
+these readers refuse no program of ours ever says: the one inside was taken over or is broken. So it is a
+`SandboxError`, ours, and never the agent's; what an *agent* can make an honest program say passes
+(names with lone surrogates, an exit code of its own making).
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import Any
+
+from etude.errors import AgentError, SandboxError
+from etude.sandbox.inside.frames import Header
+from etude.sandbox.paths import normal_path
+
+MAX_INTEGER = (1 << 63) - 1
+"""The largest integer that is taken from inside, and minus it the smallest."""
+MAX_EXIT_CODE = 255
+"""The largest that a process can have; minus a signal's number is never below minus it."""
+Shapes = frozenset[tuple[type, ...]]
+"""The types that a row may have, field by field."""
+
+_NONE = type(None)
+_DIFF_SHAPES: Shapes = frozenset({(str, int), (str, _NONE)})
+
+
+class _Shortened(reprlib.Repr):
+    """Values of any size in a line. Objects unsorted: one may have a million fields."""
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return f"<object of {len(x)} fields>"
+
+
+_shortened = _Shortened()
+_shortened.maxstring = 80
+
+
+def nonsense(sandbox: str, field: str, received: object, wanted: str) -> SandboxError:
+    """The error for a field of an answer of `sandbox` that is not what was `wanted`."""
+    return SandboxError(
+        f"sandbox {sandbox} answered what makes no sense: must be {wanted}",
+        field=f"answer.{field}",
+        received=_shortened.repr(received),
+        fix="make another sandbox: this one's server was taken over or is broken",
+    )
+
+
+def text(header: Header, name: str, sandbox: str) -> str:
+    """A text; lone surrogates stand for bytes that are no UTF-8. Raises SandboxError."""
+    value = header.get(name)
+    if type(value) is not str:
+        raise nonsense(sandbox, name, value, "a text")
+    return value
+
+
+def flag(header: Header, name: str, sandbox: str) -> bool:
+    """True or False. Raises SandboxError."""
+    value = header.get(name)
+    if type(value) is not bool:
+        raise nonsense(sandbox, name, value, "true or false")
+    return value
+
+
+def integer(header: Header, name: str, sandbox: str, least: int = -MAX_INTEGER) -> int:
+    """An integer from `least` to `MAX_INTEGER`. Raises SandboxError."""
+    value = header.get(name)
+    if type(value) is not int or not least <= value <= MAX_INTEGER:
+        raise nonsense(sandbox, name, value, f"an integer, at least {least}")
+    return value
+
+
+def exit_code(header: Header, sandbox: str) -> int:
+    """How a command ended: an integer of any size, as one from -255 to 255. Raises SandboxError.
+
+    In a shell session the agent's code may write a number of its own where the shell tells its status: what
+    is beyond is its doing, and counts as 255.
+    """
+    value = header.get("exit_code")
+    if type(value) is not int:
+        raise nonsense(sandbox, "exit_code", value, "an integer")
+    return value if -MAX_EXIT_CODE <= value <= MAX_EXIT_CODE else MAX_EXIT_CODE
+
+
+def duration_s(header: Header, name: str, sandbox: str) -> float:
+    """A finite number of seconds, not negative. Raises SandboxError."""
+    value = header.get(name)
+    if type(value) is float and 0.0 <= value < math.inf:
+        return value
+    if type(value) is int and 0 <= value <= MAX_INTEGER:
+        return float(value)
+    raise nonsense(sandbox, name, value, "a finite number of seconds")
+
+
+def rows(header: Header, name: str, sandbox: str, shapes: Shapes, least: int = 0) -> list[list[Any]]:
+    """A list of rows, each of one of the `shapes`, integers from `least` on. Raises SandboxError."""
+    value = header.get(name)
+    if type(value) is not list:
+        raise nonsense(sandbox, name, value, "a list")
+    for row in value:
+        if type(row) is not list or tuple(map(type, row)) not in shapes:
+            raise nonsense(sandbox, name, row, f"rows of {_named(shapes)}")
+        for item in row:
+            if type(item) is int and not least <= item <= MAX_INTEGER:
+                raise nonsense(sandbox, name, row, f"rows with integers that are at least {least}")
+    return value
+
+
+def parts(header: Header, data: bytes, sandbox: str) -> tuple[bytes, bytes]:
+    """The payload cut in two by the field `sizes`, which it must fill. Raises SandboxError."""
+    sizes: Any = header.get("sizes")
+    if type(sizes) is list and len(sizes) == 2 and type(sizes[0]) is int and type(sizes[1]) is int:
+        first, second = sizes
+        if first >= 0 and second >= 0 and first + second == len(data):
+            return data[:first], data[first:]
+    raise nonsense(sandbox, "sizes", sizes, f"two sizes that add up to {len(data)} bytes")
+
+
+def changes(header: Header, data: bytes, sandbox: str) -> dict[str, bytes | None]:
+    """What a diff carries, sorted by path. Raises SandboxError, also for a path that leads out."""
+    found: dict[str, bytes | None] = {}
+    start = 0
+    for path, size in rows(header, "files", sandbox, _DIFF_SHAPES):
+        if path in found or not _is_inside(path):
+            raise nonsense(sandbox, "files", path, "paths below the workspace, each once")
+        found[path] = None if size is None else data[start : start + size]
+        start += size or 0
+    if start != len(data):
+        raise nonsense(sandbox, "files", start, f"files of {len(data)} bytes together")
+    return dict(sorted(found.items()))
+
+
+def frame_problem(header: object) -> str:
+    """Why no answer and no event has this header; empty for one that may be handled.
+
+    Then `id` is an integer, `fault` (kind, message), `failure` a text, and an event of a known name has its
+    fields.
+    """
+    if type(header) is not dict:
+        return f"a header that is no object: {_shortened.repr(header)}"
+    if "event" in header:
+        return _event_problem(header)
+    if type(header.get("id", 0)) is not int:
+        return f"an id that is no integer: {_shortened.repr(header['id'])}"
+    if "fault" in header:
+        fault = header["fault"]
+        if type(fault) is not list or list(map(type, fault)) != [str, str]:
+            return f"a fault that is no kind and message: {_shortened.repr(fault)}"
+    if "failure" in header and type(header["failure"]) is not str:
+        return f"a failure that is no text: {_shortened.repr(header['failure'])}"
+    return ""
+
+
+def _event_problem(header: Header) -> str:
+    event = header["event"]
+    if type(event) is not str:
+        return f"an event without a name: {_shortened.repr(event)}"
+    if event == "output":
+        named = ("id", "pid", "fd")
+    elif event.startswith("net."):
+        named = ("stream", "bytes") if event == "net.took" else ("stream",)
+    else:
+        return ""
+    for name in named:
+        value = header.get(name)
+        if type(value) is not int or not 0 <= value <= MAX_INTEGER:
+            return f"an event {event!r} whose {name!r} is {_shortened.repr(value)}"
+    if event == "output" and header["fd"] not in (1, 2):
+        return f"output of descriptor {_shortened.repr(header['fd'])}"
+    return ""
+
+
+def _is_inside(path: str) -> bool:
+    try:
+        return path != "." and normal_path(path) == path
+    except AgentError:
+        return False
+
+
+def _named(shapes: Shapes) -> str:
+    kinds = (", ".join(kind.__name__ for kind in shape) for shape in shapes)
+    return " or ".join(sorted(f"({kind})" for kind in kinds))

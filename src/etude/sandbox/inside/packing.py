@@ -1,0 +1,203 @@
+"""A layer as a tar file, and back.
+
+In OCI's form: `.wh.name` for a whiteout, `.wh..wh..opq` for an opaque directory. Everything belongs to one
+user, so owners are not kept. What would not come back from a tar file is refused when it is packed. Nothing
+here recurses: the agent made these trees.
+
+Not images/pack.py: that one writes the archives of images, equal bytes for equal trees, with whole seconds
+and without pipes, by a writer of its own; this one keeps times to the nanosecond, pipes and names of any
+kind, and is all standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tarfile
+from typing import IO
+
+from etude.sandbox.inside.walking import DIRECTORY_FLAGS, OPAQUE, Folder, attributes
+
+MAX_PATH_BYTES = 3500
+"""The longest path that is packed: less than the kernel takes, because it is unpacked below another one."""
+MAX_HOLE_BYTES = 1 << 30
+"""In all files of a packed layer together: a tar file has no holes."""
+_WHITEOUT, _OPAQUE_MARK = ".wh.", ".wh..wh..opq"
+_LITERAL = "ETUDE.literal"
+"""Extended header of a file whose name only looks like a whiteout's."""
+_SECOND_NS = 10**9
+
+
+class LayerError(Exception):
+    """A packed layer that is torn, or reaches outside itself; or a layer that cannot be packed."""
+
+
+def pack_tree(root: str, file: IO[bytes]) -> None:
+    """Writes a directory in overlayfs' form as a tar file in OCI's, sorted by path.
+
+    Raises LayerError for what a tar file cannot give back, and OSError.
+    """
+    links: dict[tuple[int, int], str] = {}
+    hole_bytes = 0
+    uppermost = os.open(root, DIRECTORY_FLAGS)
+    folders = [Folder(uppermost, "", os.fstat(uppermost))]
+    try:
+        with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+            while folders:
+                folder = folders[-1]
+                if not folder.names:
+                    folders.pop().close()
+                    continue
+                name = folder.names.pop()
+                status = os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    hole_bytes += max(0, status.st_size - status.st_blocks * 512)
+                _check_packable(folder.prefix + name, hole_bytes)
+                _pack_entry(archive, folder, name, status, links)
+                if stat.S_ISDIR(status.st_mode):
+                    folders.append(folder.enter(name, status))
+    finally:
+        for folder in folders:
+            folder.close()
+
+
+def _check_packable(path: str, hole_bytes: int) -> None:
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        raise LayerError(f"a path has more than {MAX_PATH_BYTES} bytes: {path[:80]!r}...")
+    if hole_bytes > MAX_HOLE_BYTES:
+        raise LayerError(f"the files have holes of more than {MAX_HOLE_BYTES} bytes, as of {path[:80]!r}")
+
+
+def _pack_entry(
+    archive: tarfile.TarFile,
+    folder: Folder,
+    name: str,
+    status: os.stat_result,
+    links: dict[tuple[int, int], str],
+) -> None:
+    path = folder.prefix + name
+    if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
+        archive.addfile(tarfile.TarInfo(f"{folder.prefix}{_WHITEOUT}{name}"))
+        return
+    info = _member(path, name, status)
+    if stat.S_ISDIR(status.st_mode):
+        info.type = tarfile.DIRTYPE
+        archive.addfile(info)
+        if OPAQUE in attributes(name, folder.descriptor):
+            archive.addfile(tarfile.TarInfo(f"{path}/{_OPAQUE_MARK}"))
+    elif stat.S_ISREG(status.st_mode):
+        key = (status.st_dev, status.st_ino)
+        if key in links:
+            info.type, info.linkname = tarfile.LNKTYPE, links[key]
+            archive.addfile(info)
+            return
+        if status.st_nlink > 1:
+            links[key] = path
+        info.size = status.st_size
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        with os.fdopen(os.open(name, flags, dir_fd=folder.descriptor), "rb") as data:
+            archive.addfile(info, data)
+    elif stat.S_ISLNK(status.st_mode):
+        info.type, info.linkname = tarfile.SYMTYPE, os.readlink(name, dir_fd=folder.descriptor)
+        archive.addfile(info)
+    elif stat.S_ISFIFO(status.st_mode):
+        info.type = tarfile.FIFOTYPE
+        archive.addfile(info)
+
+
+def _member(path: str, name: str, status: os.stat_result) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(path)
+    info.mode, info.mtime = stat.S_IMODE(status.st_mode), status.st_mtime_ns // _SECOND_NS
+    extended: dict[str, str] = {}
+    if status.st_mtime_ns % _SECOND_NS:
+        extended["mtime"] = _decimal(status.st_mtime_ns)
+    if name.startswith(_WHITEOUT):
+        extended[_LITERAL] = "1"
+    info.pax_headers = extended
+    return info
+
+
+def _decimal(time_ns: int) -> str:
+    seconds, rest = divmod(abs(time_ns), _SECOND_NS)
+    return f"{'-' if time_ns < 0 else ''}{seconds}.{rest:09}"
+
+
+def _times_ns(member: tarfile.TarInfo) -> tuple[int, int]:
+    """Times to the nanosecond, which `member.mtime`, a float, does not hold."""
+    whole, _, part = member.pax_headers.get("mtime", "").partition(".")
+    if not (whole.removeprefix("-").isdecimal() and part.isdecimal()):
+        time_ns = int(member.mtime) * _SECOND_NS
+    else:
+        time_ns = int(whole.removeprefix("-")) * _SECOND_NS + int(part[:9].ljust(9, "0"))
+        time_ns = -time_ns if whole.startswith("-") else time_ns
+    return time_ns, time_ns
+
+
+def unpack_tree(file: IO[bytes], root: str) -> None:
+    """The reverse of `pack_tree`, into an empty directory. Raises LayerError, OSError."""
+    directories: list[tuple[str, int, tuple[int, int]]] = []
+    try:
+        with tarfile.open(fileobj=file, mode="r|") as archive:
+            for member in archive:
+                _unpack_member(archive, member, root, directories)
+    except (tarfile.TarError, EOFError) as error:
+        raise LayerError(f"the layer is torn: {error}") from error
+    for path, mode, times_ns in reversed(directories):
+        os.chmod(path, mode)
+        os.utime(path, ns=times_ns)
+
+
+def _unpack_member(
+    archive: tarfile.TarFile,
+    member: tarfile.TarInfo,
+    root: str,
+    directories: list[tuple[str, int, tuple[int, int]]],
+) -> None:
+    full = _place(root, member.name.rstrip("/"))
+    folder, name = os.path.split(full)
+    literal = _LITERAL in member.pax_headers
+    if name == _OPAQUE_MARK and not literal:
+        os.setxattr(folder, OPAQUE, b"y")
+    elif name.startswith(_WHITEOUT) and not literal:
+        hidden = name[len(_WHITEOUT) :]
+        if hidden in ("", ".", ".."):
+            raise LayerError(f"the layer names {member.name!r}")
+        os.mknod(os.path.join(folder, hidden), stat.S_IFCHR, 0)
+    elif member.isdir():
+        os.mkdir(full, 0o700)
+        directories.append((full, member.mode & 0o1777, _times_ns(member)))
+    elif member.issym():
+        os.symlink(member.linkname, full)
+        os.utime(full, ns=_times_ns(member), follow_symlinks=False)
+    elif member.islnk():
+        os.link(_place(root, member.linkname), full, follow_symlinks=False)
+    elif member.isfifo():
+        os.mkfifo(full)
+        os.chmod(full, member.mode & 0o777)
+    elif member.isreg() and not member.issparse():
+        _unpack_file(archive, member, full)
+    else:
+        raise LayerError(f"the layer holds {member.name!r} of type {member.type!r}")
+
+
+def _place(root: str, path: str) -> str:
+    """Where a member belongs. Raises LayerError for what leads out, by its name or through a link."""
+    parts = path.split("/")
+    if any(part in ("", ".", "..") for part in parts):
+        raise LayerError(f"the layer names {path!r}")
+    folder = os.path.join(root, *parts[:-1])
+    if os.path.realpath(folder) != os.path.join(os.path.realpath(root), *parts[:-1]):
+        raise LayerError(f"a link lies in the way of {path!r}")
+    return os.path.join(folder, parts[-1])
+
+
+def _unpack_file(archive: tarfile.TarFile, member: tarfile.TarInfo, full: str) -> None:
+    source = archive.extractfile(member)
+    assert source is not None, "a regular member has contents"
+    with open(full, "xb") as target:
+        while data := source.read(1 << 20):
+            target.write(data)
+        os.fchmod(target.fileno(), member.mode & 0o777)
+    if os.path.getsize(full) != member.size:
+        raise LayerError(f"the layer is torn in {member.name!r}")
+    os.utime(full, ns=_times_ns(member))

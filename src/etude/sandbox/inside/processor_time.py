@@ -1,0 +1,81 @@
+"""Ends processes that have used up their processor time, where the kernel does not, or not exactly.
+
+gVisor's kernel keeps RLIMIT_CPU for the process that sets it, and forgets it in what that process starts. An
+emulated guest's kernel counts ticks, of which a busy host swallows some. Clocks of processes tell it exactly,
+and need not be read often: with n processors, nobody uses up s seconds in less than s / n.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from etude.sandbox.inside.processes import Processes
+
+SHORTEST_S, LONGEST_S = 0.05, 60.0
+"""Bounds of the time between two looks."""
+_PROCESS_CLOCK = 2
+"""The kind of clock, beside the process id, in the number of a process's clock: clock_getcpuclockid(3)."""
+
+
+def processor_time_s(pid: int) -> float | None:
+    """What a process with all its threads has used; None: it is gone."""
+    try:
+        return time.clock_gettime(~pid << 3 | _PROCESS_CLOCK)
+    except OSError:
+        return None
+
+
+class ProcessorWatch:
+    """Kills each process that has used more than its time, as RLIMIT_CPU would. Waits for nothing.
+
+    Whoever waits asks `sooner` for how long, and calls `look` afterwards.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        limit_s: float,
+        num_processors: int | None = None,
+        used_s: Callable[[int], float | None] = processor_time_s,
+        clock: Callable[[], float] = time.monotonic,
+        kill: Callable[[int, int], None] = os.kill,
+    ) -> None:
+        """`limit_s`: of each process. `num_processors`: None: as many as this machine has."""
+        self._processes = processes
+        self._limit_s = limit_s
+        self._num_processors = num_processors or os.cpu_count() or 1
+        self._used_s = used_s
+        self._clock = clock
+        self._kill = kill
+        self._next_s = clock()
+
+    def sooner(self, timeout_ms: float | None) -> float:
+        """How long one may wait who would wait so long otherwise. Milliseconds."""
+        until_ms = max(0.0, self._next_s - self._clock()) * 1e3 + 1.0
+        return until_ms if timeout_ms is None else min(timeout_ms, until_ms)
+
+    def look(self) -> None:
+        """Kills whoever is over the limit, once it is time to look."""
+        now_s = self._clock()
+        if now_s < self._next_s:
+            return
+        most_s = 0.0
+        for pid, row in self._processes.table().items():
+            used_s = None if row.state in "ZX" else self._used_s(pid)
+            if used_s is None:
+                continue
+            if used_s >= self._limit_s:
+                self._end(pid)
+            else:
+                most_s = max(most_s, used_s)
+        pause_s = (self._limit_s - most_s) / self._num_processors
+        self._next_s = now_s + min(LONGEST_S, max(SHORTEST_S, pause_s))
+
+    def _end(self, pid: int) -> None:
+        try:
+            self._kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return

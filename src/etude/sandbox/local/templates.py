@@ -1,0 +1,73 @@
+"""Which templates a fork server holds, and when it may forget one."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, OrderedDict
+
+from etude.sandbox.inside.frames import pack
+from etude.sandbox.template import Template
+
+MAX_IDLE_TEMPLATES = 256
+MAX_IDLE_TEMPLATE_BYTES = 256 << 20
+"""Templates without a sandbox that a fork server keeps."""
+
+
+class TemplateUses:
+    """Counts the sandboxes of each template."""
+
+    def __init__(self) -> None:
+        self._uses: Counter[str] = Counter()
+        self._stored: set[str] = set()
+        """Digests of the templates that the fork server has."""
+        self._idle: OrderedDict[str, int] = OrderedDict()
+        """Bytes of those without a sandbox, the longest unused first."""
+
+    def hold(self, template: Template) -> bool:
+        """One user more; whether the fork server has yet to hear of the template."""
+        digest = template.digest
+        new = digest not in self._stored
+        self._stored.add(digest)
+        self._uses[digest] += 1
+        self._idle.pop(digest, None)
+        return new
+
+    def never_arrived(self, template: Template) -> None:
+        """The fork server may lack a template that it was sent: the next one sends it again."""
+        self._stored.discard(template.digest)
+
+    def release(self, template: Template) -> list[str]:
+        """One user less; the digests of the longest unused templates that are to be forgotten."""
+        digest = template.digest
+        self._uses[digest] -= 1
+        if self._uses[digest] > 0:
+            return []
+        self._idle[digest] = sum(map(len, template.contents.values()))
+        forgotten: list[str] = []
+        while len(self._idle) > MAX_IDLE_TEMPLATES or sum(self._idle.values()) > MAX_IDLE_TEMPLATE_BYTES:
+            oldest, _ = self._idle.popitem(last=False)
+            del self._uses[oldest]
+            self._stored.discard(oldest)
+            forgotten.append(oldest)
+        return forgotten
+
+    def clear(self) -> None:
+        """The fork server is gone, and with it all that it held."""
+        for known in (self._uses, self._stored, self._idle):
+            known.clear()
+
+
+def pack_files(template: Template) -> int:
+    """A memfd with the template's files as one frame; below the image's workspace if there is an image."""
+    prefix = "" if template.image is None else template.workspace.strip("/") + "/"
+    rows = [[prefix + path, len(data)] for path, data in template.contents.items()]
+    packed = os.memfd_create("template")
+    with os.fdopen(os.dup(packed), "wb") as file:
+        file.write(pack({"files": rows}, b"".join(template.contents.values())))
+    os.lseek(packed, 0, os.SEEK_SET)
+    return packed
+
+
+def layer_folder(digest: str) -> str:
+    """Where the layer store keeps a layer's files, below its directory of layers."""
+    return f"{digest.removeprefix('sha256:')}/root"

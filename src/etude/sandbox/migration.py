@@ -1,0 +1,87 @@
+"""A sandbox on its way as a snapshot: exported here, taken in there, made a sandbox again.
+
+What lies between the steps belongs to the process that made it (reaping.py, temporary.py): one that is killed
+leaves it to the next start of its state directory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from etude.sandbox.errors import SnapshotError
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.reaping import WorkDirectory, is_owner_alive
+from etude.sandbox.snapshots import SnapshotStore
+from etude.sandbox.types import Capabilities
+
+SNAPSHOTS, MOVING = "snapshots", "moving"
+"""Directories below a state directory."""
+
+
+def default_state_directory() -> Path:
+    """Where snapshots, images and layers live: `$XDG_STATE_HOME/etude` or `~/.local/state/etude`."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "etude"
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """A backend behind a connection: what it can do has to be asked."""
+
+    async def hello(self) -> Capabilities:
+        """Asks it, once. Raises SandboxLostError."""
+        ...
+
+
+async def abilities_of(backend: SandboxBackend) -> Capabilities:
+    """What a backend can do, here or at the other end of a connection. Raises SandboxLostError."""
+    return await backend.hello() if isinstance(backend, Distant) else backend.capabilities()
+
+
+@asynccontextmanager
+async def transit_directory(state: Path) -> AsyncIterator[Path]:
+    """A directory of this process for what passes through; those of dead processes are removed."""
+    work = await asyncio.to_thread(WorkDirectory, state / MOVING)
+    try:
+        yield work.path
+    finally:
+        await asyncio.shield(asyncio.to_thread(work.close))
+
+
+async def transfer(
+    export: Callable[[Path], Awaitable[None]],
+    state: Path,
+    target: SandboxBackend,
+    timeout_s: float | None,
+    shares_store: bool = False,
+) -> Sandbox:
+    """A sandbox over there that continues what `export` writes to a file; the copy over there goes again.
+
+    `shares_store`: the target has the very snapshot that is exported, so it stays.
+    """
+    async with transit_directory(state) as directory:
+        file = directory / "snapshot.tar"
+        await export(file)
+        imported = await target.import_snapshot(file)
+    try:
+        return await target.create(snapshot=imported.id, timeout_s=timeout_s)
+    finally:
+        if not shares_store:
+            with contextlib.suppress(SnapshotError):
+                # Its time in transit was over before the sandbox began: it has gone by itself.
+                await target.delete_snapshot(imported.id)
+
+
+def clear_litter(state: Path) -> None:
+    """Removes what killed processes left of moves and forks below a state directory. Blocks."""
+    SnapshotStore(state / SNAPSHOTS).sweep()
+    for entry in (state / MOVING).glob("*-*-*"):
+        if not is_owner_alive(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)

@@ -1,0 +1,89 @@
+"""What a backend refuses, each with what to do instead: times, sizes, abilities, ways between kinds."""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from etude.errors import ResourceError
+from etude.sandbox.errors import Unsupported
+from etude.sandbox.types import Capabilities, Resources, SnapshotKind
+
+_ABLE: dict[str, str] = {"full": "vm or gvisor", "filesystem": "local", "network": "local", "images": "local"}
+"""For each ability, a backend that has it."""
+_KEPT: dict[SnapshotKind, str] = {
+    "full": "the memory of processes, and files",
+    "filesystem": "the files alone",
+}
+_FLEET = "fleet"
+"""A backend over others, which says itself what it takes in."""
+
+
+def check_resources(resources: Resources) -> None:
+    """Raises ResourceError for more than this host has."""
+    total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    cores = os.cpu_count() or 1
+    for field, received, most in (
+        ("resources.memory_bytes", resources.memory_bytes, total_bytes),
+        ("resources.disk_bytes", resources.disk_bytes, total_bytes),
+        ("resources.cpus", resources.cpus, cores),
+    ):
+        if received > most or received <= 0:
+            raise ResourceError(
+                f"this host has {most}", field=field, received=received, fix="ask for more than 0 and no more"
+            )
+
+
+def unsupported(backend: str, ability: str) -> Unsupported:
+    """The error for what a kind of sandbox cannot do."""
+    return Unsupported(
+        f"the {backend} backend cannot do this",
+        field="sandbox.backend",
+        received=ability,
+        fix=f"use the {_ABLE.get(ability, 'vm')} backend",
+    )
+
+
+def unsupported_copy(
+    able: Capabilities, call: Literal["pause", "create_snapshot"], wanted: SnapshotKind
+) -> Unsupported:
+    """The error for a kind of sleep or snapshot that a backend does not have: names the calls that work."""
+    here = able.pause if call == "pause" else able.snapshots
+    fixes = [f'{call}("{kind}") works here and keeps {_KEPT[kind]}' for kind in sorted(here)]
+    first = _ABLE[wanted].partition(" ")[0]
+    fixes.append(f'{call}("{wanted}") works on the {_ABLE[wanted]} backend: open_backend("{first}")')
+    return Unsupported(
+        f"the {able.backend} backend cannot keep {_KEPT[wanted]}",
+        field="mode" if call == "pause" else "kind",
+        received=wanted,
+        fix="; ".join(fixes),
+    )
+
+
+def check_move(here: Capabilities, there: Capabilities) -> None:
+    """Raises Unsupported, before anything stands still, for a move that cannot end well."""
+    files = "files go to any kind: files.download here, create(Template.from_directory(...)) there"
+    if here.migrate is None:
+        raise Unsupported(
+            f"sandboxes of the {here.backend} backend do not move: what they hold stays on this host",
+            field="sandbox.backend",
+            received=here.backend,
+            fix=f"{files}; pause and create_snapshot keep it here; sandboxes of local, docker and vm move",
+        )
+    if there.backend not in (here.backend, _FLEET):
+        raise Unsupported(
+            f"a sandbox moves between backends of one kind: from {here.backend} to {here.backend}, "
+            f"not to {there.backend}",
+            field="target",
+            received=there.backend,
+            fix=f"name a {here.backend} backend of another host or state directory; {files}",
+        )
+
+
+def foreign_snapshot(theirs: str, ours: str) -> tuple[str, str]:
+    """What is wrong with a snapshot of another backend, and what is possible."""
+    return (
+        f"belongs to the {theirs} backend and cannot become a sandbox of the {ours} backend",
+        f"use the {theirs} backend; from kind to kind go files alone: files.download from a sandbox here, "
+        f"create(Template.from_directory(...)) there",
+    )

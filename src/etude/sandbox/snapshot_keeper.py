@@ -1,0 +1,142 @@
+"""What a backend of machines keeps on disk: snapshots, durable ones and those that go with this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+from etude.sandbox.background import Background
+from etude.sandbox.errors import SnapshotError, Unsupported
+from etude.sandbox.machine import MachineSandbox
+from etude.sandbox.migration import SNAPSHOTS, clear_litter, default_state_directory
+from etude.sandbox.refusals import unsupported
+from etude.sandbox.snapshots import Snapshot, SnapshotDraft, SnapshotStore
+from etude.sandbox.temporary import TRANSIT_S
+from etude.sandbox.types import SnapshotInfo, SnapshotKind
+
+
+class SnapshotKeeper:
+    """The part of a backend that writes, finds, carries and removes snapshots. For one event loop."""
+
+    name = "machine"
+    version = "1"
+    """Of whatever a snapshot of this kind depends on."""
+
+    def __init__(self, state: Path | None = None) -> None:
+        """`state`: directory of snapshots, logs and working files, made when first needed."""
+        self.state = state or default_state_directory()
+        self.snapshots = SnapshotStore(self.state / SNAPSHOTS)
+        self._asleep: dict[str, str] = {}
+        """For each paused sandbox, the snapshot that it sleeps in."""
+        self._passing: set[str] = set()
+        """Sandboxes whose present copy is temporary."""
+        self._in_transit: dict[str, asyncio.TimerHandle] = {}
+        """Temporary snapshots from elsewhere, of which sandboxes are to be made."""
+        self._background = Background()
+        self._clearing: asyncio.Future[None] | None = None
+
+    # For each kind of machine
+
+    async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
+        """Writes the running machine's state into the draft; the machine goes on afterwards."""
+        raise self.unsupported(kind)
+
+    def unsupported(self, ability: str) -> Unsupported:
+        """The error for what this kind of machine cannot do."""
+        return unsupported(self.name, ability)
+
+    # SandboxBackend
+
+    async def list_snapshots(self) -> list[SnapshotInfo]:
+        """See SandboxBackend.list_snapshots."""
+        asleep = set(self._asleep.values())
+        return [info for info in self.snapshots.list(self.name) if info.id not in asleep]
+
+    async def delete_snapshot(self, snapshot: str) -> None:
+        """See SandboxBackend.delete_snapshot."""
+        timer = self._in_transit.pop(snapshot, None)
+        if timer is not None:
+            timer.cancel()
+        await asyncio.to_thread(self.snapshots.delete, snapshot)
+
+    async def export_snapshot(self, snapshot: str, target: Path) -> None:
+        """See SandboxBackend.export_snapshot."""
+        await self.snapshots.export(snapshot, target)
+
+    async def import_snapshot(self, source: Path) -> SnapshotInfo:
+        """See SandboxBackend.import_snapshot."""
+        known = self._in_transit
+        info = await self.snapshots.import_(source, self.name)
+        if info.id not in known and self.snapshots.is_in_transit(info.id):
+            loop = asyncio.get_running_loop()
+            known[info.id] = loop.call_later(TRANSIT_S, lambda: self.spawn(self._give_up(info.id)))
+        return info
+
+    # Inner workings
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Does something beside; `close` waits for it, and raises what went wrong."""
+        self._background.start(work)
+
+    async def _clear_litter(self) -> None:
+        """Once: removes what killed owners of the state directory left of moves and forks."""
+        if self._clearing is None:
+            self._clearing = asyncio.ensure_future(asyncio.to_thread(clear_litter, self.state))
+        await asyncio.shield(self._clearing)
+
+    async def _give_up(self, snapshot: str) -> None:
+        """Removes a copy in transit of which nobody has made a sandbox."""
+        if snapshot in self._in_transit:
+            with contextlib.suppress(SnapshotError):
+                # Whoever sent it deletes it, too.
+                await self.delete_snapshot(snapshot)
+
+    async def _keep(
+        self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None, temporary: bool
+    ) -> SnapshotInfo:
+        """A snapshot, made under the sandbox's lock; a temporary one goes with this process."""
+        if not temporary:
+            return await self._save(sandbox, kind, name)
+        self._passing.add(sandbox.id)
+        try:
+            return await self._save(sandbox, kind, name)
+        finally:
+            self._passing.discard(sandbox.id)
+
+    async def _save(self, sandbox: MachineSandbox, kind: SnapshotKind, name: str | None) -> SnapshotInfo:
+        draft = self.snapshots.draft(sandbox.id)
+        try:
+            await self._write_state(sandbox, kind, draft)
+            return await self.snapshots.publish(
+                draft,
+                kind=kind,
+                name=name,
+                backend=self.name,
+                backend_version=self.version,
+                sandbox_id=sandbox.id,
+                template=sandbox.spec.template,
+                resources=sandbox.spec.resources,
+                network=sandbox.spec.network,
+                metadata=sandbox.spec.metadata,
+                temporary=sandbox.id in self._passing,
+            )
+        except BaseException:
+            self.snapshots.discard(draft)
+            raise
+
+    async def _write_state(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
+        try:
+            await self.save(sandbox, kind, draft)
+        except OSError as error:
+            raise SnapshotError(
+                f"the snapshot could not be written: {error}",
+                field="snapshot",
+                received=draft.id,
+                fix="make room on the disk, or choose another state directory",
+            ) from error
+
+    def _check_snapshot(self, snapshot: Snapshot) -> None:
+        snapshot.check_origin(self.name, self.version, memory=snapshot.info.kind == "full")

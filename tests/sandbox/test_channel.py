@@ -1,0 +1,120 @@
+"""The owner's end of a sandbox's line: where request ids begin, what ends it, what early output may cost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from etude.errors import SandboxError
+from etude.sandbox.channel import Channel
+from etude.sandbox.inside.frames import Unpacker, pack
+from etude.sandbox.outputs import Outputs
+
+
+def on_line(scenario: Callable[[Channel, socket.socket], Awaitable[None]], first_id: int = 1) -> None:
+    """Runs a scenario on a channel and the other end of its line."""
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours, "one", first_id)
+        try:
+            await scenario(channel, theirs)
+        finally:
+            channel.close("done")
+            theirs.close()
+
+    asyncio.run(run())
+
+
+def test_requests_begin_with_the_first_id() -> None:
+    async def scenario(channel: Channel, theirs: socket.socket) -> None:
+        asked = asyncio.ensure_future(channel.request({"op": "ping"}, b"", 5.0))
+        await asyncio.sleep(0)
+        ((header, _),) = Unpacker().feed(theirs.recv(1 << 16))
+        assert header["id"] == 1000
+        # An answer to what the machine was asked before it was copied.
+        theirs.send(pack({"id": 999}, b"before") + pack({"id": 1000}, b"now"))
+        assert (await asked)[1] == b"now"
+        assert channel.next_id() == 1001
+
+    on_line(scenario, 1000)
+
+
+@pytest.mark.parametrize("first_id", [0, -1, True, 1.0, "7", None, 1 << 63])
+def test_an_id_that_cannot_be_a_first_one_is_refused_and_the_line_closed(first_id: Any) -> None:
+    """It may come out of the manifest of a snapshot that somebody else made."""
+
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            with pytest.raises(SandboxError) as caught:
+                Channel(ours, "one", first_id)
+            assert caught.value.field == "next_id"
+            assert theirs.recv(1) == b""
+
+    asyncio.run(run())
+
+
+def test_after_nonsense_the_line_is_closed_and_nothing_more_is_asked() -> None:
+    async def scenario(channel: Channel, theirs: socket.socket) -> None:
+        reasons: list[str] = []
+        channel.on_close = reasons.append
+        events: list[object] = []
+        channel.on_event = lambda header, payload: events.append(header)
+        head = json.dumps([1]).encode()
+        theirs.send(
+            struct.pack("<II", len(head), 0) + head + pack({"event": "output", "id": 0, "pid": 1, "fd": 1})
+        )
+        await asyncio.sleep(0.01)
+        assert channel.closed
+        assert not events
+        assert len(reasons) == 1
+        assert "does not speak the protocol" in reasons[0]
+        with pytest.raises(SandboxError, match="does not speak the protocol"):
+            await channel.request({"op": "ping"}, b"", 5.0)
+
+    on_line(scenario)
+
+
+def output(pid: int) -> dict[str, Any]:
+    """The header of output of a background command."""
+    return {"event": "output", "id": 0, "pid": pid, "fd": 1}
+
+
+def test_early_output_is_kept_until_somebody_listens() -> None:
+    outputs, heard = Outputs(), list[tuple[int, bytes]]()
+    outputs.on_event(output(5), b"early")
+    outputs.listen(5, lambda number, data: heard.append((number, data)))
+    outputs.on_event(output(5), b"later")
+    outputs.ended(5)
+    outputs.on_event(output(5), b"too late")
+    assert heard == [(1, b"early"), (1, b"later")]
+
+
+def heard_of(outputs: Outputs, pid: int) -> list[bytes]:
+    """What was kept for a command."""
+    pieces: list[bytes] = []
+    outputs.listen(pid, lambda number, data: pieces.append(data))
+    return pieces
+
+
+def test_early_output_is_bounded_in_bytes_and_in_pieces() -> None:
+    outputs = Outputs()
+    outputs.on_event(output(1), b"x" * (8 << 20))
+    for _ in range(50_000):
+        outputs.on_event(output(2), b"")
+    assert [len(data) for data in heard_of(outputs, 1)] == [1 << 20]
+    assert len(heard_of(outputs, 2)) == (1 << 20) // 64
+
+
+def test_early_output_is_kept_for_the_latest_commands_only() -> None:
+    outputs = Outputs()
+    for pid in range(1, 1001):
+        outputs.on_event(output(pid), b"x")
+    assert [pid for pid in range(1, 1001) if heard_of(outputs, pid)] == list(range(985, 1001))

@@ -1,0 +1,159 @@
+"""Moves that are cut off: whoever is killed on the way leaves nothing that outlives the next start."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etude.sandbox.fake import MemoryBackend
+from etude.sandbox.interface import Sandbox
+from etude.sandbox.local.backend import ForkServerBackend
+from etude.sandbox.migration import MOVING, SNAPSHOTS, clear_litter
+from etude.sandbox.template import Template
+from tests.sandbox.scenes import on_backend, open_local
+
+ROOT = Path(__file__).parents[2]
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from etude.sandbox.machine_backend import MachineBackend
+from etude.sandbox.template import Template
+from tests.sandbox.scenes import open_local
+
+async def stop_here(*given, **named):
+    print("there", flush=True)
+    await asyncio.sleep(60)
+
+class Stuck:
+    "A target at which a move stops: before or after the copy was taken in."
+
+    def __init__(self, inner, stage):
+        self.capabilities = inner.capabilities
+        self.import_snapshot = stop_here if stage == "import" else inner.import_snapshot
+        self.create = stop_here
+
+async def main(stage, here, there):
+    backend = open_local(Path(here))
+    sandbox = await backend.create(Template({"f": "x"}))
+    if stage == "fork":
+        backend.restore = stop_here
+        await MachineBackend.fork(backend, sandbox, 1)
+    await sandbox.migrate(Stuck(open_local(Path(there)), stage))
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def entries(state: Path) -> list[str]:
+    """What lies in a state directory, but for empty directories that are always there."""
+    found = [path.relative_to(state).as_posix() for path in state.rglob("*")]
+    return sorted(path for path in found if path not in (SNAPSHOTS, MOVING))
+
+
+def kill_in(stage: str, here: Path, there: Path) -> None:
+    """A process that moves (or forks) a sandbox, killed in the middle."""
+    command = [sys.executable, "-c", CHILD, stage, str(here), str(there)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        try:
+            said = child.stdout.readline()
+        finally:
+            child.kill()
+        assert said == "there\n"
+    assert child.returncode == -signal.SIGKILL
+
+
+async def only_make_one(backend: ForkServerBackend) -> None:
+    sandbox = await backend.create(Template({"f": "x"}))
+    await sandbox.kill()
+
+
+@pytest.mark.parametrize("stage", ["import", "create", "fork"])
+def test_a_process_killed_in_a_move_leaves_nothing_to_the_next_start(tmp_path: Path, stage: str) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+
+    async def scenario(backend: ForkServerBackend) -> None:
+        kill_in(stage, here, there)
+        left = entries(here)
+        assert any(path.startswith(f"{SNAPSHOTS}/snap-") for path in left), left
+        if stage == "import":
+            assert any(path.startswith(f"{MOVING}/") for path in left), left
+        assert await backend.list_snapshots() == []
+        await only_make_one(backend)
+        assert entries(here) == []
+        if stage == "create":
+            assert any(path.startswith(f"{SNAPSHOTS}/.transit-") for path in entries(there))
+            clear_litter(there)
+        assert not there.exists() or entries(there) == []
+
+    on_backend(here, scenario)
+
+
+def test_clearing_spares_what_is_durable_and_what_lives(tmp_path: Path) -> None:
+    async def scenario(backend: ForkServerBackend) -> None:
+        sandbox = await backend.create(Template({"f": "x"}))
+        kept = await sandbox.create_snapshot()
+        asleep = await backend.create(Template({"f": "y"}))
+        await asleep.pause("filesystem")
+        clear_litter(tmp_path)
+        await asleep.resume()
+        assert await asleep.files.read("f") == b"y"
+        assert [info.id for info in await backend.list_snapshots()] == [kept.id]
+
+    on_backend(tmp_path, scenario)
+
+
+def test_a_copy_that_nobody_fetched_goes_when_its_time_is_over_or_the_backend_closes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.sandbox.snapshot_keeper.TRANSIT_S", 0.3)
+    file = tmp_path / "file"
+
+    async def send(backend: ForkServerBackend) -> None:
+        sandbox = await backend.create(Template({"f": "x"}))
+        info = await backend._keep(sandbox, "filesystem", None, temporary=True)
+        await backend.export_snapshot(info.id, file)
+        await backend.delete_snapshot(info.id)
+
+    async def receive() -> None:
+        there = open_local(tmp_path / "there")
+        await there.import_snapshot(file)
+        assert entries(tmp_path / "there") != []
+        assert await there.list_snapshots() == []
+        await asyncio.sleep(0.6)
+        assert entries(tmp_path / "there") == []
+        await there.import_snapshot(file)
+        await there.close()
+        assert entries(tmp_path / "there") == []
+
+    on_backend(tmp_path / "here", send)
+    asyncio.run(receive())
+
+
+def test_a_move_leaves_nothing_on_either_side(tmp_path: Path) -> None:
+    async def scenario(backend: ForkServerBackend) -> None:
+        there = open_local(tmp_path / "there")
+        sandbox: Sandbox = await backend.create(Template({"f": "x"}))
+        moved = await sandbox.migrate(there)
+        assert await moved.files.read("f") == b"x"
+        assert entries(tmp_path / "here") == entries(tmp_path / "there") == []
+        await there.close()
+
+    on_backend(tmp_path / "here", scenario)
+
+
+def test_a_memory_sandbox_says_that_it_moves_to_its_own_kind_only(tmp_path: Path) -> None:
+    from etude.sandbox.errors import Unsupported
+
+    async def scenario() -> None:
+        sandbox = await MemoryBackend().create(Template({"f": "x"}))
+        with pytest.raises(Unsupported, match="from memory to memory, not to local"):
+            await sandbox.migrate(open_local(tmp_path))
+        assert await sandbox.files.read("f") == b"x"
+
+    asyncio.run(scenario())
