@@ -12,7 +12,7 @@ from etude.agent import (
     ScriptedSampler,
     SessionLimits,
     ToolContext,
-    default_registry,
+    core_registry,
     run_session,
 )
 from etude.records import PolicyVersion, SampleChunk, ToolCall, TrajectoryId
@@ -58,7 +58,7 @@ def chunk(tokens, version=OLD, finish=None, digest="", routes=None, kv_oldest=No
 
 @cache
 def renderer() -> Renderer:
-    grammar = XmlGrammar(default_registry().schemas)
+    grammar = XmlGrammar(core_registry().schemas)
     texts = [*FILES.values(), "FAIL test_tally: 4 != 3\n2 failed, 3 passed\nerror: no call"] * 4
     return Renderer(
         train_tokenizer(texts, 500, [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()]), grammar
@@ -73,7 +73,7 @@ def new_session(limits=None, **arguments) -> AgentSession:
 async def new_context(files=None, **arguments) -> ToolContext:
     sandbox = await MemoryBackend().create(Template(FILES if files is None else files))
     arguments.setdefault("test_paths", ("tests/test_all.py",))
-    return ToolContext(sandbox, default_registry(), **arguments)
+    return ToolContext(sandbox, core_registry(), **arguments)
 
 
 def script_of(turns):

@@ -3,13 +3,13 @@ from pathlib import Path
 
 from agent_builders import renderer
 
-from etude.agent import SessionLimits, ToolLimits, default_registry
+from etude.agent import SessionLimits, ToolLimits, core_registry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agent.md").read_text(encoding="utf-8")
 
 
 def test_the_page_lists_every_tool_with_its_arguments():
-    for schema in default_registry().schemas:
+    for schema in core_registry().schemas:
         row = re.search(rf"^\| `{schema.name}` \|([^|]*)\|", PAGE, re.MULTILINE)
         assert row, schema.name
         written = re.findall(r"`([a-z_]+\??)`", row[1])

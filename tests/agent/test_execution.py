@@ -1,6 +1,7 @@
 import asyncio
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 import pytest
@@ -21,7 +22,7 @@ QUICK = ToolLimits(provider_backoff_s=0.001)
 
 @dataclass
 class Step:
-    """A tool over a dict: `read` shows what a path holds, `write` adds a word to it. Tells what happens when."""
+    """A tool over a dict: `read` shows what a path holds, `write` adds a word to it."""
 
     name: str
     world: dict[str, str]
@@ -119,8 +120,8 @@ def test_a_turn_has_the_outcome_of_its_calls_one_after_the_other(calls, seed):
             await asyncio.sleep(0)
         return await Step.run(tool, arguments, context)
 
-    stage.read.run = lambda *args: run(stage.read, *args)
-    stage.write.run = lambda *args: run(stage.write, *args)
+    for step in (stage.read, stage.write):
+        step.__dict__["run"] = partial(run, step)
     assert stage.outputs(*calls) == expected
     assert stage.world == alone.world
 
@@ -155,8 +156,9 @@ def test_of_several_failures_the_first_in_call_order_is_raised():
     stage.read.delay_s, stage.write.delay_s = 0.02, 0.0
     stage.read.fails.append(SandboxError("read"))
     stage.write.fails.append(SandboxKilledByAgentError("write"))
-    with pytest.raises(SandboxError, match="read"):
+    with pytest.raises(SandboxError, match="read") as failure:
         asyncio.run(stage.play(read("a"), write("b", "x")))
+    assert "write failed as well: SandboxKilledByAgentError" in failure.value.__notes__[0]
 
 
 def test_a_failing_provider_is_asked_again_where_that_is_safe():
@@ -258,6 +260,8 @@ def test_cancelling_a_turn_ends_its_calls_first():
         (ToolCall("read", {"path": "a", "x" * 99: "y"}), "unknown parameter " + "x" * 40),
         (ToolCall("read", {"path": 7}), "path must be text, not int"),  # pyright: ignore[reportArgumentType]
         (ToolCall("read", {"path": None}), "path must be text, not NoneType"),  # pyright: ignore[reportArgumentType]
+        (ToolCall("read", {"path": "a\ud800"}), "path holds characters that are no text"),
+        (ToolCall("read", {"path": "a\udcff"}), "path holds characters that are no text"),
         (ToolCall("read", error="e" * 10_000), "e" * 157 + "..."),
     ],
 )

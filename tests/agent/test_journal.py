@@ -30,7 +30,7 @@ from etude.agent import (
     LocalWorkspace,
     ScriptedSampler,
     SummaryPolicy,
-    default_registry,
+    core_registry,
     run_session,
 )
 from etude.agent.inputs import (
@@ -49,7 +49,7 @@ from etude.agent.tools.state import Todo, ToolState
 from etude.errors import ConfigError, StoreError
 from etude.protocols import Finished, RunCalls, Sample
 from etude.records import Status, ToolCall, ToolErrorClass, ToolResult
-from etude.tokens import Renderer
+from etude.tokens import Control, Renderer
 from etude.tokens.grammar import XmlGrammar
 
 TURNS = [[READ], [MEND, TEST], [FINISH]]
@@ -60,7 +60,7 @@ def start(path: Path, session: AgentSession | None = None) -> JournaledSession:
 
 
 def resume(path: Path) -> JournaledSession:
-    return JournaledSession.resume(path, renderer(), default_registry())
+    return JournaledSession.resume(path, renderer(), core_registry())
 
 
 def play_journaled(path: Path, turns=TURNS, **arguments):
@@ -218,6 +218,15 @@ def test_a_session_that_was_stopped_and_continued_is_replayed(tmp_path):
     assert session.summary == SummaryPolicy(300, 64, 0.5)
 
 
+def test_a_system_message_keeps_its_control_tokens(tmp_path):
+    system = ("Tools:\n", Control("<read_file>"), " reads.")
+    start(tmp_path / "s.jsonl", new_session(system=system)).close()
+    session, _ = replay(tmp_path / "s.jsonl", renderer())
+    assert session.system == system
+    control = renderer().tokenizer.control_id("<read_file>")
+    assert (session.recording.tokens == control).sum() == 1
+
+
 def test_one_journal_has_one_writer(tmp_path):
     journal = start(tmp_path / "s.jsonl")
     with pytest.raises(StoreError, match="in use"):
@@ -250,7 +259,7 @@ def test_what_is_no_journal_is_refused(tmp_path, data):
 
 def test_a_session_is_resumed_with_its_own_tokenizer_only(tmp_path):
     start(tmp_path / "s.jsonl").close()
-    other = Renderer(renderer().tokenizer, XmlGrammar(default_registry().schemas[:3]))
+    other = Renderer(renderer().tokenizer, XmlGrammar(core_registry().schemas[:3]))
     with pytest.raises(ConfigError, match="template_digest"):
         replay(tmp_path / "s.jsonl", other)
 

@@ -52,6 +52,7 @@ from etude.records import (
     ToolResult,
     TrajectoryId,
 )
+from etude.tokens.pieces import Control, Piece
 from etude.tokens.renderer import Renderer
 
 FORMAT = 1
@@ -192,7 +193,7 @@ def describe(session: AgentSession) -> dict[str, Any]:
         "tokenizer_digest": session.renderer.tokenizer.digest,
         "template_digest": session.renderer.template_digest,
         "instruction": session.instruction,
-        "system": session.system,
+        "system": _system_document(session.system),
         "trajectory_id": asdict(session.trajectory_id),
         "limits": asdict(session.limits),
         "params": asdict(session.params),
@@ -221,9 +222,21 @@ def described(document: Mapping[str, Any], renderer: Renderer) -> AgentSession:
         trajectory_id=TrajectoryId(**document["trajectory_id"]),
         limits=SessionLimits(**document["limits"]),
         params=SamplingParams(**document["params"]),
-        system=document["system"],
+        system=_system_of(document["system"]),
         summary=None if summary is None else SummaryPolicy(**summary),
     )
+
+
+def _system_document(system: str | tuple[Piece, ...] | None) -> Any:
+    if system is None or isinstance(system, str):
+        return system
+    return [piece if isinstance(piece, str) else {"control": piece.name} for piece in system]
+
+
+def _system_of(document: Any) -> str | tuple[Piece, ...] | None:
+    if document is None or isinstance(document, str):
+        return document
+    return tuple(piece if isinstance(piece, str) else Control(piece["control"]) for piece in document)
 
 
 def replay(path: Path, renderer: Renderer, turns: int | None = None) -> tuple[AgentSession, ToolState]:

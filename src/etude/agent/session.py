@@ -41,6 +41,7 @@ from etude.records import (
     TrajectoryId,
     Turn,
 )
+from etude.tokens.pieces import Piece
 from etude.tokens.renderer import Renderer
 
 STOPPED = "error: stopped"
@@ -62,7 +63,9 @@ class AgentSession:
     trajectory_id: TrajectoryId
     limits: SessionLimits = field(default_factory=SessionLimits)
     params: SamplingParams = field(default_factory=SamplingParams)
-    system: str | None = None
+    system: str | tuple[Piece, ...] | None = None
+    """What the agent is told before the user's words; pieces may hold control tokens, as `Grammar.announce`
+    gives them."""
     summary: SummaryPolicy | None = None
     """None: a full context ends the session."""
     contexts: list[Context] = field(init=False, default_factory=list[Context])

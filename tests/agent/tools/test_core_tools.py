@@ -4,7 +4,7 @@ from functools import partial
 import file_scenes
 import pytest
 from file_scenes import CORE, FILES, call
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agent import ToolContext, ToolLimits, execute_calls
@@ -14,7 +14,6 @@ from etude.errors import SandboxError, ToolArgumentError
 from etude.records import ToolCall, ToolErrorClass
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.types import CommandResult
-
 
 run = partial(file_scenes.run, tools=CORE)
 output = partial(file_scenes.output, tools=CORE)
@@ -140,6 +139,7 @@ lines = st.lists(st.text(alphabet="ab ", max_size=3), min_size=1, max_size=6)
 
 
 @given(lines, lines, st.data())
+@settings(deadline=None)
 def test_replacing_lines_agrees_with_list_slices(before, new, data):
     start = data.draw(st.integers(1, len(before)))
     end = data.draw(st.integers(start, len(before)))

@@ -48,7 +48,9 @@ def test_directories_of_the_harness_show_only_where_their_path_is_given():
     assert output(call("read_file", path=".etude/outputs/1.txt"), files=TREE) == "1\tx = 1"
 
 
-@pytest.mark.parametrize("path", [".etude", ".etude/outputs/1.txt", "lib/../.etude/new", "/workspace/.etude/x"])
+@pytest.mark.parametrize(
+    "path", [".etude", ".etude/outputs/1.txt", "lib/../.etude/new", "/workspace/.etude/x"]
+)
 def test_no_edit_tool_writes_where_the_harness_keeps_its_files(path):
     calls = [
         call("write_file", path=path, text="y"),
@@ -76,7 +78,10 @@ def test_glob_lists_files_by_path():
 
 def test_read_file_counts_from_the_end_as_well():
     assert output(call("read_file", path="a", offset="-2"), files={"a": "1\n2\n3\n"}) == "2\t2\n3\t3"
-    assert output(call("read_file", path="a", offset="-9", limit="1"), files={"a": "1\n2\n"}) == "1\t1\n... 1 more lines"
+    assert (
+        output(call("read_file", path="a", offset="-9", limit="1"), files={"a": "1\n2\n"})
+        == "1\t1\n... 1 more lines"
+    )
     assert output(call("read_file", path="a", offset="-1"), files={"a": ""}) == "empty"
     assert output(call("read_file", path="a", offset="0"), files={"a": "x"}) == "error: offset starts at 1"
 
@@ -96,14 +101,21 @@ def test_write_file_makes_and_replaces_files():
 
 def test_write_file_says_what_is_in_the_way():
     assert output(call("write_file", path="lib", text=""), files=TREE) == "error: is a directory"
-    assert output(call("write_file", path="a.py/b", text=""), files=TREE) == "error: a part of the path is a file"
-    assert output(call("write_file", path="../b", text=""), files=TREE) == "error: the path leaves the workspace"
+    assert (
+        output(call("write_file", path="a.py/b", text=""), files=TREE)
+        == "error: a part of the path is a file"
+    )
+    assert (
+        output(call("write_file", path="../b", text=""), files=TREE) == "error: the path leaves the workspace"
+    )
     small = ToolLimits(file_bytes=3)
     assert output(call("write_file", path="b", text="äää"), files={}, limits=small) == "error: file too large"
 
 
 def test_delete_file_deletes_files_and_empty_directories():
-    (result, again), files = run(call("delete_file", path="a.py"), call("delete_file", path="a.py"), files=TREE)
+    (result, again), files = run(
+        call("delete_file", path="a.py"), call("delete_file", path="a.py"), files=TREE
+    )
     assert (result.output, again.output) == ("ok", "error: no such file or directory")
     assert again.error == ToolErrorClass.UNEXPECTED_ENVIRONMENT and "a.py" not in files
     assert result.facts == {"kind": "edit", "path": "a.py", "line": 1, "changed": True}
@@ -138,11 +150,28 @@ def test_every_edit_is_told_to_the_index():
         return search.paths, context.state.changed
 
     told, noted = asyncio.run(turn())
-    assert told == ["n.txt", "a.py", "lib/b.py", "p.txt", "lib/__pycache__/b.pyc", "lib/b.py", "lib/sub/c.txt"]
+    assert told == [
+        "n.txt",
+        "a.py",
+        "lib/b.py",
+        "p.txt",
+        "lib/__pycache__/b.pyc",
+        "lib/b.py",
+        "lib/sub/c.txt",
+    ]
     assert noted == list(dict.fromkeys(told))
 
 
-WITH_PATH = ["list_dir", "glob", "grep", "read_file", "edit_lines", "search_replace", "write_file", "delete_file"]
+WITH_PATH = [
+    "list_dir",
+    "glob",
+    "grep",
+    "read_file",
+    "edit_lines",
+    "search_replace",
+    "write_file",
+    "delete_file",
+]
 OTHERS = {"pattern": "x", "start": "1", "text": "x", "old": "x", "new": "y"}
 
 

@@ -1,7 +1,7 @@
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agent.tools.globs import compile_glob
@@ -66,7 +66,11 @@ def test_matching_does_not_explode():
 parts = st.text(alphabet="ab[]{}*?!\\,-", min_size=1, max_size=6)
 
 
-@given(st.lists(parts, min_size=1, max_size=4).map("/".join), st.lists(parts, min_size=1, max_size=4).map("/".join))
+@given(
+    st.lists(parts, min_size=1, max_size=4).map("/".join),
+    st.lists(parts, min_size=1, max_size=4).map("/".join),
+)
+@settings(deadline=None)
 def test_any_pattern_is_refused_or_matches_in_silence(pattern, path):
     try:
         fits = compile_glob(pattern)
@@ -79,6 +83,7 @@ names = st.text(alphabet="ab[*?]\\{},!-", min_size=1, max_size=5)
 
 
 @given(st.lists(names, min_size=2, max_size=3).map("/".join))
+@settings(deadline=None)
 def test_an_escaped_path_matches_itself(path):
     escaped = "".join("\\" + character if character in "[]*?{},\\!-" else character for character in path)
     assert compile_glob(escaped)(path)

@@ -38,10 +38,18 @@ class Ripgrep:
             file.write_bytes(content if isinstance(content, bytes) else content.encode())
 
     async def grep(self, request):
-        command = [RIPGREP, "--no-config", "--line-number", "--with-filename", "--null", "--sort=path", "--no-heading"]
+        command = [
+            RIPGREP,
+            "--no-config",
+            "--line-number",
+            "--with-filename",
+            "--null",
+            "--sort=path",
+            "--no-heading",
+        ]
         command += [f"--glob={glob}" for glob in request.globs] + ["--ignore-case"] * request.ignore_case
         command += ["--regexp", request.pattern, "--", request.path]
-        done = subprocess.run(command, capture_output=True, cwd=self.root)
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, cwd=self.root)
         assert done.returncode < 2, done.stderr
         matches = []
         for line in done.stdout.decode(errors="replace").split("\n")[:-1]:
@@ -86,7 +94,9 @@ def test_case_and_files_can_be_chosen():
     assert output(call("grep", pattern="foo", include="*.py"), files=TREE) == "lib/b.py:1: foo = {"
     both = output(call("grep", pattern="foo", ignore_case="true", include="*.py"), files=TREE)
     assert both == "a.py:3: def Foo(x):\nlib/b.py:1: foo = {"
-    assert output(call("grep", pattern="foo", ignore_case="perhaps"), files=TREE).startswith("error: ignore_case")
+    assert output(call("grep", pattern="foo", ignore_case="perhaps"), files=TREE).startswith(
+        "error: ignore_case"
+    )
     assert output(call("grep", pattern="foo", include="{"), files=TREE) == "error: unclosed {"
 
 
@@ -115,7 +125,9 @@ def test_the_harness_own_files_are_searched_in_the_sandbox():
     shown = output(call("grep", pattern="foo", path=".etude"), files=files, search=Dead())
     assert shown == ".etude/history/1.txt:1: foo"
     with pytest.raises(InfrastructureError):
-        output(call("grep", pattern="foo"), files=files, search=Dead(), limits=ToolLimits(provider_attempts=1))
+        output(
+            call("grep", pattern="foo"), files=files, search=Dead(), limits=ToolLimits(provider_attempts=1)
+        )
 
 
 def test_wrong_patterns_are_refused_whoever_would_search():

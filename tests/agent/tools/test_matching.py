@@ -3,7 +3,7 @@ import unicodedata
 
 import pytest
 from file_scenes import call, output, run
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agent.tools import Registry
@@ -11,7 +11,15 @@ from etude.agent.tools.matching import find_places, nearest
 from etude.agent.tools.search_replace import SearchReplace
 from etude.records import ToolErrorClass
 
-CODE = "class A:\n    def f(self):\n        if x:\n            return 1\n        return 2\n\n    def g(self):\n        pass\n"
+CODE = """class A:
+    def f(self):
+        if x:
+            return 1
+        return 2
+
+    def g(self):
+        pass
+"""
 
 
 def replaced(content, old, new, **arguments):
@@ -28,7 +36,10 @@ def test_an_exact_text_is_replaced_within_lines():
 
 
 def test_blanks_at_line_ends_are_looked_past():
-    assert replaced("a  \n\tb\t\nc\n", "a\n\tb\n", "x\n") == ("ok, matched apart from trailing blanks", "x\nc\n")
+    assert replaced("a  \n\tb\t\nc\n", "a\n\tb\n", "x\n") == (
+        "ok, matched apart from trailing blanks",
+        "x\nc\n",
+    )
     assert replaced("a\nb\n", "a   \nb", "x") == ("ok, matched apart from trailing blanks", "x\n")
 
 
@@ -63,7 +74,7 @@ def test_tabs_stay_tabs():
 def test_look_alikes_are_looked_past(content, old):
     shown, after = replaced(content, old, "NEW")
     assert shown in ("ok, matched apart from look-alikes", "ok")
-    assert "NEW" in after
+    assert "NEW" in str(after)
 
 
 def test_a_line_that_only_looks_alike_as_a_whole_is_found():
@@ -74,7 +85,9 @@ def test_a_line_that_only_looks_alike_as_a_whole_is_found():
 
 def test_a_stage_with_several_places_is_ambiguous_and_names_their_lines():
     assert replaced("f()\nx\nf()\n", "f()", "g()")[0] == "error: old found more than once: lines 1, 3"
-    assert replaced("  f()\nx\n    f()\n", "f()\n", "g()\n")[0] == "error: old found more than once: lines 1, 3"
+    assert (
+        replaced("  f()\nx\n    f()\n", "f()\n", "g()\n")[0] == "error: old found more than once: lines 1, 3"
+    )
     assert replaced(" f() \nx\nf()  \n", "f()\nx\nf()", "") == ("ok, matched apart from indentation", "\n")
     assert replaced("  f()  \nx\n    f()\t\n", " f() \t\n", "g()\n")[0].endswith("more than once: lines 1, 3")
     many = replaced("x\n" * 50, "x", "y")
@@ -117,7 +130,10 @@ def test_crlf_files_keep_their_line_ends():
 
 
 def test_bytes_that_are_not_text_survive():
-    assert replaced(b"\xff x  \n\x80\xfe\n", "\n", "", replace_all="true") == ("ok, 2 places", b"\xff x  \x80\xfe")
+    assert replaced(b"\xff x  \n\x80\xfe\n", "\n", "", replace_all="true") == (
+        "ok, 2 places",
+        b"\xff x  \x80\xfe",
+    )
     assert replaced(b"\xff\n  y\n\xfe", "y\n", "z\n") == ("ok", b"\xff\n  z\n\xfe")
     assert replaced(b"\xff \xe2\x80\x9cq\xe2\x80\x9d\n", '"q"', "r")[1] == b"\xff r\n"
 
@@ -125,7 +141,9 @@ def test_bytes_that_are_not_text_survive():
 def test_strict_edits_take_the_text_exactly_as_it_is():
     strict = Registry([SearchReplace(strict=True)])
     edit = call("search_replace", path="a", old="x\ny", new="z")
-    assert output(edit, files={"a": "x \ny\n"}, tools=strict).startswith("error: old not found; most like it:\n1\tx")
+    assert output(edit, files={"a": "x \ny\n"}, tools=strict).startswith(
+        "error: old not found; most like it:\n1\tx"
+    )
     terse = Registry([SearchReplace(strict=True, hints=False)])
     assert output(edit, files={"a": "x \ny\n"}, tools=terse) == "error: old not found"
     assert output(edit, files={"a": "x\ny\nx\ny"}, tools=terse) == "error: old found more than once"
@@ -141,10 +159,14 @@ def test_the_present_content_counts_not_the_one_that_was_read():
     assert (result.output, files["a"]) == ("ok", b"z y\n")
 
 
-lines = st.lists(st.sampled_from(["a", " a", "a ", "b", "  b", "", "\u201cq\u201d", '"q"', "c\u00a0d", "\u00e9"]), max_size=8)
+lines = st.lists(
+    st.sampled_from(["a", " a", "a ", "b", "  b", "", "\u201cq\u201d", '"q"', "c\u00a0d", "\u00e9"]),
+    max_size=8,
+)
 
 
 @given(lines, lines, st.text(alphabet="xy\n ", max_size=6))
+@settings(deadline=None)
 def test_whatever_is_found_stands_where_it_is_said_to_stand(present, wanted, new):
     content, old = "\n".join(present), "\n".join(wanted)
     if not old:

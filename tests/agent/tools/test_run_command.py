@@ -65,7 +65,7 @@ def test_the_index_is_told_that_anything_may_have_changed():
 def test_output_without_end_is_bounded():
     async def scenario(call, context):
         start_s = time.monotonic()
-        result = await call(command="timeout 1 yes")
+        result = await call(command="timeout 0.3 yes")
         return result, time.monotonic() - start_s
 
     result, took_s = in_local([RunCommand()], scenario)
@@ -223,3 +223,19 @@ def test_the_agents_own_harm_to_the_outputs_is_an_outcome():
     refused, shown = terminal(scenario)
     assert refused.error is not None and refused.output.startswith("error: ")
     assert "not kept" in shown.output
+
+
+def test_a_command_whose_output_the_agent_removed_still_tells_its_end():
+    async def scenario(call, context):
+        await call(command="echo long output; read x; echo more", background="true")
+        await call(id="1")
+        await call(command=f": > {OUTPUTS}/command-1.txt")
+        await call(id="1", stdin="go")
+        emptied = await call(id="1", wait_s="10")
+        await call(command="rm -r .etude")
+        return emptied.output, await call(id="1")
+
+    emptied, removed = terminal(scenario)
+    assert emptied.endswith("command 1 has ended: exit 0")
+    assert "no such file" in removed.output and removed.output.endswith("command 1 has ended: exit 0")
+    assert removed.error is None

@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tool_scenes import in_memory
 
+from etude.agent import ToolLimits
 from etude.agent.simulated_user import SimulatedUser
 from etude.agent.tools.ask_user import AskUser
 from etude.agent.tools.finish import Finish
@@ -150,7 +151,7 @@ def search(index, *calls):
     async def scenario(call, context):
         return [await call(**arguments) for arguments in calls]
 
-    return in_memory([SemanticSearch()], scenario, search=index)
+    return in_memory([SemanticSearch()], scenario, search=index, limits=ToolLimits(provider_backoff_s=0.001))
 
 
 def test_pieces_of_code_are_shown_with_their_places():

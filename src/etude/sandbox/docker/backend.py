@@ -25,6 +25,7 @@ from etude.sandbox.docker.container import HOST_LABEL, OWNER_LABEL, Setup, conta
 from etude.sandbox.docker.frames import Demultiplexer
 from etude.sandbox.docker.line import Line
 from etude.sandbox.errors import SnapshotError, TemplateError
+from etude.sandbox.installing import install_template
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.machine_backend import MachineBackend
 from etude.sandbox.reaping import is_owner_alive, owner_tag
@@ -119,9 +120,7 @@ class DockerBackend(MachineBackend):
     async def boot(self, sandbox: MachineSandbox) -> Channel:
         """See MachineBackend.boot."""
         channel = await self._run(sandbox, await self._image_for(sandbox.spec))
-        contents = sandbox.spec.template.contents
-        rows = [[path, len(data)] for path, data in contents.items()]
-        await channel.request({"op": "install", "files": rows}, b"".join(contents.values()), INSTALL_S)
+        await install_template(channel, sandbox.spec.template, INSTALL_S)
         return channel
 
     async def restore(self, sandbox: MachineSandbox, snapshot: Snapshot) -> Channel:

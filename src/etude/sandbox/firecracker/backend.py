@@ -31,6 +31,7 @@ from etude.sandbox.firecracker.guest_files import COMMAND_UID, boot_arguments
 from etude.sandbox.firecracker.jailer import KERNEL, MEMORY, ROOT_DISK, SCRATCH_DISK, STATE, VSOCK, Cell, Jail
 from etude.sandbox.firecracker.machine import MicroVm
 from etude.sandbox.firecracker.memory import copy_sparse, merge_diff
+from etude.sandbox.installing import install_template
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.machine_backend import MachineBackend
@@ -160,9 +161,7 @@ class FirecrackerBackend(MachineBackend):
             await machine.connect(BOOT_S)
             await channel.answer(READY, BOOT_S)
             await channel.request(greeting(sandbox.id), b"", GREET_S)
-            rows = [[path, len(data)] for path, data in template.contents.items()]
-            contents = b"".join(template.contents.values())
-            await channel.request({"op": "install", "files": rows}, contents, GREET_S)
+            await install_template(channel, template, GREET_S)
             machine.check()
         except BaseException:
             channel.close("the guest never ran")
@@ -200,7 +199,8 @@ class FirecrackerBackend(MachineBackend):
                 fix="restore it on a host like the one that made it",
             ) from error
         machine.base = cell.path(MEMORY)
-        channel = Channel(machine.line.socket, sandbox.id)
+        # What the source was asked before the snapshot is answered here too, to nobody.
+        channel = Channel(machine.line.socket, sandbox.id, snapshot.extra.get("next_id", READY + 1))
         try:
             await machine.connect(GREET_S)
             await channel.request(greeting(sandbox.id), b"", GREET_S)
@@ -221,6 +221,7 @@ class FirecrackerBackend(MachineBackend):
         made = [f"new-{name}" for name in names]
         try:
             async with sandbox.held() as channel:
+                next_id = channel.next_id()
                 await machine.line.suspend()
                 try:
                     await machine.api.pause()
@@ -242,7 +243,7 @@ class FirecrackerBackend(MachineBackend):
         finally:
             for name in made:
                 cell.path(name).unlink(missing_ok=True)
-        draft.extra |= {"images": self._images, "firecracker": list(self._release or ())}
+        draft.extra |= {"images": self._images, "firecracker": list(self._release or ()), "next_id": next_id}
 
     async def stop(self, sandbox: MachineSandbox) -> None:
         """See MachineBackend.stop."""

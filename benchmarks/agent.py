@@ -1,0 +1,184 @@
+"""Claim: the harness costs next to nothing beside the model and the tools.
+
+    python benchmarks/agent.py --json out.json [--summaries runs/summaries]
+
+- `call_overhead_ms`: parse, dispatch and render, per call, at the median: whole sessions on a sandbox in
+  memory whose answers cost nothing, so what is left is ours.
+- `parallel_read_8_vs_1`: a turn of eight reads over a turn of one, in a real local sandbox, pair by pair.
+- `sessions_held`: so many sessions at once in real local sandboxes, a call every ten seconds each, for a
+  minute; `held_p99_ms` is the 99th percentile of a whole call, from the message's last token to the rendered
+  result.
+- `summary_task_pass_with`, `..._without`, `tokens_over_window`: trails of hundreds of files, by the model of a
+  run (`etude train --config configs/summaries.toml`), with summaries and with them off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+from pathlib import Path
+from random import Random
+
+from common import Figures, median_ratio, print_table, write_result
+
+from etude.agent import (
+    AgentSession,
+    LocalWorkspace,
+    ScriptedSampler,
+    SessionLimits,
+    ToolContext,
+    core_registry,
+    run_session,
+)
+from etude.records import ToolCall, TrajectoryId
+from etude.sandbox.backends import open_backend
+from etude.sandbox.fake import MemoryBackend
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.template import Template
+from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer
+from etude.tokens.grammar import XmlGrammar
+
+FILES = {f"src/module_{number}.py": f"VALUE = {number}\n" * 40 for number in range(8)}
+LIMITS = SessionLimits(max_turns=1 << 20, max_calls_per_turn=8, max_tokens=1 << 20, max_message_tokens=1024)
+READS = [ToolCall("read_file", {"path": path}) for path in FILES]
+
+
+def make_renderer() -> Renderer:
+    """A tokenizer of a few merges; the harness's cost does not depend on its quality."""
+    grammar = XmlGrammar(core_registry().schemas)
+    controls = [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()]
+    return Renderer(train_tokenizer([*FILES.values(), *FILES] * 4, 600, controls), grammar)
+
+
+class Turns:
+    """Plays turns of given calls, `pause_s` apart, and times each from its last token to the next request."""
+
+    def __init__(self, renderer: Renderer, turns: list[list[ToolCall]]) -> None:
+        self._messages = [renderer.message(calls) for calls in [*turns, [ToolCall("finish")]]]
+        self._next = 0
+        self._sent_s = 0.0
+        self.turn_s: list[float] = []
+
+    def __call__(self, session_id: str, context: object) -> object:
+        now = time.perf_counter()
+        if self._next:
+            self.turn_s.append(now - self._sent_s)
+        self._next += 1
+        self._sent_s = time.perf_counter()
+        return self._messages[self._next - 1]
+
+
+async def play(
+    renderer: Renderer, turns: list[list[ToolCall]], backend: SandboxBackend, name: str = "s"
+) -> list[float]:
+    """Seconds of each turn: the message parsed, its calls run, their results rendered."""
+    sandbox = await backend.create(Template(FILES))
+    try:
+        session = AgentSession("read", renderer, TrajectoryId("bench", name, 0, 0, 0), LIMITS)
+        script = Turns(renderer, turns)
+        workspace = LocalWorkspace(ToolContext(sandbox, core_registry()))
+        await run_session(session, ScriptedSampler(script), workspace, name, (0,))  # pyright: ignore[reportArgumentType]
+        return script.turn_s
+    finally:
+        await sandbox.kill()
+
+
+async def measure_overhead(renderer: Renderer, turns: int = 400) -> Figures:
+    """Milliseconds per call in sessions of one call a turn; the sandbox answers from memory."""
+    times = await play(renderer, [[READS[number % 8]] for number in range(turns)], MemoryBackend())
+    return {
+        "call_overhead_ms": 1e3 * statistics.median(times),
+        "call_overhead_p99_ms": 1e3 * statistics.quantiles(times, n=100)[-1],
+    }
+
+
+async def measure_parallel(renderer: Renderer, pairs: int = 100) -> Figures:
+    """Eight reads of one turn over one, in a local sandbox."""
+    backend = open_backend("local")
+    try:
+        turns = [calls for _ in range(pairs) for calls in (READS[:1], READS)]
+        times = (await play(renderer, turns, backend))[4:]
+        one, eight = times[0::2], times[1::2]
+        return {
+            "read_1_ms": 1e3 * statistics.median(one),
+            "read_8_ms": 1e3 * statistics.median(eight),
+            "parallel_read_8_vs_1": median_ratio(eight, one),
+        }
+    finally:
+        await backend.close()
+
+
+async def hold(renderer: Renderer, number: int, backend: SandboxBackend, until_s: float) -> list[float]:
+    """One session that makes a call every ten seconds, at a phase of its own."""
+    sandbox = await backend.create(Template(FILES))
+    session = AgentSession("read", renderer, TrajectoryId("bench", "held", 0, 0, number), LIMITS)
+    workspace = LocalWorkspace(ToolContext(sandbox, core_registry()))
+    message = renderer.message([READS[number % 8]])
+    times: list[float] = []
+
+    class Slow(ScriptedSampler):
+        async def stream(self, request):  # type: ignore[no-untyped-def]
+            if times or self.requests:
+                times.append(time.perf_counter() - self.sent_s)
+            await asyncio.sleep(Random(number).uniform(0, 10) if not self.requests else 10)
+            async for chunk in super().stream(request):
+                yield chunk
+                self.sent_s = time.perf_counter()
+
+        sent_s = 0.0
+
+    def script(session_id: str, context: object) -> object:
+        return renderer.message([ToolCall("finish")]) if time.perf_counter() > until_s else message
+
+    try:
+        await run_session(session, Slow(script), workspace, f"s{number}", (0,))  # pyright: ignore[reportArgumentType]
+    finally:
+        await sandbox.kill()
+    return times
+
+
+async def measure_held(renderer: Renderer, sessions: int = 500, seconds: float = 60.0) -> Figures:
+    """`sessions` at once for a minute. Raises what any of them raises."""
+    backend = open_backend("local")
+    try:
+        until_s = time.perf_counter() + seconds
+        runs = await asyncio.gather(*(hold(renderer, n, backend, until_s) for n in range(sessions)))
+        times = [turn_s for run in runs for turn_s in run]
+        percentiles = statistics.quantiles(times, n=1000)
+        return {
+            "sessions_held": float(len(runs)),
+            "held_calls": float(len(times)),
+            "held_p50_ms": 1e3 * statistics.median(times),
+            "held_p99_ms": 1e3 * percentiles[989],
+            "held_p999_ms": 1e3 * percentiles[998],
+        }
+    finally:
+        await backend.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--summaries", type=Path, help="run directory of configs/summaries.toml")
+    parser.add_argument("--sessions", type=int, default=500)
+    arguments = parser.parse_args()
+    renderer = make_renderer()
+    figures = asyncio.run(measure_overhead(renderer))
+    figures |= asyncio.run(measure_parallel(renderer))
+    figures |= asyncio.run(measure_held(renderer, arguments.sessions))
+    if arguments.summaries:
+        # Heavy: the engine comes with it.
+        from agent_summaries import measure_summaries
+
+        figures |= measure_summaries(arguments.summaries)
+    print_table("agent", figures)
+    if arguments.json:
+        write_result(arguments.json, figures, {})
+
+
+if __name__ == "__main__":
+    main()

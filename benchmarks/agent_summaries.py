@@ -1,0 +1,76 @@
+"""The self-summary task: trails of more files than a window holds, by a trained model. See `agent.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from pathlib import Path
+
+from common import Figures
+
+from etude.config import RunConfig
+from etude.controller.compute import settle_evaluation, use_sampling_threads
+from etude.controller.evaluate import load_policy
+from etude.controller.families import open_family
+from etude.controller.parts import open_parts
+from etude.evaluation.statistics import wilson_interval
+from etude.observe import RunDirectory
+from etude.records import PolicyVersion, SamplingParams, Status, Task, Trajectory
+from etude.rollout.collect import run_tasks
+
+
+def measure_summaries(run: Path) -> Figures:
+    """Greedy pass rates on the run's held-out trails: trained, before RL, and with summaries off."""
+    directory = RunDirectory.open(run)
+    config = settle_evaluation(directory)
+    use_sampling_threads(config)
+    tasks = open_family(config).evaluation_tasks("heldout", config.evaluation.num_tasks)
+    off = config.model_copy(update={"agent": config.agent.model_copy(update={"summary_at_tokens": 0})})
+    trained = _play(directory, config, tasks, "final")
+    before = _play(directory, config, tasks, "midtrained")
+    without = _play(directory, off, tasks, "final")
+    low, high = wilson_interval(sum(_passed(one) for one in trained), len(trained))
+    lengths = [sum(len(segment.tokens) for segment in one.segments) for one in trained if _passed(one)]
+    return {
+        "summary_task_pass_with": _rate(trained),
+        "summary_task_pass_with_low": low,
+        "summary_task_pass_with_high": high,
+        "summary_task_pass_before_rl": _rate(before),
+        "summary_task_pass_without": _rate(without),
+        "summary_task_files": float(config.tasks.trail_heldout_lengths[0]),
+        "summary_task_calls": statistics.median(float(one.facts["num_calls"]) for one in trained),
+        "summary_task_contexts": statistics.median(float(len(one.segments)) for one in trained),
+        "tokens_over_window": statistics.median(lengths) / config.agent.max_tokens if lengths else 0.0,
+        "summary_task_ended_by_limit_without": sum(one.status is Status.LIMIT for one in without)
+        / len(without),
+    }
+
+
+def _play(run: RunDirectory, config: RunConfig, tasks: list[Task], checkpoint: str) -> list[Trajectory]:
+    tokenizer, model = load_policy(run, checkpoint)
+
+    async def play() -> list[Trajectory]:
+        async with open_parts(config, tokenizer) as parts:
+            manifest = parts.weights.publish(PolicyVersion(config.name, 0), dict(model.named_parameters()))
+            await parts.service.stage(manifest)
+            await parts.service.activate(manifest.version)
+            greedy = SamplingParams(temperature=0.0)
+            return await run_tasks(
+                parts.environment,
+                parts.service,
+                tasks,
+                checkpoint,
+                config.seed,
+                greedy,
+                config.engine.num_slots,
+            )
+
+    return asyncio.run(play())
+
+
+def _passed(trajectory: Trajectory) -> bool:
+    return bool(trajectory.facts.get("passed"))
+
+
+def _rate(trajectories: list[Trajectory]) -> float:
+    return sum(map(_passed, trajectories)) / len(trajectories)

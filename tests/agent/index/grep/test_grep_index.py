@@ -1,0 +1,225 @@
+"""The index on disk: whole or refused, made anew only where files changed, never half-written."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from grep_builders import judged, make_tree
+
+from etude.agent.index.grep import GrepIndex, GrepQuery, Progress
+from etude.agent.index.grep import builder as building
+from etude.errors import ConfigError, ResourceError, StoreError
+
+
+def many(tree: Path, count: int = 60) -> Path:
+    return make_tree(
+        tree, {f"d{n % 7}/f{n}.py": f"def name_{n}():\n    return {n}\n".encode() * 50 for n in range(count)}
+    )
+
+
+def check(index: GrepIndex, *patterns: str) -> None:
+    for pattern in patterns or ("name_1", "return", r"name_\d\("):
+        query = GrepQuery(pattern)
+        assert list(asyncio.run(index.search(query)).matches) == judged(index.root, query)
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "SEGMENT_BYTES", 8000)
+
+
+def test_an_opened_index_finds_what_the_built_one_does(tmp_path: Path) -> None:
+    asyncio.run(GrepIndex.build(many(tmp_path / "tree"), tmp_path / "index", key="commit-1"))
+    check(GrepIndex.open(tmp_path / "index", key="commit-1", verify=True))
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_many_segments_made_by_processes_find_the_same(tmp_path: Path) -> None:
+    heard: list[Progress] = []
+    index = asyncio.run(GrepIndex.build(many(tmp_path / "tree"), tmp_path / "index", progress=heard.append))
+    check(index)
+    assert len(list((tmp_path / "index").glob("segment-*"))) > 3
+    assert (heard[-1].done_files, heard[-1].num_files) == (60, 60)
+    assert heard == sorted(heard, key=lambda progress: progress.done_bytes)
+
+
+def test_an_empty_tree_has_an_index(tmp_path: Path) -> None:
+    check(asyncio.run(GrepIndex.build(make_tree(tmp_path / "tree", {}), tmp_path / "index")))
+
+
+def test_no_index_another_tree_and_no_tree_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no index"):
+        GrepIndex.open(tmp_path / "nothing")
+    asyncio.run(GrepIndex.build(many(tmp_path / "tree"), tmp_path / "index", key="commit-1"))
+    with pytest.raises(StoreError, match="another tree"):
+        GrepIndex.open(tmp_path / "index", key="commit-2")
+    with pytest.raises(ConfigError):
+        asyncio.run(GrepIndex.build(tmp_path / "no tree", tmp_path / "other"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flip header", "flip posting", "empty", "foreign", "missing"])
+@pytest.mark.parametrize("kind", ["segment-*", "manifest.json", "ranks-*"])
+def test_a_damaged_file_is_refused(tmp_path: Path, kind: str, damage: str) -> None:
+    asyncio.run(GrepIndex.build(many(tmp_path / "tree"), tmp_path / "index"))
+    (path,) = (tmp_path / "index").glob(kind)
+    content = bytearray(path.read_bytes())
+    match damage:
+        case "cut":
+            path.write_bytes(content[:-70])
+        case "flip header":
+            content[40] ^= 1
+            path.write_bytes(content)
+        case "flip posting":
+            content[len(content) // 2] ^= 1
+            path.write_bytes(content)
+        case "empty":
+            path.write_bytes(b"")
+        case "foreign":
+            path.write_bytes(b"PK\x03\x04" + bytes(5000))
+        case _:
+            path.unlink()
+    with pytest.raises(StoreError):
+        GrepIndex.open(tmp_path / "index", verify=True)
+
+
+def test_an_update_reads_what_changed_and_nothing_else(tmp_path: Path) -> None:
+    tree = many(tmp_path / "tree")
+    index = asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
+    time.sleep(0.05)
+    (tree / "d1/f1.py").write_text("changed_name_1\n")
+    (tree / "d2/f2.py").unlink()
+    (tree / "fresh.py").write_text("fresh_name\n")
+    os.utime(tree / "d3/f3.py")
+    assert asyncio.run(index.update()) <= 3
+    check(index, "name_1", "changed_name", "fresh_name", "name_2\\b", "return")
+    check(GrepIndex.open(tmp_path / "index", verify=True), "fresh_name", "name_2\\b")
+
+
+def test_an_update_by_names_trusts_them(tmp_path: Path) -> None:
+    tree = many(tmp_path / "tree")
+    index = asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
+    (tree / "d1/f1.py").write_text("changed_name_1\n")
+    (tree / "d4/f4.py").write_text("changed_name_4\n")
+    assert asyncio.run(index.update(["d1", "d4/f4.py"])) <= 10
+    check(index, "changed_name", "name_4")
+
+
+def test_many_updates_keep_few_segments(tmp_path: Path) -> None:
+    tree = many(tmp_path / "tree")
+    index = asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
+    for number in range(25):
+        (tree / f"fresh{number}.py").write_text(f"fresh_name_{number}\n")
+        asyncio.run(index.update())
+    assert len(list((tmp_path / "index").glob("segment-*"))) <= 10
+    check(index, "fresh_name", "fresh_name_2\\d", "name_1")
+
+
+def test_an_open_index_survives_updates_by_another(tmp_path: Path) -> None:
+    tree = many(tmp_path / "tree")
+    index = asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
+    other = GrepIndex.open(tmp_path / "index")
+    for number in range(12):
+        (tree / f"fresh{number}.py").write_text("fresh_name\n")
+        asyncio.run(index.update())
+    check(other, "name_1", "name_33")
+
+
+def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:
+    tree = many(tmp_path / "tree")
+
+    async def both() -> None:
+        builds = [GrepIndex.build(tree, tmp_path / "index") for _ in range(2)]
+        results = await asyncio.gather(*builds, return_exceptions=True)
+        assert sorted(type(result).__name__ for result in results) == ["ConfigError", "GrepIndex"]
+
+    asyncio.run(both())
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_cancelled_build_leaves_the_old_index_and_no_process(tmp_path: Path) -> None:
+    tree = many(tmp_path / "tree")
+    asyncio.run(GrepIndex.build(tree, tmp_path / "index", key="old"))
+
+    async def cancelled() -> None:
+        begun = asyncio.Event()
+        build = asyncio.create_task(
+            GrepIndex.build(tree, tmp_path / "index", key="new", progress=lambda _: begun.set())
+        )
+        await begun.wait()
+        build.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await build
+
+    asyncio.run(cancelled())
+    check(GrepIndex.open(tmp_path / "index", key="old", verify=True))
+    assert _children() == []
+
+
+@pytest.mark.slow
+def test_a_killed_build_leaves_the_old_index(tmp_path: Path) -> None:
+    tree = many(tmp_path / "tree", 200)
+    asyncio.run(GrepIndex.build(tree, tmp_path / "index", key="old"))
+    code = (
+        "import asyncio, sys; from pathlib import Path; from etude.agent.index.grep import GrepIndex\n"
+        "import etude.agent.index.grep.builder as b; b.SEGMENT_BYTES = 8000\n"
+        "say = lambda p: print(p.done_files, flush=True)\n"
+        "tree, into = map(Path, sys.argv[1:])\n"
+        "asyncio.run(GrepIndex.build(tree, into, key='new', processes=1, progress=say))\n"
+    )
+    command = [sys.executable, "-c", code, str(tree), str(tmp_path / "index")]
+    for lines in (1, 5, 15):
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            for _ in range(lines):
+                process.stdout.readline()
+            process.send_signal(signal.SIGKILL)
+        check(GrepIndex.open(tmp_path / "index", verify=True))
+    asyncio.run(GrepIndex.open(tmp_path / "index").update())
+    assert len(list((tmp_path / "index").iterdir())) < 8
+
+
+def test_without_ripgrep_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ResourceError, match="pip install ripgrep"):
+        asyncio.run(GrepIndex.build(tmp_path, tmp_path / "index"))
+
+
+def test_unreadable_files_are_left_to_ripgrep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = many(tmp_path / "tree")
+
+    def refuse(path: bytes) -> bytes:
+        raise PermissionError(path)
+
+    monkeypatch.setattr(building, "_read", refuse)
+    index = asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
+    check(index)
+    assert asyncio.run(index.search(GrepQuery("name_1"))).candidates == 60
+
+
+def test_a_large_file_is_cut_into_pieces_without_losing_what_lies_across(tmp_path: Path) -> None:
+    piece = building._PIECE_BYTES
+    content = bytearray(b"filler text \n" * (piece // 6))
+    for at in (piece, 2 * piece - 3):
+        content[at - 9 : at + 9] = b" across_the_piece "
+    tree = make_tree(
+        tmp_path / "tree", {"large.txt": bytes(content), **{f"{n}.txt": b"x\n" for n in range(20)}}
+    )
+    index = asyncio.run(GrepIndex.build(tree, tmp_path / "index"))
+    found = asyncio.run(index.search(GrepQuery("across_the_piece")))
+    assert found.used_index
+    assert len(found.matches) == 2
+
+
+def _children() -> list[int]:
+    text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+    return [int(word) for word in text.split() if b"grep" in Path(f"/proc/{word}/cmdline").read_bytes()]
