@@ -18,6 +18,8 @@ import argparse
 import asyncio
 import statistics
 import time
+from collections.abc import AsyncIterator, Iterable, Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from random import Random
 
@@ -32,7 +34,9 @@ from etude.agent import (
     core_registry,
     run_session,
 )
-from etude.records import ToolCall, TrajectoryId
+from etude.agent import play as play_messages
+from etude.agent.scripted import Tokens
+from etude.records import SampleChunk, SampleRequest, ToolCall, TrajectoryId
 from etude.sandbox.backends import open_backend
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
@@ -42,52 +46,60 @@ from etude.tokens.grammar import XmlGrammar
 
 FILES = {f"src/module_{number}.py": f"VALUE = {number}\n" * 40 for number in range(8)}
 LIMITS = SessionLimits(max_turns=1 << 20, max_calls_per_turn=8, max_tokens=1 << 20, max_message_tokens=1024)
+INTERVAL_S = 10.0
 READS = [ToolCall("read_file", {"path": path}) for path in FILES]
 
 
 def make_renderer() -> Renderer:
-    """A tokenizer of a few merges; the harness's cost does not depend on its quality."""
+    """A tokenizer of a few merges: the harness's cost hardly depends on it."""
     grammar = XmlGrammar(core_registry().schemas)
     controls = [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()]
     return Renderer(train_tokenizer([*FILES.values(), *FILES] * 4, 600, controls), grammar)
 
 
-class Turns:
-    """Plays turns of given calls, `pause_s` apart, and times each from its last token to the next request."""
+class TimedSampler(ScriptedSampler):
+    """Plays given messages and times each turn: from its last token to the request for the next message."""
 
-    def __init__(self, renderer: Renderer, turns: list[list[ToolCall]]) -> None:
-        self._messages = [renderer.message(calls) for calls in [*turns, [ToolCall("finish")]]]
-        self._next = 0
+    def __init__(self, messages: Iterable[Tokens], pauses_s: Iterator[float] | None = None) -> None:
+        super().__init__(play_messages(messages))
+        self._pauses_s = pauses_s
         self._sent_s = 0.0
         self.turn_s: list[float] = []
 
-    def __call__(self, session_id: str, context: object) -> object:
-        now = time.perf_counter()
-        if self._next:
-            self.turn_s.append(now - self._sent_s)
-        self._next += 1
-        self._sent_s = time.perf_counter()
-        return self._messages[self._next - 1]
+    async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
+        """See Sampler.stream."""
+        if self._sent_s:
+            self.turn_s.append(time.perf_counter() - self._sent_s)
+        if self._pauses_s is not None:
+            await asyncio.sleep(next(self._pauses_s))
+        async for chunk in super().stream(request):
+            self._sent_s = time.perf_counter()
+            yield chunk
 
 
-async def play(
-    renderer: Renderer, turns: list[list[ToolCall]], backend: SandboxBackend, name: str = "s"
-) -> list[float]:
+async def play(sampler: TimedSampler, renderer: Renderer, backend: SandboxBackend, name: str) -> list[float]:
     """Seconds of each turn: the message parsed, its calls run, their results rendered."""
     sandbox = await backend.create(Template(FILES))
     try:
         session = AgentSession("read", renderer, TrajectoryId("bench", name, 0, 0, 0), LIMITS)
-        script = Turns(renderer, turns)
         workspace = LocalWorkspace(ToolContext(sandbox, core_registry()))
-        await run_session(session, ScriptedSampler(script), workspace, name, (0,))  # pyright: ignore[reportArgumentType]
-        return script.turn_s
+        await run_session(session, sampler, workspace, name, (0,))
+        return sampler.turn_s
     finally:
         await sandbox.kill()
 
 
+def messages_of(renderer: Renderer, turns: Iterable[list[ToolCall]]) -> Iterator[Tokens]:
+    """One message for each turn, and one that finishes."""
+    for calls in turns:
+        yield renderer.message(calls)
+    yield renderer.message([ToolCall("finish")])
+
+
 async def measure_overhead(renderer: Renderer, turns: int = 400) -> Figures:
     """Milliseconds per call in sessions of one call a turn; the sandbox answers from memory."""
-    times = await play(renderer, [[READS[number % 8]] for number in range(turns)], MemoryBackend())
+    messages = messages_of(renderer, ([READS[number % 8]] for number in range(turns)))
+    times = await play(TimedSampler(messages), renderer, MemoryBackend(), "overhead")
     return {
         "call_overhead_ms": 1e3 * statistics.median(times),
         "call_overhead_p99_ms": 1e3 * statistics.quantiles(times, n=100)[-1],
@@ -98,8 +110,8 @@ async def measure_parallel(renderer: Renderer, pairs: int = 100) -> Figures:
     """Eight reads of one turn over one, in a local sandbox."""
     backend = open_backend("local")
     try:
-        turns = [calls for _ in range(pairs) for calls in (READS[:1], READS)]
-        times = (await play(renderer, turns, backend))[4:]
+        turns = (calls for _ in range(pairs) for calls in (READS[:1], READS))
+        times = (await play(TimedSampler(messages_of(renderer, turns)), renderer, backend, "reads"))[4:]
         one, eight = times[0::2], times[1::2]
         return {
             "read_1_ms": 1e3 * statistics.median(one),
@@ -110,41 +122,20 @@ async def measure_parallel(renderer: Renderer, pairs: int = 100) -> Figures:
         await backend.close()
 
 
-async def hold(renderer: Renderer, number: int, backend: SandboxBackend, until_s: float) -> list[float]:
-    """One session that makes a call every ten seconds, at a phase of its own."""
-    sandbox = await backend.create(Template(FILES))
-    session = AgentSession("read", renderer, TrajectoryId("bench", "held", 0, 0, number), LIMITS)
-    workspace = LocalWorkspace(ToolContext(sandbox, core_registry()))
-    message = renderer.message([READS[number % 8]])
-    times: list[float] = []
-
-    class Slow(ScriptedSampler):
-        async def stream(self, request):  # type: ignore[no-untyped-def]
-            if times or self.requests:
-                times.append(time.perf_counter() - self.sent_s)
-            await asyncio.sleep(Random(number).uniform(0, 10) if not self.requests else 10)
-            async for chunk in super().stream(request):
-                yield chunk
-                self.sent_s = time.perf_counter()
-
-        sent_s = 0.0
-
-    def script(session_id: str, context: object) -> object:
-        return renderer.message([ToolCall("finish")]) if time.perf_counter() > until_s else message
-
-    try:
-        await run_session(session, Slow(script), workspace, f"s{number}", (0,))  # pyright: ignore[reportArgumentType]
-    finally:
-        await sandbox.kill()
-    return times
-
-
 async def measure_held(renderer: Renderer, sessions: int = 500, seconds: float = 60.0) -> Figures:
     """`sessions` at once for a minute. Raises what any of them raises."""
     backend = open_backend("local")
     try:
-        until_s = time.perf_counter() + seconds
-        runs = await asyncio.gather(*(hold(renderer, n, backend, until_s) for n in range(sessions)))
+        calls = int(seconds / INTERVAL_S)
+
+        def sampler(number: int) -> TimedSampler:
+            phase_s = Random(number).uniform(0, INTERVAL_S)
+            turns = ([READS[(number + turn) % 8]] for turn in range(calls))
+            return TimedSampler(messages_of(renderer, turns), chain([phase_s], repeat(INTERVAL_S)))
+
+        runs = await asyncio.gather(
+            *(play(sampler(number), renderer, backend, f"held-{number}") for number in range(sessions))
+        )
         times = [turn_s for run in runs for turn_s in run]
         percentiles = statistics.quantiles(times, n=1000)
         return {

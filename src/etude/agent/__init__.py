@@ -8,7 +8,7 @@ from etude.agent.runner import Patience, Serving, Timings, run_session
 from etude.agent.scripted import ScriptedSampler, play
 from etude.agent.session import AgentSession, SessionLimits
 from etude.agent.summary import SummaryPolicy
-from etude.agent.tools import Registry, ToolContext, ToolLimits, default_registry
+from etude.agent.tools import Registry, ToolContext, ToolLimits, core_registry, full_registry, registry_named
 
 __all__ = [
     "AgentSession",
@@ -24,9 +24,11 @@ __all__ = [
     "Timings",
     "ToolContext",
     "ToolLimits",
-    "default_registry",
+    "core_registry",
     "describe_tools",
     "execute_calls",
+    "full_registry",
     "play",
+    "registry_named",
     "run_session",
 ]

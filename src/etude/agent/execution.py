@@ -86,12 +86,8 @@ async def execute_calls(
             await asyncio.wait(tasks)
     finally:
         await _end(tasks)
+    _raise_first(calls, tasks)
     return [result for task in tasks if (result := task.result()) is not None]
-
-
-async def execute_call(call: ToolCall, context: ToolContext) -> ToolResult:
-    """The result of one call. Raises as `execute_calls`."""
-    return (await execute_calls((call,), context))[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +216,16 @@ async def _end(tasks: Sequence[asyncio.Task[ToolResult | None]]) -> None:
         task.cancel()
     if running:
         await asyncio.wait(running)
+
+
+def _raise_first(calls: Sequence[ToolCall], tasks: Sequence[asyncio.Task[ToolResult | None]]) -> None:
+    """Raises the first failure in call order; it carries a note of the others."""
+    failures = [(call, error) for call, task in zip(calls, tasks, strict=True) if (error := task.exception())]
+    if not failures:
+        return
+    for call, error in failures[1:]:
+        failures[0][1].add_note(f"{call.name} failed as well: {error!r}")
+    raise failures[0][1]
 
 
 def _answer(error: AgentError) -> ToolResult:

@@ -33,5 +33,7 @@ class Task:
         default_factory=dict[str, "str | int | float | bool"]
     )
     """Facts about the task that nothing in the loop depends on: level, family, bug kind, split."""
+    user_facts: tuple[str, ...] = ()
+    """Sentences that the instruction withholds and a simulated user tells an agent who asks."""
     directory: str | None = None
     """The Harbor task directory that this was read from, if any."""

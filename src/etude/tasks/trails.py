@@ -83,8 +83,8 @@ class TrailAuthor:
     """Plays a trail, and is a poor author of summaries: mostly it only notes where it goes on.
 
     It works from what it was shown since its context began, as a model must: a key that it left out of a
-    summary is gone, and it guesses. So its sessions show both kinds of summaries, and which kind succeeds is
-    left for reinforcement learning to find out.
+    summary is gone, and its answer is 0. So its sessions show both kinds of summaries, and which kind succeeds
+    is left for reinforcement learning to find out. It says the key aloud where it finds it.
     """
 
     def __init__(self, task: Task, rng: Random, note_key: float) -> None:
@@ -99,13 +99,14 @@ class TrailAuthor:
 
     def message(self, results: Sequence[ToolResult] | None) -> list[ToolCall | str]:
         """The next message's calls."""
+        known = self._key
         for result in results or ():
             self._look_at(result.output)
+        words = [f"{self._colour} {self._key}"] if self._key != known else []
         if not self._ended:
-            return [ToolCall("read_file", {"path": self._next})]
-        key = self._key or str(self._rng.randint(10, 99))
-        edit = {"path": ANSWER_FILE, "start": "1", "text": f"ANSWER = {key}"}
-        return [ToolCall("edit_lines", edit), ToolCall("finish")]
+            return [*words, ToolCall("read_file", {"path": self._next})]
+        edit = {"path": ANSWER_FILE, "start": "1", "text": f"ANSWER = {self._key or 0}"}
+        return [*words, ToolCall("edit_lines", edit), ToolCall("finish")]
 
     def summary(self, results: Sequence[ToolResult] | None) -> str:
         """What the author carries over; what it leaves out it forgets."""

@@ -26,10 +26,11 @@ def text_of(value: object) -> str:
 def own_name(name: str) -> str:
     """`list-issues`, `listIssues` -> `list_issues`. Raises ConfigError where nothing is left of a name."""
     own = _OTHER.sub("_", _HUMP.sub("_", name).lower()).strip("_")
-    own = own if own[:1].isalpha() else f"x_{own}".rstrip("_")
-    if own == "x":
-        raise ConfigError("has no letters", field="agent.mcp: name", received=name, fix="leave the tool out")
-    return own
+    if not own:
+        raise ConfigError(
+            "has neither letters nor digits", field="agent.mcp: name", received=name, fix="leave the tool out"
+        )
+    return own if own[0].isalpha() else f"x_{own}"
 
 
 def parameters_of(schema: Mapping[str, Any]) -> dict[str, Parameter]:

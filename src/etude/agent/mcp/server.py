@@ -17,7 +17,7 @@ from mcp.server.context import ServerRequestContext
 from mcp.server.stdio import stdio_server
 from mcp.shared.exceptions import MCPError
 
-from etude.agent.execution import execute_call
+from etude.agent.execution import execute_calls
 from etude.agent.mcp.schemas import text_of
 from etude.agent.tools.interface import Access, Tool, ToolContext
 from etude.errors import AgentError, EtudeError
@@ -79,7 +79,7 @@ class _Calls:
     running: dict[asyncio.Future[None], Access] = field(default_factory=dict[asyncio.Future[None], Access])
 
     async def run(self, call: ToolCall, tool: Tool) -> ToolResult:
-        """Waits for earlier calls that it conflicts with, then runs it. Raises as `execute_call`."""
+        """Waits for earlier calls that it conflicts with, then runs it. Raises as `execute_calls`."""
         access = tool.access(call.arguments)
         before = [ended for ended, other in self.running.items() if other.conflicts(access)]
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -87,7 +87,7 @@ class _Calls:
         try:
             if before:
                 await asyncio.wait(before)
-            return await execute_call(call, self.context)
+            return (await execute_calls((call,), self.context))[0]
         finally:
             del self.running[ended]
             ended.set_result(None)

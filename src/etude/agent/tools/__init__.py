@@ -4,8 +4,6 @@ from etude.agent.tools.interface import Access, Tool, ToolContext, ToolLimits
 from etude.agent.tools.registries import core_registry, full_registry, registry_named
 from etude.agent.tools.registry import Registry, check_arguments, restricted
 
-default_registry = core_registry
-
 __all__ = [
     "Access",
     "Registry",
@@ -14,7 +12,6 @@ __all__ = [
     "ToolLimits",
     "check_arguments",
     "core_registry",
-    "default_registry",
     "full_registry",
     "registry_named",
     "restricted",

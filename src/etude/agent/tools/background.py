@@ -16,6 +16,7 @@ from etude.agent.tools.output_files import OUTPUT_BYTES, OUTPUTS, bounded, reada
 from etude.agent.tools.state import ToolState
 from etude.errors import ToolArgumentError
 from etude.records import ToolErrorClass, ToolResult
+from etude.sandbox.errors import PathKindError, PathMissingError, PathOutsideError
 
 NUM_RUNNING = 16
 """Background commands of one session that may run at once."""
@@ -94,6 +95,8 @@ async def poll_command(command: BackgroundCommand, context: ToolContext, wait_s:
     if command.exit_code is None:
         await _look_after(command, context, wait_s)
         context.changed_somewhere()
+        # Whoever has seen the end knows it alone: it is noted before anything else can fail.
+        command.save(context.state)
     parts = [await _new_output(command, context)]
     facts: dict[str, str | int | float | bool] = {"kind": "poll", "running": command.exit_code is None}
     if command.exit_code is None:
@@ -156,7 +159,12 @@ async def _look_after(command: BackgroundCommand, context: ToolContext, wait_s: 
 
 async def _new_output(command: BackgroundCommand, context: ToolContext) -> str:
     """What came since the last look, as text; a character that is still incomplete is left for the next."""
-    data = await context.sandbox.files.read(command.output_path, OUTPUT_BYTES)
+    try:
+        data = await context.sandbox.files.read(command.output_path, OUTPUT_BYTES)
+    except (PathMissingError, PathKindError, PathOutsideError) as error:
+        return f"(no output: {command.output_path}: {error.message})"
+    # The agent may have emptied the file.
+    command.shown_bytes = min(command.shown_bytes, len(data))
     new = data[command.shown_bytes :]
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = decoder.decode(new, final=command.exit_code is not None)

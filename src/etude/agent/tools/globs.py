@@ -15,6 +15,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 from etude.errors import ToolArgumentError
 
@@ -92,6 +93,7 @@ def _parts(pattern: str) -> list[Part]:
     return [None if part == "**" else _part(part) for part in pattern.strip("/").split("/")]
 
 
+@lru_cache(maxsize=1024)
 def _part(part: str) -> re.Pattern[str]:
     """One part, by way of `fnmatch`, whose expressions do not run back."""
     spelled: list[str] = []

@@ -18,7 +18,7 @@ from etude.agent.tools.interface import (
 )
 from etude.agent.tools.patterns import common_pattern
 from etude.agent.tools.ports import GrepRequest
-from etude.agent.tools.text_file import directory_of, in_harness, read_text
+from etude.agent.tools.text_file import directory_of, read_text
 from etude.agent.tools.values import flag
 from etude.errors import AgentError, ToolArgumentError
 from etude.records import ToolResult
@@ -91,7 +91,7 @@ async def find(request: GrepRequest, context: ToolContext) -> list[GrepMatch]:
     Raises ToolArgumentError.
     """
     counts = _filter(request)
-    if context.search is not None and not in_harness(request.path):
+    if context.search is not None and not _is_hidden(request.path):
         found = await context.search.grep(request)
         return [match for match in found if counts(match.path)][: request.limit]
     pattern = f"(?i){request.pattern}" if request.ignore_case else request.pattern
@@ -119,6 +119,11 @@ def _filter(request: GrepRequest) -> Callable[[str], bool]:
         return all(test(path) == want for test, want in zip(tests, wanted, strict=True))
 
     return counts
+
+
+def _is_hidden(path: str) -> bool:
+    """Whether a path leads to what an index may not hold: hidden files, among them those of the harness."""
+    return any(part.startswith(".") for part in path.split("/") if part != ".")
 
 
 def _plain(matches: Sequence[GrepMatch], limits: ToolLimits) -> list[str]:

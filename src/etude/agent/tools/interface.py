@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -15,6 +16,8 @@ from etude.sandbox.paths import WORKSPACE, normal_path
 from etude.tokens.grammar import ToolSchema
 
 Arguments = Mapping[str, str]
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""What is no character: an escaped byte of a file, or half of one from a JSON string."""
 _PATH_CHARACTERS = 4096
 
 
@@ -156,7 +159,7 @@ def integer(arguments: Arguments, name: str, default: int | None = None) -> int:
 
 def shown(text: str) -> str:
     """Text that may hold escaped bytes, as it may be shown and stored: those bytes become U+FFFD."""
-    return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+    return text if text.isascii() else SURROGATE.sub("\ufffd", text)
 
 
 def shorten(line: str, limit: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from blake3 import blake3
 
-from etude.agent.tools.interface import Access, Arguments, Tool, ToolContext
+from etude.agent.tools.interface import SURROGATE, Access, Arguments, Tool, ToolContext
 from etude.errors import ConfigError, ToolArgumentError
 from etude.records import ToolResult
 from etude.tokens.grammar import ToolSchema
@@ -94,6 +94,8 @@ def check_arguments(schema: ToolSchema, arguments: Arguments) -> None:
         if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             kind = type(value).__name__
             raise ToolArgumentError(f"{name} must be text, not {kind}", field=name, received=kind)
+        if not value.isascii() and SURROGATE.search(value):
+            raise ToolArgumentError(f"{name} holds characters that are no text", field=name)
     for name, required in accepted.items():
         if required and name not in arguments:
             raise ToolArgumentError(f"missing {name}", field=name)

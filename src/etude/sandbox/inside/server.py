@@ -113,13 +113,20 @@ class Server:
         frames = self._wire.receive()
         if frames is None:
             return False
+        if len(frames) > 1:
+            with self._wire.gathering():
+                self._handle_all(frames)
+        else:
+            self._handle_all(frames)
+        return True
+
+    def _handle_all(self, frames: list[tuple[Header, bytes]]) -> None:
         for header, payload in frames:
             if header["op"] in FRAMES:
                 if self._forwarder is not None:
                     self._forwarder.handle(header, payload)
             else:
                 self._handle(header, payload)
-        return True
 
     def _handle(self, header: Header, payload: bytes) -> None:
         operation = header["op"]

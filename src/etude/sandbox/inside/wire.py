@@ -12,7 +12,7 @@ import contextlib
 import os
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from etude.sandbox.inside.frames import Header, Unpacker, pack
 
@@ -32,6 +32,7 @@ class Wire:
         self._unpacker = Unpacker()
         self._unsent = bytearray()
         self._held: list[bytes] | None = None
+        self._gathered: list[bytes] | None = None
         self._attached = True
         self.on_drained: Callable[[], None] = lambda: None
         """Called when the backlog is gone."""
@@ -55,13 +56,26 @@ class Wire:
         frame = pack(header, payload)
         if self._held is not None:
             self._held.append(frame)
-            return
-        self._push(frame)
+        elif self._gathered is not None:
+            self._gathered.append(frame)
+        else:
+            self._push(frame)
+
+    @contextlib.contextmanager
+    def gathering(self) -> Iterator[None]:
+        """What is sent within goes out together at its end: one call for the answers to many requests."""
+        self._gathered = []
+        try:
+            yield
+        finally:
+            self._push_gathered()
+            self._gathered = None
 
     def lend(self, header: Header, descriptor: int) -> None:
         """Sends a frame with a descriptor attached. The line must be a socket; waits until it is drained."""
         os.set_blocking(self.writer, True)
         try:
+            self._push_gathered()
             while self._unsent:
                 self.flush()
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
@@ -72,6 +86,7 @@ class Wire:
 
     def hold(self) -> None:
         """From now on frames are kept back: the machine is about to be copied."""
+        self._push_gathered()
         self._held = []
 
     def answer_first(self, header: Header) -> None:
@@ -115,6 +130,11 @@ class Wire:
         if not self._unsent:
             self._watch_writer(False)
             self.on_drained()
+
+    def _push_gathered(self) -> None:
+        if self._gathered:
+            self._push(b"".join(self._gathered))
+            self._gathered.clear()
 
     def _push(self, frame: bytes) -> None:
         if not self._unsent and self._attached:

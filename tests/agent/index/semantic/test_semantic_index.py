@@ -20,6 +20,7 @@ from etude.agent.index.semantic import (
     MappingTree,
     SemanticIndex,
     SemanticStore,
+    building,
 )
 from etude.agent.index.semantic.building import Pace
 from etude.errors import ResourceError, StoreError, ToolArgumentError
@@ -412,3 +413,16 @@ async def test_a_damaged_store_is_told(tmp_path: Path) -> None:
         path.write_bytes(b"")
     with pytest.raises(StoreError, match="damaged"):
         await SemanticIndex.open(tmp_path, MappingTree("t", FILES), HashingEmbedder())
+
+
+@in_loop
+async def test_files_that_are_cut_are_found_while_others_are_still_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(building, "_PUBLISH_EVERY_S", 0.0)
+    index = await SemanticIndex.open(tmp_path, MappingTree("t", many_files(100)), HashingEmbedder())
+    seen: list[int] = []
+    await index.update(lambda now: seen.append(index.num_chunks) if now.stage == "cut" else None)
+    assert len(seen) == 4 and 0 < seen[-1] < 400 and seen == sorted(seen)
+    assert index.num_chunks == 400
+    await index.close()

@@ -1,0 +1,240 @@
+"""A `Sampler` over any OpenAI-compatible chat endpoint.
+
+A chat endpoint has no tokens: the session keeps tokens of our own (see `endpoint_messages`), every logprob
+is 0 and the policy version is named after the endpoint, so such a session is for use and never for training.
+A message reaches the session when it is whole: a stream that drops in its middle leaves nothing behind, and
+the request can be sent again. What comes before is told through `on_event`, for display.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.agent.endpoint_messages import Answer, answer_tokens, byte_tokenizer, chat_messages
+from etude.agent.endpoint_stream import OnEvent, read_document, read_stream
+from etude.errors import ConfigError, SamplerError
+from etude.protocols import Sampler
+from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
+from etude.tokens.grammar import HermesGrammar, ParseEvent, ToolSchema, XmlGrammar
+from etude.tokens.renderer import Renderer
+
+MAX_RETRY_AFTER_S = 60.0
+_ERROR_CHARACTERS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a model is served. Raises ConfigError."""
+
+    url: str
+    """Base address, such as `http://127.0.0.1:8000/v1`."""
+    model: str
+    key_variable: str = ""
+    """Environment variable that holds the key; empty: no key is sent."""
+    native_tools: bool = True
+    """Tools by the endpoint's own `tools`; else told in a system message, and calls read from its words."""
+    connect_s: float = 10.0
+    silence_s: float = 120.0
+    """Longest wait for the next byte."""
+    answer_s: float = 900.0
+    """Longest time of one answer."""
+    temperature: float | None = None
+    max_answer_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(
+                "is no web address",
+                field="--endpoint",
+                received=self.url,
+                fix="give http://host:port/v1 or https://host/v1",
+            )
+        if not self.model:
+            raise ConfigError("is missing", field="--model-name", fix="name the model that is served there")
+
+    @property
+    def key(self) -> str | None:
+        """The key. Raises ConfigError if the variable is not set."""
+        if not self.key_variable:
+            return None
+        key = os.environ.get(self.key_variable)
+        if not key:
+            raise ConfigError(
+                "this environment variable is not set",
+                field="--key-variable",
+                received=self.key_variable,
+                fix="set it to the endpoint's key, or leave the option out",
+            )
+        return key
+
+    @property
+    def address(self) -> str:
+        """Where chat completions are asked for."""
+        base = self.url.rstrip("/")
+        return base if base.endswith("/chat/completions") else base + "/chat/completions"
+
+
+def endpoint_renderer(schemas: Sequence[ToolSchema], native_tools: bool = True) -> Renderer:
+    """The renderer of sessions behind an endpoint: bytes; calls as JSON, or (as text) in our own grammar."""
+    if native_tools:
+        grammar = HermesGrammar(schemas)
+        return Renderer(byte_tokenizer(grammar.control_tokens()), grammar)
+    return Renderer(byte_tokenizer(), XmlGrammar(schemas))
+
+
+class EndpointSampler(Sampler):
+    """Implements `Sampler`. Holds nothing of a session: every request carries all of its messages.
+
+    Raises ConfigError where trying again is no use (a wrong key, an unknown model, a refused request), and
+    SamplerError where it may be: 408, 409, 429 and 5xx, dropped or malformed streams, timeouts. After a
+    `Retry-After` the next request waits as long as it says, at most a minute.
+    """
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        renderer: Renderer,
+        schemas: Sequence[ToolSchema],
+        on_event: OnEvent | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`transport`: what carries requests, in tests."""
+        self.endpoint = endpoint
+        self.version = PolicyVersion(f"endpoint:{endpoint.model}", 0, format="unknown")
+        self.on_event: OnEvent = on_event or _ignore
+        self._renderer = renderer
+        self._tools = [schema.function_schema() for schema in schemas] if endpoint.native_tools else []
+        self._client = httpx.AsyncClient(
+            transport=transport,
+            headers={"authorization": f"Bearer {endpoint.key}"} if endpoint.key else {},
+            timeout=httpx.Timeout(endpoint.silence_s, connect=endpoint.connect_s),
+        )
+        self._not_before_s = 0.0
+        self._asking: dict[str, asyncio.Task[Answer]] = {}
+        self._aborted: set[str] = set()
+
+    async def aclose(self) -> None:
+        """Closes connections. Idempotent."""
+        await self._client.aclose()
+
+    def open(self, session_id: str) -> None:
+        """See Sampler.open."""
+
+    def close(self, session_id: str) -> None:
+        """See Sampler.close."""
+
+    async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
+        """See Sampler.stream: one chunk, the whole message."""
+        task = self._asking[request.id] = asyncio.create_task(self._ask(request.suffix))
+        try:
+            tokens = await self._answer(request, task)
+        except asyncio.CancelledError:
+            if request.id not in self._aborted:
+                raise
+            yield self._chunk(np.zeros(0, dtype=np.int32), "abort")
+            return
+        finally:
+            task.cancel()
+            self._asking.pop(request.id, None)
+            self._aborted.discard(request.id)
+        ended = bool(len(tokens)) and int(tokens[-1]) in request.stop_tokens
+        fits = len(tokens) <= request.params.max_tokens
+        yield self._chunk(tokens[: request.params.max_tokens], "stop" if ended and fits else "length")
+
+    async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
+        """Raises SamplerError: an endpoint's probabilities are not known."""
+        raise SamplerError("an endpoint does not score tokens", field="version", received=str(version))
+
+    def abort(self, request_id: str) -> None:
+        """See Sampler.abort."""
+        task = self._asking.get(request_id)
+        if task is not None and not task.done():
+            self._aborted.add(request_id)
+            task.cancel()
+
+    async def _answer(self, request: SampleRequest, task: asyncio.Task[Answer]) -> NDArray[np.int32]:
+        if request.prefix_digest is not None:
+            raise SamplerError("no prefixes are held here", field="prefix_digest")
+        return answer_tokens(await task, self._renderer)
+
+    async def _ask(self, tokens: NDArray[np.int32]) -> Answer:
+        await asyncio.sleep(max(0.0, self._not_before_s - time.monotonic()))
+        body = self._body(tokens)
+        try:
+            async with (
+                asyncio.timeout(self.endpoint.answer_s),
+                self._client.stream("POST", self.endpoint.address, json=body) as response,
+            ):
+                if response.status_code != 200:
+                    await self._refuse(response)
+                if "json" in response.headers.get("content-type", ""):
+                    return read_document((await response.aread()).decode("utf-8", "replace"), self.on_event)
+                return await read_stream(response.aiter_lines(), self.on_event)
+        except (httpx.TransportError, httpx.StreamError, httpx.DecodingError) as error:
+            received = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise SamplerError(
+                "the endpoint dropped the request", field="--endpoint", received=received
+            ) from error
+        except TimeoutError as error:
+            limit = f"{self.endpoint.answer_s} s"
+            raise SamplerError("the answer took too long", field="--endpoint", received=limit) from error
+
+    def _body(self, tokens: NDArray[np.int32]) -> dict[str, Any]:
+        endpoint = self.endpoint
+        body: dict[str, Any] = {
+            "model": endpoint.model,
+            "messages": chat_messages(tokens, self._renderer),
+            "stream": True,
+        }
+        if self._tools:
+            body["tools"] = self._tools
+        if endpoint.temperature is not None:
+            body["temperature"] = endpoint.temperature
+        if endpoint.max_answer_tokens is not None:
+            body["max_tokens"] = endpoint.max_answer_tokens
+        return body
+
+    async def _refuse(self, response: httpx.Response) -> None:
+        """Raises the error that a status deserves."""
+        status = response.status_code
+        said = (await response.aread())[: 4 * _ERROR_CHARACTERS].decode("utf-8", "replace")
+        received = f"{status} {said[:_ERROR_CHARACTERS]}".strip()
+        if status in (408, 409, 425, 429) or status >= 500:
+            self._not_before_s = time.monotonic() + _retry_after_s(response.headers.get("retry-after", ""))
+            raise SamplerError("the endpoint refused for now", field="--endpoint", received=received)
+        if status in (401, 403):
+            fix = "name the environment variable that holds its key with --key-variable"
+            raise ConfigError(
+                "the endpoint wants another key", field="--endpoint", received=received, fix=fix
+            )
+        fix = "check --endpoint, --model-name and whether the model takes tools (else --tool-calls text)"
+        raise ConfigError("the endpoint refused the request", field="--endpoint", received=received, fix=fix)
+
+    def _chunk(self, tokens: NDArray[np.int32], finish: str) -> SampleChunk:
+        return SampleChunk(
+            tokens=tokens,
+            logprobs=np.zeros(len(tokens), dtype=np.float32),
+            version=self.version,
+            kv_oldest=self.version,
+            finish=finish,
+        )
+
+
+def _retry_after_s(value: str) -> float:
+    try:
+        return min(max(float(value), 0.0), MAX_RETRY_AFTER_S)
+    except ValueError:
+        return 0.0
+
+
+def _ignore(event: ParseEvent) -> None:
+    pass

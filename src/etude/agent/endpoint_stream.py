@@ -1,0 +1,104 @@
+"""The answer of a chat endpoint, read from a stream of server-sent events or from one JSON document."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+
+from etude.agent.endpoint_messages import Answer, CallAnswer
+from etude.errors import SamplerError
+from etude.tokens.grammar import CallStarted, ParseEvent, ReasoningDelta, TextDelta
+
+MAX_ANSWER_CHARACTERS = 16 << 20
+_MAX_CALLS = 256
+_FINISHES = {"length": "length", "max_tokens": "length"}
+
+OnEvent = Callable[[ParseEvent], None]
+
+
+async def read_stream(lines: AsyncIterator[str], on_event: OnEvent) -> Answer:
+    """The answer; `on_event` hears its words as they come.
+
+    Raises SamplerError where the stream ends before the answer does, is malformed, or carries an error.
+    """
+    answer = Answer()
+    size = 0
+    async for line in lines:
+        size += len(line)
+        if size > MAX_ANSWER_CHARACTERS:
+            raise SamplerError("the answer is too long", field="stream", received=size)
+        name, _, data = line.partition(":")
+        if name != "data":
+            continue  # comments, event names, blank lines
+        data = data.strip()
+        if data == "[DONE]":
+            answer.finish = answer.finish or "stop"
+            break
+        _take(_document(data), answer, on_event)
+    if answer.finish is None:
+        raise SamplerError("the stream ended before the answer did", field="stream", received=f"{size} bytes")
+    return answer
+
+
+def read_document(text: str, on_event: OnEvent) -> Answer:
+    """The answer of an endpoint that does not stream. Raises SamplerError."""
+    answer = Answer()
+    document = _document(text)
+    choices = document.get("choices")
+    if isinstance(choices, list):
+        for choice in choices:
+            if isinstance(choice, dict):
+                choice["delta"] = choice.pop("message", None)
+    _take(document, answer, on_event)
+    answer.finish = answer.finish or "stop"
+    return answer
+
+
+def _document(data: str) -> dict[str, Any]:
+    try:
+        document = json.loads(data)
+    except ValueError:
+        raise SamplerError("the stream is malformed", field="stream", received=data[:80]) from None
+    if not isinstance(document, dict):
+        raise SamplerError("the stream is malformed", field="stream", received=data[:80])
+    if document.get("error"):
+        raise SamplerError("the endpoint failed", field="stream", received=str(document["error"])[:200])
+    return document
+
+
+def _take(document: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> None:
+    """One event of the stream. Raises SamplerError for parts of another type than they should have."""
+    try:
+        for choice in document.get("choices") or ():
+            if choice.get("index", 0) == 0:
+                _take_delta(choice.get("delta") or {}, answer, on_event)
+                if reason := choice.get("finish_reason"):
+                    answer.finish = _FINISHES.get(reason, "stop")
+    except (AttributeError, TypeError, ValueError) as error:
+        received = str(document)[:80]
+        raise SamplerError("the stream is malformed", field="stream", received=received) from error
+
+
+def _take_delta(delta: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> None:
+    if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+        answer.reasoning += reasoning
+        on_event(ReasoningDelta(reasoning))
+    if text := delta.get("content"):
+        answer.text += text
+        on_event(TextDelta(text))
+    for place, part in enumerate(delta.get("tool_calls") or ()):
+        _take_call(int(part.get("index", place)), part.get("function") or {}, answer, on_event)
+
+
+def _take_call(index: int, function: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> None:
+    if not 0 <= index < _MAX_CALLS:
+        raise ValueError(f"call {index}")
+    while len(answer.calls) <= index:
+        answer.calls.append(CallAnswer())
+    call = answer.calls[index]
+    if name := function.get("name"):
+        call.name += name
+        on_event(CallStarted(call.name))
+    arguments = function.get("arguments")
+    call.arguments += json.dumps(arguments) if isinstance(arguments, dict) else arguments or ""

@@ -1,0 +1,1 @@
+"""Indexes over the code that an agent works on."""

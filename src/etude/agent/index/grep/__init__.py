@@ -1,0 +1,18 @@
+"""Instant grep: ripgrep's matches by way of an n-gram index, fresh against edits."""
+
+from etude.agent.index.grep.builder import Progress
+from etude.agent.index.grep.index import GrepIndex
+from etude.agent.index.grep.overlay import Overlay
+from etude.agent.index.grep.query import GrepMatch, GrepMatches, GrepQuery, GrepResult
+from etude.agent.index.grep.watch import Watcher
+
+__all__ = [
+    "GrepIndex",
+    "GrepMatch",
+    "GrepMatches",
+    "GrepQuery",
+    "GrepResult",
+    "Overlay",
+    "Progress",
+    "Watcher",
+]

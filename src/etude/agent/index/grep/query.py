@@ -1,0 +1,152 @@
+"""What is asked of the index, and what it answers. Semantics are ripgrep's, flag by flag."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from etude.errors import ConfigError
+
+__all__ = ["FileMatches", "GrepMatch", "GrepMatches", "GrepQuery", "GrepResult"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrepQuery:
+    """One search. Equal to `rg` with the flags named below, run in the root of the tree."""
+
+    pattern: str
+    """A regular expression in ripgrep's (Rust's) syntax, or a fixed string."""
+    ignore_case: bool = False
+    """`--ignore-case`"""
+    fixed: bool = False
+    """`--fixed-strings`"""
+    word: bool = False
+    """`--word-regexp`"""
+    globs: tuple[str, ...] = ()
+    """`--glob`, each: `*.py`, `!vendor/`. As in ripgrep a glob outranks ignore files."""
+    path: str = ""
+    """A file or directory below the root, relative to it; empty for the whole tree."""
+    limit: int | None = None
+    """At most so many matches, the first in order. None: all (up to `max_bytes`)."""
+    max_bytes: int = 256 << 20
+    """Bound on what ripgrep may print for one search; beyond it the result says `truncated`."""
+    deadline_s: float = 60.0
+    """For each run of ripgrep, of which a search needs one or a few."""
+
+    def __post_init__(self) -> None:
+        """Refuses what no search can mean. Raises ConfigError."""
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(
+                "must be at least 1", field="limit", received=self.limit, fix="leave it out for all"
+            )
+        if self.path.startswith("/") or ".." in self.path.split("/"):
+            raise ConfigError(
+                "must lie below the root",
+                field="path",
+                received=self.path,
+                fix="give a path relative to the root",
+            )
+        if "\0" in self.pattern or "\0" in self.path or any("\0" in glob for glob in self.globs):
+            raise ConfigError("holds a NUL", field="pattern", received=self.pattern, fix=r"write \x00 for it")
+
+    def pattern_flags(self) -> list[str]:
+        """The flags that decide which lines match, for ripgrep's command line."""
+        flags = ["--ignore-case" if self.ignore_case else "--case-sensitive"]
+        flags += ["--fixed-strings"] if self.fixed else []
+        flags += ["--word-regexp"] if self.word else []
+        return [*flags, "--regexp", self.pattern]
+
+    def glob_flags(self) -> list[str]:
+        """The flags that decide which files are searched."""
+        return [flag for glob in self.globs for flag in ("--glob", glob)]
+
+
+@dataclass(frozen=True, slots=True)
+class GrepMatch:
+    """One matching line."""
+
+    path: str
+    """Relative to the root. Bytes that are no UTF-8 stand as surrogate escapes, here and in `line`."""
+    line_number: int
+    """From 1."""
+    line: str
+    """Without its `\\n`; a `\\r` before it stays, as ripgrep prints it."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileMatches:
+    """The matching lines of one file as ripgrep printed them, `12:text` each; read only when asked for."""
+
+    path: bytes
+    text: bytes
+
+    def matches(self) -> Iterator[GrepMatch]:
+        """The lines in order."""
+        path = self.path.decode("utf-8", "surrogateescape")
+        for line in self.text.split(b"\n"):
+            number, colon, content = line.partition(b":")
+            if colon and number.isdigit():  # anything else is a word about binary content
+                yield GrepMatch(path, int(number), content.decode("utf-8", "surrogateescape"))
+
+    def __len__(self) -> int:
+        """Number of matching lines."""
+        if b": WARNING: " not in self.text and b": binary file " not in self.text:
+            return self.text.count(b"\n") + (not self.text.endswith(b"\n") and bool(self.text))
+        return sum(1 for _ in self.matches())
+
+    def first(self, count: int) -> FileMatches:
+        """Only the first `count` lines."""
+        lines = [line for line in self.text.split(b"\n") if line.partition(b":")[0].isdigit()]
+        return FileMatches(self.path, b"\n".join(lines[:count]))
+
+
+class GrepMatches(Sequence[GrepMatch]):
+    """All matches by path and line. Made into objects when read: a broad search may hold millions."""
+
+    def __init__(self, files: Sequence[FileMatches]) -> None:
+        self.files = files
+        self._all: list[GrepMatch] | None = None
+
+    def __len__(self) -> int:
+        """Number of matching lines in all files."""
+        return len(self._all) if self._all is not None else sum(map(len, self.files))
+
+    def __iter__(self) -> Iterator[GrepMatch]:
+        """One after the other, without keeping them."""
+        for file in self.files:
+            yield from file.matches()
+
+    @overload
+    def __getitem__(self, index: int) -> GrepMatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[GrepMatch]: ...
+    def __getitem__(self, index: int | slice) -> GrepMatch | list[GrepMatch]:
+        """By position; keeps what it has read."""
+        if self._all is None:
+            self._all = list(self)
+        return self._all[index]
+
+    def __eq__(self, other: object) -> bool:
+        """Equal matches in equal order."""
+        return isinstance(other, GrepMatches | list | tuple) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # a sequence of its files, and as mutable as a list
+
+    def __repr__(self) -> str:
+        return f"GrepMatches({len(self)} lines in {len(self.files)} files)"
+
+
+@dataclass(frozen=True, slots=True)
+class GrepResult:
+    """The answer to one query."""
+
+    matches: GrepMatches
+    truncated: bool
+    """More matched than `limit` or `max_bytes` let through."""
+    candidates: int
+    """Number of files that ripgrep looked at after the index had its say; all of them if it had none."""
+    used_index: bool
+    """False: the pattern says too little, and ripgrep searched the tree by itself."""
+    unreadable: tuple[str, ...] = ()
+    """What ripgrep said of files that it could not read (vanished, no permission), a few of them."""

@@ -1,0 +1,357 @@
+"""One search over an immutable base and, where there is one, an overlay of changes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import heapq
+import os
+import tempfile
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from etude.agent.index.grep.globs import Globs
+from etude.agent.index.grep.literals import Plan, plan
+from etude.agent.index.grep.manifest import Contents
+from etude.agent.index.grep.query import FileMatches, GrepMatches, GrepQuery, GrepResult
+from etude.agent.index.grep.ripgrep import Output, Ripgrep, parse_matches, sort_key
+from etude.agent.index.grep.segment import Flags
+from etude.agent.index.grep.syntax import Unsure
+from etude.agent.index.grep.tree import Tree, walk_flags
+
+__all__ = ["Base", "Changes", "Searcher"]
+
+HAND_OVER_SHARE = 0.25
+"""With more of the tree as candidates, ripgrep's own walk is as fast."""
+_ARGUMENT_BYTES = 1 << 20
+_FIRST_BATCH = 64
+_BATCH_GROWTH = 8
+_MOST_BATCHED = 5000
+"""With a limit, so many files in order of path are tried before the tree is searched as a whole."""
+_MOST_COMPLAINTS = 20
+
+
+class Changes(Protocol):
+    """What an overlay tells a search."""
+
+    @property
+    def mirror(self) -> Path | None:
+        """Directory with the changed files at their paths, beside the ignore rules; None if none."""
+        ...
+
+    @property
+    def live(self) -> bool:
+        """The tree on disk itself has the changes."""
+        ...
+
+    def masks(self, path: bytes) -> bool:
+        """Whether the base's file at `path` no longer counts."""
+        ...
+
+    def holds(self, path: bytes) -> bool:
+        """Whether the file at `path` is in the mirror as a changed file."""
+        ...
+
+
+class Base:
+    """What searches need of an opened index, made ready when first asked for."""
+
+    def __init__(self, contents: Contents) -> None:
+        self.contents = contents
+        self.root = Path(contents.manifest.root)
+        self.flags = walk_flags(contents.manifest.hidden, contents.manifest.no_ignore)
+        self.num_files = sum(int(np.count_nonzero(segment.alive)) for segment in contents.segments)
+
+    @functools.cached_property
+    def tree(self) -> Tree:
+        """Directories, skipped entries and ignore files; without the files."""
+        return self.contents.tree()
+
+    @functools.cached_property
+    def files(self) -> list[bytes]:
+        """All files in order of path. The first call takes a moment on a large tree."""
+        living = (self.living(number) for number in range(len(self.contents.segments)))
+        return list(heapq.merge(*living, key=sort_key))
+
+    @functools.cached_property
+    def file_set(self) -> frozenset[bytes]:
+        """The same, to ask for one."""
+        return frozenset(self.files)
+
+    @functools.cached_property
+    def with_nul(self) -> frozenset[bytes]:
+        """Files that hold a NUL."""
+        segments = self.contents.segments
+        return frozenset(
+            segment.document_path(number)
+            for segment in segments
+            for number in np.flatnonzero(segment.alive & (segment.flags & Flags.NUL != 0)).tolist()
+        )
+
+    def living(self, number: int) -> Iterator[bytes]:
+        """Files of one segment that count."""
+        segment = self.contents.segments[number]
+        return (path for path, alive in zip(segment.paths(), segment.alive.tolist(), strict=True) if alive)
+
+    def candidates(self, asked: Plan, most: float) -> list[bytes] | None:
+        """Files that may match, in no order; None if they are more than `most`."""
+        found = [segment.candidates(asked, self.contents.ranks) for segment in self.contents.segments]
+        if sum(map(len, found)) > most:
+            return None
+        return [
+            segment.document_path(number)
+            for segment, numbers in zip(self.contents.segments, found, strict=True)
+            for number in numbers.tolist()
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Matches of one or several runs, by file."""
+
+    files: list[FileMatches]
+    cut: bool
+    complaints: tuple[str, ...]
+
+
+class Searcher:
+    """Answers queries over one base. Holds no state of a query; safe to share."""
+
+    def __init__(self, base: Base, ripgrep: Ripgrep) -> None:
+        self.base, self.ripgrep = base, ripgrep
+
+    async def search(self, query: GrepQuery, changes: Changes | None = None) -> GrepResult:
+        """The matches that ripgrep gives on the changed tree. Raises ToolArgumentError for a bad pattern."""
+        path = os.fsencode(query.path).strip(b"/").removeprefix(b"./")
+        path = b"" if path == b"." else path
+        keeps = self._filter(query, path, changes)
+        if keeps is None:
+            return await self._direct(query, path, changes)
+        most = self.base.num_files * HAND_OVER_SHARE
+        asked = plan(query)
+        candidates = self.base.candidates(asked, most)
+        if candidates is None:
+            if query.limit is not None:
+                files = await asyncio.to_thread(lambda: self.base.files)
+                return await self._in_order(query, path, keeps, files, changes)
+            return await self._direct(query, path, changes)
+        if query.limit is not None:
+            candidates.sort(key=sort_key)
+            return await self._in_order(query, path, keeps, candidates, changes)
+        kept = [candidate for candidate in candidates if keeps(candidate)]
+        base, mirror = await _both(self._explicit(query, kept), self._mirrored(query, path, changes))
+        return _result(query, [base, mirror], len(kept), True)
+
+    def _filter(
+        self, query: GrepQuery, path: bytes, changes: Changes | None
+    ) -> Callable[[bytes], bool] | None:
+        """Which files of the base count for `query`; None if ripgrep has to find out by itself."""
+        try:
+            globs = Globs(query.globs) if query.globs else None
+        except Unsure:
+            return None
+        if globs is not None and globs.only_named and any(map(globs.brings_back, self.base.tree.shadows)):
+            return None
+        if path and path not in self.base.tree.directories:
+            return None
+        if path and globs is not None and any(globs.verdict(part, True) is not None for part in _parts(path)):
+            return None  # ripgrep does not ask the globs about directories that it is told to search
+        below = path + b"/" if path else b""
+
+        def keeps(file: bytes) -> bool:
+            return (
+                file.startswith(below)
+                and (globs is None or globs.keeps(file))
+                and (changes is None or not changes.masks(file))
+            )
+
+        return keeps
+
+    async def _in_order(
+        self,
+        query: GrepQuery,
+        path: bytes,
+        keeps: Callable[[bytes], bool],
+        files: Sequence[bytes],
+        changes: Changes | None,
+    ) -> GrepResult:
+        """Searches in order of path until the limit is reached, in batches that grow."""
+        assert query.limit is not None
+        runs = [await self._mirrored(query, path, changes)]
+        size, tried = _FIRST_BATCH, 0
+        batch: list[bytes] = []
+        remaining = iter(files)
+        while True:
+            batch = list(_some(remaining, keeps, size))
+            if not batch:
+                return _result(query, runs, tried, True)
+            if tried + len(batch) > _MOST_BATCHED and len(files) > self.base.num_files * HAND_OVER_SHARE:
+                return await self._direct(query, path, changes)
+            runs.append(await self._explicit(query, batch))
+            tried += len(batch)
+            last = sort_key(batch[-1])
+            upto = [file for run in runs for file in run.files if sort_key(file.path) <= last]
+            if sum(map(len, upto)) > query.limit or any(run.cut for run in runs):
+                return _result(query, runs, tried, True)
+            size *= _BATCH_GROWTH
+
+    async def _explicit(self, query: GrepQuery, paths: list[bytes]) -> _Found:
+        """Searches these files of the base, and no others."""
+        if not paths:
+            await self._check(query)
+            return _Found([], False, ())
+        plain = [path for path in paths if path not in self.base.with_nul]
+        runs = [await self._run(query, part, self.base.root) for part in _parts_by_size(plain)]
+        odd = [path for path in paths if path in self.base.with_nul]
+        if odd:
+            runs.append(await self._as_found(query, odd))
+        return _joined(runs)
+
+    async def _as_found(self, query: GrepQuery, paths: list[bytes]) -> _Found:
+        """Searches files with NULs the way ripgrep does when it meets them in a directory: up to the NUL.
+
+        A file that is named on the command line it would read on. So it meets them, as links in a directory
+        of ours.
+        """
+        with tempfile.TemporaryDirectory(prefix="etude-grep-") as directory:
+            links = Path(directory)
+            for number, path in enumerate(paths):
+                (links / str(number)).symlink_to(self.base.root / os.fsdecode(path))
+            found = await self._run(query, [b""], links, "--no-ignore", "--hidden", follow=True)
+        named = [FileMatches(paths[int(file.path)], file.text) for file in found.files]
+        return _Found(named, found.cut, found.complaints)
+
+    async def _mirrored(self, query: GrepQuery, path: bytes, changes: Changes | None) -> _Found:
+        """Searches the changed files where they stand among the ignore rules: ripgrep applies them."""
+        if changes is None or changes.mirror is None:
+            return _Found([], False, ())
+        if path and not (changes.mirror / os.fsdecode(path)).exists():
+            return _Found([], False, ())
+        found = await self._run(
+            query, [path], changes.mirror, *self.base.flags, *query.glob_flags(), follow=True
+        )
+        return _Found([file for file in found.files if changes.holds(file.path)], found.cut, ())
+
+    async def _direct(self, query: GrepQuery, path: bytes, changes: Changes | None) -> GrepResult:
+        """Lets ripgrep search the tree by itself."""
+        flags = [*self.base.flags, *query.glob_flags()]
+        if changes is None or changes.live:
+            runs = [await self._run(query, [path], self.base.root, *flags)]
+        else:
+            base, mirror = await _both(
+                self._run(query, [path], self.base.root, *flags), self._mirrored(query, path, changes)
+            )
+            kept = [file for file in base.files if not changes.masks(file.path)]
+            runs = [_Found(kept, base.cut, base.complaints), mirror]
+        return _result(query, runs, self.base.num_files, False)
+
+    async def search_directory(self, query: GrepQuery, directory: Path) -> GrepResult:
+        """What ripgrep finds below `directory`, a whole tree of links to files."""
+        path = os.fsencode(query.path).strip(b"/")
+        run = await self._run(query, [path], directory, *self.base.flags, *query.glob_flags(), follow=True)
+        return _result(query, [run], self.base.num_files, False)
+
+    async def _run(
+        self, query: GrepQuery, paths: Iterable[bytes], cwd: Path, *flags: str, follow: bool = False
+    ) -> _Found:
+        most = [] if query.limit is None else ["--max-count", str(query.limit + 1)]
+        output = await self.ripgrep.search(
+            [*flags, *most, *query.pattern_flags()],
+            paths,
+            cwd,
+            deadline_s=query.deadline_s,
+            max_bytes=query.max_bytes,
+            follow=follow,
+        )
+        files = (
+            await asyncio.to_thread(parse_matches, output)
+            if len(output.stdout) > 1 << 20
+            else parse_matches(output)
+        )
+        return _Found(files, output.cut, _complaints(output))
+
+    async def _check(self, query: GrepQuery) -> None:
+        await self.ripgrep.check_pattern(query.pattern_flags(), self.base.root)
+
+
+async def _both(
+    first: Coroutine[Any, Any, _Found], second: Coroutine[Any, Any, _Found]
+) -> tuple[_Found, _Found]:
+    """Both at once; when one fails, the other is ended before the error goes on."""
+    tasks = [asyncio.ensure_future(first), asyncio.ensure_future(second)]
+    try:
+        found = await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        raise
+    return found[0], found[1]
+
+
+def _result(query: GrepQuery, runs: Sequence[_Found], candidates: int, used_index: bool) -> GrepResult:
+    """All runs' matches in order, as many as wanted."""
+    whole = _joined(runs)
+    files = sorted(whole.files, key=lambda file: sort_key(file.path))
+    truncated = whole.cut
+    if query.limit is not None:
+        kept: list[FileMatches] = []
+        room = query.limit
+        for file in files:
+            if len(file) > room:
+                truncated = True
+                file = file.first(room)
+            if room:
+                kept.append(file)
+            room -= len(file)
+        files = kept
+    return GrepResult(GrepMatches(files), truncated, candidates, used_index, whole.complaints)
+
+
+def _joined(runs: Sequence[_Found]) -> _Found:
+    complaints = [words for run in runs for words in run.complaints]
+    return _Found(
+        [file for run in runs for file in run.files],
+        any(run.cut for run in runs),
+        tuple(complaints[:_MOST_COMPLAINTS]),
+    )
+
+
+def _complaints(output: Output) -> tuple[str, ...]:
+    lines = output.stderr.decode("utf-8", "replace").splitlines()
+    return tuple(line.removeprefix("rg: ") for line in lines[:_MOST_COMPLAINTS])
+
+
+def _some(files: Iterator[bytes], keeps: Callable[[bytes], bool], count: int) -> Iterator[bytes]:
+    """Up to `count` of the next files that count."""
+    for file in files:
+        if keeps(file):
+            yield file
+            count -= 1
+            if not count:
+                return
+
+
+def _parts_by_size(paths: list[bytes]) -> Iterator[list[bytes]]:
+    """Paths in lots that fit a command line."""
+    part: list[bytes] = []
+    size = 0
+    for path in paths:
+        part.append(path)
+        size += len(path) + 12
+        if size > _ARGUMENT_BYTES:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part
+
+
+def _parts(path: bytes) -> Iterator[bytes]:
+    """A directory and those above it, but for the root."""
+    while path:
+        yield path
+        path = path.rpartition(b"/")[0]

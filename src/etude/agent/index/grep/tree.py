@@ -1,0 +1,150 @@
+"""Which files of a tree count: ripgrep decides, and what its decision rests on is noted beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.agent.index.grep.ripgrep import Output, Ripgrep, sort_key
+from etude.errors import ConfigError, SandboxError
+
+__all__ = [
+    "GIT_EXCLUDE",
+    "IGNORE_NAMES",
+    "Tree",
+    "is_rule_path",
+    "list_files",
+    "scan",
+    "stat_file",
+    "walk_flags",
+]
+
+IGNORE_NAMES = (b".gitignore", b".ignore", b".rgignore")
+GIT_EXCLUDE = b".git/info/exclude"
+_DEADLINE_S = 600.0
+_LOG_BYTES = 1 << 30
+_IGNORING = re.compile(rb"ignoring \./(.*): Ignore\(")
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """The listing of one tree. Paths are relative to its root."""
+
+    files: tuple[bytes, ...]
+    """What `rg --files` lists, in the order of `rg --sort path`."""
+    directories: frozenset[bytes]
+    """Directories that ripgrep enters; the root is the empty path."""
+    shadows: tuple[bytes, ...]
+    """Entries beside them that it skips (hidden, ignored). A glob of a query may bring them back; what lies
+    below a skipped directory it never sees."""
+    rules: tuple[bytes, ...]
+    """Ignore files and `.git` entries in those directories: what decided."""
+
+
+def walk_flags(hidden: bool, no_ignore: bool) -> list[str]:
+    """Ripgrep's flags for which files count."""
+    return [*(["--hidden"] if hidden else []), *(["--no-ignore"] if no_ignore else [])]
+
+
+def is_rule_path(path: bytes) -> bool:
+    """Whether a change of `path` may change which other files count."""
+    name = path.rsplit(b"/", 1)[-1]
+    return name in IGNORE_NAMES or name == b".git" or path == GIT_EXCLUDE or path.endswith(b"/" + GIT_EXCLUDE)
+
+
+async def list_files(
+    ripgrep: Ripgrep, root: Path, flags: Iterable[str] = (), *, follow: bool = False
+) -> list[bytes]:
+    """What `rg --files` lists below `root`, in no order. Raises SandboxError if it fails as a whole."""
+    command = [
+        "--no-config",
+        "--no-messages",
+        "--files",
+        "--null",
+        *(["--follow"] if follow else []),
+        *flags,
+        "./",
+    ]
+    output = await ripgrep.run(command, root, deadline_s=_DEADLINE_S, max_bytes=_LOG_BYTES)
+    return _paths(output.stdout)
+
+
+async def scan(ripgrep: Ripgrep, root: Path, flags: Iterable[str] = ()) -> Tree:
+    """Lists the tree. Raises ConfigError if `root` is no directory, SandboxError if ripgrep fails."""
+    if not await asyncio.to_thread(root.is_dir):
+        raise ConfigError(
+            "is no directory", field="root", received=str(root), fix="name the root of a source tree"
+        )
+    # Its debugging log is the only place where ripgrep says what it skips. Where the log cannot be read, a
+    # skipped directory is taken for one that was entered: more is then listed as a shadow, which costs time
+    # and hides nothing.
+    command = ["--no-config", "--debug", "--files", "--null", *flags, "./"]
+    output = await ripgrep.run(
+        command, root, deadline_s=_DEADLINE_S, max_bytes=_LOG_BYTES, max_error_bytes=_LOG_BYTES
+    )
+    if output.cut or output.status not in (0, 1, 2):
+        raise SandboxError("ripgrep could not list the tree", field="root", received=str(root))
+    return await asyncio.to_thread(_read_listing, root, output)
+
+
+def _read_listing(root: Path, output: Output) -> Tree:
+    skipped = {match[1] for match in _IGNORING.finditer(output.stderr)}
+    return _surroundings(root, sorted(_paths(output.stdout), key=sort_key), skipped)
+
+
+def _paths(listing: bytes) -> list[bytes]:
+    return [path.removeprefix(b"./") for path in listing.split(b"\0") if path]
+
+
+def _surroundings(root: Path, files: list[bytes], skipped: set[bytes]) -> Tree:
+    """Looks into each directory that holds a listed file, and into those that were entered for nothing."""
+    listed = set(files)
+    directories = {b""} | {path[:at] for path in files for at in _slashes(path)}
+    queue = list(directories)
+    shadows: list[bytes] = []
+    rules: list[bytes] = []
+    for directory in queue:
+        for name, is_directory in _entries(root, directory):
+            path = directory + b"/" + name if directory else name
+            if is_rule_path(path):
+                rules.append(path)
+            if path in listed or path in directories:
+                continue
+            if is_directory and path not in skipped:
+                directories.add(path)
+                queue.append(path)
+            else:
+                shadows.append(path)
+    if (root / os.fsdecode(GIT_EXCLUDE)).is_file():
+        rules.append(GIT_EXCLUDE)
+    return Tree(tuple(files), frozenset(directories), tuple(sorted(shadows)), tuple(sorted(rules)))
+
+
+def _slashes(path: bytes) -> Iterable[int]:
+    at = path.find(b"/")
+    while at >= 0:
+        yield at
+        at = path.find(b"/", at + 1)
+
+
+def _entries(root: Path, directory: bytes) -> list[tuple[bytes, bool]]:
+    """Names in one directory and whether each is a directory itself; none if it is gone or closed to us."""
+    try:
+        with os.scandir(os.fsencode(root) + b"/" + directory) as entries:
+            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+
+
+def stat_file(root: bytes, path: bytes) -> os.stat_result | None:
+    """The status of a regular file; None if there is none at that path."""
+    try:
+        status = os.lstat(root + b"/" + path)
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return None
+    return status if stat.S_ISREG(status.st_mode) else None

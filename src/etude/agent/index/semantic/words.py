@@ -1,0 +1,133 @@
+"""Words of code and of questions about code: what BM25 counts.
+
+`parseHttpHeader`, `parse_http_header` and "parsing HTTP headers" have to meet, so identifiers are split where
+their author joined words, case is dropped, and plural and verb endings are cut (`stem`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+import xxhash
+
+_RUN = re.compile(r"[^\W_]+")
+_PART = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+|[^\x00-\x7f]+")
+_LONGEST = 40
+"""Characters of one word; longer ones are hashes and encoded data."""
+_VOWELS = frozenset("aeiouy")
+
+STOP_WORDS = frozenset(
+    [
+        "a",
+        "an",
+        "and",
+        "any",
+        "are",
+        "as",
+        "at",
+        "be",
+        "but",
+        "by",
+        "can",
+        "do",
+        "does",
+        "for",
+        "from",
+        "has",
+        "have",
+        "how",
+        "if",
+        "in",
+        "into",
+        "is",
+        "it",
+        "its",
+        "no",
+        "not",
+        "of",
+        "on",
+        "or",
+        "self",
+        "so",
+        "such",
+        "that",
+        "the",
+        "their",
+        "then",
+        "there",
+        "these",
+        "this",
+        "those",
+        "to",
+        "was",
+        "we",
+        "were",
+        "what",
+        "when",
+        "where",
+        "which",
+        "while",
+        "will",
+        "with",
+        "you",
+    ]
+)
+"""Left out of questions only: in code they cost nothing, for nobody asks for them."""
+
+
+def split_words(text: str) -> list[str]:
+    """Lower-case words of `text` in order, identifiers split at underscores, case and digits."""
+    words: list[str] = []
+    for run in _RUN.findall(text):
+        parts = _PART.findall(run)
+        words.extend(part.lower() for part in parts if len(part) <= _LONGEST)
+    return words
+
+
+def stem(word: str) -> str:
+    """`word` without the commonest English endings.
+
+    Two words of one meaning mostly get one stem; a stem need not be a word. Far less than the classic suffix
+    rules: names in code are mostly stems already, and a stem that is cut too far joins words that differ.
+    """
+    if len(word) < 4 or not word.isascii():
+        return word
+    if word.endswith("ies") and len(word) > 4:
+        word = word[:-3] + "y"
+    elif word.endswith(("sses", "shes", "ches", "xes", "zes")):
+        word = word[:-2]
+    elif word.endswith("s") and not word.endswith(("ss", "us", "is")):
+        word = word[:-1]
+    for ending in ("ing", "ed"):
+        rest = word[: -len(ending)]
+        if word.endswith(ending) and len(rest) >= 3 and not _VOWELS.isdisjoint(rest):
+            word = rest[:-1] if rest[-1] == rest[-2] and rest[-1] not in "lsz" else rest
+            break
+    return word[:-1] if len(word) > 3 and word.endswith("e") else word
+
+
+def term_id(word: str) -> int:
+    """32 bits that stand for a stem: needs no dictionary, and a rare collision moves one rank."""
+    return xxhash.xxh32_intdigest(word.encode())
+
+
+def count_terms(texts: Iterable[tuple[str, int]]) -> dict[int, int]:
+    """How often each term occurs in (text, weight) pairs; counts are capped at 255."""
+    counts: Counter[str] = Counter()
+    for text, weight in texts:
+        for word, number in Counter(split_words(text)).items():
+            counts[stem(word)] += weight * number
+    result: dict[int, int] = {}
+    for word, number in counts.items():
+        key = term_id(word)
+        result[key] = min(255, result.get(key, 0) + number)
+    return result
+
+
+def question_terms(question: str) -> dict[int, int]:
+    """Terms of a question: without stop words, unless it has nothing else."""
+    words = split_words(question)
+    kept = [word for word in words if word not in STOP_WORDS] or words
+    return dict(Counter(term_id(stem(word)) for word in kept))
