@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from etude.errors import ConfigError
 
 MAX_TIMEOUT_S = 1e6
@@ -21,7 +23,7 @@ def check_timeout(timeout_s: float) -> None:
 
 def check_life(timeout_s: float | None) -> None:
     """Raises ConfigError for a time to live that is over before it begins, or is no number."""
-    if timeout_s is not None and not timeout_s > 0:
+    if timeout_s is not None and not 0 < timeout_s < math.inf:
         raise ConfigError(
             "a time to live is more than 0 seconds",
             field="timeout_s",

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 
 from etude.sandbox.channel import Channel
-from etude.sandbox.inside.forward import PORT, WINDOW_BYTES
+from etude.sandbox.inside.forward import MAX_STREAMS, PORT, WINDOW_BYTES
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.network.proxy import EgressProxy
 
@@ -32,14 +32,17 @@ class ForwardedStream:
         self._changed = asyncio.Event()
 
     def on_event(self, header: Header, payload: bytes) -> None:
-        """A frame of the program inside about this stream."""
+        """A frame of the program inside about this stream. One that keeps no bounds loses its stream."""
         kind = header["event"]
         if kind == "net.data":
             self._received += payload
+            if len(self._received) > WINDOW_BYTES:
+                self._received.clear()
+                self.close()
         elif kind == "net.end":
             self._ended = True
         elif kind == "net.took":
-            self._credit_bytes += header["bytes"]
+            self._credit_bytes = min(self._credit_bytes + max(0, header["bytes"]), WINDOW_BYTES)
         else:
             self.abandon()
         self._changed.set()
@@ -109,6 +112,9 @@ class Egress:
         """A `net.*` frame."""
         number = header["stream"]
         if header["event"] == "net.open":
+            if number in self._streams or len(self._streams) >= MAX_STREAMS:
+                self._channel.send({"op": "net.close", "stream": number})
+                return
             stream = ForwardedStream(self._channel, number, self._forget)
             self._streams[number] = stream
             task = asyncio.ensure_future(self._proxy.serve(stream))

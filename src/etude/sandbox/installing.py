@@ -15,7 +15,7 @@ Batch = tuple[list[list[object]], list[bytes]]
 
 
 async def install_template(channel: Channel, template: Template, deadline_s: float) -> None:
-    """Fills the workspace. `deadline_s` is for each batch. Raises SandboxError if a file cannot be written."""
+    """Fills the workspace. `deadline_s` is for each batch. Raises SandboxError if that cannot be done."""
     more = False
     for rows, data in _batches(template):
         header: dict[str, object] = {"op": "install", "files": rows, "more": more}

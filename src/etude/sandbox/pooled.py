@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 from etude.errors import SandboxError
+from etude.sandbox.arguments import check_count
 from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import (
@@ -123,6 +124,7 @@ class PooledSandbox(WrappedSandbox):
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
         """See Sandbox.fork. Waits for `count` places together. Raises CapacityError."""
+        check_count(count)
         await self._pool.acquire(await self._tenant(), count)
         try:
             copies = await self._inner.fork(count)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from etude.errors import InfrastructureError, SandboxError
+from etude.sandbox.arguments import check_count
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fleet.hosts import Placement
 from etude.sandbox.fleet.registry import Registry
@@ -14,6 +15,7 @@ from etude.sandbox.interface import Sandbox
 
 async def fork_sandbox(registry: Registry, sandbox: FleetSandbox, count: int) -> list[Sandbox | SandboxError]:
     """`count` results: a sandbox, or the error that prevented it. Unused places are given back."""
+    check_count(count)
     places = registry.scheduler.place_fork(sandbox.id, count, registry.clock())
     can_move = sandbox.host.backend.capabilities().migrate is not None
     for number, place in enumerate(places):

@@ -26,14 +26,13 @@ from etude.sandbox.gvisor.container import IMAGE_FILES, Container
 from etude.sandbox.gvisor.doctor import find_problems
 from etude.sandbox.gvisor.entering import NOBODY
 from etude.sandbox.gvisor.runsc import Runsc
+from etude.sandbox.installing import install_template
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.machine_backend import MachineBackend
 from etude.sandbox.reaping import WorkDirectory
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
-from etude.sandbox.template import Template
 from etude.sandbox.types import Capabilities, SnapshotKind
 
-_BATCH_FILES, _BATCH_BYTES = 200, 4 << 20
 """Of a template, in one frame: the server inside gives each a bounded time."""
 
 
@@ -102,7 +101,7 @@ class GvisorBackend(MachineBackend):
         container = await self._new_container(sandbox)
         async with self._beginning(sandbox, container, "start", [], READY + 1) as channel:
             await channel.answer(READY, self.start_s)
-            await _install(channel, sandbox.spec.template, self.start_s)
+            await install_template(channel, sandbox.spec.template, self.start_s)
             await _greet(channel, sandbox, self.start_s)
         return channel
 
@@ -194,31 +193,6 @@ class GvisorBackend(MachineBackend):
         container = Container(name, work / name, runsc, self._interpreter, work / "rootfs")
         self._containers[sandbox.id] = container
         return container
-
-
-async def _install(channel: Channel, template: Template, deadline_s: float) -> None:
-    """Fills the workspace, in batches."""
-    rows: list[list[object]] = []
-    data: list[bytes] = []
-    more = False
-    for path, content in template.contents.items():
-        if rows and (len(rows) >= _BATCH_FILES or sum(map(len, data)) + len(content) > _BATCH_BYTES):
-            await _install_batch(channel, rows, data, more, deadline_s)
-            rows, data, more = [], [], True
-        rows.append([path, len(content)])
-        data.append(content)
-    await _install_batch(channel, rows, data, more, deadline_s)
-
-
-async def _install_batch(
-    channel: Channel, rows: list[list[object]], data: list[bytes], more: bool, deadline_s: float
-) -> None:
-    header: dict[str, object] = {"op": "install", "files": rows, "more": more}
-    answer, _ = await channel.request(header, b"".join(data), deadline_s)
-    if "fault" in answer:
-        raise SandboxError(
-            f"the template cannot be installed: {answer['fault'][1]}", field="template", received=rows[:3]
-        )
 
 
 async def _greet(channel: Channel, sandbox: MachineSandbox, deadline_s: float) -> None:

@@ -20,12 +20,12 @@ from pathlib import Path
 from etude.errors import ConfigError, ResourceError, SandboxError
 from etude.sandbox.channel import Channel
 from etude.sandbox.errors import SnapshotError, Unsupported
+from etude.sandbox.installing import install_template
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
 from etude.sandbox.reaping import WorkDirectory
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft, this_machine
-from etude.sandbox.template import Template
 from etude.sandbox.types import Capabilities, SnapshotKind
 from etude.sandbox.vm.arrivals import Arrivals, check_offer
 from etude.sandbox.vm.image import VmImage, find_image, images_directory
@@ -36,7 +36,7 @@ from etude.sandbox.vm.state import Machine, start_machine, to_the_end
 from etude.sandbox.vm.templates import WarmTemplates
 
 INSTALL_S = 120.0
-_INSTALL_BYTES = 16 << 20
+_SHORTEST_LIFE_S = 1e-3
 """Files of a template travel in pieces of about this size."""
 
 
@@ -120,7 +120,9 @@ class VmBackend(MachineBackend):
         channel = self._connect(sandbox, machine, 1)
         try:
             # Without waiting for the greeting in between: both requests are answered in order.
-            await asyncio.gather(machine.wake(channel), _install(channel, sandbox.spec.template))
+            await asyncio.gather(
+                machine.wake(channel), install_template(channel, sandbox.spec.template, INSTALL_S)
+            )
         except BaseException as error:
             channel.close(f"the sandbox did not start: {error}")
             raise
@@ -212,7 +214,11 @@ class VmBackend(MachineBackend):
                 mark = machine.qemu.qmp.mark
                 next_id = await self._send_away(sandbox, machine, ticket)
                 stop_s = _time_of("STOP", machine, mark)
-                remaining_s = None if sandbox.expires_s is None else max(0.0, sandbox.expires_s - time.time())
+                remaining_s = (
+                    None
+                    if sandbox.expires_s is None
+                    else max(_SHORTEST_LIFE_S, sandbox.expires_s - time.time())
+                )
                 moved = await target.adopt(ticket.id, self.copied_spec(sandbox), remaining_s, next_id)
             except BaseException:
                 await asyncio.shield(target.abandon(ticket.id))
@@ -376,21 +382,6 @@ class VmBackend(MachineBackend):
             return
         await take_back(machine)
         await machine.wake(sandbox.channel)
-
-
-async def _install(channel: Channel, template: Template) -> None:
-    """Puts a template's files into the guest."""
-    rows: list[list[object]] = []
-    data: list[bytes] = []
-    size, more = 0, False
-    for path, content in template.contents.items():
-        if rows and size + len(content) > _INSTALL_BYTES:
-            await channel.request({"op": "install", "files": rows, "more": more}, b"".join(data), INSTALL_S)
-            rows, data, size, more = [], [], 0, True
-        rows.append([path, len(content)])
-        data.append(content)
-        size += len(content)
-    await channel.request({"op": "install", "files": rows, "more": more}, b"".join(data), INSTALL_S)
 
 
 def _fields(hardware: Hardware) -> dict[str, object]:
