@@ -162,7 +162,8 @@ def edit_some(index: GrepIndex, seed: int) -> None:
 async def time_edits(index: GrepIndex, lines: list[str]) -> dict[str, float]:
     """Searches with edits on top: 100 files in an overlay; a file written on disk and found by a watcher."""
     maker = PatternMaker(lines, seed=5)
-    queries = [maker.identifier() for _ in range(40)]
+    drawn = (maker.identifier() for _ in range(80))
+    queries = [query for query in drawn if num_files(index.root, query) <= SELECTIVE_FILES]
     plain = [(await measured(index.search(query)))[1] for query in queries]
     with index.overlay() as overlay:
         for number in range(100):

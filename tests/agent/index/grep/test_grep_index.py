@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from grep_builders import judged, make_tree
 
-from etude.agent.index.grep import GrepIndex, GrepQuery, Progress
+from etude.agent.index.grep import GrepIndex, GrepQuery, Progress, index_key
 from etude.agent.index.grep import builder as building
 from etude.errors import ConfigError, ResourceError, StoreError
 
@@ -48,6 +48,12 @@ def test_many_segments_made_by_processes_find_the_same(tmp_path: Path) -> None:
     assert len(list((tmp_path / "index").glob("segment-*"))) > 3
     assert (heard[-1].done_files, heard[-1].num_files) == (60, 60)
     assert heard == sorted(heard, key=lambda progress: progress.done_bytes)
+
+
+def test_keys_differ_by_content_and_options() -> None:
+    keys = [index_key("a"), index_key("b"), index_key("a", hidden=True), index_key("a", no_ignore=True)]
+    assert len(set(keys)) == 4
+    assert index_key("a") == keys[0]
 
 
 def test_an_empty_tree_has_an_index(tmp_path: Path) -> None:
@@ -129,6 +135,16 @@ def test_an_open_index_survives_updates_by_another(tmp_path: Path) -> None:
         (tree / f"fresh{number}.py").write_text("fresh_name\n")
         asyncio.run(index.update())
     check(other, "name_1", "name_33")
+
+
+def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
+    index = asyncio.run(GrepIndex.build(many(tmp_path / "tree"), tmp_path / "index"))
+    for name in ("segment-0123456789abcdef", ".segment-0123456789abcdef.77.tmp", "notes.txt"):
+        (tmp_path / "index" / name).write_bytes(b"x")
+    asyncio.run(index.update())
+    left = {path.name.partition("-")[0] for path in (tmp_path / "index").iterdir()}
+    assert left == {"manifest.json", "lock", "ranks", "tree", "segment", "notes.txt"}
+    assert len(list((tmp_path / "index").glob("*segment*"))) == 1
 
 
 def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from etude.agent.index.grep.builder import Progress
 from etude.agent.index.grep.index import GrepIndex
+from etude.agent.index.grep.manifest import index_key
 from etude.agent.index.grep.overlay import Overlay
 from etude.agent.index.grep.query import GrepMatch, GrepMatches, GrepQuery, GrepResult
 from etude.agent.index.grep.watch import Watcher
@@ -15,4 +16,5 @@ __all__ = [
     "Overlay",
     "Progress",
     "Watcher",
+    "index_key",
 ]

@@ -2,7 +2,7 @@
 
     Jobs ──> worker process: one segment at a time ──> lines of progress ──> the caller's callback
 
-Memory is bounded by the size of a segment, not by that of the tree: about 450 MB per process at the default
+Memory is bounded by the size of a segment, not by that of the tree: about 660 MB per process at the default
 of 64 MB of text. A file that vanishes meanwhile is left out; one that cannot be read is always a candidate.
 """
 

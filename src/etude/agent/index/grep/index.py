@@ -32,7 +32,7 @@ from etude.agent.index.grep.overlay import Overlay, above_paths
 from etude.agent.index.grep.query import GrepQuery, GrepResult
 from etude.agent.index.grep.ripgrep import Ripgrep, sort_key
 from etude.agent.index.grep.search import Base, Searcher
-from etude.agent.index.grep.segment import Document, Flags, Segment
+from etude.agent.index.grep.segment import Flags, Segment
 from etude.agent.index.grep.tree import scan, stat_file, walk_flags
 from etude.errors import StoreError
 
@@ -221,35 +221,33 @@ def _compare(
     listed = set(files)
     known: set[bytes] = set()
     entries: list[SegmentEntry] = []
-    base = os.fsencode(root)
     for entry, segment in zip(contents.manifest.segments, contents.segments, strict=True):
-        dead = set(entry.dead)
-        alive = segment.alive.tolist()
-        for number, path in enumerate(segment.paths()):
-            if not alive[number]:
-                continue
-            asked = (
-                suspects is None or path in suspects or any(above in suspects for above in above_paths(path))
-            )
-            if path in listed and (
-                not asked or _same(base, segment.document(number), contents.manifest.scanned_ns)
-            ):
-                known.add(path)
-            else:
-                dead.add(number)
+        same = _same(segment, os.fsencode(root), contents.manifest.scanned_ns, listed, suspects)
+        known |= {path for path, is_same in same if is_same}
+        dead = {number for number, (_, is_same) in enumerate(same) if not is_same}
         entries.append(replace(entry, dead=tuple(sorted(dead))))
     return [path for path in files if path not in known], entries
 
 
-def _same(root: bytes, document: Document, scanned_ns: int) -> bool:
-    """Whether a file has the content that was indexed: by size and time, by hash in doubt."""
-    status = stat_file(root, document.path)
-    if status is None or status.st_size != document.size_bytes:
-        return False
-    if status.st_mtime_ns == document.mtime_ns and status.st_mtime_ns < scanned_ns - _RACY_NS:
-        return True
-    found = read_file(root, document.path)
-    return found is not None and found[0].digest == document.digest and not document.flags & Flags.ALWAYS
+def _same(
+    segment: Segment, root: bytes, scanned_ns: int, listed: set[bytes], suspects: set[bytes] | None
+) -> list[tuple[bytes, bool]]:
+    """Each document and whether it is alive, listed and as it was: by size and time, by its hash in doubt."""
+    sizes_bytes, mtimes_ns = segment.sizes_bytes.tolist(), segment.mtimes_ns.tolist()
+
+    def is_same(number: int, path: bytes) -> bool:
+        if suspects is not None and path not in suspects and suspects.isdisjoint(above_paths(path)):
+            return True
+        status = stat_file(root, path)
+        if status is None or status.st_size != sizes_bytes[number]:
+            return False
+        if status.st_mtime_ns == mtimes_ns[number] and status.st_mtime_ns < scanned_ns - _RACY_NS:
+            return True
+        found, document = read_file(root, path), segment.document(number)
+        return found is not None and found[0].digest == document.digest and not document.flags & Flags.ALWAYS
+
+    documents = enumerate(zip(segment.paths(), segment.alive.tolist(), strict=True))
+    return [(path, alive and path in listed and is_same(number, path)) for number, (path, alive) in documents]
 
 
 def _merge_small(

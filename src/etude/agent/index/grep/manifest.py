@@ -15,6 +15,7 @@ import base64
 import fcntl
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,10 +32,21 @@ from etude.agent.index.grep.segment import FORMAT, Segment, write_file
 from etude.agent.index.grep.tree import Tree
 from etude.errors import ConfigError, StoreError
 
-__all__ = ["Contents", "Manifest", "SegmentEntry", "new_name", "open_contents", "read_manifest", "writing"]
+__all__ = [
+    "Contents",
+    "Manifest",
+    "SegmentEntry",
+    "index_key",
+    "new_name",
+    "open_contents",
+    "read_manifest",
+    "writing",
+]
 
 _NAME = "manifest.json"
 _TRIES = 5
+_OURS = re.compile(r"\.?(segment|tree|ranks|manifest)[-.][\w.-]+")
+"""Names that may be removed: whoever names a directory with other things in it shall not lose them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,11 @@ class Contents:
         return Tree((), frozenset(parts[0]), tuple(parts[1]), tuple(parts[2]))
 
 
+def index_key(content: str, *, hidden: bool = False, no_ignore: bool = False) -> str:
+    """A name for an index of `content` (a commit, a template's digest) in this format with these options."""
+    return xxhash.xxh3_128_hexdigest(json.dumps([content, FORMAT, hidden, no_ignore]).encode())
+
+
 def new_name(kind: str) -> str:
     """A file name that was never used."""
     return f"{kind}-{uuid.uuid4().hex[:16]}"
@@ -118,7 +135,7 @@ def write_manifest(into: Path, manifest: Manifest) -> None:
     _write_checked(into / _NAME, json.dumps(fields).encode())
     kept = manifest.files()
     for path in into.iterdir():
-        if path.name not in kept:
+        if path.name not in kept and _OURS.fullmatch(path.name):
             path.unlink(missing_ok=True)
 
 

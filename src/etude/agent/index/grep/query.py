@@ -79,7 +79,16 @@ class FileMatches:
     """The matching lines of one file as ripgrep printed them, `12:text` each; read only when asked for."""
 
     path: bytes
-    text: bytes
+    printed: bytes
+    """What ripgrep printed, of this file and perhaps of others."""
+    start: int
+    end: int
+    """Where in it this file's lines are."""
+
+    @property
+    def text(self) -> bytes:
+        """This file's part."""
+        return self.printed[self.start : self.end]
 
     def matches(self) -> Iterator[GrepMatch]:
         """The lines in order."""
@@ -91,14 +100,18 @@ class FileMatches:
 
     def __len__(self) -> int:
         """Number of matching lines."""
-        if b": WARNING: " not in self.text and b": binary file " not in self.text:
-            return self.text.count(b"\n") + (not self.text.endswith(b"\n") and bool(self.text))
+        if self.start == self.end:
+            return 0
+        where = (self.start, self.end)
+        if self.printed.find(b": WARNING: ", *where) < 0 and self.printed.find(b": binary file ", *where) < 0:
+            return self.printed.count(b"\n", *where) + (not self.printed.endswith(b"\n", *where))
         return sum(1 for _ in self.matches())
 
     def first(self, count: int) -> FileMatches:
         """Only the first `count` lines."""
         lines = [line for line in self.text.split(b"\n") if line.partition(b":")[0].isdigit()]
-        return FileMatches(self.path, b"\n".join(lines[:count]))
+        kept = b"\n".join(lines[:count])
+        return FileMatches(self.path, kept, 0, len(kept))
 
 
 class GrepMatches(Sequence[GrepMatch]):

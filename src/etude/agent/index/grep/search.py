@@ -8,7 +8,7 @@ import heapq
 import os
 import tempfile
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -222,7 +222,7 @@ class Searcher:
             for number, path in enumerate(paths):
                 (links / str(number)).symlink_to(self.base.root / os.fsdecode(path))
             found = await self._run(query, [b""], links, "--no-ignore", "--hidden", follow=True)
-        named = [FileMatches(paths[int(file.path)], file.text) for file in found.files]
+        named = [replace(file, path=paths[int(file.path)]) for file in found.files]
         return _Found(named, found.cut, found.complaints)
 
     async def _mirrored(self, query: GrepQuery, path: bytes, changes: Changes | None) -> _Found:
