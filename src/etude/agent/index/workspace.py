@@ -1,0 +1,129 @@
+"""Search over one session's workspace: the template's index, with the session's edits laid over it.
+
+Nothing is scanned. Tools say which files they changed. Once a command has run, nobody knows what it touched
+and what it left behind still touches: from then on each search asks the sandbox for what differs from the
+template, which it knows from its file system. Until an index is built, and where the changes are too many for
+a diff, the sandbox searches by itself: the matches are the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import xxhash
+
+from etude.agent.index import grep, semantic
+from etude.agent.tools.ports import CodeHit, CodeHits, GrepRequest
+from etude.agent.tools.state import HARNESS_DIRECTORY
+from etude.errors import AgentError, ToolArgumentError
+from etude.sandbox.errors import DiffTooLargeError
+from etude.sandbox.interface import Sandbox
+from etude.sandbox.types import GrepMatch
+
+_MOST_BYTES = 8 << 20
+"""Larger edited files are not searched, as in the sandbox."""
+
+
+class WorkspaceSearch:
+    """Implements `CodeSearch`. Of one session; the indexes under it are shared by many.
+
+    Either overlay may be missing: without `matching` the sandbox greps by itself, without `meaning` there is
+    no semantic search.
+    """
+
+    def __init__(
+        self, sandbox: Sandbox, matching: grep.Overlay | None, meaning: semantic.Overlay | None
+    ) -> None:
+        self._sandbox = sandbox
+        self._matching = matching
+        self._meaning = meaning
+        self._changed: set[str] = set()
+        self._commands_ran = False
+        self._known: dict[str, str] = {}
+        """Paths that differ from the template -> digest of what the overlays hold."""
+        self._refreshing = asyncio.Lock()
+
+    def changed(self, path: str) -> None:
+        """See CodeSearch."""
+        self._changed.add(path)
+
+    def changed_somewhere(self) -> None:
+        """See CodeSearch."""
+        self._commands_ran = True
+
+    async def grep(self, request: GrepRequest) -> Sequence[GrepMatch]:
+        """See CodeSearch."""
+        if self._matching is None or not await self._refresh():
+            pattern = f"(?i){request.pattern}" if request.ignore_case else request.pattern
+            return await self._sandbox.files.grep(pattern, request.path, request.limit)
+        query = grep.GrepQuery(
+            request.pattern,
+            ignore_case=request.ignore_case,
+            globs=request.globs,
+            path="" if request.path == "." else request.path,
+            limit=request.limit,
+        )
+        result = await self._matching.search(query)
+        return [GrepMatch(match.path, match.line_number, match.line) for match in result.matches]
+
+    async def semantic(self, query: str, limit: int, path: str = ".") -> CodeHits:
+        """See CodeSearch. Raises ToolArgumentError where there is no index."""
+        if self._meaning is None:
+            raise ToolArgumentError("no semantic index here: use grep", field="query")
+        current = await self._refresh()
+        paths = None if path == "." else [path, f"{path}/**"]
+        result = await self._meaning.search(query, limit, paths)
+        hits = [
+            CodeHit(hit.path, hit.first_line, hit.last_line, hit.symbol, hit.score, hit.text)
+            for hit in result.hits
+        ]
+        return CodeHits(tuple(hits), result.complete and current)
+
+    def close(self) -> None:
+        """Removes what the overlays keep on disk."""
+        if self._matching is not None:
+            self._matching.close()
+
+    async def _refresh(self) -> bool:
+        """Brings the overlays up to date; False where the changes are too many to be carried."""
+        async with self._refreshing:
+            if self._commands_ran:
+                self._changed.clear()
+                try:
+                    await self._take_diff(await self._sandbox.diff())
+                except DiffTooLargeError:
+                    return False
+            while self._changed:
+                path = self._changed.pop()
+                self._take(path, await self._content(path))
+        return True
+
+    async def _take_diff(self, differing: Mapping[str, bytes | None]) -> None:
+        """What no longer differs has its old content back."""
+        for path in self._known.keys() - differing.keys():
+            self._take(path, await self._content(path))
+            self._known.pop(path, None)
+        for path, content in differing.items():
+            self._take(path, content)
+
+    async def _content(self, path: str) -> bytes | None:
+        try:
+            return await self._sandbox.files.read(path, _MOST_BYTES)
+        except AgentError:
+            return None
+
+    def _take(self, path: str, content: bytes | None) -> None:
+        if path == HARNESS_DIRECTORY or path.startswith(HARNESS_DIRECTORY + "/"):
+            return
+        digest = "" if content is None else xxhash.xxh3_128_hexdigest(content)
+        if self._known.get(path) == digest:
+            return
+        self._known[path] = digest
+        for overlay in (self._matching, self._meaning):
+            if overlay is None:
+                continue
+            if content is None:
+                overlay.remove(path)
+            else:
+                overlay.write(path, content)

@@ -1,0 +1,133 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from etude.agent.index.semantic import HashingEmbedder
+from etude.agent.index.trees import IndexProgress, TreeIndex
+from etude.agent.index.workspace import WorkspaceSearch
+from etude.agent.tools.ports import GrepRequest
+from etude.errors import ToolArgumentError
+from etude.sandbox.errors import DiffTooLargeError
+from etude.sandbox.fake import MemoryBackend
+from etude.sandbox.template import Template
+
+FILES = {
+    "lib/tally.py": "def tally(xs):\n    return sum(xs)\n",
+    "lib/tags.py": "def tags(text):\n    return text.split(',')\n",
+    "README.md": "tally counts\n",
+}
+
+
+def with_search(tmp_path: Path, use, embedder=None):
+    """Runs `use(sandbox, search)` on a sandbox and the built index of its template."""
+    for path, text in FILES.items():
+        (tmp_path / "tree" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / path).write_text(text)
+
+    async def run():
+        sandbox = await MemoryBackend().create(Template(FILES))
+        index = TreeIndex(tmp_path / "tree", tmp_path / "state", "key", embedder or HashingEmbedder())
+        seen: list[IndexProgress] = []
+        await index.start(seen.append)
+        await index.ready()
+        search = index.search(sandbox)
+        try:
+            return await use(sandbox, search)
+        finally:
+            search.close()
+            await index.close()
+            await index.close()
+            assert {progress.stage.split(":")[0] for progress in seen} >= {"semantic"}
+
+    return asyncio.run(run())
+
+
+def found(matches):
+    return [(match.path, match.line_number) for match in matches]
+
+
+@pytest.mark.parametrize("told", ["tool", "command"])
+def test_searches_see_edits_at_once(tmp_path, told):
+    async def use(sandbox, search):
+        assert found(await search.grep(GrepRequest("tally"))) == [("README.md", 1), ("lib/tally.py", 1)]
+        await sandbox.files.write("lib/more.py", "import tally\n")
+        await sandbox.files.write("lib/tally.py", "# gone\n\ndef count(xs):\n    return len(xs)\n")
+        await sandbox.files.remove("README.md")
+        if told == "command":
+            search.changed_somewhere()
+        else:
+            for path in ("lib/more.py", "lib/tally.py", "README.md"):
+                search.changed(path)
+        assert found(await search.grep(GrepRequest("tally"))) == [("lib/more.py", 1)]
+        assert found(await search.grep(GrepRequest("def \\w+", path="lib"))) == [
+            ("lib/tags.py", 1),
+            ("lib/tally.py", 3),
+        ]
+        hits = await search.semantic("count", 3, "lib")
+        assert ("lib/tally.py", 3) in [(hit.path, hit.first_line) for hit in hits.hits]
+
+    with_search(tmp_path, use)
+
+
+def test_what_is_put_back_is_found_again(tmp_path):
+    async def use(sandbox, search):
+        search.changed_somewhere()
+        await sandbox.files.write("lib/tally.py", "x = 1\n")
+        assert found(await search.grep(GrepRequest("def tally"))) == []
+        await sandbox.files.write("lib/tally.py", FILES["lib/tally.py"])
+        assert found(await search.grep(GrepRequest("def tally"))) == [("lib/tally.py", 1)]
+
+    with_search(tmp_path, use)
+
+
+def test_the_harness_s_own_files_are_not_indexed(tmp_path):
+    async def use(sandbox, search):
+        await sandbox.files.write(".etude/history/001.md", "tally of old\n")
+        search.changed_somewhere()
+        assert found(await search.grep(GrepRequest("of old"))) == []
+
+    with_search(tmp_path, use)
+
+
+def test_too_many_changes_leave_the_search_to_the_sandbox(tmp_path):
+    async def use(sandbox, search):
+        async def too_large():
+            raise DiffTooLargeError("the changes are too large")
+
+        sandbox.diff = too_large
+        await sandbox.files.write("lib/more.py", "import tally\n")
+        search.changed_somewhere()
+        matches = await search.grep(GrepRequest("tally", limit=10))
+        assert ("lib/more.py", 1) in found(matches)
+        assert not (await search.semantic("tally", 3)).complete
+
+    with_search(tmp_path, use)
+
+
+def test_without_an_index_the_sandbox_searches_and_meaning_is_refused():
+    async def use():
+        sandbox = await MemoryBackend().create(Template(FILES))
+        search = WorkspaceSearch(sandbox, None, None)
+        assert found(await search.grep(GrepRequest("TAGS", ignore_case=True))) == [("lib/tags.py", 1)]
+        with pytest.raises(ToolArgumentError, match="use grep"):
+            await search.semantic("tags", 3)
+
+    asyncio.run(use())
+
+
+def test_an_index_is_built_once(tmp_path):
+    class Counting(HashingEmbedder):
+        texts = 0
+
+        def embed(self, texts):
+            Counting.texts += len(texts)
+            return super().embed(texts)
+
+    async def use(sandbox, search):
+        return (await search.semantic("tally", 1)).hits[0].path
+
+    first = with_search(tmp_path, use, Counting())
+    embedded = Counting.texts
+    assert first == with_search(tmp_path, use, Counting())
+    assert Counting.texts - embedded <= 2  # the questions alone
