@@ -98,56 +98,6 @@ def test_eval_prints_a_table_and_json(run: RunDirectory, monkeypatch: pytest.Mon
     assert etude("eval", str(run.path), "--split", "train").exit_code == 2
 
 
-def session(**files: str | None) -> dict[str, Any]:
-    turn = {"text": "<read_file>", "results": ["1\tdef tally(xs):"]}
-    return {"turns": [turn], "diff": "-old [x]\n+new", "status": "done", "files": files}
-
-
-@pytest.fixture
-def workspace(tmp_path: Path) -> Path:
-    path = tmp_path / "mine"
-    (path / "lib").mkdir(parents=True)
-    (path / "lib" / "a.py").write_text("old\n")
-    (path / "gone.py").write_text("gone\n")
-    return path
-
-
-def test_the_agent_shows_its_diff_and_writes_only_when_asked(
-    run: RunDirectory, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    changes = {"lib/a.py": "new\n", "gone.py": None, "new/b.py": "b\n"}
-    stand_in(monkeypatch, "etude.controller.agent", "run_agent", lambda *arguments: session(**changes))
-    shown = etude("agent", "--run", str(run.path), str(workspace))
-    assert "def tally" in shown.stdout
-    assert "-old [x]" in shown.stdout
-    assert "--apply" in shown.stderr
-    assert (workspace / "lib" / "a.py").read_text() == "old\n"
-    assert etude("agent", "--run", str(run.path), str(workspace), "--apply").exit_code == 0
-    assert (workspace / "lib" / "a.py").read_text() == "new\n"
-    assert (workspace / "new" / "b.py").read_text() == "b\n"
-    assert not (workspace / "gone.py").exists()
-
-
-@pytest.mark.parametrize("path", ["../outside.py", "/tmp/outside.py", "link/outside.py", "."])
-def test_changes_never_leave_the_directory(
-    run: RunDirectory, workspace: Path, monkeypatch: pytest.MonkeyPatch, path: str
-) -> None:
-    (workspace / "link").symlink_to(workspace.parent)
-    changes = {"lib/a.py": "new\n", path: "stolen\n"}
-    stand_in(monkeypatch, "etude.controller.agent", "run_agent", lambda *arguments: session(**changes))
-    result = etude("agent", "--run", str(run.path), str(workspace), "--apply")
-    assert result.exit_code == 2
-    assert "nothing was written" in result.stderr
-    assert (workspace / "lib" / "a.py").read_text() == "old\n"
-    assert not (workspace.parent / "outside.py").exists()
-
-
-def test_the_agent_needs_a_directory(run: RunDirectory, tmp_path: Path) -> None:
-    result = etude("agent", "--run", str(run.path), str(tmp_path / "none"))
-    assert result.exit_code == 2
-    assert "is not a directory" in result.stderr
-
-
 @pytest.fixture
 def stored(run: RunDirectory) -> RunDirectory:
     TrajectoryLog(run.trajectories).append([make_group(number) for number in range(2)])
@@ -228,26 +178,11 @@ def test_every_field_of_the_reference_is_documented() -> None:
     assert [row for row in rows if row.rstrip("| ").count("|") < 4] == []
 
 
-def test_an_error_of_the_agent_has_no_traceback(
-    run: RunDirectory, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_agent_has_no_traceback(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> Any:
         raise ToolArgumentError("too large", field="PATH")
 
-    stand_in(monkeypatch, "etude.controller.agent", "run_agent", fail)
-    result = etude("agent", "--run", str(run.path), str(workspace))
+    stand_in(monkeypatch, "etude.controller.evaluate", "evaluate_run", fail)
+    result = etude("eval", str(run.path))
     assert result.exit_code == 2
     assert "PATH: too large" in result.stderr
-
-
-def test_control_characters_of_an_agent_never_reach_the_terminal(
-    run: RunDirectory, workspace: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    turn = {"text": "\x1b[2Jhidden\x9b", "results": ["\x1b]0;title\x07", "a\tb"]}
-    made = {"turns": [turn], "diff": "+\x1b[8m", "status": "done", "files": {}}
-    stand_in(monkeypatch, "etude.controller.agent", "run_agent", lambda *arguments: made)
-    result = etude("agent", "--run", str(run.path), str(workspace))
-    assert "\x1b" not in result.stdout
-    assert "\x9b" not in result.stdout
-    assert "\x07" not in result.stdout
-    assert "hidden" in result.stdout

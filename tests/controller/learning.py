@@ -17,7 +17,7 @@ import torch
 from blake3 import blake3
 
 import etude
-from etude.agent import default_registry
+from etude.agent import core_registry
 from etude.config import RunConfig
 from etude.controller.corpus import make_documents, make_renderer
 from etude.model import Qwen3Moe
@@ -139,7 +139,7 @@ def _digest() -> str:
 def _sessions(count: int) -> list[ScriptedSession]:
     controls = _controls()
     renderer = Renderer(
-        train_tokenizer([], 256 + len(controls), controls), XmlGrammar(default_registry().schemas)
+        train_tokenizer([], 256 + len(controls), controls), XmlGrammar(core_registry().schemas)
     )
 
     async def play() -> list[ScriptedSession]:
@@ -152,7 +152,7 @@ def _sessions(count: int) -> list[ScriptedSession]:
 
 
 def _controls() -> list[str]:
-    return [*ETUDE_TEMPLATE.control_tokens, *XmlGrammar(default_registry().schemas).control_tokens()]
+    return [*ETUDE_TEMPLATE.control_tokens, *XmlGrammar(core_registry().schemas).control_tokens()]
 
 
 def _texts(sessions: Iterable[ScriptedSession]) -> list[str]:

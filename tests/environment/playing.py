@@ -9,7 +9,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.agent import ScriptedSampler, SessionLimits, default_registry
+from etude.agent import ScriptedSampler, SessionLimits, core_registry
 from etude.config import RewardConfig
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.records import SamplingParams, Task, ToolCall, Trajectory, TrajectoryId
@@ -57,7 +57,7 @@ FAILS: tuple[Turn, ...] = ((READ,), (SPOIL,), (TEST,), (FINISH,))
 @cache
 def renderer() -> Renderer:
     """One renderer for all tests: its tokenizer knows bytes and tags only."""
-    grammar = XmlGrammar(default_registry().schemas)
+    grammar = XmlGrammar(core_registry().schemas)
     controls = [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()]
     return Renderer(train_tokenizer([], 256 + len(controls), controls), grammar)
 

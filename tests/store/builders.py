@@ -205,6 +205,97 @@ def trajectories(draw: st.DrawFn, index: int = 0) -> Trajectory:
 
 
 @st.composite
+def trees(draw: st.DrawFn) -> Trajectory:
+    """Whole trees: chains of summaries, forks, rewrites and sub-agents, as harness and recorder make them."""
+    identity = TrajectoryId("run", draw(texts), 0, 0, 0)
+    made: list[Segment] = []
+    turns: list[Turn] = []
+    for number in range(draw(st.integers(1, 5))):
+        segment, said = draw(_tree_segment(str(identity), number, made))
+        made.append(segment)
+        turns += said
+    reward = draw(st.none() | st.builds(RewardBreakdown, finite, st.dictionaries(texts, finite, max_size=2)))
+    return Trajectory(identity, tuple(made), tuple(turns), draw(st.sampled_from(Status)), reward=reward)
+
+
+@st.composite
+def _tree_segment(
+    draw: st.DrawFn, identity: str, number: int, earlier: list[Segment]
+) -> tuple[Segment, list[Turn]]:
+    """A segment that leaves one of the `earlier`, and the agent's messages in it."""
+    relation, agent_id, parent = Relation.ROOT, "main", None
+    tokens: list[int] = []
+    if earlier:
+        relation = draw(st.sampled_from([one for one in Relation if one is not Relation.ROOT]))
+        before = draw(st.sampled_from(earlier))
+        offset = draw(st.integers(0, len(before.tokens)))
+        parent = (before.id, len(before.tokens) if relation is Relation.SUMMARY else offset)
+        agent_id = f"agent-{number}" if relation is Relation.SUBAGENT else before.agent_id
+        tokens = before.tokens[:offset].tolist() if relation is Relation.FORK else []
+    spans = [TurnSpan(0, len(tokens), "system")] if tokens else []
+    sampled = [False] * len(tokens)
+    turns: list[Turn] = []
+    name = f"{identity}#{number}"
+    for _ in range(draw(st.integers(0, 3))):
+        given = draw(st.lists(st.integers(0, 99), min_size=1, max_size=4))
+        spans.append(TurnSpan(len(tokens), len(tokens) + len(given), "tool" if turns else "user"))
+        said = draw(st.lists(st.integers(0, 99), min_size=1, max_size=4))
+        start = len(tokens) + len(given)
+        tokens += [*given, *said]
+        sampled += [False] * len(given) + [True] * len(said)
+        spans.append(TurnSpan(start, len(tokens), "assistant"))
+        made = tuple(draw(st.lists(calls, max_size=2)))
+        answers = tuple(draw(results) for _ in made)
+        turns.append(Turn(name, start, len(tokens), draw(wild_texts), made, answers))
+    version = tuple(VersionSpan(turn.start, turn.end, draw(versions)) for turn in turns)
+    logprobs = np.array([-0.5 if one else 0.0 for one in sampled], dtype=np.float32)
+    segment = Segment(
+        id=name,
+        trajectory_id=identity,
+        tokens=np.array(tokens, dtype=np.int32),
+        sampled=np.array(sampled, dtype=np.bool_),
+        logprobs=logprobs,
+        version_spans=version,
+        kv_oldest_spans=version,
+        turn_spans=tuple(spans),
+        sampling=SamplingParams(),
+        tokenizer_digest="t",
+        template_digest="m",
+        agent_id=agent_id,
+        parent=parent,
+        relation=relation,
+    )
+    return segment, turns
+
+
+def make_chain(num_contexts: int = 3, **changes: Any) -> Trajectory:
+    """A session that summarised its context `num_contexts - 1` times: each context a call, then a summary."""
+    one = make_trajectory(num_tokens=40, num_turns=2)
+    (first,) = one.segments
+    made: list[Segment] = []
+    turns: list[Turn] = []
+    for number in range(num_contexts):
+        name = f"{one.id}#{number}"
+        parent = (made[-1].id, len(made[-1].tokens)) if made else None
+        relation = Relation.SUMMARY if made else Relation.ROOT
+        opening = TurnSpan(0, 10, "user")
+        tokens = first.tokens + number
+        spans = (opening, *first.turn_spans)
+        made.append(
+            dataclasses.replace(
+                first, id=name, tokens=tokens, turn_spans=spans, relation=relation, parent=parent, routes=None
+            )
+        )
+        called, last = (dataclasses.replace(turn, segment_id=name) for turn in one.turns)
+        turns.append(called)
+        is_summary = number + 1 < num_contexts
+        turns.append(
+            dataclasses.replace(last, text=f"summary {number}", calls=(), results=()) if is_summary else last
+        )
+    return dataclasses.replace(one, segments=tuple(made), turns=tuple(turns), **changes)
+
+
+@st.composite
 def groups(draw: st.DrawFn, first_index: int = 0) -> Group:
     size = draw(st.integers(0, 3))
     members = tuple(draw(trajectories(first_index + offset)) for offset in range(size))

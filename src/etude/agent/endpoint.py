@@ -178,7 +178,7 @@ class EndpointSampler(Sampler):
                     await self._refuse(response)
                 if "json" in response.headers.get("content-type", ""):
                     return read_document((await response.aread()).decode("utf-8", "replace"), self.on_event)
-                return await read_stream(response.aiter_lines(), self.on_event)
+                return await read_stream(response.aiter_bytes(), self.on_event)
         except (httpx.TransportError, httpx.StreamError, httpx.DecodingError) as error:
             received = f"{type(error).__name__}: {error}".rstrip(": ")
             raise SamplerError(

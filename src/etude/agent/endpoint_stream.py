@@ -10,24 +10,20 @@ from etude.agent.endpoint_messages import Answer, CallAnswer
 from etude.errors import SamplerError
 from etude.tokens.grammar import CallStarted, ParseEvent, ReasoningDelta, TextDelta
 
-MAX_ANSWER_CHARACTERS = 16 << 20
+MAX_ANSWER_BYTES = 64 << 20
 _MAX_CALLS = 256
 _FINISHES = {"length": "length", "max_tokens": "length"}
 
 OnEvent = Callable[[ParseEvent], None]
 
 
-async def read_stream(lines: AsyncIterator[str], on_event: OnEvent) -> Answer:
-    """The answer; `on_event` hears its words as they come.
+async def read_stream(chunks: AsyncIterator[bytes], on_event: OnEvent) -> Answer:
+    """The answer in a body that comes in `chunks`; `on_event` hears its words as they come.
 
     Raises SamplerError where the stream ends before the answer does, is malformed, or carries an error.
     """
     answer = Answer()
-    size = 0
-    async for line in lines:
-        size += len(line)
-        if size > MAX_ANSWER_CHARACTERS:
-            raise SamplerError("the answer is too long", field="stream", received=size)
+    async for line in _lines(chunks):
         name, _, data = line.partition(":")
         if name != "data":
             continue  # comments, event names, blank lines
@@ -37,8 +33,23 @@ async def read_stream(lines: AsyncIterator[str], on_event: OnEvent) -> Answer:
             break
         _take(_document(data), answer, on_event)
     if answer.finish is None:
-        raise SamplerError("the stream ended before the answer did", field="stream", received=f"{size} bytes")
+        raise SamplerError("the stream ended before the answer did", field="stream", received="no end")
     return answer
+
+
+async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
+    """Lines by their newlines alone: other separators of Unicode may stand inside of JSON."""
+    rest = b""
+    size = 0
+    async for chunk in chunks:
+        size += len(chunk)
+        if size > MAX_ANSWER_BYTES:
+            raise SamplerError("the answer is too long", field="stream", received=f"{size} bytes")
+        *lines, rest = (rest + chunk).split(b"\n")
+        for line in lines:
+            yield line.decode("utf-8", "replace").rstrip("\r")
+    if rest:
+        yield rest.decode("utf-8", "replace")
 
 
 def read_document(text: str, on_event: OnEvent) -> Answer:

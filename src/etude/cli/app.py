@@ -10,8 +10,10 @@ import etude
 from etude.cli.agent import agent_command
 from etude.cli.config import config_app
 from etude.cli.doctor import doctor_command
+from etude.cli.environment import env_app
 from etude.cli.evaluate import eval_command
 from etude.cli.exits import ErrorReportingGroup
+from etude.cli.record import record_app
 from etude.cli.report import report_command
 from etude.cli.sandbox import sandbox_app
 from etude.cli.tasks import tasks_app
@@ -36,6 +38,8 @@ app.add_typer(trajectory_app)
 app.add_typer(tasks_app)
 app.add_typer(config_app)
 app.add_typer(sandbox_app)
+app.add_typer(record_app)
+app.add_typer(env_app)
 
 
 def _print_version(wanted: bool) -> None:

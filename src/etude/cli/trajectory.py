@@ -1,28 +1,32 @@
-"""`etude trajectory list` and `etude trajectory show`."""
+"""`etude trajectory`: list, show and compare stored sessions; `replay` and `fork` are beside this."""
 
 from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 import etude
-from etude.cli.output import output_console, print_json, shown
-from etude.errors import UserError
-from etude.observe import RunDirectory
-from etude.records import Trajectory
-
-if TYPE_CHECKING:
-    from etude.store import TrajectoryLog
+from etude.cli.output import output_console, print_json
+from etude.cli.trajectory_finding import find, open_source
+from etude.cli.trajectory_printing import (
+    SessionPrinter,
+    comparison_document,
+    print_comparison,
+    turn_document,
+)
+from etude.cli.trajectory_replaying import fork_command, replay_command
+from etude.errors import ConfigError
 
 trajectory_app = typer.Typer(name="trajectory", help="Read stored trajectories.", no_args_is_help=True)
 
 RunArgument = Annotated[Path, typer.Argument(help="Run directory.")]
+ONE = "An id, or a part of one that only one has; or an ATIF file. A run before it; else those in runs/."
+EXIT_DIFFERENT = 1
 
 
 @trajectory_app.command("list")
@@ -32,7 +36,7 @@ def list_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """List the stored trajectories in the order in which they were collected."""
-    rows = list(islice(_open_log(run).summaries(), limit))
+    rows = list(islice(open_source(run).open().summaries(), limit))
     if as_json:
         print_json([{**_identity(row.id), "status": row.status, "reward": row.reward} for row in rows])
         return
@@ -49,62 +53,61 @@ def list_command(
 
 @trajectory_app.command("show")
 def show_command(
-    run: RunArgument,
-    identity: Annotated[str, typer.Argument(metavar="ID", help="The id, or an ending that only one has.")],
+    words: Annotated[list[str], typer.Argument(metavar="[RUN] ID", help=ONE)],
+    turn: Annotated[int | None, typer.Option(help="This turn only, from 1.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show every token with its logprob.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, tokens included.")] = False,
     as_atif: Annotated[bool, typer.Option("--atif", help="Print as ATIF JSON.")] = False,
 ) -> None:
-    """Show one session turn by turn."""
-    trajectory = _find(_open_log(run), identity)
+    """Show one session turn by turn, its contexts and summaries."""
+    (found,) = find(words, 1)
+    trajectory = found.trajectory
+    if turn is not None and not 1 <= turn <= len(trajectory.turns):
+        raise ConfigError(
+            "there is no such turn",
+            field="--turn",
+            received=turn,
+            fix=f"a number from 1 to {len(trajectory.turns)}",
+        )
     from etude.store import trajectory_to_atif
     from etude.store.documents import trajectory_document
 
     if as_atif:
-        print_json(trajectory_to_atif(trajectory, agent_version=etude.__version__))
+        tokenizer = found.tokenizer
+        decode = None if tokenizer is None else tokenizer.decode
+        print_json(trajectory_to_atif(trajectory, agent_version=etude.__version__, decode=decode))
+    elif as_json and turn is not None:
+        print_json(turn_document(trajectory, turn))
     elif as_json:
         arrays = [_arrays(segment) for segment in trajectory.segments]
         print_json({**trajectory_document(trajectory), "id": str(trajectory.id), "arrays": arrays})
     else:
-        _print_session(output_console(), trajectory)
+        printer = SessionPrinter(output_console(), trajectory, found.tokenizer)
+        printer.header()
+        printer.session(turn, tokens)
 
 
-def _open_log(run: Path) -> TrajectoryLog:
-    # Heavy: pyarrow comes with it.
-    from etude.store import TrajectoryLog
+@trajectory_app.command("diff")
+def diff_command(
+    words: Annotated[list[str], typer.Argument(metavar="[RUN]... A B", help=ONE)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Show where two sessions part: the first turn that differs. Exit code 1 if anything does."""
+    from etude.store.comparison import compare
 
-    return TrajectoryLog(RunDirectory.open(run).trajectories)
-
-
-def _find(log: TrajectoryLog, text: str) -> Trajectory:
-    """The trajectory whose id is `text`, or the only one whose id ends with it. Raises UserError."""
-    exact = [row.id for row in log.summaries() if str(row.id) == text]
-    found = exact or [row.id for row in log.summaries() if str(row.id).endswith(f"/{text}")]
-    if len(found) != 1:
-        raise UserError(
-            f"{len(found)} trajectories end so" if found else "no such trajectory",
-            field="ID",
-            received=text,
-            fix="`etude trajectory list RUN` shows the ids",
-        )
-    trajectory = log.find(found[0])
-    assert trajectory is not None, found
-    return trajectory
+    left, right = find(words, 2)
+    compared = compare(left.trajectory, right.trajectory)
+    if as_json:
+        print_json(comparison_document(left.trajectory, right.trajectory, compared))
+    else:
+        sides = (left.trajectory, right.trajectory)
+        print_comparison(output_console(), sides, compared, (left.tokenizer, right.tokenizer))
+    if not compared.equal:
+        raise typer.Exit(EXIT_DIFFERENT)
 
 
-def _print_session(console: Console, trajectory: Trajectory) -> None:
-    reward = trajectory.reward
-    terms = "".join(f"  {name} {value:+.2f}" for name, value in reward.terms.items()) if reward else ""
-    console.print(Text(str(trajectory.id), style="bold"))
-    cause = f" ({trajectory.cause})" if trajectory.cause else ""
-    total = "not graded" if reward is None else f"reward {reward.total:.2f}  task {reward.task:.2f}{terms}"
-    tokens = f"{trajectory.num_sampled_tokens} sampled tokens"
-    console.print(shown(f"{trajectory.status}{cause}  {total}  {tokens}  {trajectory.oldest_version or ''}"))
-    for number, turn in enumerate(trajectory.turns, start=1):
-        console.print()
-        console.print(Text(f"turn {number}", style="bold cyan"))
-        console.print(shown(turn.text))
-        for result in turn.results:
-            console.print(shown(result.output or "(empty)", "red" if result.error else "dim"))
+trajectory_app.command("replay")(replay_command)
+trajectory_app.command("fork")(fork_command)
 
 
 def _identity(identity: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,26 +12,21 @@ from numpy.typing import NDArray
 
 from etude.agent import (
     AgentSession,
-    LocalWorkspace,
     Registry,
     SessionLimits,
     SummaryPolicy,
-    Timings,
-    ToolContext,
     ToolLimits,
-    default_registry,
+    core_registry,
     run_session,
 )
 from etude.config import AgentConfig, RewardConfig, RunConfig
-from etude.environment.deferred import DeferredSandbox
 from etude.environment.grading import Verdict
-from etude.environment.rewards import compute_reward
+from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
 from etude.errors import InfrastructureError
 from etude.protocols import Sampler
 from etude.records import BlobRef, SamplingParams, Status, Task, Trajectory, TrajectoryId
 from etude.sandbox.interface import SandboxBackend
-from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
 from etude.tokens.renderer import Renderer
 
@@ -90,13 +84,12 @@ class Environment:
         registry: Registry | None = None,
     ) -> None:
         self.times = EnvironmentTimes()
-        self._backend = backend
-        self._grader = Grader(backend, limits.sandbox)
+        self._site = Site(
+            backend, Grader(backend, limits.sandbox), registry or core_registry(), limits.tools, reward
+        )
         self._renderer = renderer
         self._limits = limits
-        self._reward = reward
         self._keep_routes = keep_routes
-        self._registry = registry or default_registry()
 
     async def run(
         self,
@@ -133,45 +126,23 @@ class Environment:
     async def _attempt(
         self, task: Task, session: AgentSession, sampler: Sampler, rng_key: tuple[int, ...], attempt: int
     ) -> Trajectory:
-        template = Template(task.files, task.id)
-        sandbox = DeferredSandbox(self._backend, template, self._limits.sandbox)
+        world = EnvironmentSession.begin(self._site, task, self._limits.sandbox)
         try:
-            context = ToolContext(sandbox, self._registry, task.test_paths, self._limits.tools)
             session_id = f"{session.trajectory_id}~{attempt}"
-            timings = await run_session(session, sampler, LocalWorkspace(context), session_id, rng_key)
-            began = time.perf_counter()
-            verdict = await self._grade(task, session, sandbox)
-            graded_s = time.perf_counter() - began
+            timings = await run_session(session, sampler, world, session_id, rng_key)
+            outcome = await world.submit(session.status, session.cause)
         finally:
-            await asyncio.shield(sandbox.kill())
+            await asyncio.shield(world.close())
         self.times.tools_s += timings.tools_s
-        self.times.grade_s += graded_s
-        return self._record(session, verdict, timings, graded_s, attempt, template.digest)
-
-    async def _grade(self, task: Task, session: AgentSession, sandbox: DeferredSandbox) -> Verdict:
-        if session.status is Status.AGENT_ERROR:
-            return Verdict(False, 0, 0, session.cause, 0.0)
-        return await self._grader.grade(task, sandbox)
-
-    def _record(
-        self,
-        session: AgentSession,
-        verdict: Verdict,
-        timings: Timings,
-        graded_s: float,
-        attempt: int,
-        image_digest: str,
-    ) -> Trajectory:
-        assert session.status is not None
-        reward = compute_reward(verdict.passed, session.status, session.facts.malformed, self._reward)
+        self.times.grade_s += world.grade_s
         trajectory = session.trajectory(
             self._keep_routes,
-            reward,
+            outcome.reward,
             attempt,
-            image_digest,
-            {"sample_s": timings.sample_s, "tools_s": timings.tools_s, "grade_s": graded_s},
+            world.origin.digest,
+            {"sample_s": timings.sample_s, "tools_s": timings.tools_s, "grade_s": world.grade_s},
         )
-        return replace(trajectory, facts=_facts(trajectory, verdict))
+        return replace(trajectory, facts=_facts(trajectory, outcome.verdict))
 
 
 def _summary_policy(agent: AgentConfig) -> SummaryPolicy | None:

@@ -1,250 +1,297 @@
-"""Trajectories as ATIF, the Agent Trajectory Interchange Format of the Harbor project, version 1.4.
+"""Trajectories as ATIF, the Agent Trajectory Interchange Format of the Harbor project: written here.
 
-Each message of the agent is one `agent` step: its text, calls and results, and in `metrics` the token ids
-that the engine saw before it (`prompt_token_ids`), those it sampled (`completion_token_ids`) and their
-`logprobs`. What the format has no words for (policy versions, masks, rewards, the segment tree) stands in
-`extra.etude`, from which our own files are read back exactly. A file of another origin is read from its
-steps: it needs token ids, since nothing is ever re-tokenised here.
+Each message of the agent is one `agent` step: its words, reasoning, calls and results, and in `metrics` the
+token ids that the engine saw before it (`prompt_token_ids`), those it sampled (`completion_token_ids`) and
+their `logprobs`. Contexts of a chain, forks and rewrites follow each other; what a context begins with is a
+step of the `user` or the `system`, and the first step of each context says in `extra.etude` where it came
+from. Sub-agents are `subagent_trajectories`, referred to from the step that they left.
 
-Source: Harbor's RFC 0001, "Agent Trajectory Interchange Format", as of version 1.4.
+What the format has no words for (masks, version spans, routes, the very tree) stands in the document's
+`extra.etude`, from which our own files are read back exactly (`etude.store.atif_reading`).
+
+Source: Harbor's RFC 0001, "Agent Trajectory Interchange Format", version 1.8; of what came after 1.4 it is
+`is_copied_context` (1.5) and embedded sub-agents, `extra` of calls and results and `llm_call_count` (1.7)
+that are used here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import StoreError
-from etude.records import (
-    PolicyVersion,
-    Relation,
-    SamplingParams,
-    Segment,
-    Status,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    TrajectoryId,
-    Turn,
-    TurnSpan,
-    VersionSpan,
-)
-from etude.store.documents import trajectory_document, trajectory_from_document
+from etude.records import Relation, Segment, Trajectory, Turn
+from etude.store.documents import array_document, trajectory_document
 
-ATIF_VERSION = "ATIF-v1.4"
+ATIF_VERSION = "ATIF-v1.8"
+"""What is written; every version 1 is read."""
 
-Arrays = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32]]
+Decode = Callable[[NDArray[np.int32]], str]
+"""Token ids as text: a trajectory holds what the agent was told as tokens only."""
+
+Document = dict[str, Any]
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_REASONING = re.compile(r"(?:<think>)?(.*?)</think>", re.DOTALL)
 
 
 def trajectory_to_atif(
-    trajectory: Trajectory, *, instruction: str = "", agent_version: str = ""
-) -> dict[str, Any]:
+    trajectory: Trajectory, *, instruction: str = "", agent_version: str = "", decode: Decode | None = None
+) -> Document:
     """The trajectory as an ATIF document of plain JSON values.
 
-    `instruction` becomes the first step, from the user: a trajectory itself holds it as tokens only.
+    `instruction` becomes the first step, from the user. With `decode` what each context began with, and what
+    users said later, is told in full; without it these steps have no words.
     """
-    oldest = trajectory.oldest_version
-    agent = {"name": "etude", "version": agent_version or "0", "model_name": str(oldest) if oldest else ""}
-    steps: list[dict[str, Any]] = [{"step_id": 1, "source": "user", "message": instruction}]
-    segments = {segment.id: segment for segment in trajectory.segments}
-    for number, turn in enumerate(trajectory.turns, start=2):
-        steps.append(_agent_step(number, turn, segments.get(turn.segment_id)))
-    completions = [len(step["metrics"]["completion_token_ids"]) for step in steps[1:] if "metrics" in step]
-    prompts = [len(step["metrics"]["prompt_token_ids"]) for step in steps[1:] if "metrics" in step]
-    extra = {
-        "trajectory": trajectory_document(trajectory),
-        "arrays": [_array_document(segment) for segment in trajectory.segments],
+    parts = _take_apart(trajectory)
+    writer = _Writer(trajectory, agent_version or "0", decode)
+    root = writer.document(parts[0], instruction)
+    agents = [writer.document(part, "") for part in parts[1:]]
+    if agents:
+        root["subagent_trajectories"] = agents
+    root["extra"] = {
+        "etude": {
+            "trajectory": trajectory_document(trajectory),
+            "arrays": [array_document(segment) for segment in trajectory.segments],
+        }
     }
-    return {
-        "schema_version": ATIF_VERSION,
-        "session_id": str(trajectory.id),
-        "agent": agent,
-        "steps": steps,
-        "final_metrics": {
-            "total_prompt_tokens": sum(prompts),
-            "total_completion_tokens": sum(completions),
-            "total_steps": len(steps),
-        },
-        "extra": {"etude": extra},
-    }
+    return root
 
 
-def trajectory_from_atif(document: Mapping[str, Any]) -> Trajectory:
-    """The trajectory of an ATIF document (version 1.3 or later): exactly ours, or rebuilt from its steps.
+@dataclass(slots=True)
+class _Part:
+    """One agent's share of a trajectory: one document."""
 
-    Rebuilt trajectories have status `done`, no reward, and the policy version `<model name>@0`.
-    Raises StoreError, naming the field, where the document breaks the format or has no token ids.
-    """
-    version = document.get("schema_version")
-    if not isinstance(version, str) or not version.startswith("ATIF-v1."):
-        raise StoreError("is not ATIF version 1", field="schema_version", received=version, fix="ATIF-v1.4")
-    extra = document.get("extra")
-    ours = extra.get("etude") if isinstance(extra, Mapping) else None
-    try:
-        return _from_ours(ours) if ours is not None else _from_steps(document)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise StoreError(
-            f"is not valid ATIF: {type(error).__name__}: {error}",
-            field="extra.etude" if ours is not None else "steps",
-            fix="export the trajectory again",
-        ) from error
+    name: str
+    segments: list[tuple[Segment, list[Turn]]] = field(default_factory=list[tuple[Segment, list[Turn]]])
+    strays: list[Turn] = field(default_factory=list[Turn])
+    """Turns whose segment is not there."""
+    left: tuple[str, int] | None = None
+    """Where in its parent a sub-agent began."""
+    agents: list[_Part] = field(default_factory=list["_Part"])
 
 
-def _agent_step(number: int, turn: Turn, segment: Segment | None) -> dict[str, Any]:
-    """One message with its calls and results; `metrics` where its segment is known."""
-    step: dict[str, Any] = {"step_id": number, "source": "agent", "message": turn.text}
-    names = [f"call_{number}_{index}" for index in range(len(turn.calls))]
-    if turn.calls:
-        step["tool_calls"] = [
-            {"tool_call_id": name, "function_name": call.name, "arguments": dict(call.arguments)}
-            for name, call in zip(names, turn.calls, strict=True)
+def _take_apart(trajectory: Trajectory) -> list[_Part]:
+    """The main agent's part, then each sub-agent's. A segment goes with its parent if that came before."""
+    counts = Counter(_clean(segment.id) for segment in trajectory.segments)
+    parts = [_Part(_clean(str(trajectory.id)))]
+    owners: dict[str, _Part] = {}
+    turns: dict[str, list[Turn]] = {}
+    for turn in trajectory.turns:
+        turns.setdefault(turn.segment_id, []).append(turn)
+    for number, segment in enumerate(trajectory.segments):
+        owner = owners.get(segment.parent[0], parts[0]) if segment.parent else parts[0]
+        if segment.relation is Relation.SUBAGENT:
+            name = _clean(segment.id)
+            taken = counts[name] > 1 or name == parts[0].name
+            part = _Part(f"{name}~{number}" if taken else name, left=segment.parent)
+            owner.agents.append(part)
+            parts.append(part)
+            owner = part
+        owners.setdefault(segment.id, owner)
+        owner.segments.append((segment, turns.pop(segment.id, [])))
+    parts[0].strays = [turn for rest in turns.values() for turn in rest]
+    return parts
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Writes the documents of one trajectory."""
+
+    trajectory: Trajectory
+    version: str
+    decode: Decode | None
+    model: str = field(init=False)
+    """The oldest policy version, by which the document goes."""
+    summaries: set[tuple[str, int]] = field(init=False)
+    """(segment, offset) at which a context was summarised."""
+
+    def __post_init__(self) -> None:
+        oldest = self.trajectory.oldest_version
+        self.model = _clean(str(oldest)) if oldest else ""
+        self.summaries = {
+            segment.parent
+            for segment in self.trajectory.segments
+            if segment.parent and segment.relation is Relation.SUMMARY
+        }
+
+    def document(self, part: _Part, instruction: str) -> Document:
+        """One agent's document, without its `extra`."""
+        trajectory, steps = self.trajectory, _Steps()
+        for segment, turns in part.segments:
+            self._add_segment(steps, segment, turns)
+        for turn in part.strays:
+            steps.add(self._agent_step(turn, None, steps.next_id))
+        steps.open(_clean(instruction))
+        for agent in part.agents:
+            steps.refer(agent.left, agent.name, _clean(str(trajectory.id)))
+        agent_id = next((segment.agent_id for segment, _ in part.segments), "main")
+        reward, metrics = trajectory.reward, [step["metrics"] for step in steps.steps if "metrics" in step]
+        return {
+            "schema_version": ATIF_VERSION,
+            "session_id": _clean(str(trajectory.id)),
+            "trajectory_id": part.name,
+            "agent": {
+                "name": "etude",
+                "version": self.version,
+                "model_name": self.model,
+                "extra": {"agent_id": agent_id, "harness_digest": trajectory.harness_digest},
+            },
+            "steps": steps.steps,
+            "final_metrics": {
+                "total_prompt_tokens": sum(each["prompt_tokens"] for each in metrics),
+                "total_completion_tokens": sum(each["completion_tokens"] for each in metrics),
+                "total_steps": len(steps.steps),
+                "extra": {
+                    "status": str(trajectory.status),
+                    "cause": trajectory.cause,
+                    "reward": None if reward is None else reward.total,
+                    "reward_task": None if reward is None else reward.task,
+                    "reward_terms": {} if reward is None else dict(reward.terms),
+                    "reward_version": None if reward is None else reward.version,
+                    "timings_s": dict(trajectory.timings),
+                },
+            },
+        }
+
+    def _add_segment(self, steps: _Steps, segment: Segment, turns: Sequence[Turn]) -> None:
+        """What was given and what was sampled, in the order of the tokens."""
+        shared = segment.parent[1] if segment.parent and segment.relation is Relation.FORK else 0
+        given = [
+            (span.start, 0, span)
+            for span in segment.turn_spans
+            if span.role in ("user", "system") and span.start >= shared
         ]
-    if turn.results:
-        # A turn without any call is still answered: that result has no call to point at.
-        sources = [*names, *[None] * len(turn.results)]
-        step["observation"] = {
-            "results": [
-                {"source_call_id": source, "content": result.output}
-                for source, result in zip(sources, turn.results, strict=False)
-            ]
-        }
-    if segment is not None:
-        logprobs = segment.logprobs[turn.start : turn.end]
-        step["metrics"] = {
-            "prompt_tokens": turn.start,
-            "completion_tokens": turn.end - turn.start,
-            "prompt_token_ids": segment.tokens[: turn.start].tolist(),
-            "completion_token_ids": segment.tokens[turn.start : turn.end].tolist(),
-            "logprobs": logprobs.tolist(),
-        }
-    return step
+        said = [(turn.start, 1, turn) for turn in turns]
+        first = len(steps.steps)
+        for _, _, item in sorted([*given, *said], key=lambda entry: entry[:2]):
+            if isinstance(item, Turn):
+                steps.add(self._agent_step(item, segment, steps.next_id), (segment.id, item.end))
+            else:
+                words = self.decode(segment.tokens[item.start : item.end]) if self.decode else ""
+                steps.add({"source": item.role, "message": _clean(words)})
+        if first < len(steps.steps):
+            came = {"segment": segment.id, "relation": str(segment.relation)}
+            came |= {"parent": list(segment.parent)} if segment.parent else {}
+            ours = steps.steps[first].setdefault("extra", {}).setdefault("etude", {})
+            ours.update(came)
+
+    def _agent_step(self, turn: Turn, segment: Segment | None, number: int) -> Document:
+        """One message with its calls and results; `metrics` where its segment is known."""
+        words, reasoning = split_reasoning(_clean(turn.text))
+        step: Document = {"source": "agent", "message": words, "llm_call_count": 1}
+        if reasoning is not None:
+            step["reasoning_content"] = reasoning
+        names = [f"call_{number}_{index}" for index in range(len(turn.calls))]
+        if turn.calls:
+            step["tool_calls"] = [_call_document(name, turn, at) for at, name in enumerate(names)]
+        if turn.results:
+            # A result may be without a call: of a turn that had none.
+            sources = [*names, *[None] * len(turn.results)]
+            results = zip(sources, turn.results, strict=False)
+            step["observation"] = {"results": [_result_document(name, result) for name, result in results]}
+        if (turn.segment_id, turn.end) in self.summaries and not turn.calls:
+            step["extra"] = {"etude": {"summary": True}}
+        if segment is not None:
+            versions = list(_versions_in(segment, turn.start, turn.end))
+            model = _clean(versions[0][2]) if versions else self.model
+            # Where it is left out, it is the document's.
+            step |= {} if model == self.model else {"model_name": model}
+            step["metrics"] = _metrics(turn, segment, versions)
+        return step
 
 
-def _array_document(segment: Segment) -> dict[str, Any]:
-    """Token arrays as JSON: ids, the runs of sampled tokens as [start, end), logprobs of these."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], segment.sampled, [False]]).astype(np.int8)))
+@dataclass(slots=True)
+class _Steps:
+    """The steps of one document as they are numbered."""
+
+    steps: list[Document] = field(default_factory=list[Document])
+    ends: list[tuple[tuple[str, int], Document]] = field(
+        default_factory=list[tuple[tuple[str, int], Document]]
+    )
+    """(segment, offset) at which each agent's message ended."""
+
+    @property
+    def next_id(self) -> int:
+        return len(self.steps) + 1
+
+    def add(self, step: Document, end: tuple[str, int] | None = None) -> None:
+        self.steps.append({"step_id": self.next_id, **step})
+        if end is not None:
+            self.ends.append((end, self.steps[-1]))
+
+    def open(self, instruction: str) -> None:
+        """The user's words come first: in the first step of theirs, or in one of its own."""
+        head = next((step for step in self.steps if step["source"] != "system"), None)
+        if head is None or head["source"] != "user":
+            place = 0 if head is None else self.steps.index(head)
+            self.steps.insert(place, {"step_id": 0, "source": "user", "message": instruction})
+            for number, step in enumerate(self.steps, 1):
+                step["step_id"] = number
+        elif instruction:
+            head["message"] = instruction
+
+    def refer(self, left: tuple[str, int] | None, name: str, session: str) -> None:
+        """Refers to a sub-agent from the last message before it, or from the first step."""
+        before = [step for end, step in self.ends if left and end[0] == left[0] and end[1] <= left[1]]
+        step = before[-1] if before else self.steps[0]
+        results = step.setdefault("observation", {}).setdefault("results", [])
+        results.append({"subagent_trajectory_ref": [{"trajectory_id": name, "session_id": session}]})
+
+
+def split_reasoning(text: str) -> tuple[str, str | None]:
+    """(words without reasoning, reasoning or None) of a message, where it is marked with `<think>`."""
+    found = _REASONING.match(text)
+    if found is None:
+        return text, None
+    return text[found.end() :], found[1]
+
+
+def _call_document(name: str, turn: Turn, at: int) -> Document:
+    call = turn.calls[at]
+    arguments = {_clean(key): _clean(value) for key, value in call.arguments.items()}
+    document: Document = {
+        "tool_call_id": name,
+        "function_name": _clean(call.name),
+        "arguments": arguments,
+    }
+    return document if call.error is None else {**document, "extra": {"error": call.error}}
+
+
+def _result_document(name: str | None, result: Any) -> Document:
+    extra = {
+        "error": None if result.error is None else str(result.error),
+        "finished": result.finished,
+        "duration_s": result.duration_s,
+        "facts": dict(result.facts),
+    }
+    return {"source_call_id": name, "content": _clean(result.output), "extra": extra}
+
+
+def _metrics(turn: Turn, segment: Segment, versions: Sequence[tuple[int, int, str]]) -> Document:
+    """Tokens and log-probabilities of a step, and which version sampled which of them."""
     return {
-        "tokens": segment.tokens.tolist(),
-        "sampled": edges.reshape(-1, 2).tolist(),
-        "logprobs": segment.logprobs.tolist(),
+        "prompt_tokens": turn.start,
+        "completion_tokens": turn.end - turn.start,
+        "prompt_token_ids": segment.tokens[: turn.start].tolist(),
+        "completion_token_ids": segment.tokens[turn.start : turn.end].tolist(),
+        "logprobs": segment.logprobs[turn.start : turn.end].tolist(),
+        "extra": {"versions": [list(version) for version in versions]},
     }
 
 
-def _arrays_from_document(document: Mapping[str, Any]) -> Arrays:
-    tokens = np.array(document["tokens"], dtype=np.int32)
-    sampled = np.zeros(len(tokens), dtype=np.bool_)
-    for start, end in document["sampled"]:
-        sampled[start:end] = True
-    return tokens, sampled, np.array(document["logprobs"], dtype=np.float32)
+def _versions_in(segment: Segment, start: int, end: int) -> Iterator[tuple[int, int, str]]:
+    """Runs of one policy version, as positions within the message."""
+    for span in segment.version_spans:
+        first, last = max(span.start, start), min(span.end, end)
+        if first < last:
+            yield first - start, last - start, str(span.version)
 
 
-def _from_ours(extra: Mapping[str, Any]) -> Trajectory:
-    arrays = [_arrays_from_document(item) for item in extra["arrays"]]
-    return trajectory_from_document(extra["trajectory"], arrays)
-
-
-def _from_steps(document: Mapping[str, Any]) -> Trajectory:
-    """Rebuilds a trajectory of another origin. A step whose prompt goes on from the last step's tokens
-    stays in its segment; one whose prompt is another begins a new segment."""
-    session = str(document["session_id"])
-    model = str(document.get("agent", {}).get("model_name") or "unknown")
-    steps = [step for step in document["steps"] if step["source"] == "agent"]
-    contexts = [_context(step) for step in steps]
-    starts = [0] + [
-        index + 1
-        for index, (before, after) in enumerate(pairwise(contexts))
-        if after[0][: len(before[0]) + len(before[1])] != before[0] + before[1]
-    ]
-    segments: list[Segment] = []
-    turns: list[Turn] = []
-    for number, (start, end) in enumerate(pairwise([*starts, len(steps)])):
-        if start == end:
-            continue
-        name = f"{session}#{number}"
-        segments.append(_segment(name, session, model, contexts[start:end], segments))
-        turns.extend(_turn(name, step, context) for step, context in _zip(steps, contexts, start, end))
-    return Trajectory(
-        id=TrajectoryId("imported", session, 0, 0, 0),
-        segments=tuple(segments),
-        turns=tuple(turns),
-        status=Status.DONE,
-        consent="imported",
-    )
-
-
-def _zip(steps: list[Any], contexts: list[Any], start: int, end: int) -> list[tuple[Any, Any]]:
-    return list(zip(steps[start:end], contexts[start:end], strict=True))
-
-
-def _context(step: Mapping[str, Any]) -> tuple[list[int], list[int], list[float]]:
-    """(prompt ids, completion ids, logprobs) of an agent step. Raises StoreError where ids are missing."""
-    metrics = step.get("metrics") or {}
-    prompt, completion = metrics.get("prompt_token_ids"), metrics.get("completion_token_ids")
-    if prompt is None or completion is None:
-        raise StoreError(
-            "an agent step has no token ids",
-            field=f"steps[{step.get('step_id')}].metrics",
-            received=sorted(metrics),
-            fix="export with prompt_token_ids and completion_token_ids: nothing is re-tokenised here",
-        )
-    logprobs = metrics.get("logprobs") or [0.0] * len(completion)
-    if len(logprobs) != len(completion):
-        raise ValueError(f"{len(logprobs)} logprobs for {len(completion)} completion tokens")
-    return list(prompt), list(completion), list(logprobs)
-
-
-def _segment(
-    name: str,
-    session: str,
-    model: str,
-    contexts: Sequence[tuple[list[int], list[int], list[float]]],
-    earlier: Sequence[Segment],
-) -> Segment:
-    prompt, completion, _ = contexts[-1]
-    tokens = np.array(prompt + completion, dtype=np.int32)
-    sampled = np.zeros(len(tokens), dtype=np.bool_)
-    logprobs = np.zeros(len(tokens), dtype=np.float32)
-    spans: list[tuple[int, int]] = []
-    for before, sampled_ids, values in contexts:
-        start, end = len(before), len(before) + len(sampled_ids)
-        sampled[start:end] = True
-        logprobs[start:end] = values
-        spans.append((start, end))
-    version_spans = tuple(VersionSpan(start, end, PolicyVersion(model, 0)) for start, end in spans)
-    return Segment(
-        id=name,
-        trajectory_id=session,
-        tokens=tokens,
-        sampled=sampled,
-        logprobs=logprobs,
-        version_spans=version_spans,
-        kv_oldest_spans=version_spans,
-        turn_spans=tuple(TurnSpan(start, end, "assistant") for start, end in spans),
-        sampling=SamplingParams(),
-        tokenizer_digest="",
-        template_digest="",
-        parent=(earlier[-1].id, len(earlier[-1].tokens)) if earlier else None,
-        relation=Relation.REWRITE if earlier else Relation.ROOT,
-    )
-
-
-def _turn(
-    segment_id: str, step: Mapping[str, Any], context: tuple[list[int], list[int], list[float]]
-) -> Turn:
-    calls = tuple(
-        ToolCall(call["function_name"], {name: str(value) for name, value in call["arguments"].items()})
-        for call in step.get("tool_calls") or ()
-    )
-    results = (step.get("observation") or {}).get("results") or ()
-    return Turn(
-        segment_id=segment_id,
-        start=len(context[0]),
-        end=len(context[0]) + len(context[1]),
-        text=str(step["message"]),
-        calls=calls,
-        results=tuple(ToolResult(str(result.get("content") or "")) for result in results),
-    )
+def _clean(text: str) -> str:
+    """Text as other programs take it: halves of characters, which UTF-8 has no bytes for, become U+FFFD."""
+    return text if text.isascii() else _SURROGATES.sub("\ufffd", text)

@@ -1,4 +1,7 @@
-"""Records as plain JSON values, and back, exactly. Arrays of tokens are not part of these documents."""
+"""Records as plain JSON values, and back, exactly.
+
+Arrays of tokens are not part of a trajectory's document: they have documents of their own.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,8 @@ from etude.records import (
 )
 
 Document = dict[str, Any]
+Arrays = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32]]
+"""A segment's tokens, which of them were sampled, and their log-probabilities, each [T]."""
 
 
 def trajectory_document(trajectory: Trajectory) -> Document:
@@ -56,7 +61,7 @@ def trajectory_document(trajectory: Trajectory) -> Document:
 
 def trajectory_from_document(
     document: Mapping[str, Any],
-    arrays: Sequence[tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32]]],
+    arrays: Sequence[Arrays],
 ) -> Trajectory:
     """The trajectory of a document and, per segment, its (tokens, sampled, logprobs)."""
     reward = document["reward"]
@@ -125,6 +130,25 @@ def segment_from_document(
         parent=(parent[0], parent[1]) if parent else None,
         relation=Relation(document["relation"]),
     )
+
+
+def array_document(segment: Segment) -> Document:
+    """Token arrays as JSON: ids, the runs of sampled tokens as [start, end), log-probabilities."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], segment.sampled, [False]]).astype(np.int8)))
+    return {
+        "tokens": segment.tokens.tolist(),
+        "sampled": edges.reshape(-1, 2).tolist(),
+        "logprobs": segment.logprobs.tolist(),
+    }
+
+
+def arrays_of(document: Mapping[str, Any]) -> Arrays:
+    """What `array_document` was given. Raises KeyError, TypeError, ValueError for anything else."""
+    tokens = np.array(document["tokens"], dtype=np.int32)
+    sampled = np.zeros(len(tokens), dtype=np.bool_)
+    for start, end in document["sampled"]:
+        sampled[start:end] = True
+    return tokens, sampled, np.array(document["logprobs"], dtype=np.float32)
 
 
 def group_document(group: Group) -> Document:

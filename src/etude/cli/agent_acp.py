@@ -1,0 +1,369 @@
+"""`etude agent --acp`: the agent behind an editor, by the Agent Client Protocol over stdin and stdout.
+
+    editor <-- session/update, permissions, files --> [ EditorAgent ] --> one Conversation for each session
+
+Updates go out in the order of events. A prompt is answered when all of its updates have been sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import unquote
+
+from acp import PROTOCOL_VERSION, Client, RequestError, run_agent, update_agent_message_text
+from acp.schema import (
+    AgentCapabilities,
+    AllowedOutcome,
+    AvailableCommand,
+    AvailableCommandsUpdate,
+    ClientCapabilities,
+    Implementation,
+    InitializeResponse,
+    ListSessionsResponse,
+    LoadSessionResponse,
+    NewSessionResponse,
+    PermissionOption,
+    PromptCapabilities,
+    PromptResponse,
+    SessionCapabilities,
+    SessionInfo,
+    SessionListCapabilities,
+    SessionMode,
+    SessionModeState,
+    SetSessionModeResponse,
+)
+
+import etude
+from etude.cli.agent_acp_history import history
+from etude.cli.agent_acp_transport import LineTransport
+from etude.cli.agent_acp_tree import EditorTree
+from etude.cli.agent_acp_updates import Updates
+from etude.controller.agent.approval import MODE_HELP, MODES, Answer
+from etude.controller.agent.backends import open_people_backend
+from etude.controller.agent.conversation import (
+    STOPPED_BY_USER,
+    Conversation,
+    Face,
+    Outcome,
+    open_conversation,
+)
+from etude.controller.agent.events import AgentEvent
+from etude.controller.agent.folders import SessionFolder, list_sessions, sessions_directory
+from etude.controller.agent.models import ModelChoice, Policy, open_policy
+from etude.controller.agent.trees import DirectoryTree
+from etude.errors import ConfigError, EtudeError, UserAbortedError, UserError
+from etude.records import Status, ToolCall
+from etude.sandbox.interface import SandboxBackend
+
+_STOP_REASONS = {"turns": "max_turn_requests", "tokens": "max_tokens", "message": "max_tokens"}
+_OPTIONS = (
+    PermissionOption(option_id="once", name="Allow", kind="allow_once"),
+    PermissionOption(option_id="always", name="Always allow this tool", kind="allow_always"),
+    PermissionOption(option_id="no", name="Refuse", kind="reject_once"),
+)
+_COMMANDS = [
+    AvailableCommand(name="undo", description="Take back what the agent changed upon your last words"),
+    AvailableCommand(name="apply", description="Write what a preview kept in the sandbox"),
+]
+
+
+def serve(choice: ModelChoice, mode: str, backend: str) -> None:
+    """Serves one editor until it closes our input. Raises UserError for a model that cannot be opened."""
+
+    async def on_stdio() -> None:
+        await serve_editor(choice, mode, backend, await LineTransport.on_stdio())
+
+    asyncio.run(on_stdio())
+
+
+async def serve_editor(choice: ModelChoice, mode: str, backend_name: str, transport: LineTransport) -> None:
+    """Serves the editor at the other end of `transport` until it closes it. Raises UserError."""
+    backend = open_people_backend(backend_name)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(backend.close)
+        policy = await stack.enter_async_context(open_policy(choice, one_shot=False))
+        agent = EditorAgent(choice, policy, backend, mode)
+        stack.push_async_callback(agent.close)
+        await run_agent(cast(Any, agent), transport)
+
+
+@dataclass(slots=True, eq=False)
+class _Open:
+    """A session of the editor's."""
+
+    id: str
+    client: Client
+    conversation: Conversation = field(init=False)
+    updates: Updates = field(init=False)
+    queue: asyncio.Queue[Any] = field(default_factory=asyncio.Queue[Any])
+    pump: asyncio.Task[None] = field(init=False)
+    busy: bool = False
+
+    def emit(self, event: AgentEvent) -> None:
+        """Queues the updates of an event."""
+        for update in self.updates.of(event):
+            self.queue.put_nowait(update)
+
+    async def send_all(self) -> None:
+        """Sends what is queued, in order, for ever. An editor that is gone gets nothing."""
+        while True:
+            update = await self.queue.get()
+            with contextlib.suppress(ConnectionError):
+                await self.client.session_update(self.id, update)
+            self.queue.task_done()
+
+    async def allow(self, call: ToolCall) -> Answer:
+        """Asks for a permission. An editor that cancels or is gone refuses."""
+        await self.queue.join()
+        try:
+            answer = await self.client.request_permission(
+                session_id=self.id, tool_call=self.updates.asked_about(call), options=list(_OPTIONS)
+            )
+        except (RequestError, ConnectionError):
+            return "no"
+        outcome = answer.outcome
+        chosen = outcome.option_id if isinstance(outcome, AllowedOutcome) else "no"
+        return cast(Answer, chosen) if chosen in ("once", "always") else "no"
+
+    async def answer(self, question: str, options: Sequence[str] = ()) -> str:
+        """See User: the protocol has no free questions, so only those with options are put."""
+        if not options:
+            raise UserAbortedError("the editor cannot ask; put the question as your last words and finish")
+        await self.queue.join()
+        asked = self.updates.asked_about(ToolCall("ask_user", {"question": question}))
+        listed = [
+            PermissionOption(option_id=str(number), name=option, kind="allow_once")
+            for number, option in enumerate(options)
+        ]
+        try:
+            answer = await self.client.request_permission(session_id=self.id, tool_call=asked, options=listed)
+        except (RequestError, ConnectionError) as error:
+            raise UserAbortedError("the user gave no answer") from error
+        outcome = answer.outcome
+        if not isinstance(outcome, AllowedOutcome) or not outcome.option_id.isdecimal():
+            raise UserAbortedError("the user gave no answer")
+        return options[min(int(outcome.option_id), len(options) - 1)]
+
+
+class EditorAgent:
+    """Implements the protocol library's `Agent`. Errors of ours become errors of the protocol, with a fix."""
+
+    def __init__(self, choice: ModelChoice, policy: Policy, backend: SandboxBackend, mode: str) -> None:
+        self._choice = choice
+        self._policy = policy
+        self._backend = backend
+        self._mode = mode
+        self._client: Client | None = None
+        self._offered: ClientCapabilities | None = None
+        self._sessions: dict[str, _Open] = {}
+        self._stack = contextlib.AsyncExitStack()
+
+    def on_connect(self, conn: Client) -> None:
+        """The library's connection is there."""
+        self._client = conn
+
+    async def close(self) -> None:
+        """Ends every session's sandbox; the sessions stay on disk."""
+        for one in self._sessions.values():
+            one.conversation.stop()
+        await self._stack.aclose()
+
+    async def initialize(
+        self, protocol_version: int, client_capabilities: ClientCapabilities | None = None, **_: Any
+    ) -> InitializeResponse:
+        """What we speak and offer."""
+        self._offered = client_capabilities
+        return InitializeResponse(
+            protocol_version=min(protocol_version, PROTOCOL_VERSION),
+            agent_capabilities=AgentCapabilities(
+                load_session=True,
+                prompt_capabilities=PromptCapabilities(embedded_context=True),
+                session_capabilities=SessionCapabilities(list=SessionListCapabilities()),
+            ),
+            agent_info=Implementation(name="etude", title="Étude", version=etude.__version__),
+            auth_methods=[],
+        )
+
+    async def new_session(self, cwd: str, mcp_servers: Any = None, **_: Any) -> NewSessionResponse:
+        """A session on the directory `cwd`."""
+        with _protocol_errors():
+            disk = _directory(cwd)
+            folder = SessionFolder.create(sessions_directory(), disk.root, self._choice.to_dict(), self._mode)
+            one = await self._open(folder, disk, self._mode)
+        if mcp_servers:
+            one.queue.put_nowait(update_agent_message_text("[MCP servers are not connected here]\n"))
+        return NewSessionResponse(session_id=one.id, modes=_modes(one.conversation))
+
+    async def load_session(self, cwd: str, session_id: str, **_: Any) -> LoadSessionResponse:
+        """A session from disk; everything that was said and done in it is told again."""
+        with _protocol_errors():
+            known = self._sessions.get(session_id)
+            if known is None:
+                folder = SessionFolder.open(sessions_directory(), session_id)
+                disk = _directory(cwd)
+                folder.directory(disk.root)
+                known = await self._open(folder, disk, folder.meta.mode)
+            for update in history(known.conversation, known.updates):
+                known.queue.put_nowait(update)
+            await known.queue.join()
+        return LoadSessionResponse(modes=_modes(known.conversation))
+
+    async def list_sessions(self, cwd: str | None = None, **_: Any) -> ListSessionsResponse:
+        """The sessions on disk, all of them on one page."""
+        metas = await asyncio.to_thread(list_sessions, sessions_directory())
+        return ListSessionsResponse(
+            sessions=[
+                SessionInfo(
+                    session_id=one.id,
+                    cwd=one.path,
+                    title=one.title or None,
+                    updated_at=datetime.fromtimestamp(one.created_s, UTC).isoformat(),
+                )
+                for one in metas
+                if cwd is None or one.path == cwd
+            ]
+        )
+
+    async def set_session_mode(self, session_id: str, mode_id: str, **_: Any) -> SetSessionModeResponse:
+        """How calls are approved from now on."""
+        with _protocol_errors():
+            self._session(session_id).conversation.set_mode(mode_id)
+        return SetSessionModeResponse()
+
+    async def prompt(self, session_id: str, prompt: Sequence[Any], **_: Any) -> PromptResponse:
+        """The user's words, answered when the agent has done what it will."""
+        one = self._session(session_id)
+        if one.busy:
+            raise RequestError.invalid_request({"message": "the agent is at work; cancel it first"})
+        one.busy = True
+        try:
+            with _protocol_errors():
+                outcome = await self._carry_out(one, words_of(prompt, one.conversation.tree.root))
+                await one.queue.join()
+        finally:
+            one.busy = False
+        return PromptResponse(stop_reason=cast(Any, "end_turn" if outcome is None else _stop_reason(outcome)))
+
+    async def cancel(self, session_id: str, **_: Any) -> None:
+        """Stops the agent in this session; unknown sessions are ignored."""
+        one = self._sessions.get(session_id)
+        if one is not None:
+            one.conversation.stop()
+
+    async def _carry_out(self, one: _Open, words: str) -> Outcome | None:
+        conversation = one.conversation
+        match words.strip():
+            case "":
+                raise UserError("says nothing", field="prompt")
+            case "/undo":
+                undone = await conversation.undo()
+                files = [file.path for file in undone.files] if undone else []
+                told = f"undone: {', '.join(files)}" if files else "there is nothing to undo"
+                for path, why in (undone.kept_back if undone else {}).items():
+                    told += f"\nnot undone: {path}: {why}"
+            case "/apply":
+                written = await conversation.write_back()
+                told = "written: " + (", ".join(file.path for file in written.files) or "nothing")
+            case _:
+                return await conversation.say(words)
+        one.queue.put_nowait(update_agent_message_text(told))
+        return None
+
+    async def _open(self, folder: SessionFolder, disk: DirectoryTree, mode: str) -> _Open:
+        assert self._client is not None
+        one = _Open(folder.meta.id, self._client)
+        fs = self._offered.fs if self._offered else None
+        tree = EditorTree(disk, self._client, one.id, fs)
+        face = Face(one.emit, one.allow, one)
+        opening = open_conversation(folder, tree, self._policy, self._backend, face, mode)
+        one.conversation = conversation = await self._stack.enter_async_context(opening)
+        one.updates = Updates(disk.root, lambda: conversation.state.todos)
+        await self._stack.enter_async_context(_pumping(one))
+        self._sessions[one.id] = one
+        commands = AvailableCommandsUpdate(
+            session_update="available_commands_update", available_commands=_COMMANDS
+        )
+        one.queue.put_nowait(commands)
+        return one
+
+    def _session(self, session_id: str) -> _Open:
+        """Raises RequestError for a session that is not open."""
+        one = self._sessions.get(session_id)
+        if one is None:
+            raise RequestError.resource_not_found(session_id)
+        return one
+
+
+def words_of(blocks: Sequence[Any], root: Path) -> str:
+    """A prompt's blocks as words. Raises ConfigError for pictures and sounds, which were not offered."""
+    parts: list[str] = []
+    for block in blocks:
+        match block.type:
+            case "text":
+                parts.append(block.text)
+            case "resource_link":
+                parts.append(f"@{_named(block.uri, root)}")
+            case "resource" if hasattr(block.resource, "text"):
+                parts.append(f"\n{_named(block.resource.uri, root)}:\n```\n{block.resource.text}\n```\n")
+            case kind:
+                raise ConfigError(
+                    "cannot be read by the agent", field="prompt", received=kind, fix="send text"
+                )
+    return "".join(parts)
+
+
+def _named(uri: str, root: Path) -> str:
+    """A resource as the agent knows it: a file of the directory by its path in it."""
+    path = unquote(uri.removeprefix("file://"))
+    return path.removeprefix(f"{root}/")
+
+
+@contextlib.asynccontextmanager
+async def _pumping(one: _Open) -> AsyncIterator[None]:
+    one.pump = asyncio.create_task(one.send_all())
+    try:
+        yield
+    finally:
+        one.pump.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await one.pump
+
+
+@contextlib.contextmanager
+def _protocol_errors() -> Iterator[None]:
+    """Errors of ours as errors of the protocol: what the user can mend is about parameters."""
+    try:
+        yield
+    except EtudeError as error:
+        data = {
+            "error": type(error).__name__,
+            "message": error.message,
+            "field": error.field,
+            "received": None if error.received is None else str(error.received),
+            "fix": error.fix,
+        }
+        code = -32602 if isinstance(error, UserError) else -32603
+        raise RequestError(code, str(error), data) from error
+
+
+def _directory(cwd: str) -> DirectoryTree:
+    if not Path(cwd).is_absolute():
+        raise ConfigError("must be an absolute path", field="cwd", received=cwd, fix="name it from the root")
+    return DirectoryTree(Path(cwd))
+
+
+def _modes(conversation: Conversation) -> SessionModeState:
+    listed = [SessionMode(id=mode, name=mode.capitalize(), description=MODE_HELP[mode]) for mode in MODES]
+    return SessionModeState(current_mode_id=conversation.mode, available_modes=listed)
+
+
+def _stop_reason(outcome: Outcome) -> str:
+    if outcome.cause == STOPPED_BY_USER:
+        return "cancelled"
+    return "end_turn" if outcome.status is Status.DONE else _STOP_REASONS.get(outcome.cause, "end_turn")

@@ -1,0 +1,107 @@
+"""The repository as an editor shows it: files through the editor, so that unsaved buffers count."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from acp import Client, RequestError
+from acp.schema import FileSystemCapabilities
+
+from etude.controller.agent.trees import DirectoryTree
+from etude.errors import UserError
+
+EDITOR_S = 30.0
+"""Longest wait for an answer of the editor's about one file."""
+
+
+class EditorTree:
+    """Implements `Tree`. What the editor does not offer, and what is no text, goes by the disk.
+
+    An editor does not say which buffers are unsaved. So a file is asked for when the agent is about to use
+    it by name, and from then on; searches see other files as they are on disk.
+    """
+
+    def __init__(
+        self, disk: DirectoryTree, client: Client, session_id: str, offered: FileSystemCapabilities | None
+    ) -> None:
+        self._disk = disk
+        self._client = client
+        self._session_id = session_id
+        self._reads = bool(offered and offered.read_text_file)
+        self._writes = bool(offered and offered.write_text_file)
+        self._buffers: set[str] = set()
+        """Files whose text in the editor was not that on disk."""
+
+    @property
+    def root(self) -> Path:
+        """See Tree."""
+        return self._disk.root
+
+    @property
+    def left_out(self) -> list[str]:
+        """See DirectoryTree."""
+        return self._disk.left_out
+
+    async def scan(self) -> Mapping[str, bytes]:
+        """See Tree."""
+        files = dict(await self._disk.scan())
+        for path in sorted(self._buffers):
+            data = await self._in_editor(path, files.get(path))
+            if data is not None:
+                files[path] = data
+        return files
+
+    async def read(self, path: str) -> bytes | None:
+        """See Tree."""
+        return await self._in_editor(path, await self._disk.read(path))
+
+    async def write(self, path: str, data: bytes) -> None:
+        """See Tree."""
+        text = _text(data)
+        if not self._writes or text is None:
+            await self._disk.write(path, data)
+            return
+        place = await asyncio.to_thread(self._disk.writable, path)
+        await asyncio.to_thread(place.parent.mkdir, parents=True, exist_ok=True)
+        try:
+            async with asyncio.timeout(EDITOR_S):
+                await self._client.write_text_file(session_id=self._session_id, path=str(place), content=text)
+        except (RequestError, ConnectionError, TimeoutError) as error:
+            raise UserError("the editor did not write it", field=path, received=str(error)) from error
+        self._buffers.add(path)
+
+    async def remove(self, path: str) -> None:
+        """See Tree. Editors cannot be asked to: the file is removed on disk."""
+        self._buffers.discard(path)
+        await self._disk.remove(path)
+
+    async def unwanted(self, paths: Iterable[str]) -> set[str]:
+        """See Tree."""
+        return await self._disk.unwanted(paths)
+
+    async def _in_editor(self, path: str, on_disk: bytes | None) -> bytes | None:
+        """The file as the editor has it; as on disk where the editor does not say."""
+        if not self._reads or on_disk is None or _text(on_disk) is None:
+            return on_disk
+        try:
+            async with asyncio.timeout(EDITOR_S):
+                answer = await self._client.read_text_file(
+                    session_id=self._session_id, path=str(self.root / path)
+                )
+        except (RequestError, ConnectionError, TimeoutError):
+            return on_disk  # not open there, or refused: the disk is what everybody else sees
+        data = answer.content.encode("utf-8", "replace")
+        if data == on_disk:
+            self._buffers.discard(path)
+        else:
+            self._buffers.add(path)
+        return data
+
+
+def _text(data: bytes) -> str | None:
+    try:
+        return None if b"\0" in data else data.decode("utf-8")
+    except UnicodeDecodeError:
+        return None

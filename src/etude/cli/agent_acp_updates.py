@@ -1,0 +1,172 @@
+"""From what a person sees of the agent to the updates of the Agent Client Protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from acp import (
+    plan_entry,
+    start_tool_call,
+    text_block,
+    tool_content,
+    tool_diff_content,
+    update_agent_message_text,
+    update_agent_thought_text,
+    update_plan,
+    update_tool_call,
+)
+from acp.schema import ToolCallLocation, ToolKind
+
+from etude.agent.tools.state import Todo
+from etude.cli.agent_calls import KINDS, call_preview, call_title
+from etude.controller.agent.changes import FileChange
+from etude.controller.agent.events import (
+    AgentEvent,
+    CallDone,
+    CallRuns,
+    CallsMade,
+    FilesChanged,
+    Noted,
+    Said,
+)
+from etude.records import ToolCall, ToolResult
+
+_STATUS = {"pending": "pending", "in_progress": "in_progress", "done": "completed"}
+
+
+class Updates:
+    """Makes the updates of one session. Remembers the present turn's calls, to show changes with them."""
+
+    def __init__(self, root: Path, todos: Callable[[], Sequence[Todo]]) -> None:
+        self._root = root
+        self._todos = todos
+        self._turn = 0
+        self._calls: Sequence[ToolCall] = ()
+        self._results: dict[int, ToolResult] = {}
+
+    def of(self, event: AgentEvent) -> list[Any]:
+        """The updates that tell of one event."""
+        match event:
+            case Said(text, kind):
+                told = update_agent_message_text if kind == "text" else update_agent_thought_text
+                return [told(text)]
+            case Noted(text, _):
+                return [update_agent_thought_text(f"[{text}]\n")]
+            case CallsMade(turn, calls):
+                self._turn, self._calls, self._results = turn, calls, {}
+                return [self._started(place, call) for place, call in enumerate(calls) if call.name]
+            case CallRuns(turn, position, _):
+                return [update_tool_call(call_id(turn, position), status="in_progress")]
+            case CallDone():
+                return self._done(event)
+            case FilesChanged():
+                return self._changed(event)
+            case _:
+                return []
+
+    def asked_about(self, call: ToolCall) -> Any:
+        """The call that a permission is asked for, with what it would do."""
+        place = next((n for n, one in enumerate(self._calls) if one is call), 0)
+        preview = "\n".join(call_preview(call))
+        content = [tool_content(text_block(f"```diff\n{preview}\n```"))] if preview else None
+        return update_tool_call(
+            call_id(self._turn, place),
+            title=call_title(call),
+            kind=_kind(call),
+            status="pending",
+            content=content,
+            locations=self._locations(call),
+            raw_input=dict(call.arguments),
+        )
+
+    def _started(self, place: int, call: ToolCall) -> Any:
+        return start_tool_call(
+            call_id(self._turn, place),
+            call_title(call),
+            kind=_kind(call),
+            status="pending",
+            locations=self._locations(call),
+            raw_input=dict(call.arguments),
+        )
+
+    def _done(self, event: CallDone) -> list[Any]:
+        self._results[event.position] = event.result
+        if not event.call.name:
+            return []
+        updates = [
+            update_tool_call(
+                call_id(event.turn, event.position),
+                status="completed" if event.result.error is None else "failed",
+                content=_shown(event.result),
+                raw_output={"output": event.result.output},
+            )
+        ]
+        if event.call.name == "todo_write" and event.result.error is None:
+            updates.append(plan_of(self._todos()))
+        return updates
+
+    def _changed(self, event: FilesChanged) -> list[Any]:
+        """Each file's diff with the last call that named it, else with one that could have changed it."""
+        by_call: dict[int, list[FileChange]] = {}
+        for file in event.files:
+            place = self._caller(file.path)
+            if place is not None and event.turn == self._turn:
+                by_call.setdefault(place, []).append(file)
+        updates: list[Any] = []
+        for place, files in sorted(by_call.items()):
+            diffs = [diff for file in files if (diff := self._diff(file)) is not None]
+            content = [*_shown(self._results[place]), *diffs]
+            updates.append(update_tool_call(call_id(event.turn, place), content=content))
+        for path, why in event.kept_back.items():
+            updates.append(update_agent_message_text(f"\n[not written: {path}: {why}]\n"))
+        return updates
+
+    def _caller(self, path: str) -> int | None:
+        named = [n for n, result in self._results.items() if result.facts.get("path") == path]
+        others = [
+            n
+            for n in self._results
+            if _kind(self._calls[n]) in ("edit", "delete", "execute") and "path" not in self._results[n].facts
+        ]
+        return max(named or others, default=None)
+
+    def _diff(self, file: FileChange) -> Any:
+        try:
+            old = None if file.before is None else file.before.decode("utf-8")
+            new = (file.after or b"").decode("utf-8")
+        except UnicodeDecodeError:
+            return None
+        return tool_diff_content(str(self._root / file.path), new, old)
+
+    def _locations(self, call: ToolCall) -> list[ToolCallLocation] | None:
+        path = call.arguments.get("path", "").strip()
+        if not path or path.startswith("/") or "\0" in path:
+            return None
+        line = call.arguments.get("start", "").strip()
+        at = int(line) if line.isdecimal() and len(line) < 9 else None
+        return [ToolCallLocation(path=str(self._root / path), line=at)]
+
+
+def call_id(turn: int, position: int) -> str:
+    """Names a call within its session."""
+    return f"{turn}.{position}"
+
+
+def plan_of(todos: Sequence[Todo]) -> Any:
+    """The agent's list as a plan; what was given up is not shown."""
+    entries = [
+        plan_entry(todo.text, status=cast(Any, _STATUS[todo.status]))
+        for todo in todos
+        if todo.status in _STATUS
+    ]
+    return update_plan(entries)
+
+
+def _kind(call: ToolCall) -> ToolKind:
+    return cast(ToolKind, KINDS.get(call.name, "other"))
+
+
+def _shown(result: ToolResult) -> list[Any]:
+    return [tool_content(text_block(result.output))] if result.output else []

@@ -1,0 +1,64 @@
+"""How a call is shown to a person: a title, and what an edit or a command would do."""
+
+from __future__ import annotations
+
+from etude.records import ToolCall
+
+_NUM_LINES = 60
+_TITLE_CHARACTERS = 100
+_TITLES = ("path", "command", "pattern", "query", "url", "question", "id")
+
+KINDS = {
+    "read_file": "read",
+    "list_dir": "read",
+    "read_lints": "read",
+    "glob": "search",
+    "grep": "search",
+    "semantic_search": "search",
+    "edit_lines": "edit",
+    "search_replace": "edit",
+    "write_file": "edit",
+    "apply_patch": "edit",
+    "delete_file": "delete",
+    "run_command": "execute",
+    "run_tests": "execute",
+    "todo_write": "think",
+    "web_search": "fetch",
+    "fetch": "fetch",
+}
+"""What a tool does, in the words of the Agent Client Protocol; other tools are `other`."""
+
+
+def call_title(call: ToolCall) -> str:
+    """The call on one line."""
+    name = call.name or "(no call)"
+    for key in _TITLES:
+        if value := call.arguments.get(key, "").strip():
+            return _cut(f"{name} {' '.join(value.split())}")
+    return name
+
+
+def call_preview(call: ToolCall) -> list[str]:
+    """What the call would write or run, one line each: `-` and `+` before text that goes and comes."""
+    arguments = call.arguments
+    if "command" in arguments:
+        return _head([f"$ {line}" for line in arguments["command"].splitlines()])
+    if "patch" in arguments:
+        return _head(arguments["patch"].splitlines())
+    lines = [f"-{line}" for line in arguments.get("old", "").splitlines()]
+    if "start" in arguments:
+        end = arguments.get("end") or arguments["start"]
+        lines.append(f"@@ lines {arguments['start'].strip()} to {end.strip()} @@")
+    for key in ("new", "text"):
+        lines += [f"+{line}" for line in arguments.get(key, "").splitlines()]
+    return _head(lines)
+
+
+def _head(lines: list[str]) -> list[str]:
+    if len(lines) <= _NUM_LINES:
+        return lines
+    return [*lines[:_NUM_LINES], f"... {len(lines) - _NUM_LINES} lines more"]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _TITLE_CHARACTERS else text[: _TITLE_CHARACTERS - 3] + "..."

@@ -1,0 +1,275 @@
+"""`etude agent` from the first words to the last: one instruction, or a conversation at a prompt."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from etude.cli.agent_input import Lines
+from etude.cli.agent_terminal import TerminalFace, TerminalUser
+from etude.cli.exits import EXIT_INTERRUPTED, error_console, print_error
+from etude.cli.output import output_console
+from etude.controller.agent.approval import MODE_HELP
+from etude.controller.agent.backends import open_people_backend
+from etude.controller.agent.changes import diff_text
+from etude.controller.agent.conversation import (
+    STOPPED_BY_USER,
+    Conversation,
+    Face,
+    Outcome,
+    open_conversation,
+)
+from etude.controller.agent.events import AgentEvent
+from etude.controller.agent.folders import SessionFolder, sessions_directory
+from etude.controller.agent.models import ModelChoice, open_policy
+from etude.controller.agent.trees import DirectoryTree
+from etude.errors import AgentError, EtudeError, InfrastructureError, UserError
+from etude.records import Status
+
+EXIT_UNFINISHED = 1
+_HELP = """/undo            take back what the agent changed upon your last words
+/diff            everything that it has changed
+/status          session, model, mode
+/approve MODE    preview, ask, auto-edit or full
+/apply           write to the repository what a preview kept back
+/quit            end (the session stays: --resume)
+Ctrl-C stops the agent; again, it ends the program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What was asked for on the command line."""
+
+    path: Path | None
+    choice: ModelChoice | None
+    """None: the session's own, with `resume`."""
+    instruction: str | None
+    mode: str | None
+    resume: str | None
+    as_json: bool
+    backend: str
+
+
+def work(asked: Work) -> int:
+    """Does it; returns the exit code. Raises EtudeError where one instruction cannot be carried out."""
+    with asyncio.Runner() as runner:
+        program = _Program(asked, runner)
+        try:
+            return program.run()
+        finally:
+            runner.run(program.close())
+
+
+class _Program:
+    """One call of the command. The loop stands still while the person types at the prompt."""
+
+    def __init__(self, asked: Work, runner: asyncio.Runner) -> None:
+        self._asked = asked
+        self._runner = runner
+        self._stack = contextlib.AsyncExitStack()
+        self._lines = Lines()
+        self._terminal = TerminalFace(output_console())
+
+    def run(self) -> int:
+        conversation = self._runner.run(self._open())
+        if conversation.is_open and self._asked.instruction is None:
+            self._note("going on where the session was interrupted")
+            self._turn(conversation, conversation.go_on())
+        if self._asked.instruction is not None:
+            return self._once(conversation, self._asked.instruction)
+        return self._converse(conversation)
+
+    async def close(self) -> None:
+        self._terminal.hide_running()
+        await self._stack.aclose()
+
+    async def _open(self) -> Conversation:
+        asked, enter = self._asked, self._stack.enter_async_context
+        root = sessions_directory()
+        folder = None if asked.resume is None else SessionFolder.open(root, asked.resume)
+        path = asked.path
+        if folder is not None:
+            path = folder.directory(path)
+        tree = DirectoryTree(path or Path())
+        choice = asked.choice or ModelChoice.from_dict(folder.meta.model if folder else {})
+        policy = await enter(open_policy(choice, asked.instruction is not None))
+        backend = open_people_backend(asked.backend)
+        self._stack.push_async_callback(backend.close)
+        if folder is None:
+            folder = SessionFolder.create(root, tree.root, choice.to_dict(), self._mode(None))
+        elif asked.choice is not None:
+            folder.update(model=choice.to_dict())
+        user = TerminalUser(self._terminal, self._lines)
+        face = Face(self._emit, user.allow, user)
+        mode = self._mode(folder.meta.mode)
+        conversation = await enter(open_conversation(folder, tree, policy, backend, face, mode))
+        if not asked.as_json:
+            self._note(f"{policy.label} · {tree.root} · {mode}: {MODE_HELP[mode]}")
+            self._note(f"session {conversation.id}")
+        return conversation
+
+    def _mode(self, known: str | None) -> str:
+        default = known or ("ask" if self._asked.instruction is None else "preview")
+        return self._asked.mode or default
+
+    def _emit(self, event: AgentEvent) -> None:
+        if self._asked.as_json:
+            print_line(event.to_dict())
+        else:
+            self._terminal.emit(event)
+
+    # ---- one instruction ------------------------------------------------------------------------
+
+    def _once(self, conversation: Conversation, instruction: str) -> int:
+        outcome = self._run(conversation, conversation.say(instruction))
+        files = conversation.changes()
+        written = conversation.mode != "preview"
+        if self._asked.as_json:
+            print_line(
+                {
+                    "event": "result",
+                    "session": conversation.id,
+                    "status": outcome.status.value,
+                    "cause": outcome.cause,
+                    "turns": conversation.num_turns,
+                    "written": written,
+                    "files": [file.path for file in files],
+                    "diff": diff_text(files),
+                }
+            )
+        else:
+            self._terminal.say_status(outcome.status, outcome.cause)
+            self._sum_up(len(files), written)
+        if outcome.cause == STOPPED_BY_USER:
+            return EXIT_INTERRUPTED
+        return 0 if outcome.status is Status.DONE else EXIT_UNFINISHED
+
+    def _sum_up(self, num_files: int, written: bool) -> None:
+        if not num_files:
+            self._note("the agent changed no file")
+        elif written:
+            self._note(f"{num_files} file{'s' if num_files > 1 else ''} changed")
+        else:
+            self._note("nothing was written; --apply writes such changes")
+
+    # ---- a conversation -------------------------------------------------------------------------
+
+    def _converse(self, conversation: Conversation) -> int:
+        if not self._asked.as_json:
+            self._note("/help lists commands")
+        while (said := self._next_words()) is not None:
+            words = said.strip()
+            if words in ("/quit", "/exit"):
+                break
+            try:
+                if words.startswith("/"):
+                    self._command(conversation, *words.split(maxsplit=1))
+                elif words:
+                    self._turn(conversation, conversation.say(words))
+            except (UserError, AgentError) as error:
+                print_error(error)
+        return 0
+
+    def _next_words(self) -> str | None:
+        if self._lines.is_terminal:
+            return self._lines.prompt("\n> ")
+        return self._runner.run(self._lines.read())
+
+    def _turn(self, conversation: Conversation, saying: Coroutine[Any, Any, Outcome]) -> None:
+        try:
+            outcome = self._run(conversation, saying)
+        except InfrastructureError as error:
+            print_error(error)
+            return
+        if not self._asked.as_json:
+            self._terminal.say_status(outcome.status, outcome.cause)
+
+    def _command(self, conversation: Conversation, name: str, argument: str = "") -> None:
+        match name:
+            case "/undo":
+                undone = self._runner.run(conversation.undo())
+                if undone is None:
+                    self._note("there is nothing to undo")
+                else:
+                    self._emit(undone)
+            case "/diff":
+                self._terminal.show_diff(diff_text(conversation.changes()))
+            case "/status":
+                self._note(
+                    f"session {conversation.id} · {conversation.policy.label} · {conversation.tree.root}"
+                )
+                turns, files = conversation.num_turns, len(conversation.changes())
+                self._note(f"{conversation.mode} · {turns} messages · {files} files changed")
+            case "/approve":
+                conversation.set_mode(argument.strip())
+                self._note(MODE_HELP[conversation.mode])
+            case "/apply":
+                self._emit(self._runner.run(conversation.write_back()))
+            case "/help":
+                self._note(_HELP)
+            case _:
+                raise UserError("no such command", field=name[:40], fix="/help lists commands")
+
+    # ---- both -----------------------------------------------------------------------------------
+
+    def _run(self, conversation: Conversation, saying: Coroutine[Any, Any, Outcome]) -> Outcome:
+        try:
+            return self._runner.run(_interruptible(conversation, saying))
+        finally:
+            self._terminal.hide_running()
+            self._terminal.end_line()
+
+    def _note(self, text: str) -> None:
+        error_console().print(text, markup=False, style="dim", soft_wrap=True)
+
+
+async def _interruptible(conversation: Conversation, saying: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """Ctrl-C stops the agent; a second one ends the program. Raises KeyboardInterrupt then."""
+    task = asyncio.ensure_future(saying)
+    with _on_interrupt(conversation, task):
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise KeyboardInterrupt from None
+            raise
+
+
+@contextlib.contextmanager
+def _on_interrupt(conversation: Conversation, task: asyncio.Future[Outcome]) -> Iterator[None]:
+    presses = 0
+
+    def pressed() -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1 or not conversation.stop():
+            task.cancel()
+
+    loop = asyncio.get_running_loop()
+    try:
+        loop.add_signal_handler(signal.SIGINT, pressed)
+    except (RuntimeError, ValueError):  # not in the main thread: whoever runs us there stops us otherwise
+        yield
+        return
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def print_line(document: dict[str, Any]) -> None:
+    """One JSON object on a line of standard output, at once."""
+    typer.echo(json.dumps(document, ensure_ascii=True))
+
+
+def print_failure(error: EtudeError) -> None:
+    """The last line of `--json` where the work failed."""
+    print_line({"event": "result", "status": "error", "error": type(error).__name__, "message": str(error)})

@@ -1,0 +1,184 @@
+"""The agent in a terminal: its words as they come, its calls, coloured diffs, questions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Literal
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.spinner import Spinner
+from rich.text import Text
+
+from etude.cli.agent import DIFF_STYLES
+from etude.cli.agent_calls import call_preview, call_title
+from etude.cli.agent_input import Lines
+from etude.cli.exits import error_console
+from etude.cli.output import shown
+from etude.controller.agent.events import (
+    AgentEvent,
+    CallDone,
+    CallRuns,
+    CallsMade,
+    Ended,
+    FilesChanged,
+    MessageEnded,
+    Noted,
+    Said,
+)
+from etude.errors import UserAbortedError
+from etude.records import Status, ToolCall
+
+_OUTPUT_LINES = 3
+_ANSWERS: dict[str, Literal["once", "always", "no"]] = {
+    "y": "once",
+    "yes": "once",
+    "a": "always",
+    "always": "always",
+    "n": "no",
+    "no": "no",
+}
+
+
+class TerminalFace:
+    """Shows events on a console. Plain lines where it is no terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._running: dict[int, str] = {}
+        self._live: Live | None = None
+        self._open_line = False
+
+    def emit(self, event: AgentEvent) -> None:
+        """Shows one event."""
+        match event:
+            case Said():
+                self._say(event)
+            case MessageEnded() | CallsMade():
+                self.end_line()
+            case CallRuns():
+                self._running[event.position] = call_title(event.call)
+                self._refresh()
+            case CallDone():
+                self._running.pop(event.position, None)
+                self._refresh()
+                self._call_done(event)
+            case FilesChanged():
+                self.show_changes(event)
+            case Noted():
+                self.end_line()
+                self._console.print(shown(event.text, "yellow"))
+            case Ended():
+                self.hide_running()
+                self.end_line()
+
+    def end_line(self) -> None:
+        """Ends the line of words that is being written."""
+        if self._open_line:
+            self._console.print()
+            self._open_line = False
+
+    def hide_running(self) -> None:
+        """Takes the list of running calls off the screen."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def show_changes(self, event: FilesChanged) -> None:
+        """The diffs of a turn, and what was kept back."""
+        self.end_line()
+        for file in event.files:
+            self.show_diff(file.diff())
+        for path, why in event.kept_back.items():
+            self._console.print(shown(f"not written: {path}: {why}", "bold yellow"))
+
+    def show_diff(self, diff: str) -> None:
+        """A unified diff in colour."""
+        for line in diff.splitlines():
+            self._console.print(shown(line, DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
+
+    def show_call(self, call: ToolCall) -> None:
+        """What a call would do."""
+        self.hide_running()
+        self.end_line()
+        self._console.print(shown(call_title(call), "bold"))
+        for line in call_preview(call):
+            self._console.print(shown(f"  {line}", DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
+
+    def say_status(self, status: Status, cause: str) -> None:
+        """How the agent ended, where it did not simply finish."""
+        if status is not Status.DONE:
+            self._console.print(shown(f"stopped: {cause or status.value}", "yellow"))
+
+    def _say(self, event: Said) -> None:
+        self.hide_running()
+        style = "" if event.kind == "text" else "dim italic"
+        self._console.print(shown(event.text, style), end="", soft_wrap=True)
+        self._open_line = not event.text.endswith("\n")
+
+    def _call_done(self, event: CallDone) -> None:
+        failed = event.result.error is not None
+        mark = Text("✗ " if failed else "✓ ", style="red" if failed else "green")
+        self._console.print(mark + shown(call_title(event.call)), soft_wrap=True)
+        lines = event.result.output.splitlines()
+        for line in lines[:_OUTPUT_LINES]:
+            self._console.print(shown(f"  {line[:200]}", "dim"), soft_wrap=True)
+        if len(lines) > _OUTPUT_LINES:
+            self._console.print(Text(f"  ... {len(lines) - _OUTPUT_LINES} lines more", style="dim"))
+
+    def _refresh(self) -> None:
+        """The list of running calls, on a terminal."""
+        if not self._console.is_terminal:
+            return
+        if not self._running:
+            self.hide_running()
+            return
+        rows = Group(*(Spinner("dots", shown(title)) for title in self._running.values()))
+        if self._live is None:
+            self._live = Live(rows, console=self._console, transient=True)
+            self._live.start()
+        else:
+            self._live.update(rows)
+
+
+class TerminalUser:
+    """Asks the person at the terminal: implements the agent's `User`, and asks about calls."""
+
+    def __init__(self, face: TerminalFace, lines: Lines) -> None:
+        self._face = face
+        self._lines = lines
+        self._asking = asyncio.Lock()
+
+    async def allow(self, call: ToolCall) -> Literal["once", "always", "no"]:
+        """Whether the call may run."""
+        async with self._asking:
+            self._face.show_call(call)
+            while True:
+                said = await self._ask("allow? [y]es, [n]o, [a]lways ")
+                if said is None:
+                    return "no"
+                if answer := _ANSWERS.get(said.strip().lower()):
+                    return answer
+
+    async def answer(self, question: str, options: Sequence[str] = ()) -> str:
+        """See User. A number chooses an option. Raises UserAbortedError at the end of input."""
+        async with self._asking:
+            self._face.hide_running()
+            self._face.end_line()
+            console = error_console()
+            console.print(shown(question, "bold"))
+            for number, option in enumerate(options, 1):
+                console.print(shown(f"  {number}. {option}"))
+            said = await self._ask("> ")
+        if said is None:
+            raise UserAbortedError("the user gave no answer")
+        said = said.strip()
+        if said.isdecimal() and 0 < int(said) <= len(options):
+            return options[int(said) - 1]
+        return said
+
+    async def _ask(self, prompt: str) -> str | None:
+        typer.echo(prompt, nl=False, err=True)
+        return await self._lines.read()

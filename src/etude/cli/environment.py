@@ -1,0 +1,256 @@
+"""`etude env`: serve environment sessions, list them, and look for what tells training from production."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from etude.cli.exits import error_console
+from etude.cli.output import output_console, print_json
+from etude.errors import UserError
+
+if TYPE_CHECKING:
+    from etude.environment.site import Site
+    from etude.environment.tells import Tell
+    from etude.protocols import Workspace
+    from etude.records import Task
+
+env_app = typer.Typer(name="env", help="Serve environments, and examine them.", no_args_is_help=True)
+
+TokenOption = Annotated[
+    Path | None, typer.Option("--token-file", help="File with the token; made if there is none.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+EXIT_TELLS = 1
+
+
+@env_app.command("serve")
+def serve_command(
+    backend: Annotated[str, typer.Option(help="Sandbox backend.")] = "local",
+    sandbox_server: Annotated[
+        str | None, typer.Option(help="Take sandboxes from this server (http://HOST:PORT) instead.")
+    ] = None,
+    sandbox_token_file: Annotated[Path | None, typer.Option(help="File with that server's token.")] = None,
+    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 8652,
+    tasks: Annotated[
+        Path | None, typer.Option(help="Directory of Harbor task directories that clients may name.")
+    ] = None,
+    roots: Annotated[
+        list[Path] | None,
+        typer.Option("--root", help="Directory below which clients may name directories; repeatable."),
+    ] = None,
+    tools: Annotated[str, typer.Option(help="core, full, or names of tools with commas.")] = "core",
+    snapshot_every: Annotated[
+        int, typer.Option(min=0, help="Turns with changes from snapshot to snapshot; 0: none.")
+    ] = 0,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions of one tenant.")] = 64,
+    idle_s: Annotated[float, typer.Option(min=1, help="Unused sessions are closed after it.")] = 3600.0,
+    life_s: Annotated[float, typer.Option(min=1, help="Sandboxes end by themselves after it.")] = 86400.0,
+    token_file: TokenOption = None,
+    tenants: Annotated[
+        Path | None, typer.Option(help="File of lines TENANT TOKEN, in place of --token-file.")
+    ] = None,
+    certificate: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
+    key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
+) -> None:
+    """Serve environment sessions, until SIGTERM. Without tokens only this machine reaches it."""
+    from etude.environment.server import HostLimits, SessionHost, TenantLimits, read_tenants, serve
+    from etude.sandbox.server import read_token
+
+    if tenants is not None and token_file is not None:
+        raise UserError("give --tenants or --token-file, not both", field="--tenants", received=str(tenants))
+    tokens: dict[str, str] = {}
+    if tenants is not None:
+        tokens = read_tenants(tenants)
+    elif token_file is not None:
+        tokens = {read_token(token_file): "default"}
+    site = new_site(backend, tools, snapshot_every, life_s, sandbox_server, sandbox_token_file)
+    limits = HostLimits(TenantLimits(sessions=max_sessions), idle_s=idle_s)
+    sessions = SessionHost(site, limits, read_tasks(tasks), roots or ())
+    serve(sessions, host=host, port=port, tokens=tokens, certificate=certificate, key=key)
+
+
+@env_app.command("list")
+def list_command(
+    server: Annotated[str, typer.Option(help="Address of the environment server.")] = "http://127.0.0.1:8652",
+    token_file: Annotated[Path | None, typer.Option("--token-file", help="File with the token.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the sessions that live on a server."""
+    from etude.environment.remote import RemoteEnvironment
+
+    token = token_of(token_file)
+
+    async def work() -> list[dict[str, Any]]:
+        remote = RemoteEnvironment(server, token)
+        try:
+            return await remote.list()
+        finally:
+            await remote.close()
+
+    rows = asyncio.run(work())
+    if as_json:
+        print_json(rows)
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("id", "state", "task", "turns", "parent"):
+        table.add_column(name)
+    for row in rows:
+        cells = (row["id"], row["state"], row["task"] or "", str(row["turns"]), row["parent"] or "")
+        table.add_row(*(Text(str(cell)) for cell in cells))
+    output_console().print(table)
+
+
+@env_app.command("tells")
+def tells_command(
+    left: Annotated[
+        str, typer.Argument(help="rollout:BACKEND, cloud:BACKEND (through a server), or a server's address.")
+    ] = "rollout:local",
+    right: Annotated[str, typer.Argument(help="The other environment.")] = "cloud:local",
+    tools: Annotated[str, typer.Option(help="Tools of rollout: and cloud:.")] = "core",
+    num_calls: Annotated[int, typer.Option("--calls", min=1, help="Calls of which the median is taken.")] = 9,
+    token_file: Annotated[Path | None, typer.Option("--token-file", help="Token of the server.")] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Print what is equal, too.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """What an agent inside could tell two environments apart by. Exit code 1 if it is not justified."""
+    from etude.environment.tells import compare
+
+    one, two = asyncio.run(_look((left, right), tools, num_calls, token_of(token_file)))
+    found = compare(one, two)
+    open_ones = [tell for tell in found if tell.reason is None]
+    if as_json:
+        rows = [asdict(tell) for tell in found]
+        print_json({"left": left, "right": right, "tells": rows, "num_seen": len(set(one) | set(two))})
+    else:
+        _print_tells(found, {**one} if show_all else {})
+        error_console().print(
+            f"{len(set(one) | set(two))} things seen, {len(found)} differ, {len(open_ones)} not justified"
+        )
+    if open_ones:
+        raise typer.Exit(EXIT_TELLS)
+
+
+def new_site(
+    backend: str,
+    tools: str = "core",
+    snapshot_every: int = 0,
+    life_s: float | None = None,
+    sandbox_server: str | None = None,
+    sandbox_token_file: Path | None = None,
+) -> Site:
+    """The site of a server or a probe, over a backend of this machine or another server's."""
+    from etude.agent import registry_named
+    from etude.environment.site import Site
+    from etude.environment.verdicts import Grader
+    from etude.sandbox.backends import open_backend
+    from etude.sandbox.interface import SandboxBackend
+
+    opened: SandboxBackend
+    if sandbox_server is not None:
+        from etude.sandbox.remote import RemoteBackend
+
+        opened = RemoteBackend(sandbox_server, token_of(sandbox_token_file))
+    else:
+        opened = open_backend(backend)
+    return Site(opened, Grader(opened), registry_named(tools), snapshot_every=snapshot_every, life_s=life_s)
+
+
+def read_tasks(directory: Path | None) -> dict[str, Task]:
+    """The Harbor tasks in a directory, by the names of their own directories. Raises TaskError, UserError."""
+    from etude.tasks.harbor import read_harbor
+
+    if directory is None:
+        return {}
+    if not directory.is_dir():
+        raise UserError("is not a directory", field="--tasks", received=str(directory), fix="name another")
+    found = sorted(entry for entry in directory.iterdir() if (entry / "task.toml").is_file())
+    return {entry.name: read_harbor(entry) for entry in found}
+
+
+def token_of(path: Path | None) -> str | None:
+    """The token in a file. Raises UserError."""
+    if path is None:
+        return None
+    try:
+        return path.read_text().strip()
+    except OSError as error:
+        raise UserError(
+            f"cannot be read: {error.strerror}", field="--token-file", received=str(path), fix="name another"
+        ) from error
+
+
+async def _look(
+    places: tuple[str, str], tools: str, num_calls: int, token: str | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What the probe sees in two environments, which tools they offer, and how fast they answer."""
+    from etude.environment.tells import examine, latencies
+
+    async with _place(places[0], tools, token) as one, _place(places[1], tools, token) as two:
+        seen: list[dict[str, str]] = []
+        for workspace, digest in (one, two):
+            seen.append({**await examine(workspace), "harness.tools": digest})
+        times_ms = await latencies([one[0], two[0]], num_calls)
+        for found, time_ms in zip(seen, times_ms, strict=True):
+            found["latency.run_command_ms"] = f"{time_ms:.2f}"
+        return seen[0], seen[1]
+
+
+@asynccontextmanager
+async def _place(place: str, tools: str, token: str | None) -> AsyncIterator[tuple[Workspace, str]]:
+    """A workspace in one environment, and the digest of its tools."""
+    from etude.environment.origins import Origin
+    from etude.environment.remote import RemoteEnvironment
+    from etude.environment.server import SessionHost
+    from etude.environment.server.loopback import on_loopback
+    from etude.environment.sessions import EnvironmentSession
+    from etude.sandbox.template import Template
+
+    files = {"main.py": "print('hello')\n"}
+    kind, _, backend = place.partition(":")
+    async with AsyncExitStack() as stack:
+        if kind == "rollout":
+            site = new_site(backend, tools)
+            stack.push_async_callback(site.backend.close)
+            session = await EnvironmentSession.open(site, Origin(Template(files, "files")))
+            stack.push_async_callback(session.close)
+            yield session, site.tools.digest
+            return
+        if kind == "cloud":
+            place = await stack.enter_async_context(on_loopback(SessionHost(new_site(backend, tools))))
+            token = None
+        elif kind not in ("http", "https"):
+            raise UserError(
+                "no environment",
+                field="place",
+                received=place,
+                fix="rollout:local, cloud:local or http://HOST:PORT",
+            )
+        remote = RemoteEnvironment(place, token)
+        stack.push_async_callback(remote.close)
+        made = await remote.create(files=files)
+        stack.push_async_callback(made.close)
+        yield made, (await remote.tools())["digest"]
+
+
+def _print_tells(found: list[Tell], equal: dict[str, str]) -> None:
+    table = Table(box=None, pad_edge=False)
+    for name in ("what", "left", "right", "justified by"):
+        table.add_column(name, overflow="fold")
+    keys = {tell.key for tell in found}
+    for key, value in sorted(equal.items()):
+        if key not in keys:
+            table.add_row(Text(key), Text(value), Text("the same"), Text(""))
+    for tell in found:
+        reason = Text(tell.reason or "NOT JUSTIFIED", style="" if tell.reason else "bold red")
+        table.add_row(Text(tell.key), Text(str(tell.left)), Text(str(tell.right)), reason)
+    output_console().print(table)

@@ -1,0 +1,150 @@
+"""Which trajectory is meant: an id or a part of it, in named runs or in those at hand, or an ATIF file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from etude.errors import ConfigError, UserError
+from etude.observe import RunDirectory
+from etude.records import Trajectory, TrajectoryId
+
+if TYPE_CHECKING:
+    # Heavy at run time: pyarrow comes with it.
+    from etude.store import TrajectoryLog
+    from etude.tokens.tokenizer import Tokenizer
+
+RUNS = Path("runs")
+"""Where runs are looked for unless they are named."""
+_MOST_SHOWN = 5
+_MOST_COMPARED = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A trajectory, and the run that it is from, if that is known."""
+
+    trajectory: Trajectory
+    run: RunDirectory | None = None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """What turns its tokens into text, if the run has kept it and they are its."""
+        from etude.controller.tokenizers import run_tokenizer
+
+        tokenizer = None if self.run is None else run_tokenizer(self.run)
+        digests = {segment.tokenizer_digest for segment in self.trajectory.segments}
+        return tokenizer if tokenizer is not None and digests <= {tokenizer.digest} else None
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A trajectory log, and its run if it is one's."""
+
+    path: Path
+    run: RunDirectory | None
+
+    def open(self) -> TrajectoryLog:
+        from etude.store import TrajectoryLog
+
+        return TrajectoryLog(self.run.trajectories if self.run else self.path)
+
+
+def find(words: Sequence[str], count: int) -> list[Found]:
+    """The `count` trajectories that the words name; directories before them are the runs to look in.
+
+    Raises UserError for a name that fits none or more than one, RunDirectoryError, StoreError for damage.
+    """
+    named, names = list(words[: len(words) - count]), list(words[len(words) - count :])
+    if len(names) < count or any(_is_source(Path(name)) for name in names):
+        given = "runs only" if names else None
+        raise ConfigError(
+            f"{count} {'trajectory is' if count == 1 else 'trajectories are'} to be named",
+            field="ID",
+            received=given,
+            fix="`etude trajectory list RUN` shows the ids",
+        )
+    sources = [open_source(Path(path)) for path in named]
+    return [_find_one(name, sources) for name in names]
+
+
+def open_source(path: Path) -> Source:
+    """A run directory, or a directory that holds nothing but a trajectory log. Raises RunDirectoryError."""
+    if path.is_dir() and not (path / "config.toml").exists() and any(path.glob("part-*.parquet")):
+        return Source(path, None)
+    return Source(path, RunDirectory.open(path))
+
+
+def _is_source(path: Path) -> bool:
+    return path.is_dir() and ((path / "config.toml").is_file() or any(path.glob("part-*.parquet")))
+
+
+def _find_one(name: str, sources: Sequence[Source]) -> Found:
+    if name.endswith(".json"):
+        return Found(_read_atif(Path(name)))
+    chosen = list(sources) or _runs_at_hand()
+    own = [source for source in chosen if source.run and name.startswith(f"{source.run.name}/")]
+    pairs = [(source, row.id) for source in own or chosen for row in source.open().summaries()]
+    source, identity = _choose(name, pairs)
+    trajectory = source.open().find(identity)
+    assert trajectory is not None, identity
+    return Found(trajectory, source.run)
+
+
+def _runs_at_hand() -> list[Source]:
+    paths = sorted(RUNS.glob("*/config.toml")) if RUNS.is_dir() else []
+    if not paths:
+        raise UserError(
+            f"there is no run in {RUNS}/", field="RUN", fix="name the run directory before the id"
+        )
+    return [Source(path.parent, RunDirectory.open(path.parent)) for path in paths]
+
+
+def _read_atif(path: Path) -> Trajectory:
+    from etude.store import parse_atif
+
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"cannot be read: {error.strerror}", field="FILE", received=str(path), fix="name an ATIF file"
+        ) from error
+    return parse_atif(data, path.name)
+
+
+def _choose(name: str, pairs: Sequence[tuple[Source, TrajectoryId]]) -> tuple[Source, TrajectoryId]:
+    """The one whose id is `name`, or ends, or begins with it. Raises UserError."""
+    wanted = name.strip("/")
+    ids = [(str(identity), (source, identity)) for source, identity in pairs]
+    for fits in (
+        lambda text: text == wanted,
+        lambda text: text.endswith(f"/{wanted}"),
+        lambda text: text.startswith(wanted),
+    ):
+        found = [(text, pair) for text, pair in ids if wanted and fits(text)]
+        if len(found) == 1:
+            return found[0][1]
+        if found:
+            shown = ", ".join(text for text, _ in found[:_MOST_SHOWN])
+            more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+            raise UserError(
+                f"{len(found)} trajectories have such an id", field="ID", received=name, fix=f"{shown}{more}"
+            )
+    near = _nearest(wanted, [text for text, _ in ids])
+    raise UserError(
+        "no such trajectory",
+        field="ID",
+        received=name,
+        fix=f"did you mean {near}?" if near else "`etude trajectory list RUN` shows the ids",
+    )
+
+
+def _nearest(wanted: str, ids: Iterable[str]) -> str | None:
+    """The id whose ending of as many parts is most like `wanted`."""
+    parts = wanted.count("/") + 1
+    endings = {"/".join(text.split("/")[-parts:]): text for text in list(ids)[:_MOST_COMPARED]}
+    found = difflib.get_close_matches(wanted, endings, 1, 0.5)
+    return endings[found[0]] if found else None

@@ -1,0 +1,167 @@
+"""`etude trajectory replay` and `etude trajectory fork`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+import etude
+from etude.cli.exits import error_console
+from etude.cli.output import output_console, print_json, program, shown
+from etude.cli.trajectory_finding import Found, find
+from etude.cli.trajectory_printing import DIFF_STYLES, SessionPrinter
+from etude.errors import ConfigError
+
+if TYPE_CHECKING:
+    # Heavy at run time: the parts of a run come with it.
+    from etude.controller.agent.models import ModelChoice
+    from etude.environment.replay import Replay
+
+EXIT_DIFFERENT = 1
+_ONE = "An id, or a part of one that only one has; or an ATIF file. A run before it; else those in runs/."
+
+WordsArgument = Annotated[list[str], typer.Argument(metavar="[RUN] ID", help=_ONE)]
+TaskOption = Annotated[
+    Path | None, typer.Option("--task", help="The task's Harbor directory, where the run cannot make it.")
+]
+BackendOption = Annotated[str | None, typer.Option(help="Sandbox backend; the run's unless named.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+
+
+def replay_command(
+    words: WordsArgument,
+    turn: Annotated[int | None, typer.Option(help="Up to this turn; to the end unless named.")] = None,
+    task: TaskOption = None,
+    backend: BackendOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a session's calls again in a fresh sandbox. Exit code 1 if any is answered otherwise."""
+    (found,) = find(words, 1)
+    # Heavy: torch comes with it.
+    from etude.controller.replaying import Stored, replay_stored
+
+    stored = Stored(found.trajectory, found.run)
+    replay = asyncio.run(replay_stored(stored, task, backend, turn))
+    if as_json:
+        print_json({"id": str(found.trajectory.id), **replay_document(replay)})
+    else:
+        console = output_console()
+        console.print(Text(str(found.trajectory.id), style="bold"))
+        print_replay(console, replay)
+    if not replay.equal:
+        raise typer.Exit(EXIT_DIFFERENT)
+
+
+def fork_command(
+    words: WordsArgument,
+    turn: Annotated[int, typer.Option(help="The last turn that stays as it is; 0 keeps none.")],
+    run: Annotated[str, typer.Option("--run", help="Run whose model goes on; else the session's own.")] = "",
+    into: Annotated[
+        Path | None,
+        typer.Option(help="Write the workspace here, for `etude agent --resume`, and sample nothing."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the new session as ATIF JSON.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the noise of what is sampled.")] = 1,
+    temperature: Annotated[float | None, typer.Option(help="How freely; else as the session was.")] = None,
+    task: TaskOption = None,
+    backend: BackendOption = None,
+    as_json: JsonOption = False,
+    script: Annotated[str, typer.Option(hidden=True, help="Play messages from a file.")] = "",
+) -> None:
+    """Go on from a turn of a session, with the same tokens, to another end."""
+    (found,) = find(words, 1)
+    # Heavy: torch comes with it.
+    from etude.controller.forking import Fork, go_on, hand_over
+    from etude.controller.replaying import Stored
+
+    stored = Stored(found.trajectory, found.run)
+    fork = Fork(turn, _choice(found, run, script, temperature), task, backend, seed, temperature)
+    if into is not None:
+        handed = asyncio.run(hand_over(stored, fork, into))
+        if as_json:
+            replay = replay_document(handed.replay)
+            print_json({"session": handed.session, "directory": str(handed.directory), "replay": replay})
+            return
+        print_replay(error_console(), handed.replay)
+        output_console().print(Text(f"{program()} agent --resume {handed.session}"), soft_wrap=True)
+        return
+    trajectory, replay = asyncio.run(go_on(stored, fork))
+    from etude.observe import write_json
+    from etude.store import trajectory_to_atif
+    from etude.store.documents import array_document, trajectory_document
+
+    if output is not None:
+        write_json(output, trajectory_to_atif(trajectory, agent_version=etude.__version__))
+    if as_json:
+        arrays = [array_document(segment) for segment in trajectory.segments]
+        document = {**trajectory_document(trajectory), "id": str(trajectory.id), "arrays": arrays}
+        print_json({"trajectory": document, "replay": replay_document(replay)})
+        return
+    print_replay(error_console(), replay)
+    printer = SessionPrinter(output_console(), trajectory, found.tokenizer)
+    printer.header()
+    printer.session(None, False)
+
+
+def _choice(found: Found, run: str, script: str, temperature: float | None) -> ModelChoice:
+    from etude.controller.agent.models import ModelChoice
+
+    own = "" if found.run is None or script else str(found.run.path)
+    if not (run or script or own):
+        raise ConfigError(
+            "the trajectory is of no run, so nobody knows who goes on",
+            field="--run",
+            fix="name a run with its tokenizer",
+        )
+    return ModelChoice(run=run or own, script=script, temperature=temperature)
+
+
+def print_replay(console: Console, replay: Replay) -> None:
+    """What was made again and what came out otherwise."""
+    from etude.environment.replay import unified_diff
+
+    for difference in replay.differences:
+        title = f"turn {difference.turn + 1}, call {difference.position + 1}: {difference.call.name}"
+        console.print(shown(f"{title} was answered otherwise", "bold cyan"))
+        for line in unified_diff(difference):
+            console.print(shown(line, DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
+    for one in replay.from_record:
+        what = f"turn {one.turn + 1}, call {one.position + 1}: {one.call.name or 'malformed'}"
+        console.print(shown(f"{what} was not made again: it {one.reason}", "yellow"))
+    for note in replay.notes:
+        console.print(shown(note, "yellow"))
+    calls = f"{replay.num_calls} call{'' if replay.num_calls == 1 else 's'}"
+    differences = len(replay.differences)
+    found = "no difference" if not differences else f"{differences} answered otherwise"
+    console.print(Text(f"{replay.num_turns} turns, {calls} made again in {replay.duration_s:.2f} s: {found}"))
+
+
+def replay_document(replay: Replay) -> dict[str, Any]:
+    """A replay as plain JSON values; turns and calls count from 1."""
+    from etude.environment.replay import unified_diff
+
+    return {
+        "equal": replay.equal,
+        "turns": replay.num_turns,
+        "calls": replay.num_calls,
+        "duration_s": replay.duration_s,
+        "differences": [
+            {
+                **difference.to_document(),
+                "turn": difference.turn + 1,
+                "position": difference.position + 1,
+                "diff": unified_diff(difference),
+            }
+            for difference in replay.differences
+        ],
+        "not_replayed": [
+            {"turn": one.turn + 1, "position": one.position + 1, "tool": one.call.name, "reason": one.reason}
+            for one in replay.from_record
+        ],
+        "notes": replay.notes,
+    }

@@ -1,0 +1,69 @@
+"""Who decides about calls that write or run: the person, by the mode that was chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from etude.agent.tools import Tool
+from etude.errors import ConfigError
+from etude.records import ToolCall
+
+Mode = Literal["preview", "ask", "auto-edit", "full"]
+MODES: tuple[str, ...] = get_args(Mode)
+MODE_HELP: Mapping[str, str] = {
+    "preview": "nothing is asked and nothing written: changes stay in the sandbox",
+    "ask": "asks before every edit and every command",
+    "auto-edit": "edits are written without asking; asks before commands",
+    "full": "nothing is asked",
+}
+Answer = Literal["once", "always", "no"]
+Ask = Callable[[ToolCall], Awaitable[Answer]]
+
+REFUSED = "the user refused this call"
+
+
+def checked_mode(name: str) -> Mode:
+    """The mode called `name`. Raises ConfigError."""
+    for mode in get_args(Mode):
+        if mode == name:
+            return mode
+    raise ConfigError("no such mode", field="--approve", received=name, fix="one of " + ", ".join(MODES))
+
+
+@dataclass(slots=True, eq=False)
+class Approver:
+    """Implements `Approve` of the agent's tools."""
+
+    mode: Mode
+    tools: Mapping[str, Tool]
+    ask: Ask | None = None
+    """How the person is asked; None: nobody is there, and what needs an answer is refused."""
+    isolated: bool = True
+    """Whether what runs is kept apart from the person's own files; if not, a preview asks about it."""
+    always: set[str] = field(default_factory=set[str])
+    """Tools that the person has allowed for the rest of the session."""
+
+    async def __call__(self, call: ToolCall) -> str | None:
+        """None if the call may run; else why not, in words for the agent."""
+        if self.mode == "full" or call.name in self.always:
+            return None
+        if self.mode == "preview" and (self.isolated or not self.runs_something(call)):
+            return None
+        if self.mode == "auto-edit" and not self.runs_something(call):
+            return None
+        if self.ask is None:
+            return "nobody is there to allow this call"
+        answer = await self.ask(call)
+        if answer == "always":
+            self.always.add(call.name)
+        return REFUSED if answer == "no" else None
+
+    def runs_something(self, call: ToolCall) -> bool:
+        """Whether the call may change anything anywhere, and not the files alone that it names."""
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return True
+        access = tool.access(call.arguments)
+        return "." in access.writes or access.barrier

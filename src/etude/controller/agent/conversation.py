@@ -1,0 +1,386 @@
+"""One session between a person and the agent: words in, events out, everything kept on disk.
+
+    say(words) --> [ the tree's changes go into the sandbox ] --> run_session --> [ changes come out ] --> end
+                      stop() ends it between two steps, with a session that can go on
+
+After a kill -9 the sandbox is gone and the rest is on disk: the tree, what each turn changed, the journal. A
+turn whose calls were not finished runs again from the start, in a sandbox as it was before the turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from etude.agent import AgentSession, JournaledSession, ToolContext, run_session
+from etude.agent.tools.ports import User
+from etude.agent.tools.state import ToolState
+from etude.controller.agent.approval import Approver, Ask, Mode, checked_mode
+from etude.controller.agent.changes import FileChange, combined
+from etude.controller.agent.events import FilesChanged, Noted, OnAgentEvent
+from etude.controller.agent.folders import SessionFolder
+from etude.controller.agent.mirror import Mirror
+from etude.controller.agent.models import Policy
+from etude.controller.agent.narrating import Narrator
+from etude.controller.agent.trees import Tree, is_test
+from etude.controller.agent.workspace import MirroredWorkspace
+from etude.errors import InfrastructureError
+from etude.observe.machine import total_memory_bytes
+from etude.protocols import Sampler
+from etude.records import Status, ToolCall, ToolResult, TrajectoryId
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.template import Template
+from etude.sandbox.types import Resources
+
+STOPPED_BY_USER = "user"
+MEMORY_BYTES = 4 << 30
+"""Of a sandbox; less on a machine with less than twice as much."""
+RESOURCES = Resources(
+    memory_bytes=min(MEMORY_BYTES, total_memory_bytes() // 2),
+    num_processes=512,
+    disk_bytes=2 << 30,
+    file_bytes=256 << 20,
+    cpu_s=3600,
+    open_files=1024,
+)
+_STOP_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How it ended."""
+
+    status: Status
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Face:
+    """What stands before a conversation: whoever sees its events and answers its questions."""
+
+    emit: OnAgentEvent
+    ask: Ask | None = None
+    user: User | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Conversation:
+    """Use `open_conversation`. One `say` at a time."""
+
+    folder: SessionFolder
+    tree: Tree
+    policy: Policy
+    backend: SandboxBackend
+    face: Face
+    approver: Approver
+    mirror: Mirror
+    state: ToolState = field(default_factory=ToolState)
+    journal: JournaledSession | None = None
+    sampler: Sampler | None = None
+    narrator: Narrator = field(init=False)
+    _workspace: MirroredWorkspace | None = None
+    _running: asyncio.Task[object] | None = None
+    _runs: int = 0
+    """Runs of this process: no two requests have one id, even where the first of them came to nothing."""
+    _busy: bool = False
+    _stopping: bool = False
+    _undone: list[str] = field(default_factory=list[str])
+    """Paths of which the agent is to be told that its changes were undone."""
+    redo: dict[int, tuple[ToolResult, ...]] = field(default_factory=dict[int, "tuple[ToolResult, ...]"])
+    """Results, by turn, of calls that ran before a crash and whose changes are kept."""
+
+    def __post_init__(self) -> None:
+        self.narrator = Narrator(self.policy.renderer, self.face.emit)
+
+    @property
+    def id(self) -> str:
+        """Names the session."""
+        return self.folder.meta.id
+
+    @property
+    def num_turns(self) -> int:
+        """Messages of the agent so far."""
+        return len(self.journal.session.turns) if self.journal else 0
+
+    @property
+    def mode(self) -> Mode:
+        """How calls are approved."""
+        return self.approver.mode
+
+    def set_mode(self, name: str) -> None:
+        """Chooses another mode. Raises ConfigError."""
+        self.approver.mode = checked_mode(name)
+        self.mirror.writes = self.approver.mode != "preview"
+        self.folder.update(mode=name)
+
+    def changes(self) -> tuple[FileChange, ...]:
+        """What the agent has changed in this session, as one."""
+        return combined(self.folder.changes())
+
+    async def say(self, text: str) -> Outcome:
+        """The user's words, up to where the agent has done what it will.
+
+        Raises UserError and InfrastructureError; the session has then ended for now, and can go on.
+        """
+        with self._at_work():
+            return await self._say(text)
+
+    async def _say(self, text: str) -> Outcome:
+        told = self._with_undone(text)
+        workspace = await self._ready()
+        if self.journal is None:
+            session = self._new_session(told)
+            self.journal = JournaledSession.create(self.folder.journal, session, self.state)
+        else:
+            self._end_open(STOPPED_BY_USER)
+            self.journal.on_user(told)
+        self._undone.clear()
+        self.folder.add_prompt(text, self.num_turns)
+        return await self._drive(workspace)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the agent was at work when the session was last left: `go_on` lets it."""
+        return self.journal is not None and self.journal.session.status is None
+
+    async def go_on(self) -> Outcome:
+        """Takes up what a crash interrupted. Raises as `say`."""
+        assert self.is_open, "nothing was interrupted"
+        with self._at_work():
+            return await self._drive(await self._ready())
+
+    def stop(self) -> bool:
+        """Stops the agent where it is; False if it is not at work. `say` then returns."""
+        if not self._busy:
+            return False
+        self._stopping = True
+        if self._running is not None:
+            self._running.cancel()
+        return True
+
+    async def undo(self) -> FilesChanged | None:
+        """Takes back what the agent changed upon the last words that were not undone yet; None if nothing."""
+        changes = [change for change in self.folder.changes() if not change.undone and change.files]
+        if not changes:
+            return None
+        await self._ready()
+        last = [change for change in changes if change.prompt == changes[-1].prompt]
+        files = combined(last)
+        kept_back = await self.mirror.take_back(files)
+        for change in last:
+            self.folder.save_change(replace(change, undone=True))
+        self._undone += [file.path for file in files if file.path not in kept_back]
+        swapped = tuple(
+            FileChange(file.path, file.after, file.before) for file in files if file.path not in kept_back
+        )
+        return FilesChanged(last[-1].turn, swapped, self.mirror.writes, kept_back)
+
+    async def write_back(self) -> FilesChanged:
+        """Writes to the tree what a preview kept in the sandbox."""
+        files = tuple(
+            FileChange(path, self.mirror.disk.get(path), self.mirror.box.get(path))
+            for path in sorted(self.mirror.box.keys() | self.mirror.disk.keys())
+            if self.mirror.box.get(path) != self.mirror.disk.get(path)
+        )
+        kept_back = {
+            file.path: why for file in files if (why := await self.mirror.write(file.path, file.after))
+        }
+        return FilesChanged(self.num_turns, files, True, kept_back)
+
+    async def close(self) -> None:
+        """Ends the sandbox; the session stays on disk. Idempotent."""
+        self.stop()
+        if self._running is not None:
+            await asyncio.wait([self._running], timeout=_STOP_S)
+        await self._drop_sandbox()
+        if self.journal is not None:
+            self.journal.close()
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        assert not self._busy, "the agent is at work"
+        self._busy, self._stopping = True, False
+        try:
+            yield
+        finally:
+            self._busy = False
+
+    # ---- one run --------------------------------------------------------------------------------
+
+    async def _drive(self, workspace: MirroredWorkspace) -> Outcome:
+        journal = self.journal
+        assert journal is not None
+        sampler = self._sampler()
+        self._runs += 1
+        task = self._running = asyncio.create_task(
+            run_session(
+                journal,
+                sampler,
+                workspace,
+                f"{self.id}:{self._runs}",
+                (self.policy.seed,),
+                patience=self.policy.patience,
+                listener=self.narrator.listen,
+                log=_RunAgain(journal, self.redo, lambda: self.num_turns),
+            )
+        )
+        if self._stopping:
+            task.cancel()
+        try:
+            await asyncio.wait([task])
+            await self._after(task)
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait([task], timeout=_STOP_S)
+            self._end_open(STOPPED_BY_USER)
+            raise
+        finally:
+            self._running = None
+        session = journal.session
+        assert session.status is not None
+        return Outcome(session.status, session.cause)
+
+    async def _after(self, task: asyncio.Task[object]) -> None:
+        """Leaves a consistent session behind, however the run ended. Raises what the run raised."""
+        assert self.journal is not None and self._workspace is not None
+        if task.cancelled():
+            self._end_open(STOPPED_BY_USER)
+            await self._workspace.settle(self.num_turns, None)
+            return
+        error = task.exception()
+        if error is not None:
+            self._end_open(f"{type(error).__name__}: {error}", Status.INFRASTRUCTURE)
+            await self._drop_sandbox()
+            raise error
+        if self.journal.session.status is Status.AGENT_ERROR:
+            await self._drop_sandbox()
+
+    def _end_open(self, cause: str, status: Status = Status.LIMIT) -> None:
+        assert self.journal is not None
+        if self.journal.session.status is None:
+            self.journal.stop(status, cause)
+
+    def _new_session(self, words: str) -> AgentSession:
+        policy = self.policy
+        return AgentSession(
+            words,
+            policy.renderer,
+            TrajectoryId("agent", self.id, 0, 0, 0),
+            policy.limits,
+            policy.params,
+            policy.system,
+            policy.summary,
+        )
+
+    def _sampler(self) -> Sampler:
+        if self.sampler is None:
+            make = self.policy.sampler_for
+            self.sampler = make(self.narrator.preview, self.num_turns) if make else self.policy.sampler
+        return self.sampler
+
+    def _with_undone(self, text: str) -> str:
+        if not self._undone:
+            return text
+        return f"(I have undone your changes to {', '.join(sorted(set(self._undone)))}.)\n\n{text}"
+
+    # ---- the sandbox ----------------------------------------------------------------------------
+
+    async def _ready(self) -> MirroredWorkspace:
+        """The workspace, its sandbox made if there is none, and the tree's changes brought in."""
+        if self._workspace is not None:
+            await self.mirror.pull()
+            return self._workspace
+        if not self.mirror.box and not self.mirror.disk:
+            await self.mirror.load()
+            self._note_left_out()
+        else:
+            await self.mirror.pull()
+        sandbox = await self.backend.create(Template(dict(self.mirror.box), "repository"), RESOURCES)
+        self.mirror.mount(sandbox)
+        if not self.folder.meta.test_paths:
+            tests = tuple(sorted(path for path in self.mirror.box if is_test(path)))
+            self.folder.update(test_paths=tests)
+        self._workspace = MirroredWorkspace(
+            self._context(sandbox), self.mirror, self.folder, self.face.emit, lambda: self.num_turns
+        )
+        return self._workspace
+
+    def _context(self, sandbox: Sandbox) -> ToolContext:
+        return ToolContext(
+            sandbox,
+            self.policy.registry,
+            self.folder.meta.test_paths,
+            self.policy.tool_limits,
+            self.state,
+            user=self.face.user,
+            approve=self.approver,
+        )
+
+    def _note_left_out(self) -> None:
+        left_out = self.tree.left_out
+        if left_out:
+            names = ", ".join(left_out[:5]) + (", ..." if len(left_out) > 5 else "")
+            self.face.emit(Noted(f"too large for the sandbox, left out: {names}"))
+
+    async def _drop_sandbox(self) -> None:
+        workspace, self._workspace = self._workspace, None
+        self.mirror.sandbox = None
+        if workspace is not None:
+            with contextlib.suppress(InfrastructureError):
+                await workspace.context.sandbox.kill()
+
+
+@dataclass(slots=True)
+class _RunAgain:
+    """Implements CallLog. After a crash calls run again, in a new sandbox, if nothing of them was kept."""
+
+    journal: JournaledSession
+    redo: Mapping[int, tuple[ToolResult, ...]]
+    turn: Callable[[], int]
+
+    def begun(self, calls: tuple[ToolCall, ...]) -> Mapping[int, ToolResult]:
+        self.journal.begun(calls)
+        results = self.redo.get(self.turn(), ())
+        return dict(enumerate(results)) if len(results) == len(calls) else {}
+
+    def ended(self, position: int, result: ToolResult) -> None:
+        self.journal.ended(position, result)
+
+
+@contextlib.asynccontextmanager
+async def open_conversation(
+    folder: SessionFolder, tree: Tree, policy: Policy, backend: SandboxBackend, face: Face, mode: str
+) -> AsyncIterator[Conversation]:
+    """A session that begins, or (if it has a journal) one that is taken up.
+
+    Raises StoreError for a journal that is damaged or in use, ConfigError for one of another tokenizer.
+    """
+    checked = checked_mode(mode)
+    can = backend.capabilities()
+    approver = Approver(checked, policy.registry, face.ask, can.isolation != "none" or not can.commands)
+    mirror = Mirror(tree, checked != "preview")
+    conversation = Conversation(folder, tree, policy, backend, face, approver, mirror)
+    try:
+        if folder.journal.exists():
+            conversation.journal = JournaledSession.resume(folder.journal, policy.renderer, policy.registry)
+            conversation.state = conversation.journal.state
+            await _restore(conversation)
+        yield conversation
+    finally:
+        await asyncio.shield(conversation.close())
+
+
+async def _restore(conversation: Conversation) -> None:
+    """Brings tree and sandbox to where the session stood: what was to be written is, what was previewed lies
+    in the sandbox. Files that someone changed since stay as they are."""
+    mirror = conversation.mirror
+    await mirror.load()
+    recorded = conversation.folder.changes()
+    for change in recorded:
+        if not change.undone:
+            await mirror.roll_forward(change)
+    last = recorded[-1] if recorded else None
+    if conversation.is_open and last is not None and last.turn == conversation.num_turns and last.results:
+        conversation.redo[last.turn] = last.results

@@ -1,0 +1,191 @@
+"""Sessions on disk: one folder each, with the journal, what was said, and what each turn changed.
+
+~/.local/state/etude/sessions/20261121-142501-3fa2c1/
+    session.json     the directory, the model, how it is asked, what the user said
+    journal          every token, call and result (`etude.agent.journal`)
+    changes/0003.json  the third change: written before the repository is
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from etude.controller.agent.changes import TurnChange
+from etude.errors import ConfigError, StoreError
+from etude.observe.files import write_json
+
+FORMAT = 1
+_ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
+
+
+def sessions_directory() -> Path:
+    """Where sessions lie: `$XDG_STATE_HOME/etude/sessions`, else below `~/.local/state`."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "etude" / "sessions"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Words of the user."""
+
+    text: str
+    after_turn: int
+    """Messages of the agent that came before."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionMeta:
+    """What is to be known of a session before its journal is read."""
+
+    id: str
+    path: str
+    """The directory that it works on."""
+    model: Mapping[str, Any]
+    """How its model was chosen (`ModelChoice`)."""
+    mode: str
+    """How it was approved when last used."""
+    created_s: float
+    prompts: tuple[Prompt, ...] = ()
+    test_paths: tuple[str, ...] = field(default=())
+    """The tests that it can run, as they were when it began."""
+
+    @property
+    def title(self) -> str:
+        """The first words that were said, on one line."""
+        return " ".join(self.prompts[0].text.split())[:80] if self.prompts else ""
+
+
+class SessionFolder:
+    """One session's folder."""
+
+    def __init__(self, path: Path, meta: SessionMeta) -> None:
+        """Use `create` or `open`."""
+        self.path = path
+        self.meta = meta
+
+    @classmethod
+    def create(cls, root: Path, tree: Path, model: Mapping[str, Any], mode: str) -> SessionFolder:
+        """A new session. Raises StoreError if its folder cannot be made."""
+        identity = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        folder = cls(root / identity, SessionMeta(identity, str(tree), dict(model), mode, time.time()))
+        try:
+            folder.path.mkdir(parents=True, mode=0o700)
+            (folder.path / "changes").mkdir()
+        except OSError as error:
+            raise StoreError(
+                "the session's folder cannot be made", field="path", received=str(error)
+            ) from error
+        folder._save()
+        return folder
+
+    @classmethod
+    def open(cls, root: Path, identity: str) -> SessionFolder:
+        """A session by its id, or the one used last (`last`). Raises ConfigError, StoreError."""
+        if identity == "last":
+            metas = list_sessions(root)
+            if not metas:
+                raise ConfigError(
+                    "there is no session yet", field="--resume", received=identity, fix="begin one"
+                )
+            identity = metas[0].id
+        path = root / identity
+        if not _ID.fullmatch(identity) or not path.is_dir():
+            raise ConfigError(
+                "there is no such session", field="--resume", received=identity, fix="see etude agent --list"
+            )
+        return cls(path, _read_meta(path))
+
+    def directory(self, named: Path | None) -> Path:
+        """The directory that it works on. Raises ConfigError if another one was named."""
+        path = Path(self.meta.path)
+        if named is not None and named.resolve() != path:
+            raise ConfigError(
+                "the session works on another directory",
+                field="PATH",
+                received=str(named),
+                fix=f"leave it out, or name {path}",
+            )
+        return path
+
+    @property
+    def journal(self) -> Path:
+        """Where the journal is, or will be."""
+        return self.path / "journal"
+
+    def add_prompt(self, text: str, after_turn: int) -> int:
+        """Keeps what the user said; returns its number, from 1."""
+        self.meta = replace(self.meta, prompts=(*self.meta.prompts, Prompt(text, after_turn)))
+        self._save()
+        return len(self.meta.prompts)
+
+    def update(self, **values: Any) -> None:
+        """Changes what is known of the session."""
+        self.meta = replace(self.meta, **values)
+        self._save()
+
+    def save_change(self, change: TurnChange) -> None:
+        """Makes what a turn changed durable. Raises StoreError."""
+        name = f"{change.number:04d}.json"
+        try:
+            write_json(self.path / "changes" / name, change.to_dict())
+        except OSError as error:
+            raise StoreError("the turn's changes cannot be kept", field=name, received=str(error)) from error
+
+    def next_number(self) -> int:
+        """The number of the next change."""
+        return 1 + max((int(path.stem) for path in (self.path / "changes").glob("[0-9]*.json")), default=0)
+
+    def changes(self) -> list[TurnChange]:
+        """What each turn changed, in order. Raises StoreError for a damaged file."""
+        found: list[TurnChange] = []
+        for path in sorted((self.path / "changes").glob("[0-9]*.json")):
+            try:
+                found.append(TurnChange.from_dict(json.loads(path.read_text(encoding="utf-8"))))
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise StoreError("is damaged", field=path.name, received=str(path.parent)) from error
+        return found
+
+    def _save(self) -> None:
+        document = {"format": FORMAT, **asdict(self.meta)}
+        try:
+            write_json(self.path / "session.json", document)
+        except OSError as error:
+            raise StoreError(
+                "the session cannot be kept", field="session.json", received=str(error)
+            ) from error
+
+
+def list_sessions(root: Path) -> list[SessionMeta]:
+    """The sessions below `root`, last used first; folders that are damaged are left out."""
+    found: list[tuple[float, SessionMeta]] = []
+    for path in root.glob("*-*-*") if root.is_dir() else ():
+        try:
+            used_s = max(
+                (path / name).stat().st_mtime
+                for name in ("session.json", "journal")
+                if (path / name).exists()
+            )
+            found.append((used_s, _read_meta(path)))
+        except (StoreError, ValueError, OSError):
+            continue
+    return [meta for _, meta in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def _read_meta(path: Path) -> SessionMeta:
+    try:
+        document = json.loads((path / "session.json").read_text(encoding="utf-8"))
+        if document.pop("format") != FORMAT:
+            raise ValueError("another format")
+        prompts = tuple(Prompt(**prompt) for prompt in document.pop("prompts"))
+        tests = tuple(document.pop("test_paths"))
+        return SessionMeta(**document, prompts=prompts, test_paths=tests)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise StoreError("the session is damaged", field="session.json", received=str(path)) from error

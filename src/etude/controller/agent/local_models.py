@@ -1,0 +1,142 @@
+"""Models that run in this process: a run's, or a checkpoint's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+from etude.agent import Registry, SessionLimits, core_registry, registry_named
+from etude.controller.agent.models import (
+    ModelChoice,
+    Policy,
+    people_session_limits,
+    people_tool_limits,
+    system_words,
+)
+from etude.controller.compute import choose_kernels
+from etude.controller.evaluate import load_policy
+from etude.controller.parts import open_parts
+from etude.environment.episodes import EpisodeLimits
+from etude.errors import CheckpointError, ConfigError
+from etude.inference import Engine, EngineService
+from etude.model.huggingface import load_model
+from etude.observe import RunDirectory
+from etude.observe.machine import available_cores
+from etude.records import PolicyVersion, SamplingParams
+from etude.tokens import CHATML_TEMPLATE, ETUDE_TEMPLATE, QWEN3_TEMPLATE, Renderer, Template, Tokenizer
+from etude.tokens.grammar import HermesGrammar, XmlGrammar
+from etude.weights import MemoryWeights
+
+_TURNS = 200
+"""Of a conversation with a model that was trained with fewer in one session."""
+_PREFILL_TOKENS = 2048
+_NUM_SLOTS = 2
+
+
+@contextlib.asynccontextmanager
+async def open_run(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]:
+    """The trained model of a run, with the tools and limits that it was trained with."""
+    run = RunDirectory.open(Path(choice.run))
+    tokenizer, model = load_policy(run, None)
+    config = run.config
+    limits = EpisodeLimits.from_config(config)
+    session = (
+        limits.session
+        if one_shot
+        else replace(limits.session, max_turns=max(limits.session.max_turns, _TURNS))
+    )
+    async with open_parts(config, tokenizer, deterministic=False) as parts:
+        manifest = parts.weights.publish(PolicyVersion(config.name, 0), dict(model.named_parameters()))
+        await parts.service.stage(manifest)
+        await parts.service.activate(manifest.version)
+        yield Policy(
+            label=f"run {run.path.name}",
+            sampler=parts.service,
+            renderer=parts.renderer,
+            registry=core_registry(),
+            limits=session,
+            params=SamplingParams(temperature=choice.temperature or 0.0),
+            tool_limits=limits.tools,
+            summary=None if limits.summary is None else replace(limits.summary, jitter=0.0),
+            seed=config.seed,
+        )
+
+
+@contextlib.asynccontextmanager
+async def open_model(choice: ModelChoice) -> AsyncIterator[Policy]:
+    """The model of a Hugging Face directory. Raises CheckpointError, ConfigError."""
+    directory = Path(choice.to_dict()["model"])
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(
+            "no model here: there is no config.json",
+            field="--model",
+            received=str(directory),
+            fix="name a Hugging Face checkpoint directory",
+        )
+    tokenizer = Tokenizer.load(directory)
+    model = load_model(directory)
+    renderer, registry = _renderer(tokenizer, choice.tools)
+    trained = renderer.template is ETUDE_TEMPLATE and not renderer.text_mode
+    system = None if trained else system_words(registry, renderer)
+    limits = _limits(model.config.max_positions, renderer, system)
+    name, weights = directory.name, MemoryWeights()
+    engine = Engine(
+        model.config,
+        tokenizer.vocab_size,
+        _NUM_SLOTS,
+        limits.max_tokens + 1,
+        _PREFILL_TOKENS,
+        choose_kernels("auto"),
+        available_cores(),
+    )
+    async with EngineService(engine, weights.fetch, None) as service:
+        manifest = weights.publish(PolicyVersion(name, 0), dict(model.named_parameters()))
+        await service.stage(manifest)
+        await service.activate(manifest.version)
+        yield Policy(
+            label=f"model {name}",
+            sampler=service,
+            renderer=renderer,
+            registry=registry,
+            limits=limits,
+            params=SamplingParams(temperature=choice.temperature or 0.0, max_tokens=limits.max_tokens),
+            tool_limits=people_tool_limits(),
+            system=system,
+        )
+
+
+def _renderer(tokenizer: Tokenizer, tools: str) -> tuple[Renderer, Registry]:
+    """How this tokenizer's model is spoken to."""
+    if _holds(tokenizer, ETUDE_TEMPLATE):
+        registry = registry_named(tools or "core")
+        return Renderer(tokenizer, XmlGrammar(registry.schemas)), registry
+    for template in (QWEN3_TEMPLATE, CHATML_TEMPLATE):
+        if _holds(tokenizer, template):
+            registry = registry_named(tools or "full")
+            return Renderer(tokenizer, HermesGrammar(registry.schemas), template), registry
+    raise ConfigError(
+        "no known chat frame fits the tokenizer",
+        field="--model",
+        received=", ".join(tokenizer.control_tokens[:8]),
+        fix="serve the model behind an endpoint, and name it with --endpoint",
+    )
+
+
+def _holds(tokenizer: Tokenizer, template: Template) -> bool:
+    return all(tokenizer.has_control(name) for name in template.control_tokens if name != "<|pad|>")
+
+
+def _limits(max_positions: int, renderer: Renderer, system: str | None) -> SessionLimits:
+    """As much context as the model has, at most what is useful on one machine."""
+    limits, _ = people_session_limits(min(max_positions, 32_768))
+    used = len(renderer.prompt("", system))
+    if used >= limits.max_tokens // 2:
+        raise ConfigError(
+            "the tools' descriptions fill half of the model's context",
+            field="--model",
+            received=f"{used} of {limits.max_tokens} tokens",
+            fix="offer fewer tools, such as --tools core",
+        )
+    return limits

@@ -1,0 +1,243 @@
+"""Which model is at work, and all that a session needs to be sampled from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etude.agent import (
+    Patience,
+    Registry,
+    ScriptedSampler,
+    SessionLimits,
+    SummaryPolicy,
+    ToolLimits,
+    core_registry,
+    play,
+    registry_named,
+)
+from etude.errors import ConfigError, StoreError
+from etude.protocols import Sampler
+from etude.records import SamplingParams, ToolCall
+from etude.tokens import Renderer
+from etude.tokens.grammar import ParseEvent, XmlGrammar
+
+BYTES_PER_TOKEN = 4
+"""What a token of a chat endpoint is taken for: sessions behind one are counted in bytes."""
+_MANNERS = """You are a coding agent at work in a repository, which is your current directory. Look before you
+change anything, keep changes small, and run the tests where there are any. Every message must call at least
+one tool. When the work is done, or to answer the user, say so in a few words and call finish."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelChoice:
+    """How the model was chosen on the command line; kept with the session. Raises ConfigError."""
+
+    run: str = ""
+    """Run directory."""
+    model: str = ""
+    """Hugging Face checkpoint directory."""
+    endpoint: str = ""
+    """Address of an OpenAI-compatible chat endpoint."""
+    model_name: str = ""
+    key_variable: str = ""
+    native_tools: bool = True
+    context_tokens: int = 128_000
+    """Of an endpoint's model."""
+    temperature: float | None = None
+    tools: str = ""
+    """`core`, `full` or names; empty: what suits the model."""
+    script: str = ""
+    """A JSON file of messages to be played: for tests."""
+
+    def __post_init__(self) -> None:
+        chosen = [name for name in ("run", "model", "endpoint", "script") if getattr(self, name)]
+        if len(chosen) != 1:
+            raise ConfigError(
+                "no model is named" if not chosen else "more than one model is named",
+                field="model",
+                received=", ".join(f"--{name}" for name in chosen) or None,
+                fix="give one of --run DIR, --model DIR, or --endpoint URL with --model-name NAME",
+            )
+        if self.context_tokens < 2048:
+            raise ConfigError(
+                "is too small",
+                field="--context-tokens",
+                received=self.context_tokens,
+                fix="give 2048 or more",
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values. Paths become absolute, so that a session can be taken up from anywhere."""
+        paths = {
+            name: str(Path(getattr(self, name)).resolve())
+            for name in ("run", "model", "script")
+            if getattr(self, name)
+        }
+        return {**asdict(self), **paths}
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> ModelChoice:
+        """What `to_dict` gave. Raises StoreError."""
+        try:
+            return cls(**document)
+        except TypeError as error:
+            raise StoreError("the session is damaged", field="model", received=str(error)) from error
+
+
+@dataclass(slots=True)
+class Policy:
+    """A model ready to be sampled, and how it is used."""
+
+    label: str
+    """For people."""
+    sampler: Sampler
+    renderer: Renderer
+    registry: Registry
+    limits: SessionLimits
+    params: SamplingParams
+    tool_limits: ToolLimits
+    system: str | None = None
+    summary: SummaryPolicy | None = None
+    patience: Patience = field(default_factory=Patience)
+    seed: int = 0
+    sampler_for: Callable[[Callable[[ParseEvent], None], int], Sampler] | None = None
+    """Makes a session's own sampler, where one is needed: it gets a listener to words that come before their
+    tokens, and how many messages the session has."""
+
+
+@contextlib.asynccontextmanager
+async def open_policy(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]:
+    """The chosen model. `one_shot`: with the limits that it was trained with, where they are known.
+
+    Raises UserError for a model that is not there or cannot be used.
+    """
+    if choice.endpoint:
+        opening = _endpoint_policy(choice)
+    elif choice.script:
+        opening = _scripted_policy(choice)
+    else:
+        # Heavy: torch comes with it.
+        from etude.controller.agent.local_models import open_model, open_run
+
+        opening = open_run(choice, one_shot) if choice.run else open_model(choice)
+    async with opening as policy:
+        yield policy
+
+
+def people_tool_limits() -> ToolLimits:
+    """Bounds of calls for people, who wait longer and read more than a rollout."""
+    return ToolLimits(
+        read_lines=2000,
+        grep_matches=100,
+        output_characters=16_000,
+        test_timeout_s=300.0,
+        command_timeout_s=300.0,
+    )
+
+
+def people_session_limits(max_tokens: int) -> tuple[SessionLimits, SummaryPolicy]:
+    """Limits of a context of `max_tokens`, and when it is summarised."""
+    message, summary = min(65_536, max_tokens // 4), min(16_384, max_tokens // 16)
+    limits = SessionLimits(
+        max_turns=10_000, max_calls_per_turn=32, max_tokens=max_tokens, max_message_tokens=message
+    )
+    return limits, SummaryPolicy(at_tokens=int(max_tokens * 0.6), max_summary_tokens=summary)
+
+
+def system_words(registry: Registry, renderer: Renderer) -> str:
+    """The system message of a model that was not trained with these tools."""
+    from etude.agent import describe_tools
+
+    return f"{_MANNERS}\n\n{describe_tools(registry.schemas, renderer.grammar)}"
+
+
+@contextlib.asynccontextmanager
+async def _endpoint_policy(choice: ModelChoice) -> AsyncIterator[Policy]:
+    try:
+        from etude.agent.endpoint import Endpoint, EndpointSampler, endpoint_renderer
+    except ImportError as error:
+        raise ConfigError(
+            "endpoints need httpx", field="--endpoint", received=str(error), fix="pip install 'etude[agent]'"
+        ) from error
+    registry = registry_named(choice.tools or "full")
+    endpoint = Endpoint(
+        choice.endpoint,
+        choice.model_name,
+        choice.key_variable,
+        choice.native_tools,
+        temperature=choice.temperature,
+    )
+    renderer = endpoint_renderer(registry.schemas, choice.native_tools)
+    limits, summary = people_session_limits(choice.context_tokens * BYTES_PER_TOKEN)
+    opened: list[EndpointSampler] = []
+
+    def sampler_for(on_event: Callable[[ParseEvent], None], num_messages: int) -> Sampler:
+        opened.append(EndpointSampler(endpoint, renderer, registry.schemas, on_event))
+        return opened[-1]
+
+    sampler = EndpointSampler(endpoint, renderer, registry.schemas)
+    opened.append(sampler)
+    try:
+        yield Policy(
+            label=f"{endpoint.model} at {endpoint.url}",
+            sampler=sampler,
+            renderer=renderer,
+            registry=registry,
+            limits=limits,
+            params=SamplingParams(max_tokens=limits.max_tokens),
+            tool_limits=people_tool_limits(),
+            system=_MANNERS if choice.native_tools else system_words(registry, renderer),
+            summary=summary,
+            patience=Patience(sampler_attempts=5, backoff_s=1.0),
+            sampler_for=sampler_for,
+        )
+    finally:
+        for one in opened:
+            await one.aclose()
+
+
+@contextlib.asynccontextmanager
+async def _scripted_policy(choice: ModelChoice) -> AsyncIterator[Policy]:
+    from etude.agent.endpoint_messages import byte_tokenizer
+
+    registry = registry_named(choice.tools) if choice.tools else core_registry()
+    grammar = XmlGrammar(registry.schemas)
+    renderer = Renderer(byte_tokenizer(grammar.control_tokens()), grammar)
+    messages = [renderer.message(parts) for parts in _script(Path(choice.script))]
+    limits, _ = people_session_limits(200_000)
+
+    def sampler_for(on_event: Callable[[ParseEvent], None], num_messages: int) -> Sampler:
+        return ScriptedSampler(play(messages[num_messages:]), chunk_tokens=7)
+
+    yield Policy(
+        label=f"script {Path(choice.script).name}",
+        sampler=ScriptedSampler(play(messages)),
+        renderer=renderer,
+        registry=registry,
+        limits=limits,
+        params=SamplingParams(max_tokens=limits.max_tokens),
+        tool_limits=people_tool_limits(),
+        sampler_for=sampler_for,
+    )
+
+
+def _script(path: Path) -> list[list[ToolCall | str]]:
+    """Messages of parts: words, or `{"name": ..., "arguments": {...}}`. Raises ConfigError."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+        return [
+            [
+                part if isinstance(part, str) else ToolCall(part["name"], part.get("arguments", {}))
+                for part in one
+            ]
+            for one in document
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            "is no script", field="--script", received=str(error), fix="give messages"
+        ) from error

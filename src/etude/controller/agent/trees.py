@@ -1,0 +1,272 @@
+"""The files that a person works on: a directory, perhaps with an editor's unsaved buffers in front of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Protocol
+
+from etude.errors import ConfigError, UserError
+from etude.observe.files import write_bytes
+
+MAX_FILES = 20_000
+MAX_BYTES = 128 << 20
+"""Of all files together. A directory that holds more is refused."""
+MAX_FILE_BYTES = 8 << 20
+"""Larger files are left out, and said to be."""
+LEFT_OUT_NAMES = frozenset(
+    [
+        ".git",
+        ".hg",
+        ".svn",
+        ".venv",
+        "venv",
+        "node_modules",
+        "__pycache__",
+        ".pytest_cache",
+        ".ruff_cache",
+        ".mypy_cache",
+        ".hypothesis",
+        ".tox",
+        ".nox",
+        ".etude",
+        ".DS_Store",
+    ]
+)
+"""Files and folders that neither enter the sandbox nor come back from it."""
+_GIT_S = 30.0
+
+
+class Tree(Protocol):
+    """Files by their path relative to the root, with `/` between its parts."""
+
+    @property
+    def root(self) -> Path: ...
+
+    @property
+    def left_out(self) -> list[str]:
+        """Files that were too large at the last scan."""
+        ...
+
+    async def scan(self) -> Mapping[str, bytes]:
+        """All files as they are now. Raises ConfigError for a directory that is missing or too large."""
+        ...
+
+    async def read(self, path: str) -> bytes | None:
+        """One file as it is now; None if there is none that may be read."""
+        ...
+
+    async def write(self, path: str, data: bytes) -> None:
+        """Writes one file, and the folders above it. Raises UserError for a path that must not be written."""
+        ...
+
+    async def remove(self, path: str) -> None:
+        """Removes one file, and the folders above it that it leaves empty. Raises UserError."""
+        ...
+
+    async def unwanted(self, paths: Iterable[str]) -> set[str]:
+        """Those of the paths that belong to nobody's work: caches, and what git would ignore."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A file as it was read; unchanged as long as its stamp is."""
+
+    stamp: tuple[int, int, int]
+    data: bytes
+
+
+class DirectoryTree:
+    """Implements `Tree` on a directory.
+
+    In a git work tree git says which files count: those that it tracks and those that it does not ignore.
+    Symbolic links are neither read nor written, nor anything behind one.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Raises ConfigError if `root` is no directory."""
+        if not root.is_dir():
+            raise ConfigError(
+                "is not a directory", field="PATH", received=str(root), fix="name a directory that exists"
+            )
+        self._root = root.resolve()
+        self._seen: dict[str, _Seen] = {}
+        self._left_out: list[str] = []
+
+    @property
+    def left_out(self) -> list[str]:
+        """See Tree."""
+        return self._left_out
+
+    @property
+    def root(self) -> Path:
+        """See Tree."""
+        return self._root
+
+    async def scan(self) -> Mapping[str, bytes]:
+        """See Tree. Files that did not change since the last scan are not read again."""
+        return await asyncio.to_thread(self._scan)
+
+    async def read(self, path: str) -> bytes | None:
+        """See Tree."""
+        return await asyncio.to_thread(self._read, path)
+
+    async def write(self, path: str, data: bytes) -> None:
+        """See Tree. A file keeps its permissions."""
+        await asyncio.to_thread(self._write, path, data)
+
+    async def remove(self, path: str) -> None:
+        """See Tree."""
+        await asyncio.to_thread(self._remove, path)
+
+    async def unwanted(self, paths: Iterable[str]) -> set[str]:
+        """See Tree."""
+        listed = list(paths)
+        named = {path for path in listed if is_left_out(path)}
+        rest = [path for path in listed if path not in named]
+        if not rest:
+            return named
+        ignored = await asyncio.to_thread(_git, self._root, ("check-ignore", "-z", "--stdin"), rest)
+        return named | set(ignored or ())
+
+    def _scan(self) -> dict[str, bytes]:
+        if not self._root.is_dir():
+            raise ConfigError("is gone", field="PATH", received=str(self._root), fix="name another directory")
+        seen: dict[str, _Seen] = {}
+        self._left_out = []
+        total_bytes = 0
+        for path in self._names():
+            found = self._look(path)
+            if found is None:
+                continue
+            seen[path] = found
+            total_bytes += len(found.data)
+            if total_bytes > MAX_BYTES or len(seen) > MAX_FILES:
+                raise ConfigError(
+                    f"holds more than {MAX_BYTES >> 20} MiB or {MAX_FILES:,} files",
+                    field="PATH",
+                    received=str(self._root),
+                    fix="name a folder below it, or have git ignore what is not source",
+                )
+        self._seen = seen
+        return {path: file.data for path, file in seen.items()}
+
+    def _names(self) -> Iterable[str]:
+        listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
+        names = _git(self._root, listing, ())
+        if names is None:
+            names = _walk(self._root)
+        return sorted({name for name in names if not is_left_out(name)})
+
+    def _look(self, path: str) -> _Seen | None:
+        place = self._place(path)
+        if place is None:
+            return None
+        try:
+            status = place.stat()
+            if not place.is_file():
+                return None
+            if status.st_size > MAX_FILE_BYTES:
+                self._left_out.append(path)
+                return None
+            stamp = (status.st_mtime_ns, status.st_size, status.st_ino)
+            known = self._seen.get(path)
+            return known if known is not None and known.stamp == stamp else _Seen(stamp, place.read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise ConfigError(
+                "cannot be read", field=path, received=str(error), fix="mend its permissions, or ignore it"
+            ) from error
+
+    def _read(self, path: str) -> bytes | None:
+        found = self._look(path)
+        return None if found is None else found.data
+
+    def _place(self, path: str) -> Path | None:
+        """Where a path lies; None where it leaves the root or leads through a link."""
+        parts = PurePosixPath(path).parts
+        if not parts or path.startswith("/") or ".." in parts or "\0" in path:
+            return None
+        place = self._root
+        for part in parts:
+            place = place / part
+            if place.is_symlink():
+                return None
+        return place
+
+    def writable(self, path: str) -> Path:
+        """Where a file may be written. Raises UserError for a path that must not be."""
+        place = None if is_left_out(path) else self._place(path)
+        if place is None or place.is_dir():
+            raise UserError("is not a file that may be written", field="PATH", received=path)
+        return place
+
+    def _write(self, path: str, data: bytes) -> None:
+        place = self.writable(path)
+        try:
+            mode = place.stat().st_mode & 0o7777 if place.exists() else None
+            place.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(place, data)
+            if mode is not None:
+                place.chmod(mode)
+        except OSError as error:
+            raise UserError("cannot be written", field=path, received=str(error)) from error
+
+    def _remove(self, path: str) -> None:
+        place = self.writable(path)
+        try:
+            place.unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError("cannot be removed", field=path, received=str(error)) from error
+        with contextlib.suppress(OSError):
+            while place.parent != self._root:
+                place = place.parent
+                place.rmdir()
+
+
+def is_left_out(path: str) -> bool:
+    """Whether a name along the path is one that never enters a sandbox."""
+    return not LEFT_OUT_NAMES.isdisjoint(path.split("/"))
+
+
+def is_test(path: str) -> bool:
+    """Whether a file is one of Python tests, by its name."""
+    name = path.rsplit("/", 1)[-1]
+    return name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))
+
+
+def _walk(root: Path) -> list[str]:
+    """Regular files below `root`, without what is left out anyway."""
+    found: list[str] = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in LEFT_OUT_NAMES]
+        found += [(Path(folder) / name).relative_to(root).as_posix() for name in files]
+        if len(found) > 4 * MAX_FILES:
+            break
+    return found
+
+
+def _git(root: Path, arguments: Sequence[str], names: Sequence[str]) -> list[str] | None:
+    """What git answers, NUL-separated; None outside of a work tree and where there is no git.
+
+    Nothing that the repository configures is run.
+    """
+    safe = ("-c", "core.fsmonitor=false", "-c", "core.hooksPath=/dev/null")
+    given = "\0".join(names).encode("utf-8", "surrogateescape")
+    try:
+        done = subprocess.run(
+            ["git", *safe, *arguments], cwd=root, input=given, capture_output=True, timeout=_GIT_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    # check-ignore says 1 where nothing is ignored.
+    if done.returncode not in (0, 1) or (done.returncode == 1 and arguments[0] != "check-ignore"):
+        return None
+    return [name for name in done.stdout.decode("utf-8", "surrogateescape").split("\0") if name]

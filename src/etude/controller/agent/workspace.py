@@ -1,0 +1,89 @@
+"""The workspace of a person's session: a sandbox whose changes reach the repository as each turn ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from etude.agent import LocalWorkspace, ToolContext
+from etude.agent.tools.interface import Access
+from etude.controller.agent.changes import TurnChange
+from etude.controller.agent.events import CallDone, CallRuns, CallsMade, FilesChanged, Noted, OnAgentEvent
+from etude.controller.agent.folders import SessionFolder
+from etude.controller.agent.mirror import Mirror
+from etude.errors import AgentError
+from etude.protocols import OnCall, OnResult
+from etude.records import ToolCall, ToolResult
+
+
+@dataclass(slots=True, eq=False)
+class MirroredWorkspace:
+    """Implements `Workspace`: LocalWorkspace, and around each turn the exchange with the tree.
+
+    Results are those of LocalWorkspace, so tokens are the same as anywhere else.
+    """
+
+    context: ToolContext
+    mirror: Mirror
+    folder: SessionFolder
+    emit: OnAgentEvent
+    turn: Callable[[], int]
+    """Number of the agent's present message, from 1."""
+
+    async def run_calls(
+        self,
+        calls: Sequence[ToolCall],
+        known: Mapping[int, ToolResult],
+        on_call: OnCall,
+        on_result: OnResult,
+    ) -> list[ToolResult]:
+        """See Workspace.run_calls."""
+        turn = self.turn()
+        shown: set[int] = set()
+
+        def begins(position: int, call: ToolCall) -> None:
+            self.emit(CallRuns(turn, position, call))
+            on_call(position, call)
+
+        def ends(position: int, call: ToolCall, result: ToolResult) -> None:
+            on_result(position, call, result)
+            shown.add(position)
+            self.emit(CallDone(turn, position, call, result))
+
+        self.emit(CallsMade(turn, tuple(calls)))
+        await self.mirror.refresh(self._files_of(calls))
+        results = await LocalWorkspace(self.context).run_calls(calls, known, begins, ends)
+        for position, (call, result) in enumerate(zip(calls, results, strict=True)):
+            if position not in shown:
+                self.emit(CallDone(turn, position, call, result))
+        if len(known) < len(calls):
+            await self.settle(turn, tuple(results))
+        return results
+
+    async def archive(self, path: str, text: str) -> str:
+        """See Workspace.archive."""
+        return await LocalWorkspace(self.context).archive(path, text)
+
+    async def settle(self, turn: int, results: tuple[ToolResult, ...] | None) -> None:
+        """Takes over what changed in the sandbox: to disk first, then to the tree."""
+        try:
+            files = await self.mirror.changes()
+        except AgentError as error:
+            self.emit(Noted(f"nothing was written: {error.message}"))
+            return
+        if not files:
+            return
+        prompt = len(self.folder.meta.prompts)
+        number = self.folder.next_number()
+        self.folder.save_change(TurnChange(number, turn, prompt, files, results, self.mirror.writes))
+        kept_back = await self.mirror.apply(files)
+        self.emit(FilesChanged(turn, files, self.mirror.writes, kept_back))
+
+    def _files_of(self, calls: Iterable[ToolCall]) -> list[str]:
+        """The files that these calls name."""
+        paths: set[str] = set()
+        for call in calls:
+            tool = None if call.error else self.context.tools.get(call.name)
+            access = tool.access(call.arguments) if tool is not None else Access()
+            paths |= access.reads | access.writes
+        return sorted(path for path in paths if path != "." and ":" not in path)

@@ -1,0 +1,219 @@
+"""Forks of stored trajectories: a session with the same tokens up to a turn, and another end.
+
+trajectory --tell--> session after turn N --+--> sampled on with a model, graded         (go_on)
+             calls made again in a sandbox  +--> a journal and a directory, for a person  (hand_over)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from etude.agent import AgentSession, JournaledSession, run_session
+from etude.agent.tools.state import HARNESS_DIRECTORY
+from etude.controller.agent.folders import SessionFolder, sessions_directory
+from etude.controller.agent.models import ModelChoice, Policy, open_policy
+from etude.controller.replaying import Stored, check_turn, find_task, open_world, recorded_session
+from etude.environment.replay import Replay, Replayer, check_tellable, tell
+from etude.environment.sessions import EnvironmentSession
+from etude.errors import ConfigError
+from etude.protocols import Sampler
+from etude.records import Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """What is asked for. `turn`: messages of the agent that stay as they are."""
+
+    turn: int
+    choice: ModelChoice
+    task_directory: Path | None = None
+    backend: str | None = None
+    seed: int = 1
+    """Of the noise with which it is sampled on."""
+    temperature: float | None = None
+    """None: as in the trajectory."""
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """A fork that a person goes on with."""
+
+    session: str
+    """For `etude agent --resume`."""
+    directory: Path
+    replay: Replay
+
+
+async def go_on(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
+    """Samples the trajectory on from the fork to its end, and grades it; and how the replay went.
+
+    Raises ConfigError for a turn after which nothing came, UserError for a trajectory that no session can be
+    made of, InfrastructureError.
+    """
+    task = _check(stored, fork)
+    async with (
+        open_policy(fork.choice, True) as policy,
+        open_world(stored, task, fork.backend, policy.registry) as world,
+    ):
+        session = recorded_session(stored, task, policy.renderer)
+        replay = await _tell(stored, fork, session, world, None)
+        if fork.temperature is not None:
+            session.params = replace(session.params, temperature=fork.temperature)
+        identity = stored.trajectory.id
+        session.on_prefix_miss()
+        key = (fork.seed, identity.group, identity.index)
+        timings = await run_session(
+            session,
+            _sampler(policy, fork.turn),
+            world,
+            f"{identity}+{fork.turn}",
+            key,
+            patience=policy.patience,
+        )
+        status = session.status
+        assert status is not None, "run_session ended without an end"
+        outcome = await world.submit(status, session.cause)
+        trajectory = session.trajectory(
+            None,
+            outcome.reward,
+            image_digest=world.origin.digest,
+            timings={"sample_s": timings.sample_s, "tools_s": timings.tools_s, "grade_s": world.grade_s},
+        )
+    return _renamed(trajectory, fork.turn, outcome.verdict.passed), replay
+
+
+async def hand_over(stored: Stored, fork: Fork, directory: Path) -> HandedOver:
+    """Writes the fork as a session of `etude agent`: its journal, and the workspace in `directory`.
+
+    The directory must not exist, or be empty. Raises as `go_on`; then nothing is left behind.
+    """
+    task = _check(stored, fork)
+    directory = _checked_directory(directory)
+    choice = fork.choice.to_dict()
+    folder: SessionFolder | None = None
+    try:
+        async with (
+            open_policy(fork.choice, True) as policy,
+            open_world(stored, task, fork.backend, policy.registry) as world,
+        ):
+            session = recorded_session(stored, task, policy.renderer)
+            folder = SessionFolder.create(sessions_directory(), directory, choice, "ask")
+            journal = JournaledSession.create(folder.journal, session, world.context.state)
+            try:
+                replay = await _tell(stored, fork, session, world, journal)
+            finally:
+                journal.close()
+            files = await _files(world, task)
+        folder.update(test_paths=tuple(task.test_paths))
+        folder.add_prompt(task.instruction, 0)
+        await asyncio.to_thread(_write, directory, files)
+    except BaseException:
+        if folder is not None:
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+    if len(session.contexts) > 1:
+        replay.notes.append(f"the history of full contexts ({HARNESS_DIRECTORY}/) is not handed over")
+    return HandedOver(folder.meta.id, directory, replay)
+
+
+def _check(stored: Stored, fork: Fork) -> Task:
+    """Looks at everything that can be looked at before anything is made."""
+    check_turn(stored.trajectory, fork.turn, first=0)
+    check_tellable(stored.trajectory, fork.turn)
+    return find_task(stored, fork.task_directory)
+
+
+async def _tell(
+    stored: Stored,
+    fork: Fork,
+    session: AgentSession,
+    world: EnvironmentSession,
+    journal: JournaledSession | None,
+) -> Replay:
+    """The session as it was after the fork's turn. Raises ConfigError if it had ended there."""
+    replayer = Replayer(world, world.context)
+    replay = await tell(stored.trajectory, session, replayer, fork.turn, journal)
+    if session.status is not None:
+        ended = f"{session.status.value}{f' ({session.cause})' if session.cause else ''}"
+        raise ConfigError(
+            f"the session had ended after this turn: {ended}",
+            field="--turn",
+            received=fork.turn,
+            fix="fork it at an earlier turn",
+        )
+    return replay
+
+
+def _sampler(policy: Policy, turns: int) -> Sampler:
+    return policy.sampler_for(lambda event: None, turns) if policy.sampler_for else policy.sampler
+
+
+def _renamed(trajectory: Trajectory, turn: int, passed: bool) -> Trajectory:
+    """The fork under an id of its own."""
+    before, identity = str(trajectory.id), replace(trajectory.id, run=f"{trajectory.id.run}+fork{turn}")
+
+    def name(segment_id: str) -> str:
+        return str(identity) + segment_id.removeprefix(before)
+
+    segments = tuple(
+        replace(
+            segment,
+            id=name(segment.id),
+            trajectory_id=str(identity),
+            parent=None if segment.parent is None else (name(segment.parent[0]), segment.parent[1]),
+        )
+        for segment in trajectory.segments
+    )
+    turns = tuple(replace(one, segment_id=name(one.segment_id)) for one in trajectory.turns)
+    facts = {**trajectory.facts, "passed": passed, "forked_from": before, "forked_at": turn}
+    return replace(trajectory, id=identity, segments=segments, turns=turns, facts=facts)
+
+
+def _checked_directory(directory: Path) -> Path:
+    """The directory as an absolute path. Raises ConfigError if something is there."""
+    directory = directory.resolve()
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise ConfigError(
+            "exists already and is not an empty directory",
+            field="--into",
+            received=str(directory),
+            fix="name a new directory",
+        )
+    return directory
+
+
+async def _files(world: EnvironmentSession, task: Task) -> dict[str, bytes]:
+    """The workspace as it is now, without what the harness keeps there."""
+    files = {path: text.encode() for path, text in task.files.items()}
+    for path, data in (await world.diff()).items():
+        if data is None:
+            files.pop(path, None)
+        elif "__pycache__" not in path.split("/"):
+            files[path] = data
+    return files
+
+
+def _write(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Writes the files; the directory appears only when whole. Raises ConfigError."""
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as temporary:
+            whole = Path(temporary) / "workspace"
+            whole.mkdir()
+            for path, data in files.items():
+                target = whole / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(data)
+            with contextlib.suppress(FileNotFoundError):
+                directory.rmdir()
+            whole.rename(directory)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot be written: {error.strerror}", field="--into", received=str(directory)
+        ) from error

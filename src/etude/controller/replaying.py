@@ -1,0 +1,187 @@
+"""Stored trajectories at work again: their task and sandbox are made anew, their calls once more.
+
+A run keeps its configuration, and its tasks are functions of that; so a trajectory's task is made again from
+its id, and checked against the digest of the files with which it began. Tasks of other origin are named as
+Harbor directories.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from etude.agent import AgentSession, Registry, core_registry, full_registry
+from etude.config import RewardConfig, RunConfig
+from etude.controller.corpus import make_renderer
+from etude.controller.families import open_family
+from etude.controller.parts import open_checked_backend
+from etude.controller.tokenizers import run_tokenizer
+from etude.environment.episodes import EpisodeLimits
+from etude.environment.origins import task_template
+from etude.environment.replay import Replay, Replayer, check_tellable, replay_turns, tell
+from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.verdicts import Grader
+from etude.errors import ConfigError, TaskError, UserError
+from etude.observe import RunDirectory
+from etude.records import Task, Trajectory
+from etude.tasks.harbor import read_harbor
+from etude.tokens.renderer import Renderer
+
+_NUMBER = re.compile(r"-(\d{1,9})$")
+_SPLIT = re.compile(r"(?:eval|trail)-([a-z_]+)-")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A trajectory, and the run that it is from, if any."""
+
+    trajectory: Trajectory
+    run: RunDirectory | None = None
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The run's configuration."""
+        return self.run.config if self.run else None
+
+
+def check_turn(trajectory: Trajectory, turn: int, first: int = 1) -> None:
+    """Raises ConfigError for the number of a turn that there was not."""
+    last = len(trajectory.turns)
+    if not first <= turn <= last:
+        raise ConfigError(
+            "there was no such turn", field="--turn", received=turn, fix=f"a number from {first} to {last}"
+        )
+
+
+def find_task(stored: Stored, directory: Path | None = None) -> Task:
+    """The task of a trajectory: of a Harbor directory, or made again as its run made it.
+
+    Raises TaskError where it cannot be made, or is not what it was.
+    """
+    trajectory = stored.trajectory
+    task = read_harbor(directory) if directory is not None else _made_task(stored)
+    digest = task_template(task).digest
+    if trajectory.image_digest and digest != trajectory.image_digest:
+        raise TaskError(
+            "the task's files are not those with which the trajectory began",
+            field="task" if directory is None else "--task",
+            received=task.id,
+            fix="use the commit that made the run, or name the task's own directory with --task",
+        )
+    return task
+
+
+def _made_task(stored: Stored) -> Task:
+    identity, config = stored.trajectory.id, stored.config
+    number, split = _NUMBER.search(identity.task), _SPLIT.match(identity.task)
+    if config is not None and number is not None:
+        family, index = open_family(config), int(number[1])
+        task = family.source()(index)
+        if task.id == identity.task:
+            return task
+        if split is not None:
+            with contextlib.suppress(ConfigError):
+                task = family.evaluation_tasks(split[1], index + 1)[index]
+            if task.id == identity.task:
+                return task
+    raise TaskError(
+        "is not a task that its run generates" if config else "nobody knows the trajectory's task",
+        field="task",
+        received=identity.task,
+        fix="name its Harbor directory with --task DIR",
+    )
+
+
+def recorded_session(stored: Stored, task: Task, renderer: Renderer) -> AgentSession:
+    """A new session as the trajectory's was when it began. Raises ConfigError for another tokenizer."""
+    trajectory, config = stored.trajectory, stored.config
+    first = trajectory.segments[0]
+    for name, recorded, digest in (
+        ("tokenizer", first.tokenizer_digest, renderer.tokenizer.digest),
+        ("template and tools", first.template_digest, renderer.template_digest),
+    ):
+        if recorded != digest:
+            raise ConfigError(
+                f"the trajectory was recorded with another one ({recorded[:12] or 'unknown'})",
+                field=name,
+                received=digest[:12],
+                fix="name the run that it is from, or a model that was made from it, with --run",
+            )
+    limits = EpisodeLimits() if config is None else EpisodeLimits.from_config(config)
+    jittered = limits.summary
+    plain = None if jittered is None else replace(jittered, jitter=0.0)
+    sessions = [
+        AgentSession(
+            task.instruction, renderer, trajectory.id, limits.session, first.sampling, summary=summary
+        )
+        for summary in (jittered, plain)
+    ]
+    return next((one for one in sessions if one.harness_digest == trajectory.harness_digest), sessions[0])
+
+
+@contextlib.asynccontextmanager
+async def open_world(
+    stored: Stored, task: Task, backend: str | None, registry: Registry
+) -> AsyncIterator[EnvironmentSession]:
+    """A fresh environment session on the task, as the run made them; it is ended on the way out.
+
+    Raises ResourceError if sandboxes cannot be made here, ConfigError for an unknown backend.
+    """
+    config = stored.config
+    limits = EpisodeLimits() if config is None else EpisodeLimits.from_config(config)
+    reward = RewardConfig() if config is None else config.rl.reward
+    name = backend or ("local" if config is None else config.sandbox.backend)
+    opened = open_checked_backend(name)
+    try:
+        site = Site(opened, Grader(opened, limits.sandbox), registry, limits.tools, reward)
+        world = EnvironmentSession.begin(site, task, limits.sandbox)
+        try:
+            yield world
+        finally:
+            await asyncio.shield(world.close())
+    finally:
+        await asyncio.shield(opened.close())
+
+
+async def replay_stored(
+    stored: Stored, task_directory: Path | None, backend: str | None, turns: int | None = None
+) -> Replay:
+    """Makes the calls of a trajectory again in a fresh sandbox, up to turn `turns`.
+
+    Raises TaskError for a task that cannot be had, SandboxError if the sandbox failed.
+    """
+    if turns is not None:
+        check_turn(stored.trajectory, turns)
+    task = find_task(stored, task_directory)
+    registry = full_registry() if stored.run is None else core_registry()
+    session, reason = _session_of_chain(stored, task)
+    async with open_world(stored, task, backend, registry) as world:
+        replayer = Replayer(world, world.context)
+        if session is None:
+            replay = await replay_turns(stored.trajectory, replayer, turns)
+        else:
+            replay = await tell(stored.trajectory, session, replayer, turns)
+    if reason:
+        replay.notes.append(reason)
+    return replay
+
+
+def _session_of_chain(stored: Stored, task: Task) -> tuple[AgentSession | None, str]:
+    """The session of a chain, whose full contexts were kept as files that the agent may have read.
+
+    Where it cannot be had the calls are made without it, and the reason is told.
+    """
+    if len(stored.trajectory.segments) == 1 or stored.run is None:
+        return None, ""
+    try:
+        check_tellable(stored.trajectory)
+        tokenizer = run_tokenizer(stored.run)
+        if tokenizer is None:
+            return None, "the run has no tokenizer"
+        return recorded_session(stored, task, make_renderer(tokenizer)), ""
+    except UserError as error:
+        return None, str(error)

@@ -1,0 +1,143 @@
+"""Forks of an environment session at an earlier turn: snapshots on the way, and replay from the nearest.
+
+origin --replay--> turn 3 (snapshot) --replay--> turn 5 = the fork      live: turn 9
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etude.agent import ToolContext, execute_calls
+from etude.agent.simulated_user import SimulatedUser
+from etude.agent.tools import Tool
+from etude.environment.history import Difference, History, differences
+from etude.errors import AgentError, InfrastructureError, SandboxError
+from etude.records import ToolCall
+from etude.sandbox.errors import Unsupported
+from etude.sandbox.interface import Sandbox, SandboxBackend
+
+
+@dataclass(slots=True, eq=False)
+class Kept:
+    """A snapshot of a session after `turn` turns, shared by it and those forks that passed there."""
+
+    turn: int
+    snapshot: str
+    tool_state: dict[str, Any]
+    user: SimulatedUser | None
+    num_users: int = 1
+
+
+class Snapshots:
+    """The snapshots of one session, taken after every `every` turns that changed something (0: never)."""
+
+    def __init__(self, every: int) -> None:
+        self.kept: list[Kept] = []
+        """By turn, upwards."""
+        self.num_failures = 0
+        self._every = every
+        self._num_changes = 0
+        """Turns that changed something since the last snapshot."""
+
+    def adopt(self, kept: Sequence[Kept]) -> None:
+        """Shares snapshots of the session that was forked."""
+        hold(kept)
+        self.kept += kept
+
+    async def after_turn(
+        self,
+        turn: int,
+        calls: Sequence[ToolCall],
+        context: ToolContext,
+        user: SimulatedUser | None,
+    ) -> str | None:
+        """Takes a snapshot after `turn` turns where the policy says so; why it failed, if it did.
+
+        The turn itself is done and stays so: a later fork then replays from further back.
+        """
+        if not self._every or not may_change(calls, context.tools):
+            return None
+        self._num_changes += 1
+        if self._num_changes < self._every:
+            return None
+        try:
+            info = await context.sandbox.create_snapshot()
+        except (InfrastructureError, Unsupported, AgentError) as error:
+            self.num_failures += 1
+            return str(error)
+        self._num_changes = 0
+        state = copy.deepcopy(context.state.to_dict())
+        self.kept.append(Kept(turn, info.id, state, copy.deepcopy(user)))
+        return None
+
+    def until(self, turn: int) -> list[Kept]:
+        """Those that were taken after `turn` turns or earlier."""
+        return [kept for kept in self.kept if kept.turn <= turn]
+
+    async def release(self, backend: SandboxBackend) -> None:
+        """The session has ended."""
+        kept, self.kept = self.kept, []
+        await let_go(kept, backend)
+
+
+def hold(kept: Sequence[Kept]) -> None:
+    """One more needs them."""
+    for snapshot in kept:
+        snapshot.num_users += 1
+
+
+async def let_go(kept: Sequence[Kept], backend: SandboxBackend) -> None:
+    """One less needs them: those that nobody needs are deleted. Raises the last error once all were tried."""
+    failed: SandboxError | None = None
+    for snapshot in kept:
+        snapshot.num_users -= 1
+        if snapshot.num_users == 0:
+            try:
+                await backend.delete_snapshot(snapshot.snapshot)
+            except SandboxError as error:
+                failed = error
+    if failed is not None:
+        raise failed
+
+
+async def replay(context: ToolContext, history: History, first: int) -> list[Difference]:
+    """Runs the turns from `first` on again, on a workspace as it was before them.
+
+    Raises InfrastructureError if something failed.
+    """
+    found: list[Difference] = []
+    for number in range(first, len(history.turns)):
+        await _archive(context.sandbox, history, number)
+        turn = history.turns[number]
+        try:
+            results = await execute_calls(turn.calls, context)
+        except AgentError as error:
+            raise SandboxError(
+                f"the sandbox ended in the replay, as it had not before: {error.message}",
+                field="turn",
+                received=number,
+            ) from error
+        found += differences(number, turn, results)
+    await _archive(context.sandbox, history, len(history.turns))
+    return found
+
+
+async def _archive(sandbox: Sandbox, history: History, number: int) -> None:
+    """Writes the contexts that were kept after `number` turns; what is there already stays the same."""
+    for archived in history.archives:
+        if archived.turn == number:
+            await sandbox.files.write(archived.path, archived.text)
+
+
+def may_change(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> bool:
+    """Whether one of the calls may have changed the workspace."""
+    for call in calls:
+        tool = tools.get(call.name)
+        if tool is None or call.error is not None:
+            continue
+        if any(":" not in path for path in tool.access(call.arguments).writes):
+            return True
+    return False

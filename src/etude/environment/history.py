@@ -1,0 +1,154 @@
+"""What an environment session has done, so that it can be shown, sent again and replayed elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from etude.agent.inputs import call_document, result_document
+from etude.errors import UserError
+from etude.records import ToolCall, ToolResult
+
+OVERHEAD_BYTES = 256
+"""What is reckoned for each call beside its texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class SessionTurn:
+    """The calls of one turn and what they were answered."""
+
+    calls: tuple[ToolCall, ...]
+    results: tuple[ToolResult, ...]
+    key: str | None = None
+    """The idempotency key with which it was asked for."""
+
+    @property
+    def size_bytes(self) -> int:
+        """About what it takes to keep it."""
+        return size_of(self.calls) + sum(len(result.output) for result in self.results)
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "calls": [call_document(call) for call in self.calls],
+            "results": [result_document(result) for result in self.results],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Archived:
+    """A full context that was kept as a file of the workspace, after so many turns."""
+
+    turn: int
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A call whose result in a replay is not what it was."""
+
+    turn: int
+    """From 0."""
+    position: int
+    call: ToolCall
+    expected: ToolResult
+    received: ToolResult
+
+    def to_document(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "turn": self.turn,
+            "position": self.position,
+            "call": call_document(self.call),
+            "expected": result_document(self.expected),
+            "received": result_document(self.received),
+        }
+
+
+@dataclass(slots=True)
+class History:
+    """Everything that was done to a workspace, in order. It only grows, so its beginning never changes."""
+
+    turns: list[SessionTurn] = field(default_factory=list[SessionTurn])
+    archives: list[Archived] = field(default_factory=list[Archived])
+    size_bytes: int = 0
+
+    def add(self, turn: SessionTurn) -> None:
+        """A turn has ended."""
+        self.turns.append(turn)
+        self.size_bytes += turn.size_bytes
+
+    def archive(self, path: str, text: str) -> None:
+        """A context was kept. Kept twice, it counts once."""
+        entry = Archived(len(self.turns), path, text)
+        if not self.archives or self.archives[-1] != entry:
+            self.archives.append(entry)
+            self.size_bytes += len(text)
+
+    def until(self, turn: int) -> History:
+        """The history as it was after `turn` turns."""
+        cut = History()
+        for done in self.turns[:turn]:
+            cut.add(done)
+        for entry in self.archives:
+            if entry.turn < turn or (entry.turn == turn and turn == len(self.turns)):
+                cut.archives.append(entry)
+                cut.size_bytes += len(entry.text)
+        return cut
+
+    def find(self, number: int | None, key: str | None, calls: Sequence[ToolCall]) -> SessionTurn | None:
+        """The turn that a request asks for again; None for a new one.
+
+        Raises UserError for the number or key of a turn with other calls, and for a number that skips turns.
+        """
+        place = number
+        if place is None and key is not None:
+            place = next((n for n, turn in enumerate(self.turns) if turn.key == key), None)
+        if place is None or place == len(self.turns):
+            return None
+        if not 0 <= place < len(self.turns):
+            raise UserError(
+                "skips turns", field="turn", received=place, fix=f"the next turn is {len(self.turns)}"
+            )
+        kept = self.turns[place]
+        if not same_calls(kept.calls, calls):
+            raise TurnConflictError(
+                "this turn was run with other calls", field="turn", received=place, fix="number turns upwards"
+            )
+        return kept
+
+
+class TurnConflictError(UserError):
+    """A turn's number or key that came with two different sets of calls."""
+
+
+def same_calls(first: Sequence[ToolCall], second: Sequence[ToolCall]) -> bool:
+    """Whether the two ask for the same."""
+    return [call_document(call) for call in first] == [call_document(call) for call in second]
+
+
+def size_of(calls: Sequence[ToolCall]) -> int:
+    """About what the calls take in memory, in bytes."""
+    return sum(
+        OVERHEAD_BYTES + len(call.name) + sum(len(name) + len(value) for name, value in _items(call))
+        for call in calls
+    )
+
+
+def differences(number: int, turn: SessionTurn, results: Sequence[ToolResult]) -> list[Difference]:
+    """Where a turn that was run again was answered otherwise. How long a call took does not count."""
+    return [
+        Difference(number, position, call, expected, received)
+        for position, (call, expected, received) in enumerate(
+            zip(turn.calls, turn.results, results, strict=True)
+        )
+        if (expected.output, expected.error, expected.finished)
+        != (received.output, received.error, received.finished)
+    ]
+
+
+def _items(call: ToolCall) -> list[tuple[str, str]]:
+    arguments: Mapping[str, Any] = call.arguments
+    return [(str(name), str(value)) for name, value in arguments.items()]

@@ -1,0 +1,172 @@
+"""An environment as OpenEnv sees it: `reset`, `step`, `state`.
+
+An action is one turn: `{"calls": [{"name", "arguments"}]}`, or `{"message": text}` with calls in our grammar.
+The observation holds what the tools answered; when the agent has finished, or has used up its turns, the
+episode is graded, and the last observation carries the reward. Failures of the infrastructure are errors of
+the protocol, never a reward.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from etude.agent.admission import admit
+from etude.environment.sessions import EnvironmentSession
+from etude.environment.wire import calls_of
+from etude.errors import AgentError, UserError
+from etude.records import Status, ToolCall, ToolResult
+from etude.sandbox.wire_types import Fields, checked
+from etude.tokens.grammar import XmlGrammar, parse_calls
+
+MAX_TURNS = 50
+MAX_CALLS = 16
+_NONE = type(None)
+_RESET: Fields = {
+    "seed": (int, _NONE),
+    "episode_id": (str, _NONE),
+    "task": (str, dict, _NONE),
+    "max_turns": (int, _NONE),
+}
+_ACTION: Fields = {"calls": (list, _NONE), "message": (str, _NONE), "metadata": (dict, _NONE)}
+
+OpenSession = Callable[[str | dict[str, Any] | None, int | None], Awaitable[EnvironmentSession]]
+"""(task or None, seed) -> a session on that task, or on one that the seed chooses."""
+RunTurn = Callable[[EnvironmentSession, Sequence[ToolCall]], Awaitable[list[ToolResult]]]
+EndSession = Callable[[EnvironmentSession], Awaitable[None]]
+
+
+class Episode:
+    """One client's episodes, one after the other. `close` must be called at the end."""
+
+    def __init__(self, open_session: OpenSession, run_turn: RunTurn, end_session: EndSession) -> None:
+        self._open = open_session
+        self._run = run_turn
+        self._end = end_session
+        self._session: EnvironmentSession | None = None
+        self._grammar: XmlGrammar | None = None
+        self._max_turns = MAX_TURNS
+        self._done = False
+        self._reward: float | None = None
+        self.episode_id: str | None = None
+
+    async def reset(self, data: Mapping[str, Any]) -> dict[str, Any]:
+        """Ends the episode and begins another. Raises UserError, SandboxError."""
+        named = {name: value for name, value in checked(dict(data), _RESET).items() if value is not None}
+        await self.close()
+        self._max_turns = named.get("max_turns", MAX_TURNS)
+        session = await self._open(named.get("task"), named.get("seed"))
+        self._session, self._done, self._reward = session, False, None
+        self._grammar = XmlGrammar(session.site.tools.schemas)
+        self.episode_id = named.get("episode_id") or secrets.token_hex(8)
+        tools = [schema.function_schema() for schema in session.site.tools.schemas]
+        return self._answer({"instruction": session.instruction, "tools": tools, "results": [], "text": ""})
+
+    async def step(self, action: object) -> dict[str, Any]:
+        """One turn. Raises UserError for what is no action, SandboxError if the infrastructure failed."""
+        session = self._running()
+        calls = self._calls(action)
+        try:
+            results = await self._run(session, calls)
+        except AgentError as error:
+            return await self._finish(session, Status.AGENT_ERROR, error.message, [])
+        if session.finished:
+            return await self._finish(session, Status.DONE, "", results)
+        if session.num_turns >= self._max_turns:
+            return await self._finish(session, Status.LIMIT, "turns", results)
+        return self._answer(_observed(results))
+
+    def state(self) -> dict[str, Any]:
+        """Where the episode stands."""
+        session = self._session
+        if session is None:
+            return {"episode_id": None, "step_count": 0}
+        return {
+            "episode_id": self.episode_id,
+            "step_count": session.num_turns,
+            "session": session.id,
+            "task": session.task.id if session.task else None,
+            "done": self._done,
+            "reward": self._reward,
+            "facts": session.facts.to_dict(),
+        }
+
+    async def close(self) -> None:
+        """Ends the episode's session. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            await self._end(session)
+
+    async def _finish(
+        self, session: EnvironmentSession, status: Status, cause: str, results: Sequence[ToolResult]
+    ) -> dict[str, Any]:
+        outcome = await session.submit(status, cause)
+        self._done, self._reward = True, outcome.reward.total
+        more = {"status": status.value, "cause": cause, "passed": outcome.verdict.passed}
+        return self._answer({**_observed(results), **more})
+
+    def _answer(self, observation: dict[str, Any]) -> dict[str, Any]:
+        return {"observation": observation, "reward": self._reward, "done": self._done}
+
+    def _running(self) -> EnvironmentSession:
+        if self._session is None or self._done:
+            raise UserError(
+                "no episode runs", field="step", received="done" if self._done else None, fix="reset first"
+            )
+        return self._session
+
+    def _calls(self, action: object) -> Sequence[ToolCall]:
+        """The turn's calls, those that may not run marked with why, as in every session of ours."""
+        named = checked(action, _ACTION)
+        message, calls = named.get("message"), named.get("calls")
+        if (message is None) == (calls is None):
+            raise UserError(
+                "an action is either calls or a message",
+                field="action",
+                received=sorted(named),
+                fix="give one",
+            )
+        if calls is not None:
+            return admit(calls_of(calls), MAX_CALLS)
+        assert self._grammar is not None, "it comes with the session"
+        return admit(parse_calls(self._grammar.parser(text_mode=True), [str(message)]), MAX_CALLS)
+
+
+def schemas() -> dict[str, Any]:
+    """JSON Schemas of action, observation and state."""
+    call = {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "arguments": {"type": "object"}},
+        "required": ["name"],
+    }
+    texts = {"type": "array", "items": {"type": "string"}}
+    return {
+        "action": {
+            "type": "object",
+            "properties": {"calls": {"type": "array", "items": call}, "message": {"type": "string"}},
+        },
+        "observation": {
+            "type": "object",
+            "properties": {
+                "text": {"type": "string"},
+                "results": texts,
+                "errors": {"type": "array", "items": {"type": ["string", "null"]}},
+                "instruction": {"type": "string"},
+                "tools": {"type": "array"},
+            },
+        },
+        "state": {
+            "type": "object",
+            "properties": {"episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer"}},
+        },
+    }
+
+
+def _observed(results: Sequence[ToolResult]) -> dict[str, Any]:
+    outputs = [result.output for result in results]
+    return {
+        "results": outputs,
+        "errors": [result.error.value if result.error else None for result in results],
+        "text": "".join(f"<result>{output}</result>" for output in outputs),
+    }

@@ -1,0 +1,133 @@
+"""Where an environment session begins: a task, files, a directory, a commit of a repository, a snapshot."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import tarfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from etude.errors import ConfigError, ResourceError
+from etude.records import Task
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.template import Template
+from etude.sandbox.types import Network, Resources
+
+SOURCE_BYTES = 256 << 20
+"""Files of one directory or repository, together."""
+_GIT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the first sandbox of a session is made from; made again for a fork at an earlier turn."""
+
+    template: Template | None = None
+    resources: Resources = field(default_factory=Resources)
+    network: Network | None = None
+    snapshot: str | None = None
+    """Continues this snapshot; template and resources are then the snapshot's own."""
+
+    @property
+    def digest(self) -> str:
+        """Names what the session begins with: the template's digest, or the snapshot's id."""
+        return self.snapshot or (self.template or Template()).digest
+
+    async def make(self, backend: SandboxBackend, life_s: float | None = None) -> Sandbox:
+        """A new sandbox in the first state. `life_s`: it is then killed, whoever has forgotten it."""
+        if self.snapshot is not None:
+            return await backend.create(timeout_s=life_s, snapshot=self.snapshot)
+        return await backend.create(self.template, self.resources, self.network, life_s)
+
+
+def task_template(task: Task) -> Template:
+    """The files that an agent sees of a task."""
+    return Template(task.files, task.id)
+
+
+async def directory_template(path: Path) -> Template:
+    """The regular files below a directory, without `.git`. Raises ConfigError, ResourceError."""
+    return await asyncio.to_thread(_read_directory, path)
+
+
+async def repository_template(path: Path, commit: str = "HEAD") -> Template:
+    """The files of one commit of a repository on this host, without `.git`: no future, no past.
+
+    Raises ConfigError for what is no repository or no commit, ResourceError for more than SOURCE_BYTES.
+    """
+    # A name that begins with a dash would be an option; `--end-of-options` needs a newer git than many hosts.
+    if commit.startswith("-") or not commit:
+        raise ConfigError("is no commit", field="commit", received=commit, fix="a hash, a branch or a tag")
+    archive = await _git(path, "archive", "--format=tar", commit)
+    files = await asyncio.to_thread(_untar, archive)
+    return Template(files, path.name)
+
+
+def _read_directory(path: Path) -> Template:
+    if not path.is_dir():
+        raise ConfigError("no such directory", field="directory", received=str(path), fix="name another")
+    files: dict[str, bytes | str] = {}
+    total = 0
+    for entry in sorted(path.rglob("*")):
+        relative = entry.relative_to(path)
+        if ".git" in relative.parts or entry.is_symlink() or not entry.is_file():
+            continue
+        total += entry.stat().st_size
+        _check_size(total, path)
+        files[relative.as_posix()] = entry.read_bytes()
+    return Template(files, path.name)
+
+
+def _untar(archive: bytes) -> dict[str, bytes | str]:
+    files: dict[str, bytes | str] = {}
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for member in tar:
+            content = tar.extractfile(member) if member.isreg() else None
+            if content is not None:
+                files[member.name] = content.read()
+    return files
+
+
+async def _git(path: Path, *arguments: str) -> bytes:
+    """What git prints. Raises ConfigError with git's own words, ResourceError for too much."""
+    try:
+        process = await asyncio.create_subprocess_exec(
+            "git", "-C", str(path), *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        )
+    except OSError as error:
+        raise ConfigError("git cannot be run", field="repository", received=str(error)) from error
+    assert process.stdout is not None
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(_GIT_S):
+            words = asyncio.ensure_future(process.stderr.read(4096))
+            pieces: list[bytes] = []
+            total = 0
+            while piece := await process.stdout.read(1 << 20):
+                total += len(piece)
+                _check_size(total, path)
+                pieces.append(piece)
+            code = await process.wait()
+            said = (await words).decode(errors="replace").strip()
+    finally:
+        if process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+    if code:
+        raise ConfigError(
+            f"git: {said[:300]}", field="repository", received=str(path), fix="name a repository and a commit"
+        )
+    return b"".join(pieces)
+
+
+def _check_size(total: int, path: Path) -> None:
+    if total > SOURCE_BYTES:
+        raise ResourceError(
+            f"holds more than {SOURCE_BYTES >> 20} MiB",
+            field="source",
+            received=str(path),
+            fix="name a smaller directory, or begin with an image or a snapshot",
+        )

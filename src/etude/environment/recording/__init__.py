@@ -1,0 +1,30 @@
+"""The recording endpoint: any OpenAI- or Anthropic-style agent can be trained, unmodified.
+
+`session_map` maps its growing histories onto token sequences, `service` samples, `sessions` holds and stores,
+`server` speaks HTTP (and alone needs FastAPI).
+"""
+
+from etude.environment.recording.fields import SamplingDefaults
+from etude.environment.recording.service import AnswerService, Ask, Serving
+from etude.environment.recording.session_map import MapLimits, SessionMap
+from etude.environment.recording.sessions import (
+    RecordedSession,
+    RecordingLimits,
+    Recordings,
+    RendererShelf,
+    SessionSpec,
+)
+
+__all__ = [
+    "AnswerService",
+    "Ask",
+    "MapLimits",
+    "RecordedSession",
+    "RecordingLimits",
+    "Recordings",
+    "RendererShelf",
+    "SamplingDefaults",
+    "Serving",
+    "SessionMap",
+    "SessionSpec",
+]

@@ -1,0 +1,104 @@
+"""The tools that a client brings: from their JSON Schema to our grammars and back.
+
+The schema's own words go to the model as they stand. A parameter has one kind; of a union with null the other
+type counts, of any other union the first type that we know, and what has no type is text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast, get_args
+
+from etude.environment.recording.errors import BadRequestError
+from etude.errors import ConfigError, ToolArgumentError
+from etude.records import ToolCall
+from etude.tokens.grammar.interface import Kind, Parameter, ToolSchema
+from etude.tokens.grammar.values import read_value
+
+_KINDS = frozenset(get_args(Kind))
+
+
+@dataclass(frozen=True)
+class ClientTool(ToolSchema):
+    """A tool as the client describes it: `raw` is its entry in OpenAI's form."""
+
+    raw: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
+
+    def function_schema(self) -> dict[str, object]:
+        """The client's own words."""
+        return dict(self.raw)
+
+
+def client_tool(name: object, description: object, schema: object, field_name: str) -> ClientTool:
+    """A tool of these facts. Raises BadRequestError."""
+    if not isinstance(name, str) or not name:
+        raise BadRequestError("a tool needs a name", field=field_name, received=name, fix="name it")
+    if schema is None:
+        schema = {"type": "object", "properties": {}}
+    properties = schema.get("properties") or {} if isinstance(schema, dict) else None
+    if not isinstance(schema, dict) or not isinstance(properties, dict):
+        raise BadRequestError(
+            "must be a JSON Schema object",
+            field=f"{field_name}.parameters",
+            received=type(schema).__name__,
+            fix='give {"type": "object", "properties": {...}}',
+        )
+    words = description if isinstance(description, str) else ""
+    required = schema.get("required")
+    needed: Sequence[object] = required if isinstance(required, list) else ()
+    parameters = tuple(_parameter(str(key), entry, key in needed) for key, entry in properties.items())
+    raw = {"type": "function", "function": {"name": name, "description": words, "parameters": schema}}
+    return ClientTool(name, words, parameters, raw)
+
+
+def _parameter(name: str, schema: object, required: bool) -> Parameter:
+    entry = schema if isinstance(schema, dict) else {}
+    words = entry.get("description")
+    return Parameter(name, words if isinstance(words, str) else "", required, _kind(entry))
+
+
+def _kind(schema: Mapping[str, Any]) -> Kind:
+    for found in _types(schema):
+        if found in _KINDS:
+            return cast(Kind, found)
+    return "string"
+
+
+def _types(schema: Mapping[str, Any]) -> list[object]:
+    declared = schema.get("type")
+    if declared is not None:
+        return list(declared) if isinstance(declared, list) else [declared]
+    options = schema.get("anyOf") or schema.get("oneOf") or []
+    branches = [option for option in options if isinstance(option, dict)] if isinstance(options, list) else []
+    return [option.get("type") for option in branches]
+
+
+def call_arguments(call: ToolCall, tools: Sequence[ToolSchema]) -> dict[str, Any]:
+    """A well-formed call's arguments as JSON values; one that is not of its kind stays text."""
+    schema = next((tool for tool in tools if tool.name == call.name), None)
+    parameters = {parameter.name: parameter for parameter in schema.parameters} if schema else {}
+    return {name: _value(parameters.get(name), text) for name, text in call.arguments.items()}
+
+
+def _value(parameter: Parameter | None, text: str) -> Any:
+    if parameter is None or parameter.kind == "string":
+        return text
+    try:
+        return read_value(parameter, text)
+    except ToolArgumentError:  # the agent's mistake: the client's own tool answers it
+        return text
+
+
+def told_call(name: str, arguments: Any) -> ToolCall:
+    """A call that a client tells, for a grammar to write. Raises ConfigError for arguments of no object."""
+    if not isinstance(arguments, dict):
+        raise ConfigError("arguments must be an object", field="arguments", received=type(arguments).__name__)
+    return ToolCall(
+        name,
+        {
+            str(key): value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            for key, value in arguments.items()
+        },
+    )

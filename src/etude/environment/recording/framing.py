@@ -1,0 +1,110 @@
+"""Messages to tokens, one after the other: what follows is rendered, what stands is never rendered again.
+
+Each message is `after_end` (unless it is the first), its frame, its words, its end. The pieces are those of
+`Renderer`, so a conversation has the tokens that our own agent's session would have.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.environment.recording.client_tools import told_call
+from etude.environment.recording.errors import BadRequestError
+from etude.environment.recording.messages import Answer, Message, Opening, Results, SystemWords, UserWords
+from etude.errors import ConfigError
+from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_OPEN
+from etude.tokens.pieces import Control, Piece
+from etude.tokens.renderer import Renderer
+
+Tokens = NDArray[np.int32]
+
+
+class Framing:
+    """Renders the messages of conversations with one opening's tools."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self.renderer = renderer
+        template = renderer.template
+        self.end = np.array([renderer.end_token], dtype=np.int32)
+        self._after_end = renderer.encode(template.after_end)
+        self._system = renderer.encode(template.system)
+        self._user = renderer.encode(template.user)
+        self._assistant = renderer.encode((*template.after_end, *template.assistant))
+        self._first_assistant = renderer.encode(template.assistant)
+
+    def given(self, message: Message, first: bool) -> Tokens:
+        """A message that was not sampled, its end included. `first`: nothing stands before it.
+
+        Raises BadRequestError for results before any message.
+        """
+        renderer = self.renderer
+        match message:
+            case Opening():
+                return self._opening(message)
+            case SystemWords(text):
+                parts = [self._lead(first), self._system, renderer.tokenizer.encode(text), self.end]
+            case UserWords(text):
+                parts = [self._lead(first), self._user, renderer.tokenizer.encode(text), self.end]
+            case Results(outputs):
+                if first:
+                    raise BadRequestError(
+                        "begins with results", field="messages", fix="send the calls before them"
+                    )
+                parts = [renderer.results(outputs)]
+            case Answer():
+                parts = [self.answer_frame(first), renderer.encode(self._answer_pieces(message)), self.end]
+        return np.concatenate(parts)
+
+    def answer_frame(self, first: bool = False) -> Tokens:
+        """What stands before an answer: the last tokens before sampling begins."""
+        return self._first_assistant if first else self._assistant
+
+    def without_reasoning(self, sampled: Tokens) -> Tokens:
+        """A sampled message as templates show it that drop reasoning: what follows the last closing mark.
+
+        The rest is encoded anew: it is given, not sampled.
+        """
+        renderer = self.renderer
+        pieces = renderer.tokenizer.pieces(sampled, renderer.tags)
+        kept: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, str):
+                _, mark, rest = piece.rpartition(THINK_CLOSE)
+                if mark and renderer.reasoning == "text":
+                    kept, piece = [], rest
+            elif piece.name == THINK_CLOSE:
+                kept = []
+                continue
+            kept.append(piece)
+        if kept and isinstance(kept[0], str):
+            kept[0] = kept[0].lstrip("\n")
+        return renderer.encode(kept)
+
+    def _lead(self, first: bool) -> Tokens:
+        return self._after_end[:0] if first else self._after_end
+
+    def _opening(self, opening: Opening) -> Tokens:
+        renderer = self.renderer
+        body: list[Piece] = [opening.system] if opening.system else []
+        if opening.tools:
+            body += ["\n\n"] if body else []
+            body += renderer.grammar.announce(opening.tools)
+        if not body:
+            return self.end[:0]
+        return np.concatenate([self._system, renderer.encode(body), self.end])
+
+    def _answer_pieces(self, answer: Answer) -> list[Piece]:
+        """An answer that a client tells and nobody sampled here."""
+        grammar = self.renderer.grammar
+        pieces: list[Piece] = []
+        if answer.reasoning and self.renderer.reasoning != "off":
+            pieces += [Control(THINK_OPEN), f"\n{answer.reasoning}\n", Control(THINK_CLOSE), "\n\n"]
+        pieces += [answer.text] if answer.text else []
+        for call in answer.calls:
+            pieces += [grammar.call_separator] if pieces else []
+            try:
+                pieces += grammar.render_call(told_call(call.name, call.arguments))
+            except ConfigError:  # a call of which a client kept no arguments: shown as it is told
+                pieces.append(f"{call.name} {call.arguments}")
+        return pieces

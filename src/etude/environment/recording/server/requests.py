@@ -1,0 +1,55 @@
+"""What the routes share: the server's sessions, keys, bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import Request
+
+from etude.environment.recording.errors import BodyTooLargeError, RefusedKeyError
+from etude.environment.recording.fields import parse_body
+from etude.environment.recording.sessions import RecordedSession, Recordings
+
+SESSION_HEADER = "x-etude-session"
+AGENT_HEADER = "x-etude-agent"
+
+
+def recordings_of(request: Request) -> Recordings:
+    """The sessions of the server that got the request."""
+    return request.app.state.recordings
+
+
+def key_of(request: Request) -> str:
+    """The key of a request: `x-api-key`, or a bearer; empty if there is none."""
+    headers: Mapping[str, str] = request.headers
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return headers.get("x-api-key") or (given.strip() if scheme.lower() == "bearer" else "")
+
+
+def tenant_of(request: Request) -> str:
+    """The tenant that sent a request. Raises RefusedKeyError."""
+    key = key_of(request)
+    if not key:
+        raise RefusedKeyError("the token is missing", field="Authorization", fix="send a tenant's token")
+    return recordings_of(request).tenant_of(key)
+
+
+def session_of(request: Request) -> RecordedSession:
+    """The session that an agent's request belongs to."""
+    path_id = request.path_params.get("session")
+    header_id = request.headers.get(SESSION_HEADER)
+    return recordings_of(request).find_for_agent(path_id, header_id, key_of(request))
+
+
+async def body_of(request: Request) -> dict[str, Any]:
+    """The JSON object of a request. Raises BodyTooLargeError and BadRequestError."""
+    limit = recordings_of(request).limits.body_bytes
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise BodyTooLargeError("the body is too large", field="body", fix=f"send at most {limit} bytes")
+        parts.append(part)
+    return parse_body(b"".join(parts))

@@ -1,0 +1,285 @@
+"""Samples the answers of recorded sessions.
+
+    request --begin--> branch --SampleRequest--> sampler
+       ^                                            | chunks
+       |            commit <--- _sample (a task) <--+
+       +-- events <--- queue <----------'
+
+Sampling is a task of its own: a client that leaves ends its request, not the task. The request is aborted,
+and what was sampled so far is committed, so that a client that cut the stream on purpose, and goes on from
+the cut text, goes on from these tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from etude.environment.recording.messages import Message
+from etude.environment.recording.reader import AnswerReader, Part, ReadingRules, cut_chunk
+from etude.environment.recording.session_map import Generation, SessionMap
+from etude.errors import EtudeError, InfrastructureError, PrefixMissError, SamplerError
+from etude.protocols import Sampler
+from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
+
+Ending = Literal["stop", "length", "calls", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request for an answer, in whatever API it came."""
+
+    messages: tuple[Message, ...]
+    """The opening first."""
+    params: SamplingParams
+    rules: ReadingRules = field(default_factory=ReadingRules)
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Sampling begins after this many tokens."""
+
+    prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """Tokens of the answer, and what they add to what is served."""
+
+    parts: tuple[Part, ...]
+    tokens: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    version: PolicyVersion | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The answer is complete, and recorded."""
+
+    ending: Ending
+    stop: str | None
+    answer_tokens: int
+
+
+Event = Begun | Sampled | Ended
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Which replicas serve, and how long one answer may take."""
+
+    pool: str = "rollout"
+    answer_s: float = 600.0
+    abort_s: float = 30.0
+    """How long an aborted request may take to end; then its tokens are given up."""
+
+
+@dataclass(slots=True, eq=False)
+class AnswerService:
+    """Samples for one session map. Several answers may be sampled at the same time."""
+
+    session_map: SessionMap
+    sampler: Sampler
+    serving: Serving = field(default_factory=Serving)
+    new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
+    tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+    """Answers that are being sampled."""
+    _opened: set[str] = field(init=False, default_factory=set)
+    _numbers: itertools.count[int] = field(init=False, default_factory=itertools.count)
+    _live: dict[asyncio.Task[None], _Running] = field(init=False, default_factory=dict)
+
+    async def answer(self, ask: Ask) -> AsyncGenerator[Event]:
+        """Yields what is sampled, in order; `Ended` last. Closing it early aborts the request.
+
+        Raises BadRequestError and ContextLengthError before anything is sampled; InfrastructureError where
+        the sampler fails: then nothing of the answer is kept, and the same history can be sent again.
+        """
+        generation = self.session_map.begin(ask.messages, ask.params)
+        running = _Running(generation, self._request(generation, ask))
+        running.reader = AnswerReader(generation.branch.framing.renderer, ask.rules, self.new_id)
+        task = asyncio.create_task(self._sample(running))
+        self.tasks.add(task)
+        self._live[task] = running
+        task.add_done_callback(self._forget)
+        try:
+            yield Begun(len(generation.tokens))
+            while True:
+                event = await running.queue.get()
+                if isinstance(event, EtudeError):
+                    raise event
+                yield event
+                if isinstance(event, Ended):
+                    return
+        finally:
+            if not task.done():
+                self._abort(task)
+
+    async def stop(self) -> None:
+        """Aborts what is being sampled, waits for its end, and closes the sampler's sessions."""
+        tasks = list(self.tasks)
+        for task in tasks:
+            self._abort(task)
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.serving.abort_s)
+        for task in [task for task in tasks if not task.done()]:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=self.serving.abort_s)
+        for name in sorted(self._opened):
+            self.sampler.close(name)
+        self._opened.clear()
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self.tasks.discard(task)
+        self._live.pop(task, None)
+
+    def _abort(self, task: asyncio.Task[None]) -> None:
+        running = self._live.get(task)
+        if running is None or running.aborted:
+            return
+        running.aborted = True
+        self.sampler.abort(running.request.id)
+        asyncio.get_running_loop().call_later(self.serving.abort_s, task.cancel)
+
+    def _request(self, generation: Generation, ask: Ask) -> SampleRequest:
+        branch = generation.branch
+        key = (ask.seed,) if ask.seed is not None else (_seed(self.session_map.trajectory_id), branch.number)
+        return SampleRequest(
+            id=f"{branch.id}:{next(self._numbers)}",
+            session_id=branch.id,
+            suffix=generation.tokens[branch.known :],
+            params=generation.params,
+            stop_tokens=frozenset((branch.framing.renderer.end_token,)),
+            rng_key=key,
+            prefix_digest=branch.prefix_digest,
+            pool=self.serving.pool,
+            deadline_s=self.serving.answer_s,
+        )
+
+    async def _sample(self, running: _Running) -> None:
+        """Samples one answer to its end and commits it; the queue always gets a last word."""
+        generation = running.generation
+        try:
+            if generation.branch.id not in self._opened:
+                self._opened.add(generation.branch.id)
+                self.sampler.open(generation.branch.id)
+            try:
+                async with asyncio.timeout(self.serving.answer_s):
+                    await self._stream(running)
+            except PrefixMissError:
+                if running.request.prefix_digest is None or running.chunks:
+                    raise
+                self._send_whole(running)
+                async with asyncio.timeout(self.serving.answer_s):
+                    await self._stream(running)
+            self._commit(running)
+        except InfrastructureError as error:
+            self._fail(running, error)
+        except TimeoutError:
+            self.sampler.abort(running.request.id)
+            self._fail(running, SamplerError("the answer took too long", received=self.serving.answer_s))
+        except asyncio.CancelledError:
+            self._fail(running, SamplerError("the answer was given up"))
+            raise
+        except Exception as error:
+            self.sampler.abort(running.request.id)
+            self._fail(running, SamplerError("the sampler failed", received=repr(error)))
+            raise
+
+    def _send_whole(self, running: _Running) -> None:
+        """The sampler has lost the branch: everything is sent again."""
+        branch = running.generation.branch
+        branch.known, branch.prefix_digest = 0, None
+        request = running.request
+        running.request = SampleRequest(
+            id=f"{request.id}w",
+            session_id=request.session_id,
+            suffix=running.generation.tokens,
+            params=request.params,
+            stop_tokens=request.stop_tokens,
+            rng_key=request.rng_key,
+            pool=request.pool,
+            deadline_s=request.deadline_s,
+        )
+        if running.aborted:
+            self.sampler.abort(running.request.id)
+
+    async def _stream(self, running: _Running) -> None:
+        """Takes the chunks in. After a stop string the rest is waited for and dropped."""
+        async for chunk in self.sampler.stream(running.request):
+            if not running.reader.ended:
+                self._take(running, chunk)
+                if running.reader.ended and chunk.finish is None:
+                    self.sampler.abort(running.request.id)
+            if chunk.finish is not None:
+                running.finish = running.finish or chunk.finish
+        if running.finish is None:
+            raise SamplerError("the request ended before the answer did", field="chunk.finish")
+        if running.finish == "abort" and not running.aborted:
+            raise SamplerError("the request was aborted from outside", field="chunk.finish")
+
+    def _take(self, running: _Running, chunk: SampleChunk) -> None:
+        parts, count = running.reader.feed(chunk.tokens)
+        if running.reader.ended:
+            running.finish, running.cut = "stop", count < len(chunk.tokens) or chunk.finish is None
+            chunk = cut_chunk(chunk, count, len(running.generation.tokens) + running.num_tokens)
+        running.chunks.append(chunk)
+        running.num_tokens += len(chunk.tokens)
+        if len(chunk.tokens):
+            running.queue.put_nowait(Sampled(tuple(parts), chunk.tokens, chunk.logprobs, chunk.version))
+
+    def _commit(self, running: _Running) -> None:
+        branch, reader, counts = running.generation.branch, running.reader, self.session_map.counts
+        rest = reader.finish()
+        last = running.chunks[-1] if running.chunks else None
+        self.session_map.commit(running.generation, running.chunks, reader.answer)
+        held = last is not None and not running.cut and bool(last.prefix_digest)
+        branch.known = branch.recording.length if held and last else 0
+        branch.prefix_digest = last.prefix_digest if held and last else None
+        counts.malformed_calls += reader.num_malformed
+        counts.aborted += running.finish == "abort"
+        if rest:
+            nothing = np.zeros(0, dtype=np.int32)
+            running.queue.put_nowait(Sampled(tuple(rest), nothing, nothing.astype(np.float32), None))
+        running.queue.put_nowait(Ended(_ending(running), reader.stop, running.num_tokens))
+
+    def _fail(self, running: _Running, error: InfrastructureError) -> None:
+        self.session_map.fail(running.generation)
+        running.queue.put_nowait(error)
+
+
+@dataclass(slots=True, eq=False)
+class _Running:
+    """One answer while it is sampled."""
+
+    generation: Generation
+    request: SampleRequest
+    reader: AnswerReader = field(init=False)
+    queue: asyncio.Queue[Event | EtudeError] = field(default_factory=asyncio.Queue)
+    chunks: list[SampleChunk] = field(default_factory=list[SampleChunk])
+    num_tokens: int = 0
+    finish: str | None = None
+    cut: bool = False
+    """Tokens were dropped that the sampler holds."""
+    aborted: bool = False
+    """The client has left."""
+
+
+def _ending(running: _Running) -> Ending:
+    if running.finish in ("length", "abort"):
+        return "length" if running.finish == "length" else "abort"
+    return "calls" if running.reader.answer.calls and running.reader.stop is None else "stop"
+
+
+def _seed(trajectory_id: str) -> int:
+    """A session's noise is a function of its name alone."""
+    return int.from_bytes(blake3(trajectory_id.encode()).digest(6), "big")

@@ -1,0 +1,397 @@
+"""The recorded sessions of one server: who may use them, what they may hold, how they end.
+
+create --> live --> finishing --> finished          its trajectory is stored, durably
+             |          |
+             |          +-> live                    the store failed: nothing is lost, finish again
+             +--> deleted | expired                 nothing is stored | stored as an infrastructure failure
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from blake3 import blake3
+
+from etude.environment.recording.errors import (
+    BadRequestError,
+    BusyError,
+    DrainingError,
+    NoSuchSessionError,
+    RefusedKeyError,
+    SessionEndedError,
+)
+from etude.environment.recording.fields import SamplingDefaults
+from etude.environment.recording.messages import Opening, canonical
+from etude.environment.recording.service import AnswerService, Serving
+from etude.environment.recording.session_map import MapLimits, SessionMap
+from etude.errors import ConfigError
+from etude.protocols import Sampler
+from etude.records import Group, RewardBreakdown, Status, Trajectory, TrajectoryId
+from etude.store.blobs import BlobStore, FileBlobs
+from etude.store.trajectories import TrajectoryLog
+from etude.tokens.grammar.interface import Grammar, ToolSchema
+from etude.tokens.renderer import Renderer
+from etude.tokens.template import Template
+from etude.tokens.tokenizer import Tokenizer
+
+_MAX_RENDERERS = 256
+_MAX_ENDED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingLimits:
+    """What a server takes from its clients."""
+
+    body_bytes: int = 64 << 20
+    sessions_per_tenant: int = 1024
+    requests_per_session: int = 64
+    """At the same time."""
+    idle_s: float = 3600.0
+    """A session that nobody uses for so long is ended as an infrastructure failure."""
+    session: MapLimits = field(default_factory=MapLimits)
+    default_max_tokens: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSpec:
+    """What whoever trains says of a session when it begins."""
+
+    trajectory_id: TrajectoryId
+    group_size: int = 1
+    """Sessions that are compared with each other: members of the group."""
+    consent: str = "synthetic"
+    keep_thinking: bool = True
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(slots=True, eq=False)
+class RecordedSession:
+    """One session of one agent."""
+
+    id: str
+    """Cannot be guessed: who knows it may send requests, and nothing else."""
+    key: str
+    """The agent's API key, where its base URL does not name the session."""
+    tenant: str
+    spec: SessionSpec
+    service: AnswerService
+    created_s: float
+    used_s: float
+    """Monotonic, as `created_s`."""
+    num_requests: int = 0
+    """Under way."""
+    state: Literal["live", "finishing"] = "live"
+    reward: RewardBreakdown | None = None
+
+    @property
+    def map(self) -> SessionMap:
+        """Its histories."""
+        return self.service.session_map
+
+    def describe(self) -> dict[str, Any]:
+        """What its owner may know, as plain JSON values."""
+        return {
+            "id": self.id,
+            "trajectory": str(self.spec.trajectory_id),
+            "state": self.state,
+            "requests_running": self.num_requests,
+            "branches": len(self.map.branches),
+            "tokens": self.map.num_tokens,
+            "sampled_tokens": self.map.num_sampled_tokens,
+            "counts": asdict(self.map.counts),
+            "reward": None if self.reward is None else self.reward.total,
+            "metadata": dict(self.spec.metadata),
+        }
+
+
+class RendererShelf:
+    """One renderer for each set of tools; the least used go first."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        make_grammar: Callable[[Sequence[ToolSchema]], Grammar],
+        template: Template,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._make_grammar = make_grammar
+        self._template = template
+        self._renderers: OrderedDict[str, Renderer] = OrderedDict()
+
+    def find(self, opening: Opening) -> Renderer:
+        """The renderer for an opening's tools. Raises BadRequestError for tools that the grammar refuses."""
+        key = canonical([tool.raw for tool in opening.tools])
+        renderer = self._renderers.get(key)
+        if renderer is None:
+            try:
+                renderer = Renderer(self.tokenizer, self._make_grammar(opening.tools), self._template)
+            except ConfigError as error:
+                raise BadRequestError(
+                    error.message, field="tools", received=error.received, fix=error.fix
+                ) from error
+            if len(self._renderers) >= _MAX_RENDERERS:
+                self._renderers.popitem(last=False)
+            self._renderers[key] = renderer
+        self._renderers.move_to_end(key)
+        return renderer
+
+
+class Recordings:
+    """All sessions of one server. For one event loop; the store's files are written by threads."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        renderers: RendererShelf,
+        store: Path,
+        tenants: Mapping[str, str],
+        limits: RecordingLimits | None = None,
+        serving: Serving | None = None,
+        blobs: BlobStore | None = None,
+    ) -> None:
+        """`store`: directory of the trajectory log. `tenants`: token -> name of who may create sessions."""
+        self.renderers = renderers
+        self.limits = limits or RecordingLimits()
+        self.draining = False
+        self.counts: Counter[str] = Counter()
+        self._sampler = sampler
+        self._serving = serving or Serving()
+        self._log = TrajectoryLog(store)
+        self._blobs: BlobStore = FileBlobs(store / "blobs") if blobs is None else blobs
+        self._tenants = dict(tenants)
+        self._store_lock = asyncio.Lock()
+        self._sessions: dict[str, RecordedSession] = {}
+        self._by_key: dict[str, RecordedSession] = {}
+        self._ended: OrderedDict[str, tuple[str, dict[str, Any]]] = OrderedDict()
+        """Finished sessions: tenant, and what finishing them answered."""
+
+    def __len__(self) -> int:
+        """Sessions that have not ended."""
+        return len(self._sessions)
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that are being answered."""
+        return sum(session.num_requests for session in self._sessions.values())
+
+    # ---- who ------------------------------------------------------------------------------------
+
+    def tenant_of(self, token: str) -> str:
+        """The tenant of a token. Raises RefusedKeyError."""
+        found = [
+            name
+            for known, name in self._tenants.items()
+            if hmac.compare_digest(known.encode(), _bytes(token))
+        ]
+        if not found:
+            raise RefusedKeyError("no such token", field="Authorization", fix="send a tenant's token")
+        return found[0]
+
+    def find(self, session_id: str) -> RecordedSession:
+        """The live session of an id. Raises NoSuchSessionError and SessionEndedError."""
+        session = self._sessions.get(session_id)
+        if session is None and session_id in self._ended:
+            raise SessionEndedError("the session has ended", field="session")
+        if session is None:
+            raise NoSuchSessionError("no such session", field="session", fix="create it first")
+        return session
+
+    def find_owned(self, tenant: str, session_id: str) -> RecordedSession:
+        """The same, for its owner alone: of others' sessions it says that there are none."""
+        session = self.find(session_id)
+        if session.tenant != tenant:
+            raise NoSuchSessionError("no such session", field="session", fix="create it first")
+        return session
+
+    def find_for_agent(self, path_id: str | None, header_id: str | None, key: str) -> RecordedSession:
+        """The session that an agent's request belongs to: by its path, its key, or a tenant's token with a
+        header. Raises RefusedKeyError, NoSuchSessionError and SessionEndedError."""
+        if path_id is not None:
+            session = self.find(path_id)
+        elif key in self._by_key:
+            session = self._by_key[key]
+        elif header_id is not None:
+            session = self.find_owned(self.tenant_of(key), header_id)
+        else:
+            raise RefusedKeyError(
+                "no session has this key",
+                field="Authorization",
+                fix="use the session's base URL, or its key as the API key",
+            )
+        if session.state != "live":
+            raise SessionEndedError("the session is being finished", field="session")
+        return session
+
+    # ---- beginning and end ----------------------------------------------------------------------
+
+    def create(self, tenant: str, spec: SessionSpec) -> RecordedSession:
+        """Begins a session. Raises BusyError, DrainingError, and BadRequestError for an id that is stored."""
+        if self.draining:
+            raise DrainingError("the server takes no new sessions: it is about to end")
+        held = sum(session.tenant == tenant for session in self._sessions.values())
+        if held >= self.limits.sessions_per_tenant:
+            raise BusyError("too many sessions", field="tenant", received=held, fix="finish or delete some")
+        if any(session.spec.trajectory_id == spec.trajectory_id for session in self._sessions.values()):
+            raise BadRequestError(
+                "a session of this trajectory is open",
+                field="trajectory",
+                received=str(spec.trajectory_id),
+                fix="delete it, or use another index",
+            )
+        session_map = SessionMap(
+            str(spec.trajectory_id), self.renderers.find, self.limits.session, spec.keep_thinking
+        )
+        now = time.monotonic()
+        session = RecordedSession(
+            id=secrets.token_hex(16),
+            key=f"etude-{secrets.token_urlsafe(24)}",
+            tenant=tenant,
+            spec=spec,
+            service=AnswerService(session_map, self._sampler, self._serving),
+            created_s=now,
+            used_s=now,
+        )
+        self._sessions[session.id] = self._by_key[session.key] = session
+        self.counts["sessions_created"] += 1
+        return session
+
+    def enter(self, session: RecordedSession) -> None:
+        """A request of the session begins. Raises BusyError."""
+        if session.num_requests >= self.limits.requests_per_session:
+            raise BusyError(
+                "too many requests of one session at once", field="session", received=session.num_requests
+            )
+        session.num_requests += 1
+        session.used_s = time.monotonic()
+
+    def leave(self, session: RecordedSession) -> None:
+        """A request of the session has ended."""
+        session.num_requests -= 1
+        session.used_s = time.monotonic()
+
+    async def finish(
+        self,
+        tenant: str,
+        session_id: str,
+        status: Status = Status.DONE,
+        cause: str = "",
+        reward: RewardBreakdown | None = None,
+    ) -> dict[str, Any]:
+        """Stores the session's trajectory durably and forgets the session. Again, it says the same.
+
+        `reward` replaces what was set before.
+
+        Requests under way are aborted first. Raises StoreError; the session then lives on.
+        """
+        ended = self._ended.get(session_id)
+        if ended is not None and ended[0] == tenant:
+            return ended[1]
+        session = self.find_owned(tenant, session_id)
+        if session.state == "finishing":
+            raise SessionEndedError("the session is being finished", field="session")
+        session.reward = reward or session.reward
+        return await self._finish(session, status, cause)
+
+    async def _finish(self, session: RecordedSession, status: Status, cause: str) -> dict[str, Any]:
+        session.state = "finishing"
+        try:
+            await session.service.stop()
+            trajectory = await asyncio.to_thread(self._trajectory, session, status, cause)
+            identity = trajectory.id
+            group = Group(
+                f"{identity.run}/{identity.task}/e{identity.epoch}/g{identity.group}",
+                "task",
+                session.spec.group_size,
+                (trajectory,),
+            )
+            async with self._store_lock:
+                stored = await asyncio.to_thread(self._log.append, [group])
+        except BaseException:
+            session.state = "live"
+            raise
+        told = {
+            "trajectory": str(identity),
+            "status": status.value,
+            "stored": bool(stored),
+            "segments": len(trajectory.segments),
+            "sampled_tokens": trajectory.num_sampled_tokens,
+            "reward": None if trajectory.reward is None else trajectory.reward.total,
+            "facts": dict(trajectory.facts),
+        }
+        self._forget(session)
+        self._ended[session.id] = (session.tenant, told)
+        while len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+        self.counts["sessions_finished"] += 1
+        self.counts["sampled_tokens"] += trajectory.num_sampled_tokens
+        return told
+
+    async def delete(self, tenant: str, session_id: str) -> None:
+        """Ends a session; nothing of it is stored."""
+        session = self.find_owned(tenant, session_id)
+        if session.state == "finishing":
+            raise SessionEndedError("the session is being finished", field="session")
+        self._forget(session)
+        await session.service.stop()
+        self.counts["sessions_deleted"] += 1
+
+    async def expire(self) -> int:
+        """Ends the sessions that nobody uses any more, as infrastructure failures; how many."""
+        end_s = time.monotonic() - self.limits.idle_s
+        idle = [
+            session
+            for session in self._sessions.values()
+            if session.used_s < end_s and not session.num_requests and session.state == "live"
+        ]
+        for session in idle:
+            await self._finish(session, Status.INFRASTRUCTURE, "idle")
+            self.counts["sessions_expired"] += 1
+        return len(idle)
+
+    async def close(self) -> None:
+        """Stops all sampling. What was not finished is lost: its clients have no acknowledgement."""
+        self.draining = True
+        for session in list(self._sessions.values()):
+            self._forget(session)
+            await session.service.stop()
+
+    def _forget(self, session: RecordedSession) -> None:
+        self._sessions.pop(session.id, None)
+        self._by_key.pop(session.key, None)
+
+    def _trajectory(self, session: RecordedSession, status: Status, cause: str) -> Trajectory:
+        recorded, spec = session.map, session.spec
+        failed = status is Status.INFRASTRUCTURE
+        facts = {
+            **asdict(recorded.counts),
+            "abandoned": [list(row) for row in recorded.abandoned()],
+            "metadata": dict(spec.metadata),
+        }
+        openings = sorted({e.key.hex() for b in recorded.branches for e in b.entries[:1]})
+        return Trajectory(
+            id=spec.trajectory_id,
+            segments=recorded.segments(self._blobs.put),
+            turns=recorded.turns(),
+            status=status,
+            cause=cause,
+            reward=None if failed else session.reward,
+            harness_digest=blake3(json.dumps(openings).encode()).hexdigest(),
+            timings={"session": time.monotonic() - session.created_s},
+            tenant=session.tenant,
+            consent=spec.consent,
+            facts=facts,
+        )
+
+
+def _bytes(token: str) -> bytes:
+    return token.encode("utf-8", "surrogatepass")

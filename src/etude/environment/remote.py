@@ -1,0 +1,241 @@
+"""Environment sessions on a server, for whoever samples: `RemoteSession` is a `Workspace` like any other.
+
+A turn is named by its number. One whose answer was lost is asked for again and never run twice, so a broken
+connection costs time and nothing else; where the server is gone for good, that is an InfrastructureError.
+Errors arrive as the types that they had on the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from etude.agent.inputs import result_of
+from etude.environment.running import was_run
+from etude.environment.site import Outcome
+from etude.environment.wire import outcome_of, task_document, turn_document
+from etude.errors import InfrastructureError, SandboxError
+from etude.protocols import OnCall, OnResult
+from etude.records import Status, Task, ToolCall, ToolResult
+from etude.sandbox.errors import CapacityError, SandboxLostError
+from etude.sandbox.inside.frames import Header
+from etude.sandbox.remote.connection import RETRY_S, Connection
+from etude.sandbox.wire_types import decode_diff, decode_error
+
+BUSY_S = 30.0
+"""How long a server that has no room at present is asked again."""
+
+
+class EnvironmentConnection(Connection):
+    """The line to an environment server."""
+
+    def lost(self, error: Exception) -> SandboxLostError:
+        """The error for a connection that failed."""
+        return SandboxLostError(
+            f"the connection to the environment server failed: {str(error) or type(error).__name__}",
+            field="environment.server",
+            received=self.url,
+            fix="see whether the server runs and can be reached",
+        )
+
+
+class RemoteEnvironment:
+    """One environment server, for one event loop. `close` it at the end; its sessions live on."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        transport: httpx.AsyncBaseTransport | None = None,
+        retry_s: Sequence[float] = RETRY_S,
+        busy_s: float = BUSY_S,
+    ) -> None:
+        self.connection = EnvironmentConnection(url, token, transport, retry_s)
+        self.busy_s = busy_s
+
+    async def create(self, task: Task | str | None = None, **source: Any) -> RemoteSession:
+        """A new session on a task (whole, or by its name on the server), or on another source.
+
+        `source`: the fields of `POST /sessions`. Raises UserError, CapacityError, SandboxError.
+        """
+        body = dict(source)
+        if task is not None:
+            body["task"] = task if isinstance(task, str) else task_document(task)
+        headers = {"idempotency-key": secrets.token_hex(16)}
+        row, _ = await self.connection.long("POST", "/sessions", header=body, headers=headers, again=True)
+        return RemoteSession(self, row)
+
+    async def connect(self, session_id: str, num_turns: int | None = None) -> RemoteSession:
+        """A session that exists already. `num_turns`: turns whose results the caller has; by default all.
+
+        Who was cut off in a turn names the turns before it: that one is then asked for again.
+        """
+        row = await self.connection.call("GET", f"/sessions/{session_id}", again=True)
+        return RemoteSession(self, row, num_turns)
+
+    async def list(self) -> list[dict[str, Any]]:
+        """The descriptions of this tenant's sessions, oldest first."""
+        return await self.connection.call("GET", "/sessions", again=True)
+
+    async def tools(self) -> dict[str, Any]:
+        """The tools of the server's sessions, and their digest."""
+        return await self.connection.call("GET", "/tools", again=True)
+
+    async def close(self) -> None:
+        """Closes the line."""
+        await self.connection.close()
+
+
+@dataclass(slots=True)
+class _Progress:
+    """What the listeners of a turn have been told, however often the turn is asked for."""
+
+    calls: Sequence[ToolCall]
+    on_call: OnCall
+    on_result: OnResult
+    begun: set[int] = field(default_factory=set[int])
+    ended: set[int] = field(default_factory=set[int])
+
+    def on_frame(self, header: Header, payload: bytes) -> None:
+        position = header.get("position")
+        if header.get("event") == "call_started":
+            self.start(int(position))  # type: ignore[arg-type]
+        elif header.get("event") == "call_ended":
+            self.end(int(position), result_of(header["result"]))  # type: ignore[arg-type]
+
+    def start(self, position: int) -> None:
+        if position not in self.begun:
+            self.begun.add(position)
+            self.on_call(position, self.calls[position])
+
+    def end(self, position: int, result: ToolResult) -> None:
+        if position not in self.ended:
+            self.start(position)
+            self.ended.add(position)
+            self.on_result(position, self.calls[position], result)
+
+
+class RemoteSession:
+    """Implements `Workspace` over HTTP; and the rest of what an EnvironmentSession does."""
+
+    def __init__(
+        self, environment: RemoteEnvironment, row: Mapping[str, Any], num_turns: int | None = None
+    ) -> None:
+        self.id = str(row["id"])
+        self.described = dict(row)
+        """What the server said of it when it was made or connected to."""
+        self.num_turns = int(row["turns"]) if num_turns is None else num_turns
+        """Turns whose results have come."""
+        self._environment = environment
+        self._connection = environment.connection
+
+    async def run_calls(
+        self,
+        calls: Sequence[ToolCall],
+        known: Mapping[int, ToolResult],
+        on_call: OnCall,
+        on_result: OnResult,
+    ) -> list[ToolResult]:
+        """See Workspace.run_calls."""
+        progress = _Progress(calls, on_call, on_result, set(known), set(known))
+        body = turn_document(self.num_turns, calls, known)
+        answer, _ = await self._patiently("turns", body, progress)
+        results = self._connection.decoded(_results, answer)
+        if len(results) != len(calls):
+            raise SandboxError(
+                "the server answered other calls",
+                field="environment.server",
+                received=len(results),
+                fix="use the same version of Étude on both sides",
+            )
+        # Results that no event told, because the line broke or nothing was to be run.
+        for position, result in enumerate(results):
+            if position in progress.begun or was_run(result):
+                progress.end(position, result)
+        self.num_turns += 1
+        return results
+
+    async def archive(self, path: str, text: str) -> str:
+        """See Workspace.archive."""
+        answer, _ = await self._post("archive", {"path": path, "text": text})
+        return str(answer["error"])
+
+    async def submit(self, status: Status | None = None, cause: str = "") -> Outcome:
+        """See EnvironmentSession.submit."""
+        body = {"status": None if status is None else status.value, "cause": cause}
+        answer, _ = await self._post("submit", body)
+        return self._connection.decoded(outcome_of, answer)
+
+    async def diff(self) -> dict[str, bytes | None]:
+        """See EnvironmentSession.diff."""
+        encoded = await self._connection.long("GET", f"/sessions/{self.id}/diff", again=True)
+        return self._connection.decoded(decode_diff, encoded)
+
+    async def pause(self) -> str:
+        """See EnvironmentSession.pause."""
+        return str((await self._post("pause", {}))[0]["kept"])
+
+    async def resume(self) -> None:
+        """See EnvironmentSession.resume."""
+        await self._post("resume", {})
+
+    async def fork(
+        self, count: int = 1, turn: int | None = None
+    ) -> list[RemoteSession | InfrastructureError]:
+        """See EnvironmentSession.fork; `described["differences"]` are those of a replay."""
+        headers = {"idempotency-key": secrets.token_hex(16)}
+        body = {"count": count, "turn": turn}
+        rows, _ = await self._connection.long(
+            "POST", f"/sessions/{self.id}/fork", header=body, headers=headers, again=True
+        )
+        return [self._fork_of(row) for row in rows]
+
+    async def describe(self) -> dict[str, Any]:
+        """What the server knows of it now."""
+        return await self._connection.call("GET", f"/sessions/{self.id}", again=True)
+
+    async def close(self) -> None:
+        """Ends it on the server."""
+        await self._connection.long("DELETE", f"/sessions/{self.id}")
+
+    def _fork_of(self, row: Any) -> RemoteSession | InfrastructureError:
+        if "error" not in row:
+            return RemoteSession(self._environment, row)
+        error = decode_error(row["error"])
+        return error if isinstance(error, InfrastructureError) else SandboxError(str(error), field="fork")
+
+    async def _post(self, operation: str, body: Mapping[str, Any]) -> tuple[Any, bytes]:
+        """A request that does the same when it comes twice."""
+        return await self._connection.long(
+            "POST", f"/sessions/{self.id}/{operation}", header=body, again=True
+        )
+
+    async def _patiently(
+        self, operation: str, body: Mapping[str, Any], progress: _Progress
+    ) -> tuple[Any, bytes]:
+        """A turn, asked for again while the server has no room for it: then nothing of it has run."""
+        end_s = asyncio.get_running_loop().time() + self._environment.busy_s
+        pause_s = 0.05
+        while True:
+            try:
+                return await self._connection.long(
+                    "POST",
+                    f"/sessions/{self.id}/{operation}",
+                    header=body,
+                    on_frame=progress.on_frame,
+                    again=True,
+                )
+            except CapacityError:
+                if asyncio.get_running_loop().time() + pause_s > end_s:
+                    raise
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, 2.0)
+
+
+def _results(answer: Any) -> list[ToolResult]:
+    return [result_of(result) for result in answer["results"]]

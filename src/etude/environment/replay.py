@@ -1,0 +1,310 @@
+"""A stored trajectory done again: its calls in a fresh sandbox, its session told what it was told.
+
+    turns ---- the same calls, in a new sandbox ----> Difference where an answer is another one
+    tokens --- into an AgentSession, as sampled ----> the session as it was after turn N, bit for bit
+
+The session is always told the recorded results, so that its tokens are those that were sampled, whatever the
+new sandbox answers. What cannot be done again (the web, a person's answers, what was refused) is answered
+from the record, and named.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from etude.agent import AgentSession, ToolContext
+from etude.agent.journal import INTERRUPTED
+from etude.environment.history import Difference, SessionTurn, differences
+from etude.errors import AgentError, ConfigError, SandboxError, UserError
+from etude.protocols import Archive, Finished, RunCalls, Sample, Session, Workspace
+from etude.records import SampleChunk, Segment, Status, ToolCall, ToolErrorClass, ToolResult, Trajectory, Turn
+
+ELSEWHERE = {
+    "web_search": "asked the web",
+    "fetch": "asked the web",
+    "ask_user": "asked a person",
+    "semantic_search": "needs an index of the code",
+}
+"""Tools whose answers do not come from the sandbox."""
+_DIFF_LINES = 200
+
+
+@dataclass(frozen=True, slots=True)
+class FromRecord:
+    """A call that was not made again: its answer is the recorded one."""
+
+    turn: int
+    """From 0."""
+    position: int
+    call: ToolCall
+    reason: str
+
+
+@dataclass(slots=True)
+class Replay:
+    """What became of a trajectory's calls when they were made again."""
+
+    num_turns: int = 0
+    num_calls: int = 0
+    """Calls made again."""
+    differences: list[Difference] = field(default_factory=list[Difference])
+    from_record: list[FromRecord] = field(default_factory=list[FromRecord])
+    notes: list[str] = field(default_factory=list[str])
+    """What else is to be known, for people."""
+    duration_s: float = 0.0
+
+    @property
+    def equal(self) -> bool:
+        """Whether every call that was made again was answered as before."""
+        return not self.differences
+
+
+class Replayer:
+    """Makes the calls of a trajectory again, turn by turn, in one workspace. One call at a time."""
+
+    def __init__(self, workspace: Workspace, context: ToolContext, deadline_s: float = 600.0) -> None:
+        """`workspace`: in the state in which the trajectory began; `context`: that of its tools. With a user,
+        questions are put to it. `deadline_s`: wall time of one turn."""
+        self.replay = Replay()
+        self._workspace = workspace
+        self._context = context
+        self._deadline_s = deadline_s
+
+    async def turn(self, number: int, turn: Turn) -> None:
+        """Makes the calls of turn `number`, from 0, and notes what differs.
+
+        Raises SandboxError if the sandbox failed, ended where it had not, or did not answer in time.
+        """
+        replay, began = self.replay, time.perf_counter()
+        replay.num_turns += 1
+        known = self._known(number, turn)
+        open_calls = len(turn.calls) > len(turn.results)
+        if not turn.calls or len(known) == len(turn.calls):
+            return
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                results = await self._workspace.run_calls(turn.calls, known, _ignore, _ignore)
+        except AgentError as error:
+            if not open_calls:
+                raise SandboxError(
+                    f"the sandbox ended, as it had not before: {error.message}",
+                    field="turn",
+                    received=number + 1,
+                ) from error
+            replay.notes.append(f"turn {number + 1} ended the sandbox, as it had before")
+            return
+        except TimeoutError as error:
+            raise SandboxError(
+                f"the turn was not done after {self._deadline_s:g} s", field="turn", received=number + 1
+            ) from error
+        finally:
+            replay.duration_s += time.perf_counter() - began
+        replay.num_calls += len(turn.calls) - len(known)
+        if open_calls:
+            replay.notes.append(f"turn {number + 1} was never answered; now it was")
+            return
+        # An imported turn may have more results than calls.
+        done = SessionTurn(turn.calls, turn.results[: len(turn.calls)])
+        replay.differences += differences(number, done, results)
+
+    async def archive(self, path: str, text: str) -> None:
+        """Writes the file of a full context, as the harness had. Raises SandboxError."""
+        error = await self._workspace.archive(path, text)
+        if error:
+            raise SandboxError(f"a context could not be kept: {error}", field="path", received=path)
+
+    def _known(self, number: int, turn: Turn) -> dict[int, ToolResult]:
+        known: dict[int, ToolResult] = {}
+        for position, (call, result) in enumerate(zip(turn.calls, turn.results, strict=False)):
+            reason = self._why_not(call, result)
+            if reason is not None:
+                known[position] = result
+                self.replay.from_record.append(FromRecord(number, position, call, reason))
+        return known
+
+    def _why_not(self, call: ToolCall, result: ToolResult) -> str | None:
+        if call.error is not None:
+            return None
+        if result.error is ToolErrorClass.USER_ABORTED:
+            return "was refused or left unanswered by a person"
+        if result.error is ToolErrorClass.PROVIDER:
+            return "was interrupted" if result.output == INTERRUPTED else "what was behind it failed"
+        if call.name == "ask_user" and self._context.user is not None:
+            return None
+        if call.name in ELSEWHERE:
+            return ELSEWHERE[call.name]
+        if call.name not in self._context.tools and result.error is None:
+            return "there is no such tool here"
+        return None
+
+
+async def replay_turns(trajectory: Trajectory, replayer: Replayer, turns: int | None = None) -> Replay:
+    """Makes the calls of the first `turns` turns again (None: of all), without any session.
+
+    Files that the harness itself keeps of full contexts are not there: see `tell`.
+    """
+    for number, turn in enumerate(trajectory.turns[:turns]):
+        await replayer.turn(number, turn)
+    if len(trajectory.segments) > 1:
+        replayer.replay.notes.append("files with the history of full contexts were not made again")
+    return replayer.replay
+
+
+async def tell(
+    trajectory: Trajectory,
+    session: AgentSession,
+    replayer: Replayer,
+    turns: int | None = None,
+    told: Session | None = None,
+) -> Replay:
+    """Tells a new session what the trajectory's was told, up to its turn `turns` (None: all), and makes the
+    calls again on the way. Afterwards the session is as it was then: the same tokens, the next action.
+
+    `told`: what is told instead of `session`, a journal around it. Raises ConfigError where the session would
+    not have been in this state (another tokenizer, harness, limit), as `Replayer.turn` otherwise.
+    """
+    target = told or session
+    check_tellable(trajectory, turns)
+    segments = {segment.id: segment for segment in trajectory.segments}
+    wanted = trajectory.turns[: len(trajectory.turns) if turns is None else turns]
+    number = 0
+    while True:
+        match target.next_action():
+            case Sample() as asked:
+                if number == len(wanted):
+                    return replayer.replay
+                turn = wanted[number]
+                _check_tokens(asked, turn, segments[turn.segment_id], number)
+                for chunk in chunks_of(segments[turn.segment_id], turn, session.renderer.end_token):
+                    target.on_chunk(chunk)
+                number += 1
+                if not turn.calls:
+                    replayer.replay.num_turns += 1
+            case RunCalls(calls):
+                await _run_calls(wanted, number - 1, calls, target, replayer)
+            case Archive(path, text):
+                await replayer.archive(path, text)
+                target.on_archived()
+            case Finished():
+                if number < len(wanted):
+                    raise _spoken_to(number)
+                return replayer.replay
+
+
+async def _run_calls(
+    wanted: Sequence[Turn], number: int, calls: tuple[ToolCall, ...], target: Session, replayer: Replayer
+) -> None:
+    turn = wanted[number]
+    if [(call.name, dict(call.arguments)) for call in calls] != [
+        (call.name, dict(call.arguments)) for call in turn.calls
+    ]:
+        raise _another(number, "the calls of a message are read differently", turn.text[:80])
+    await replayer.turn(number, turn)
+    if len(turn.results) == len(calls):
+        target.on_results(turn.results)
+    else:
+        target.stop(Status.AGENT_ERROR, "the turn was never answered")
+
+
+def chunks_of(segment: Segment, turn: Turn, end_token: int) -> list[SampleChunk]:
+    """A message as it was sampled: one chunk for each run of tokens of one policy version. Routes stay where
+    they are kept."""
+    cuts = {turn.start, turn.end}
+    for span in (*segment.version_spans, *segment.kv_oldest_spans):
+        cuts |= {at for at in (span.start, span.end) if turn.start < at < turn.end}
+    edges = sorted(cuts)
+    stopped = turn.end > turn.start and int(segment.tokens[turn.end - 1]) == end_token
+    chunks: list[SampleChunk] = []
+    for start, end in pairwise(edges):
+        version = next(span.version for span in segment.version_spans if span.start <= start < span.end)
+        oldest = next(
+            (span.version for span in segment.kv_oldest_spans if span.start <= start < span.end), version
+        )
+        last = end == turn.end
+        chunks.append(
+            SampleChunk(
+                segment.tokens[start:end],
+                segment.logprobs[start:end],
+                version,
+                oldest,
+                finish=("stop" if stopped else "length") if last else None,
+            )
+        )
+    return chunks
+
+
+def check_tellable(trajectory: Trajectory, turns: int | None = None) -> None:
+    """Raises UserError for a trajectory of which no session can be made: without tokens, or with forks."""
+    segments = {segment.id: segment for segment in trajectory.segments}
+    for number, turn in enumerate(trajectory.turns[:turns]):
+        segment = segments.get(turn.segment_id)
+        if (
+            segment is None
+            or turn.end <= turn.start
+            or not bool(segment.sampled[turn.start : turn.end].all())
+        ):
+            raise UserError(
+                "the message has no sampled tokens, so the session cannot be made again",
+                field=f"turn {number + 1}",
+                received=turn.text[:80],
+                fix="name a trajectory of a run; ATIF files must carry token ids",
+            )
+    branches = [segment.id for segment in trajectory.segments if segment.relation not in ("root", "summary")]
+    if branches:
+        raise UserError(
+            "has forks, rewrites or sub-agents: there is not one session that could be made again",
+            field="ID",
+            received=branches[0],
+            fix="name a trajectory of one agent, in one context or a chain of them",
+        )
+
+
+def _check_tokens(asked: Sample, turn: Turn, segment: Segment, number: int) -> None:
+    same = asked.tokens.shape == (turn.start,) and bool((asked.tokens == segment.tokens[: turn.start]).all())
+    if not same:
+        raise _another(number, "the agent would have seen other tokens", f"{len(asked.tokens)} tokens")
+
+
+def _another(number: int, message: str, received: str) -> ConfigError:
+    return ConfigError(
+        message,
+        field=f"turn {number + 1}",
+        received=received,
+        fix="use the commit, tokenizer and configuration with which it was recorded",
+    )
+
+
+def _spoken_to(number: int) -> UserError:
+    return UserError(
+        "the session had ended before this turn: the user spoke again, or it had other limits",
+        field=f"turn {number + 1}",
+        fix="sessions of one instruction can be made again; of this one, the turns before",
+    )
+
+
+def unified_diff(difference: Difference) -> list[str]:
+    """How the new answer differs from the recorded one, line by line; at most 200 lines."""
+    expected, received = difference.expected, difference.received
+    lines = list(
+        difflib.unified_diff(
+            expected.output.split("\n"), received.output.split("\n"), "recorded", "replayed", lineterm="", n=2
+        )
+    )
+    if len(lines) > _DIFF_LINES:
+        lines = [*lines[:_DIFF_LINES], f"... {len(lines) - _DIFF_LINES} lines more"]
+    for name, before, now in (
+        ("error", expected.error, received.error),
+        ("finished", expected.finished, received.finished),
+    ):
+        if before != now:
+            lines += [f"-[{name}: {before}]", f"+[{name}: {now}]"]
+    return lines
+
+
+def _ignore(*event: object) -> None:
+    pass

@@ -1,0 +1,184 @@
+"""Turns on their way: one at a time, and each run once, whoever asks and however often they ask."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from etude.agent.journal import INTERRUPTED
+from etude.agent.tools import Tool
+from etude.environment.history import History, TurnConflictError, same_calls
+from etude.protocols import OnCall, OnResult
+from etude.records import ToolCall, ToolErrorClass, ToolResult
+
+
+@dataclass(slots=True, eq=False)
+class RunningTurn:
+    """The calls of a turn that has begun, and what is known of them so far."""
+
+    number: int
+    calls: tuple[ToolCall, ...]
+    key: str | None = None
+    begun: list[int] = field(default_factory=list[int])
+    """Positions, in the order in which they began."""
+    results: dict[int, ToolResult] = field(default_factory=dict[int, ToolResult])
+    """By position, in the order in which they ended."""
+    task: asyncio.Task[list[ToolResult]] | None = None
+    _listeners: list[tuple[OnCall, OnResult]] = field(default_factory=list[tuple[OnCall, OnResult]])
+
+    def listen(self, on_call: OnCall, on_result: OnResult) -> None:
+        """Tells what has happened so far, and then what happens."""
+        for position in self.begun:
+            on_call(position, self.calls[position])
+        for position, result in self.results.items():
+            on_result(position, self.calls[position], result)
+        self._listeners.append((on_call, on_result))
+
+    def deafen(self, on_call: OnCall, on_result: OnResult) -> None:
+        """Tells these no more."""
+        self._listeners = [pair for pair in self._listeners if pair != (on_call, on_result)]
+
+    def on_call(self, position: int, call: ToolCall) -> None:
+        """A call begins to run."""
+        self.begun.append(position)
+        for on_call, _ in self._listeners:
+            on_call(position, call)
+
+    def on_result(self, position: int, call: ToolCall, result: ToolResult) -> None:
+        """A call has ended."""
+        self.results[position] = result
+        for _, on_result in self._listeners:
+            on_result(position, call, result)
+
+    def what_is_known(self, tools: Mapping[str, Tool]) -> dict[int, ToolResult]:
+        """Results for the turn's next try, after something failed: no side effect is repeated.
+
+        A call that had begun and may not be made twice is answered as interrupted.
+        """
+        known = dict(self.results)
+        for position in self.begun:
+            tool = tools.get(self.calls[position].name)
+            if position not in known and (tool is None or not tool.repeatable):
+                known[position] = ToolResult(INTERRUPTED, ToolErrorClass.PROVIDER)
+        return known
+
+
+Work = Callable[[RunningTurn, Mapping[int, ToolResult]], Awaitable[list[ToolResult]]]
+
+
+class TurnRunner:
+    """Runs the turns of one session.
+
+    `work` carries a turn out, given results that are known already, and adds it to the history. `check`
+    raises if no turn may begin now.
+    """
+
+    def __init__(
+        self, history: History, tools: Mapping[str, Tool], check: Callable[[], None], work: Work
+    ) -> None:
+        self.running: RunningTurn | None = None
+        self._history = history
+        self._tools = tools
+        self._check = check
+        self._work = work
+        self._failed: RunningTurn | None = None
+
+    async def run_calls(
+        self,
+        calls: Sequence[ToolCall],
+        known: Mapping[int, ToolResult],
+        on_call: OnCall,
+        on_result: OnResult,
+    ) -> list[ToolResult]:
+        """A turn behind those that run. Cancelled, it cancels what runs and waits for its end."""
+        while (before := self.running) is not None and before.task is not None:
+            await asyncio.wait({before.task})
+        running = self._begin(tuple(calls), known, None, on_call, on_result)
+        assert running.task is not None
+        try:
+            return await asyncio.shield(running.task)
+        except asyncio.CancelledError:
+            running.task.cancel()
+            await asyncio.wait({running.task})
+            raise
+
+    async def turn(
+        self,
+        calls: Sequence[ToolCall],
+        number: int | None,
+        on_call: OnCall,
+        on_result: OnResult,
+        known: Mapping[int, ToolResult],
+        key: str | None,
+    ) -> list[ToolResult]:
+        """See EnvironmentSession.turn."""
+        kept = self._history.find(number, key, calls)
+        if kept is not None:
+            tell_kept(kept.calls, kept.results, on_result)
+            return list(kept.results)
+        running = self.running
+        if running is None:
+            running = self._begin(tuple(calls), known, key, on_call, on_result)
+        elif same_calls(running.calls, calls) and (number is not None or (key and key == running.key)):
+            running.listen(on_call, on_result)
+        else:
+            raise TurnConflictError(
+                "another turn runs",
+                field="turn",
+                received=number,
+                fix="wait for its end, and send calls that belong together as one turn",
+            )
+        assert running.task is not None
+        try:
+            return await asyncio.shield(running.task)
+        finally:
+            running.deafen(on_call, on_result)
+
+    def _begin(
+        self,
+        calls: tuple[ToolCall, ...],
+        known: Mapping[int, ToolResult],
+        key: str | None,
+        on_call: OnCall,
+        on_result: OnResult,
+    ) -> RunningTurn:
+        self._check()
+        running = RunningTurn(len(self._history.turns), calls, key)
+        running.listen(on_call, on_result)
+        before, self._failed = self._failed, None
+        if before is not None and before.number == running.number and same_calls(before.calls, calls):
+            known = {**before.what_is_known(self._tools), **known}
+        self.running = running
+        running.task = asyncio.create_task(self._run(running, known))
+        running.task.add_done_callback(note_failure)
+        return running
+
+    async def _run(self, running: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
+        try:
+            return await self._work(running, known)
+        except BaseException:
+            running.results |= {place: known[place] for place in known if place < len(running.calls)}
+            self._failed = running
+            raise
+        finally:
+            self.running = None
+
+
+def note_failure(task: asyncio.Task[Any]) -> None:
+    """Takes note of an error that goes to whoever waits, if anyone still does: events tell it too."""
+    if not task.cancelled():
+        task.exception()
+
+
+def tell_kept(calls: Sequence[ToolCall], results: Sequence[ToolResult], on_result: OnResult) -> None:
+    """Tells the results of a turn that has ended, as far as its calls were run."""
+    for position, (call, result) in enumerate(zip(calls, results, strict=True)):
+        if was_run(result):
+            on_result(position, call, result)
+
+
+def was_run(result: ToolResult) -> bool:
+    """Whether the call was carried out: what was refused (malformed, not approved) took no time."""
+    return result.duration_s > 0

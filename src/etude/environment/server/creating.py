@@ -1,0 +1,104 @@
+"""From a request to a session: what it may begin with, and what it may name on this host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from etude.environment.origins import Origin, directory_template, repository_template, task_template
+from etude.environment.server.host import Held, SessionHost
+from etude.environment.server.requests import FORK_OF
+from etude.environment.sessions import EnvironmentSession
+from etude.environment.wire import task_of
+from etude.errors import EtudeError, UserError
+from etude.records import Task
+from etude.sandbox.errors import SnapshotError
+from etude.sandbox.server.requests import network_of, resources_of
+from etude.sandbox.template import Template
+from etude.sandbox.types import Resources
+from etude.sandbox.wire_types import checked, strings
+
+SOURCES = ("task", "files", "directory", "repository", "snapshot", "fork")
+
+
+async def create_session(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> Held:
+    """A new session of the tenant's, from one source. Raises UserError, CapacityError, SandboxError."""
+    given = [name for name in SOURCES if name in named]
+    if len(given) != 1:
+        raise UserError(
+            "a session begins with exactly one source",
+            field="body",
+            received=given,
+            fix="one of " + ", ".join(SOURCES),
+        )
+    async with host.place(tenant):
+        if given == ["fork"]:
+            session = await _forked(host, tenant, named["fork"])
+        else:
+            session = await _opened(host, tenant, named)
+        return host.hold(tenant, session, named.get("idle_s"))
+
+
+async def _opened(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> EnvironmentSession:
+    task = find_task(host, named["task"]) if "task" in named else None
+    resources = resources_of(named.get("resources")) or Resources()
+    network = network_of(named.get("network"))
+    if "snapshot" in named:
+        if host.snapshots.get(named["snapshot"]) != tenant:
+            raise SnapshotError(
+                "no such snapshot of this tenant's", field="snapshot", received=named["snapshot"]
+            )
+        origin = Origin(snapshot=named["snapshot"])
+    else:
+        origin = Origin(await _template(host, named, task), resources, network)
+    return await EnvironmentSession.open(
+        host.site, origin, task, named.get("instruction"), named.get("test_paths", ())
+    )
+
+
+async def _forked(host: SessionHost, tenant: str, raw: object) -> EnvironmentSession:
+    fork = checked(raw, FORK_OF)
+    held = host.find(tenant, fork["session"])
+    async with host.using(held) as parent:
+        (made,) = await parent.fork(1, fork.get("turn"))
+    if isinstance(made, EtudeError):
+        raise made
+    return made
+
+
+async def _template(host: SessionHost, named: Mapping[str, Any], task: Task | None) -> Template:
+    if task is not None:
+        return task_template(task)
+    if "files" in named:
+        strings([*named["files"].values()], "files")
+        return Template(named["files"], "files")
+    if "directory" in named:
+        return await directory_template(_allowed(host, named["directory"], "directory"))
+    return await repository_template(
+        _allowed(host, named["repository"], "repository"), named.get("commit", "HEAD")
+    )
+
+
+def find_task(host: SessionHost, named: str | dict[str, Any]) -> Task:
+    """A task of the server's by its name, or one that is written in the request. Raises UserError."""
+    if isinstance(named, dict):
+        return task_of(named)
+    if named not in host.tasks:
+        raise UserError(
+            "this server has no such task", field="task", received=named, fix="GET /tasks lists its tasks"
+        )
+    return host.tasks[named]
+
+
+def _allowed(host: SessionHost, text: str, field: str) -> Path:
+    """A path below one of the directories that clients may name. Raises UserError."""
+    path = Path(text).resolve()
+    if not any(path.is_relative_to(root) for root in host.roots):
+        raise UserError(
+            "clients may not name this path",
+            field=field,
+            received=text,
+            fix="start the server with --root DIRECTORY above it, or send the files themselves",
+        )
+    return path

@@ -1,0 +1,304 @@
+"""The sessions of a server: who holds which, how many, for how long.
+
+A tenant sees its own sessions only. What a tenant may hold is bounded; what would exceed it is refused with
+CapacityError before anything runs, so that it can be asked for again later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etude.environment.server.metrics import EnvironmentMetrics
+from etude.environment.sessions import EnvironmentSession, Site, close_all
+from etude.errors import EtudeError
+from etude.records import Task, ToolCall, ToolResult
+from etude.sandbox.errors import CapacityError, SandboxMissingError
+from etude.sandbox.server.metrics import Labels
+from etude.sandbox.server.state import Creations
+
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TenantLimits:
+    """What one tenant may hold at once."""
+
+    sessions: int = 64
+    calls: int = 256
+    """Calls that run."""
+    kept_bytes: int = 256 << 20
+    """Of calls, results and archived contexts that its sessions remember."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostLimits:
+    """What a server takes and keeps."""
+
+    tenant: TenantLimits = field(default_factory=TenantLimits)
+    body_bytes: int = 64 << 20
+    """Of one request."""
+    idle_s: float = 3600.0
+    """A session that nobody uses for so long is closed, unless it is paused; clients may ask for less."""
+    num_keys: int = 4096
+    """Keys of finished creations that are remembered."""
+    max_forks: int = 64
+    """Copies in one request."""
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A session and whose it is."""
+
+    tenant: str
+    session: EnvironmentSession
+    idle_s: float
+    used_s: float = field(default_factory=time.monotonic)
+    num_users: int = 0
+    """Requests that work on it."""
+    mcp: Any = None
+    """Its endpoint for MCP clients, once one has come."""
+
+
+@dataclass(slots=True)
+class _Usage:
+    making: int = 0
+    calls: int = 0
+
+
+class SessionHost:
+    """All sessions of one server, for one event loop."""
+
+    def __init__(
+        self,
+        site: Site,
+        limits: HostLimits | None = None,
+        tasks: Mapping[str, Task] | None = None,
+        roots: Sequence[Path] = (),
+    ) -> None:
+        """`tasks`: by the name under which clients ask for them. `roots`: directories of this host below
+        which clients may name files to work on. Takes the site's backend over.
+        """
+        self.site = site
+        self.limits = limits or HostLimits()
+        self.tasks = dict(tasks or {})
+        self.roots = tuple(root.resolve() for root in roots)
+        self.metrics = EnvironmentMetrics()
+        self.snapshots: dict[str, str] = {}
+        """Snapshots that clients asked for -> whose they are. They outlive their sessions."""
+        self.creations = Creations(self.limits.num_keys)
+        self.draining = False
+        self._held: dict[str, Held] = {}
+        self._usage: dict[str, _Usage] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self._reaper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begins to look for sessions that nobody uses."""
+        if self._reaper is None:
+            self._reaper = asyncio.create_task(self._reap())
+
+    async def close(self) -> None:
+        """Closes every session and the backend; everything is tried. Raises the first failure."""
+        self.draining = True
+        tasks = [*self._background, *([self._reaper] if self._reaper else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        held, self._held = list(self._held.values()), {}
+        try:
+            await close_all([one.session for one in held])
+        finally:
+            await self.site.backend.close()
+
+    def check_accepting(self) -> None:
+        """Raises CapacityError while the server drains."""
+        if self.draining:
+            raise CapacityError(
+                "the server is shutting down and begins nothing new",
+                field="environment.server",
+                fix="use another server, or wait for its restart",
+            )
+
+    @asynccontextmanager
+    async def place(self, tenant: str, count: int = 1) -> AsyncIterator[None]:
+        """Room for sessions that are being made. Raises CapacityError."""
+        self.check_accepting()
+        usage = self._usage_of(tenant)
+        held = sum(one.tenant == tenant for one in self._held.values())
+        most = self.limits.tenant.sessions
+        if held + usage.making + count > most:
+            raise CapacityError(
+                f"this tenant holds {held + usage.making} of {most} sessions",
+                field="sessions",
+                received=count,
+                fix="close sessions that are done",
+            )
+        usage.making += count
+        try:
+            yield
+        finally:
+            usage.making -= count
+
+    def hold(self, tenant: str, session: EnvironmentSession, idle_s: float | None = None) -> Held:
+        """Knows a session from now on. If the server is shutting down, it is closed instead."""
+        most = self.limits.idle_s
+        held = Held(tenant, session, most if idle_s is None else min(most, idle_s))
+        self._held[session.id] = held
+        self.metrics.count("etude_environment_sessions_created", tenant=tenant)
+        if self.draining:
+            self.in_background(self.end(held))
+        return held
+
+    def find(self, tenant: str, session_id: str) -> Held:
+        """A session of the tenant's. Raises SandboxMissingError."""
+        held = self._held.get(session_id)
+        if held is None or held.tenant != tenant:
+            raise SandboxMissingError(
+                "no such session here: it was closed, was not used for too long, or the server began anew",
+                field="session",
+                received=session_id,
+                fix="begin a new one",
+            )
+        held.used_s = time.monotonic()
+        return held
+
+    def list(self, tenant: str) -> list[Held]:
+        """The tenant's sessions, oldest first."""
+        return [held for held in self._held.values() if held.tenant == tenant]
+
+    @asynccontextmanager
+    async def using(self, held: Held) -> AsyncIterator[EnvironmentSession]:
+        """A session while a request works on it: it is not taken for unused."""
+        held.num_users += 1
+        try:
+            yield held.session
+        finally:
+            held.num_users -= 1
+            held.used_s = time.monotonic()
+
+    async def end(self, held: Held) -> None:
+        """Closes a session."""
+        if self._held.pop(held.session.id, None) is not None:
+            self.metrics.count("etude_environment_sessions_closed", tenant=held.tenant)
+        await held.session.close()
+
+    async def turn(
+        self,
+        held: Held,
+        calls: Sequence[ToolCall],
+        number: int | None,
+        on_call: Any,
+        on_result: Any,
+        known: Mapping[int, ToolResult],
+        key: str | None,
+    ) -> list[ToolResult]:
+        """See EnvironmentSession.turn, within the tenant's limits. Raises CapacityError."""
+        session = held.session
+        again = session.history.find(number, key, calls) is not None
+        if not again and not session.in_turn:
+            self._check_turn(held, len(calls))
+        async with self._counted(held, calls, again):
+            return await session.turn(calls, number, on_call, on_result, known, key)
+
+    async def run(self, held: Held, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """One turn that is not asked for again, behind those that run; cancelled, it ends.
+
+        Raises CapacityError, and as EnvironmentSession.run_calls.
+        """
+        self._check_turn(held, len(calls))
+        async with self._counted(held, calls):
+            return await held.session.run_calls(calls, {}, _nobody, _nobody)
+
+    @asynccontextmanager
+    async def _counted(
+        self, held: Held, calls: Sequence[ToolCall], again: bool = False
+    ) -> AsyncIterator[None]:
+        usage, session = self._usage_of(held.tenant), held.session
+        before = session.num_turns
+        usage.calls += len(calls)
+        try:
+            async with self.using(held):
+                yield
+        finally:
+            usage.calls -= len(calls)
+        if not again and session.num_turns > before:
+            self.metrics.count("etude_environment_turns", tenant=held.tenant)
+            for result in session.history.turns[-1].results:
+                error = result.error.value if result.error else ""
+                self.metrics.count("etude_environment_calls", error=error)
+
+    def _check_turn(self, held: Held, num_calls: int) -> None:
+        self.check_accepting()
+        limits, usage = self.limits.tenant, self._usage_of(held.tenant)
+        if usage.calls and usage.calls + num_calls > limits.calls:
+            raise CapacityError(
+                f"{usage.calls} of this tenant's {limits.calls} calls run",
+                field="calls",
+                received=num_calls,
+                fix="wait until some have ended",
+            )
+        kept = sum(one.session.history.size_bytes for one in self.list(held.tenant))
+        if kept >= limits.kept_bytes:
+            raise CapacityError(
+                f"this tenant's sessions keep {kept} bytes of turns",
+                field="kept_bytes",
+                received=kept,
+                fix="close sessions that are done",
+            )
+
+    def in_background(self, work: Any) -> asyncio.Task[Any]:
+        """Work that goes on without a client; its failure is counted."""
+        task = asyncio.ensure_future(work)
+        self._background.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def note_error(self, error: BaseException) -> None:
+        """Counts what a request failed with."""
+        self.metrics.count("etude_environment_errors", kind=type(error).__name__)
+
+    def metrics_text(self) -> str:
+        """Prometheus text, with what there is now."""
+        gauges: dict[tuple[str, Labels], float] = {("etude_environment_draining", ()): float(self.draining)}
+        for tenant in sorted({held.tenant for held in self._held.values()} | set(self._usage)):
+            labels = (("tenant", tenant),)
+            held = self.list(tenant)
+            gauges["etude_environment_sessions", labels] = len(held)
+            gauges["etude_environment_calls_running", labels] = self._usage_of(tenant).calls
+            kept = sum(one.session.history.size_bytes for one in held)
+            gauges["etude_environment_kept_bytes", labels] = kept
+        return self.metrics.text(gauges)
+
+    @property
+    def num_busy(self) -> int:
+        """Sessions on which something is being done, now."""
+        return sum(held.session.busy or held.num_users > 0 for held in self._held.values())
+
+    def _usage_of(self, tenant: str) -> _Usage:
+        return self._usage.setdefault(tenant, _Usage())
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(min(_LOOK_S, self.limits.idle_s / 4))
+            now = time.monotonic()
+            for held in list(self._held.values()):
+                used = held.num_users or held.session.busy or held.session.state == "paused"
+                if used or now - held.used_s < held.idle_s:
+                    continue
+                self.metrics.count("etude_environment_sessions_expired", tenant=held.tenant)
+                self.in_background(self.end(held))
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._background.discard(task)
+        if not task.cancelled() and isinstance(task.exception(), EtudeError):
+            self.metrics.count("etude_environment_background_failures")
+
+
+def _nobody(position: int, call: ToolCall, result: ToolResult | None = None) -> None:
+    """Whom a turn's progress is told where nobody watches."""

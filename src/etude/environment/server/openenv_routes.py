@@ -1,0 +1,191 @@
+"""OpenEnv: an episode for each WebSocket, as its clients want it, and the same by HTTP with an episode's id.
+
+OpenEnv's client can send no headers, so a token may stand in the path: `ws://host/openenv/TOKEN/ws`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, WebSocket, WebSocketDisconnect
+from fastapi.responses import Response
+
+from etude.environment.openenv import Episode, schemas
+from etude.environment.server.creating import create_session
+from etude.environment.server.host import SessionHost
+from etude.environment.server.requests import Host, Tenant, fields_of, host_of, tenant_of
+from etude.environment.sessions import EnvironmentSession
+from etude.errors import EtudeError, UserError
+from etude.records import ToolCall, ToolResult
+from etude.sandbox.errors import CapacityError
+from etude.sandbox.server.streams import Json
+from etude.sandbox.wire_types import Fields
+
+router = APIRouter()
+
+_NONE = type(None)
+_STEP: Fields = {
+    "action": (dict,),
+    "episode_id": (str,),
+    "timeout_s": (float, _NONE),
+    "request_id": (str, _NONE),
+}
+_RESET: Fields = {
+    "seed": (int, _NONE), "episode_id": (str, _NONE), "task": (str, dict, _NONE), "max_turns": (int, _NONE),
+}  # fmt: skip
+_HTTP_EPISODES = 1024
+
+
+def new_episode(host: SessionHost, tenant: str) -> Episode:
+    """An episode whose sessions belong to the tenant."""
+
+    async def open_session(task: str | dict[str, Any] | None, seed: int | None) -> EnvironmentSession:
+        if task is None:
+            if not host.tasks:
+                raise UserError(
+                    "this server has no tasks", field="task", fix="start it with --tasks DIRECTORY"
+                )
+            names = sorted(host.tasks)
+            task = names[(seed or 0) % len(names)]
+        return (await create_session(host, tenant, {"task": task})).session
+
+    async def run_turn(session: EnvironmentSession, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        return await host.run(host.find(tenant, session.id), calls)
+
+    async def end_session(session: EnvironmentSession) -> None:
+        held = next((held for held in host.list(tenant) if held.session is session), None)
+        if held is not None:
+            await host.end(held)
+
+    return Episode(open_session, run_turn, end_session)
+
+
+@router.websocket("/openenv/ws")
+@router.websocket("/openenv/{token}/ws")
+async def talk(socket: WebSocket) -> None:
+    """Messages `reset`, `step`, `state`, `close`; answers `observation`, `state`, `error`."""
+    await socket.accept()
+    host = host_of(socket)
+    try:
+        episode = new_episode(host, tenant_of(socket))
+    except EtudeError as error:
+        await socket.send_text(json.dumps(_error(str(error), "SESSION_ERROR")))
+        await socket.close()
+        return
+    try:
+        while True:
+            text = await socket.receive_text()
+            if len(text) > host.limits.body_bytes:
+                answer: dict[str, Any] | None = _error("the message is too large", "VALIDATION_ERROR")
+            else:
+                answer = await _answer(host, episode, text)
+            if answer is None:
+                await socket.close()
+                return
+            await socket.send_text(json.dumps(answer))
+    except (WebSocketDisconnect, RuntimeError):
+        # The client has left; its episode ends with it.
+        return
+    finally:
+        await episode.close()
+
+
+async def _answer(host: SessionHost, episode: Episode, text: str) -> dict[str, Any] | None:
+    """The answer to one message; None to the last."""
+    try:
+        message = json.loads(text)
+        kind, data = message.get("type"), message.get("data", {})
+    except (ValueError, AttributeError, RecursionError) as error:
+        return _error(f"Invalid JSON: {error}", "INVALID_JSON")
+    try:
+        match kind:
+            case "reset":
+                return {"type": "observation", "data": await episode.reset(data)}
+            case "step":
+                return {"type": "observation", "data": await episode.step(data)}
+            case "state":
+                return {"type": "state", "data": episode.state()}
+            case "close":
+                return None
+            case _:
+                return _error(f"Unknown message type: {kind}", "UNKNOWN_TYPE")
+    except CapacityError as error:
+        return _error(str(error), "CAPACITY_REACHED")
+    except UserError as error:
+        return _error(str(error), "VALIDATION_ERROR")
+    except EtudeError as error:
+        host.note_error(error)
+        return _error(str(error), "EXECUTION_ERROR", type(error).__name__)
+
+
+def _error(message: str, code: str, kind: str | None = None) -> dict[str, Any]:
+    return {"type": "error", "data": {"message": message, "code": code, "kind": kind}}
+
+
+@router.post("/openenv/reset")
+async def reset(request: Request, host: Host, tenant: Tenant) -> Response:
+    """Begins an episode; `observation.episode_id` names it in further requests."""
+    named = await fields_of(request, _RESET)
+    episodes = _episodes(request)
+    if len(episodes) >= _HTTP_EPISODES:
+        await _forget(host, episodes)
+    episode = episodes.pop((tenant, named.get("episode_id", "")), None) or new_episode(host, tenant)
+    answer = await episode.reset(named)
+    assert episode.episode_id is not None, "it was just reset"
+    episodes[tenant, episode.episode_id] = episode
+    answer["observation"]["episode_id"] = episode.episode_id
+    return Json(answer)
+
+
+@router.post("/openenv/step")
+async def step(request: Request, tenant: Tenant) -> Response:
+    """One turn of an episode."""
+    named = await fields_of(request, _STEP)
+    return Json(await _find(request, tenant, named["episode_id"]).step(named["action"]))
+
+
+@router.get("/openenv/state")
+async def state(request: Request, tenant: Tenant, episode_id: str) -> Response:
+    """Where an episode stands."""
+    return Json(_find(request, tenant, episode_id).state())
+
+
+@router.get("/openenv/schema")
+async def schema() -> Response:
+    """JSON Schemas of action, observation and state."""
+    return Json(schemas())
+
+
+@router.get("/openenv/metadata")
+async def metadata() -> Response:
+    """What this environment is."""
+    return Json({"name": "etude", "description": "Software tasks in sandboxes, graded by hidden tests."})
+
+
+@router.get("/openenv/health")
+async def health() -> Response:
+    """Whether the process answers."""
+    return Json({"status": "healthy"})
+
+
+def _episodes(request: Request) -> dict[tuple[str, str], Episode]:
+    return request.app.state.episodes
+
+
+def _find(request: Request, tenant: str, episode_id: str) -> Episode:
+    episode = _episodes(request).get((tenant, episode_id))
+    if episode is None:
+        raise UserError("no such episode", field="episode_id", received=episode_id, fix="reset first")
+    return episode
+
+
+async def _forget(host: SessionHost, episodes: dict[tuple[str, str], Episode]) -> None:
+    """Forgets episodes whose sessions have ended. Raises CapacityError if all of them live."""
+    for (tenant, name), episode in list(episodes.items()):
+        live = {held.session.id for held in host.list(tenant)}
+        if episode.state().get("session") not in live:
+            del episodes[tenant, name]
+    if len(episodes) >= _HTTP_EPISODES:
+        raise CapacityError("too many episodes", field="episode_id", received=len(episodes), fix="end some")

@@ -1,0 +1,155 @@
+"""What the routes share: the host, the tenant, the session of a path, the fields of each request."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from fastapi import Depends, Request
+from starlette.requests import HTTPConnection
+
+from etude.environment.server.host import Held, SessionHost
+from etude.errors import UserError
+from etude.sandbox.server.streams import LongAnswer, OutputBuffer, Work, read_request
+from etude.sandbox.wire_types import FRAMES, Fields, checked, strings
+
+_NONE = type(None)
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+LOCAL_TENANT = "local"
+"""Whose sessions are where no tokens are asked for."""
+
+CREATE: Fields = {
+    "task": (str, dict, _NONE),
+    "files": (dict, _NONE),
+    "directory": (str, _NONE),
+    "repository": (str, _NONE),
+    "commit": (str, _NONE),
+    "snapshot": (str, _NONE),
+    "fork": (dict, _NONE),
+    "instruction": (str, _NONE),
+    "test_paths": (list, _NONE),
+    "resources": (dict, _NONE),
+    "network": (dict, _NONE),
+    "idle_s": (float, _NONE),
+}
+FORK_OF: Fields = {"session": (str,), "turn": (int, _NONE)}
+TURN: Fields = {"calls": (list,), "turn": (int, _NONE), "known": (dict, _NONE)}
+ARCHIVE: Fields = {"path": (str,), "text": (str,)}
+SUBMIT: Fields = {"status": (str, _NONE), "cause": (str, _NONE)}
+FORK: Fields = {"count": (int, _NONE), "turn": (int, _NONE)}
+NOTHING: Fields = {}
+
+
+class AccessError(UserError):
+    """A request without a token of the server's."""
+
+
+def host_of(request: HTTPConnection) -> SessionHost:
+    """The sessions of the server that got the request."""
+    return request.app.state.host
+
+
+def tenant_of(connection: HTTPConnection) -> str:
+    """Whose request it is. Raises AccessError.
+
+    Without tokens names matter: a web page can point its own name at the loopback address, or ask for it.
+    """
+    tokens: Mapping[str, str] = connection.app.state.tokens
+    if not tokens:
+        origin = connection.headers.get("origin")
+        asked = connection.headers.get("host", "")
+        for field, host in (("Host", asked), ("Origin", origin and origin.partition("://")[2])):
+            if host is not None and _name(host) not in _LOOPBACK_NAMES:
+                raise AccessError("only loopback names reach this server", field=field, received=host)
+        return LOCAL_TENANT
+    scheme, _, given = connection.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        given = ""
+    return tenant_of_token(tokens, given or connection.path_params.get("token", ""))
+
+
+def _name(host: str) -> str:
+    """A host without its port."""
+    return host if host.endswith("]") else host.rpartition(":")[0] or host
+
+
+def tenant_of_token(tokens: Mapping[str, str], given: str) -> str:
+    """The tenant that has this token. Raises AccessError. Takes as long whichever it is."""
+    found = [
+        tenant for token, tenant in tokens.items() if hmac.compare_digest(token.encode(), given.encode())
+    ]
+    if not found:
+        raise AccessError(
+            "the token is missing or wrong", field="token", fix="send a token of the server's as a bearer"
+        )
+    return found[0]
+
+
+# Coroutines, all three: FastAPI runs plain functions in threads, which costs a millisecond and a race.
+
+
+async def _host(request: Request) -> SessionHost:
+    return host_of(request)
+
+
+Host = Annotated[SessionHost, Depends(_host)]
+
+
+async def _tenant(request: Request) -> str:
+    return tenant_of(request)
+
+
+Tenant = Annotated[str, Depends(_tenant)]
+
+
+async def _held(session_id: str, host: Host, tenant: Tenant) -> Held:
+    return host.find(tenant, session_id)
+
+
+Box = Annotated[Held, Depends(_held)]
+"""The session of the path."""
+
+
+async def fields_of(request: Request, fields: Fields) -> dict[str, Any]:
+    """The checked fields of a request, those that are null left out. Raises UserError."""
+    raw, _ = await read_request(request, host_of(request).limits.body_bytes)
+    named = {name: value for name, value in checked(raw, fields).items() if value is not None}
+    if "test_paths" in named:
+        named["test_paths"] = tuple(strings(named["test_paths"], "test_paths"))
+    for name in ("turn", "idle_s", "count"):
+        if named.get(name, 0) < 0:
+            raise UserError("must not be negative", field=name, received=named[name], fix="mend the request")
+    return named
+
+
+def wants_frames(request: Request) -> bool:
+    """Whether the client reads frames; others get JSON."""
+    return FRAMES in request.headers.get("accept", "")
+
+
+def long(request: Request, work: Work, output: OutputBuffer | None = None) -> LongAnswer:
+    """The answer of a request that may take long. What was begun is finished though the client leaves."""
+    host = host_of(request)
+    return LongAnswer(
+        work, output, host.in_background, plain=not wants_frames(request), on_error=host.note_error
+    )
+
+
+def described(fields: Fields, **more: Any) -> dict[str, Any]:
+    """The OpenAPI description of a route that takes these fields as a JSON object."""
+    schema: dict[str, Any] = {
+        "type": "object",
+        "properties": {name: {"type": _types(kinds)} for name, kinds in fields.items()},
+        "required": [name for name, kinds in fields.items() if _NONE not in kinds],
+        "additionalProperties": False,
+    }
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}, **more}
+
+
+def _types(kinds: tuple[type, ...]) -> list[str]:
+    names = {
+        str: "string", dict: "object", list: "array", int: "integer", float: "number", bool: "boolean",
+        _NONE: "null",
+    }  # fmt: skip
+    return [names[kind] for kind in kinds]

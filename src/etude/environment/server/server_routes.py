@@ -1,0 +1,108 @@
+"""Routes about the server: health, metrics, tools, tasks; and the events of a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from fastapi import APIRouter, WebSocket, WebSocketDisconnect
+from fastapi.responses import PlainTextResponse, Response
+
+from etude.environment.server.requests import Host, Tenant, host_of, tenant_of
+from etude.errors import EtudeError
+from etude.sandbox.server.streams import STALL_S, Json
+from etude.sandbox.wire_types import encode_error
+
+router = APIRouter()
+open_router = APIRouter()
+"""Routes that need no token."""
+
+REFUSED, TOO_SLOW = 4401, 4408
+"""Close codes: no access or no such session; events were dropped for a slow client."""
+
+
+@open_router.get("/health")
+async def health() -> Response:
+    """Whether the process answers."""
+    return Json({"status": "healthy"})
+
+
+@open_router.get("/ready")
+async def ready(host: Host) -> Response:
+    """`ready` (200), or why nothing new is begun (503)."""
+    if host.draining:
+        return Json({"status": "draining"}, 503)
+    problems = await asyncio.to_thread(host.site.backend.doctor)
+    if problems:
+        return Json({"status": "unable", "problems": problems}, 503)
+    return Json({"status": "ready"})
+
+
+@router.get("/metrics")
+async def metrics(host: Host, tenant: Tenant) -> Response:
+    """Counters, gauges and latencies for Prometheus."""
+    return PlainTextResponse(host.metrics_text(), media_type="text/plain; version=0.0.4")
+
+
+@router.get("/tools")
+async def tools(host: Host, tenant: Tenant) -> Response:
+    """The tools of this server's sessions: name, description and JSON Schema of each, and their digest."""
+    registry = host.site.tools
+    rows = [
+        {"name": s.name, "description": s.description, "input_schema": s.json_schema()}
+        for s in registry.schemas
+    ]
+    return Json({"digest": registry.digest, "tools": rows})
+
+
+@router.get("/tasks")
+async def tasks(host: Host, tenant: Tenant) -> Response:
+    """The tasks with which sessions of this server may begin."""
+    return Json([{"name": name, "instruction": task.instruction} for name, task in host.tasks.items()])
+
+
+@open_router.websocket("/sessions/{session_id}/events")
+async def events(socket: WebSocket, session_id: str) -> None:
+    """What happens in a session, as JSON texts: from event number `?after=` + 1 on, until its end.
+
+    Events that are no longer kept are told as one `gap`; who is too slow is told `dropped` and let go.
+    """
+    await socket.accept()
+    try:
+        held = host_of(socket).find(tenant_of(socket), session_id)
+        after = socket.query_params.get("after", "0")
+        stream = held.session.events.watch(int(after) if after.isascii() and after.isdecimal() else 0)
+    except EtudeError as error:
+        await socket.send_json({"event": "refused", "error": encode_error(error)})
+        await socket.close(REFUSED)
+        return
+    gone = asyncio.ensure_future(_gone(socket))
+    try:
+        async with contextlib.aclosing(stream):
+            while not gone.done():
+                following = asyncio.ensure_future(anext(stream, None))
+                await asyncio.wait({following, gone}, return_when=asyncio.FIRST_COMPLETED)
+                if not following.done():
+                    following.cancel()
+                    await asyncio.wait({following})
+                    return
+                event = following.result()
+                if event is None:
+                    await socket.close()
+                    return
+                async with asyncio.timeout(STALL_S):
+                    await socket.send_json(event)
+                if event["event"] == "dropped":
+                    await socket.close(TOO_SLOW)
+                    return
+    except (WebSocketDisconnect, TimeoutError, RuntimeError):
+        # The client has left, or takes nothing: the session goes on without it.
+        return
+    finally:
+        gone.cancel()
+
+
+async def _gone(socket: WebSocket) -> None:
+    """Returns when the client has left; what it sends is not looked at."""
+    while (await socket.receive())["type"] != "websocket.disconnect":
+        pass

@@ -1,0 +1,294 @@
+"""Routes of sessions: begin, turns, archive, diff, submit, pause, resume, fork, end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from etude.agent.inputs import result_document
+from etude.environment.describing import describe
+from etude.environment.server import requests
+from etude.environment.server.creating import create_session
+from etude.environment.server.host import SessionHost
+from etude.environment.server.requests import Box, Host, Tenant, described, fields_of, long, wants_frames
+from etude.environment.sessions import EnvironmentSession
+from etude.environment.wire import (
+    calls_of,
+    known_of,
+    outcome_document,
+    results_document,
+    status_of_text,
+)
+from etude.errors import InfrastructureError, UserError
+from etude.records import ToolCall, ToolResult
+from etude.sandbox.errors import SnapshotError
+from etude.sandbox.inside.frames import pack
+from etude.sandbox.server.streams import Json, OutputBuffer
+from etude.sandbox.wire_types import Encoded, encode_diff, encode_error
+
+router = APIRouter(prefix="/sessions")
+snapshot_router = APIRouter(prefix="/snapshots")
+
+
+@router.post("", openapi_extra=described(requests.CREATE))
+async def create(request: Request, host: Host, tenant: Tenant) -> Response:
+    """A new session from a task, files, a directory, a repository, a snapshot or a fork.
+
+    The same `Idempotency-Key` gives the same session, also while it is being made.
+    """
+    named = await fields_of(request, requests.CREATE)
+    host.check_accepting()
+
+    async def make() -> str:
+        return (await create_session(host, tenant, named)).session.id
+
+    key = request.headers.get("idempotency-key")
+    if key is None:
+        making = host.in_background(make())
+    else:
+        making = host.creations.enter(f"{tenant}\0{key}", named, lambda: host.in_background(make())).task
+
+    async def work() -> Encoded:
+        return describe(host.find(tenant, await asyncio.shield(making)).session), b""
+
+    return long(request, work())
+
+
+@router.get("")
+async def list_sessions(host: Host, tenant: Tenant) -> Response:
+    """The tenant's sessions, oldest first."""
+    return Json([describe(held.session) for held in host.list(tenant)])
+
+
+@router.get("/{session_id}")
+async def get_session(held: Box) -> Response:
+    """What is known of a session."""
+    return Json(describe(held.session))
+
+
+@router.delete("/{session_id}")
+async def close_session(request: Request, held: Box, host: Host) -> Response:
+    """Ends a session and its sandbox."""
+
+    async def work() -> Encoded:
+        await host.end(held)
+        return {"closed": True}, b""
+
+    return long(request, work())
+
+
+class TurnFrames(OutputBuffer):
+    """Calls and results of a turn on their way to the client that waits for it.
+
+    What it does not take in time is left out: the last frame has every result.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._frames: list[bytes] = []
+        self._frame_bytes = 0
+
+    def on_call(self, position: int, call: ToolCall) -> None:
+        """A call begins."""
+        self._add({"event": "call_started", "position": position})
+
+    def on_result(self, position: int, call: ToolCall, result: ToolResult) -> None:
+        """A call has ended."""
+        self._add({"event": "call_ended", "position": position, "result": result_document(result)})
+
+    def take(self) -> list[bytes]:
+        """See OutputBuffer.take."""
+        frames, self._frames, self._frame_bytes = self._frames, [], 0
+        super().take()
+        return frames
+
+    def _add(self, header: dict[str, Any]) -> None:
+        frame = pack(header)
+        if self.finished.is_set() or self._frame_bytes + len(frame) > self._limit_bytes:
+            return
+        self._frames.append(frame)
+        self._frame_bytes += len(frame)
+        self._something.set()
+
+
+@router.post("/{session_id}/turns", openapi_extra=described(requests.TURN))
+async def run_turn(request: Request, held: Box, host: Host) -> Response:
+    """Runs one turn's calls; their results in call order. It goes on if the client leaves.
+
+    `turn` (its number, from 0) or an `Idempotency-Key` names it: sent again, it is not run again.
+    """
+    named = await fields_of(request, requests.TURN)
+    calls, known = calls_of(named["calls"]), known_of(named.get("known", {}))
+    key = request.headers.get("idempotency-key")
+    # Looked at before anything is answered, so that a conflict has a status of its own.
+    held.session.history.find(named.get("turn"), key, calls)
+    frames = TurnFrames()
+
+    async def work() -> Encoded:
+        results = await host.turn(
+            held, calls, named.get("turn"), frames.on_call, frames.on_result, known, key
+        )
+        session = held.session
+        return {
+            "results": results_document(results),
+            "turns": session.num_turns,
+            "finished": session.finished,
+        }, b""
+
+    return long(request, work(), frames if wants_frames(request) else None)
+
+
+@router.post("/{session_id}/archive", openapi_extra=described(requests.ARCHIVE))
+async def archive(request: Request, held: Box, host: Host) -> Response:
+    """Keeps a text as a file of the workspace; `error` says in words for the agent why it could not."""
+    named = await fields_of(request, requests.ARCHIVE)
+
+    async def work() -> Encoded:
+        async with host.using(held) as session:
+            return {"error": await session.archive(named["path"], named["text"])}, b""
+
+    return long(request, work())
+
+
+@router.get("/{session_id}/diff")
+async def diff(request: Request, held: Box, host: Host) -> Response:
+    """What differs from the beginning: frames with the contents, or JSON with texts."""
+    frames = wants_frames(request)
+
+    async def work() -> Encoded:
+        async with host.using(held) as session:
+            changes = await session.diff()
+        if frames:
+            return encode_diff(changes)
+        texts = {
+            path: None if data is None else data.decode(errors="replace") for path, data in changes.items()
+        }
+        return {"files": texts}, b""
+
+    return long(request, work())
+
+
+@router.post("/{session_id}/submit", openapi_extra=described(requests.SUBMIT))
+async def submit(request: Request, held: Box, host: Host) -> Response:
+    """Ends the session and grades it. Asked again, it gives the same outcome."""
+    named = await fields_of(request, requests.SUBMIT)
+    status = status_of_text(named.get("status"))
+
+    async def work() -> Encoded:
+        async with host.using(held) as session:
+            first = session.outcome is None
+            outcome = await session.submit(status, named.get("cause", ""))
+        if first:
+            host.metrics.count("etude_environment_graded", passed=str(outcome.verdict.passed).lower())
+        return outcome_document(outcome), b""
+
+    return long(request, work())
+
+
+@router.post("/{session_id}/pause", openapi_extra=described(requests.NOTHING))
+async def pause(request: Request, held: Box, host: Host) -> Response:
+    """Puts the sandbox to sleep; `kept` says what of it."""
+
+    async def work() -> Encoded:
+        async with host.using(held) as session:
+            return {"kept": await session.pause()}, b""
+
+    return long(request, work())
+
+
+@router.post("/{session_id}/resume", openapi_extra=described(requests.NOTHING))
+async def resume(request: Request, held: Box, host: Host) -> Response:
+    """Wakes the sandbox."""
+
+    async def work() -> Encoded:
+        async with host.using(held) as session:
+            await session.resume()
+            return describe(session), b""
+
+    return long(request, work())
+
+
+@router.post("/{session_id}/snapshot", openapi_extra=described(requests.NOTHING))
+async def snapshot(request: Request, held: Box, host: Host) -> Response:
+    """A durable copy of the workspace, with which sessions of this tenant may begin."""
+
+    async def work() -> Encoded:
+        async with host.using(held) as session:
+            kept = await session.snapshot()
+        host.snapshots[kept] = held.tenant
+        return {"snapshot": kept}, b""
+
+    return long(request, work())
+
+
+@snapshot_router.get("")
+async def list_snapshots(host: Host, tenant: Tenant) -> Response:
+    """The snapshots that this tenant asked for."""
+    return Json([snapshot for snapshot, owner in host.snapshots.items() if owner == tenant])
+
+
+@snapshot_router.delete("/{snapshot_id}")
+async def delete_snapshot(snapshot_id: str, request: Request, host: Host, tenant: Tenant) -> Response:
+    """Deletes one; sessions that began with it go on."""
+
+    async def work() -> Encoded:
+        if host.snapshots.get(snapshot_id) != tenant:
+            raise SnapshotError("no such snapshot of this tenant's", field="snapshot", received=snapshot_id)
+        await host.site.backend.delete_snapshot(snapshot_id)
+        del host.snapshots[snapshot_id]
+        return {"deleted": True}, b""
+
+    return long(request, work())
+
+
+@router.post("/{session_id}/fork", openapi_extra=described(requests.FORK))
+async def fork(request: Request, held: Box, host: Host, tenant: Tenant) -> Response:
+    """Copies of the session, now or as it was after `turn` turns: for each its description, or its error.
+
+    The same `Idempotency-Key` gives the same copies.
+    """
+    named = await fields_of(request, requests.FORK)
+    count = named.get("count", 1)
+    if not 1 <= count <= host.limits.max_forks:
+        raise UserError(
+            f"must be 1 to {host.limits.max_forks}", field="count", received=count, fix="change it"
+        )
+    host.check_accepting()
+    key = request.headers.get("idempotency-key")
+
+    async def make() -> str:
+        return json.dumps(await _fork(host, tenant, held.session, count, named.get("turn")))
+
+    if key is None:
+        making = host.in_background(make())
+    else:
+        body = {"session": held.session.id, **named}
+        making = host.creations.enter(f"{tenant}\0{key}", body, lambda: host.in_background(make())).task
+
+    async def work() -> Encoded:
+        rows = json.loads(await asyncio.shield(making))
+        return [
+            row if "error" in row else describe(host.find(tenant, row["id"]).session) for row in rows
+        ], b""
+
+    return long(request, work())
+
+
+async def _fork(
+    host: SessionHost, tenant: str, parent: EnvironmentSession, count: int, turn: int | None
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    async with host.place(tenant, count), host.using(host.find(tenant, parent.id)):
+        for made in await parent.fork(count, turn):
+            if isinstance(made, InfrastructureError):
+                host.note_error(made)
+                rows.append({"error": encode_error(made)})
+            else:
+                host.hold(tenant, made)
+                rows.append({"id": made.id})
+    host.metrics.count("etude_environment_forks", len(rows), tenant=tenant)
+    return rows

@@ -1,0 +1,459 @@
+"""The environment's side of a session: a sandbox, the tools on it, its task and how it is graded.
+
+Whoever samples is elsewhere: `run_session` in this process (a rollout, the terminal) or a client of the
+environment server. All of them drive this one class, so they get the same results.
+
+    open --turns--> ... --submit--> graded          pause <-> resume in between
+      \\--fork(n, turn)--> n sessions of their own   close: at any time, and at the end
+
+One thing at a time: turns, pauses, forks, diffs and grading wait for each other. After `submit` nothing runs
+any more, so that no verdict can be used to look for a better one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from etude.agent import SessionFacts, ToolContext, execute_calls
+from etude.agent.inputs import call_document, result_document
+from etude.agent.simulated_user import SimulatedUser
+from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
+from etude.environment.branching import Kept, Snapshots, hold, let_go, replay
+from etude.environment.deferred import DeferredSandbox
+from etude.environment.grading import Verdict
+from etude.environment.history import Difference, History, SessionTurn
+from etude.environment.origins import Origin, task_template
+from etude.environment.rewards import compute_reward
+from etude.environment.running import RunningTurn, TurnRunner, note_failure
+from etude.environment.session_events import EventLog
+from etude.environment.site import Outcome, Site
+from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
+from etude.protocols import OnCall, OnResult
+from etude.records import Status, Task, ToolCall, ToolResult
+from etude.sandbox.arguments import check_count
+from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError
+from etude.sandbox.interface import Sandbox
+from etude.sandbox.migration import abilities_of
+from etude.sandbox.types import Resources, SnapshotKind
+
+SessionState = Literal["open", "paused", "submitted", "closed"]
+__all__ = ["EnvironmentSession", "Outcome", "SessionState", "Site", "close_all"]
+
+
+class EnvironmentSession:
+    """Implements `Workspace`, counts and keeps turns, grades and forks. For one event loop.
+
+    Calls raise InfrastructureError where something behind them failed, AgentError where the agent ended its
+    own sandbox, and SandboxStateError while the session is paused, submitted or closed.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        origin: Origin,
+        sandbox: Sandbox,
+        task: Task | None = None,
+        instruction: str | None = None,
+        test_paths: tuple[str, ...] = (),
+        session_id: str | None = None,
+        user: SimulatedUser | None = None,
+        history: History | None = None,
+        tool_state: ToolState | None = None,
+    ) -> None:
+        """Takes the sandbox over. Use `begin` for a task and `open` for everything else."""
+        self.id = session_id or f"session-{secrets.token_hex(8)}"
+        self.site = site
+        self.origin = origin
+        self.task = task
+        self.instruction = instruction if instruction is not None else (task.instruction if task else "")
+        self.sandbox = sandbox
+        self.context = ToolContext(
+            sandbox,
+            site.tools,
+            task.test_paths if task else test_paths,
+            site.limits,
+            tool_state or ToolState(),
+            user=user,
+        )
+        self.history = history or History()
+        self.facts = SessionFacts()
+        for turn in self.history.turns:
+            self.facts.on_turn(turn.calls, turn.results)
+        self.events = EventLog()
+        self.state: SessionState = "open"
+        self.created_s = time.time()
+        self.parent: str | None = None
+        """The session of which this one is a fork, and the turn of it."""
+        self.parent_turn: int | None = None
+        self.differences: tuple[Difference, ...] = ()
+        """Where the replay that made this fork answered otherwise than the original."""
+        self.agent_error: str | None = None
+        """How the agent ended its own sandbox."""
+        self.grade_s = 0.0
+        """Seconds that grading took."""
+        self.snapshots = Snapshots(site.snapshot_every)
+        self.user = user
+        """Who answers the agent's questions."""
+        self.closed = asyncio.Event()
+        """Set once nothing of it is left."""
+        self._lock = asyncio.Lock()
+        self._turns = TurnRunner(self.history, site.tools, self._check_open, self._run_turn)
+        self._grading: asyncio.Task[Outcome] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    @classmethod
+    def begin(cls, site: Site, task: Task, resources: Resources | None = None) -> EnvironmentSession:
+        """A session on a task. Its sandbox is made in the meantime: the first use waits for it."""
+        origin = Origin(task_template(task), resources or Resources())
+        template = origin.template
+        assert template is not None
+        sandbox = DeferredSandbox(site.backend, template, origin.resources)
+        return cls(site, origin, sandbox, task, user=_user_of(task))
+
+    @classmethod
+    async def open(
+        cls,
+        site: Site,
+        origin: Origin,
+        task: Task | None = None,
+        instruction: str | None = None,
+        test_paths: tuple[str, ...] = (),
+    ) -> EnvironmentSession:
+        """A session whose sandbox is there. Raises as `SandboxBackend.create`."""
+        sandbox = await origin.make(site.backend, site.life_s)
+        return cls(site, origin, sandbox, task, instruction, test_paths, user=_user_of(task))
+
+    @property
+    def num_turns(self) -> int:
+        """Turns that have ended."""
+        return len(self.history.turns)
+
+    @property
+    def finished(self) -> bool:
+        """Whether the agent itself has ended the session."""
+        return self.facts.finished
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is being done."""
+        return self._lock.locked() or self._turns.running is not None
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether a turn runs, or waits for its turn."""
+        return self._turns.running is not None
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """What it earned, once that is known."""
+        grading = self._grading
+        if grading is None or not grading.done() or grading.cancelled() or grading.exception() is not None:
+            return None
+        return grading.result()
+
+    # Workspace
+
+    async def run_calls(
+        self,
+        calls: Sequence[ToolCall],
+        known: Mapping[int, ToolResult],
+        on_call: OnCall,
+        on_result: OnResult,
+    ) -> list[ToolResult]:
+        """See Workspace.run_calls: one turn. Cancelled, it cancels what runs and waits for its end."""
+        return await self._turns.run_calls(calls, known, on_call, on_result)
+
+    async def archive(self, path: str, text: str) -> str:
+        """See Workspace.archive."""
+        async with self._lock:
+            self._check_open()
+            try:
+                await self.sandbox.files.write(path, text)
+            except SandboxKilledByAgentError as error:
+                self.agent_error = error.message
+                raise
+            except AgentError as error:
+                return error.message
+            self.history.archive(path, text)
+            self.events.put("archived", path=path)
+            return ""
+
+    # Turns of clients that may be cut off
+
+    async def turn(
+        self,
+        calls: Sequence[ToolCall],
+        number: int | None,
+        on_call: OnCall,
+        on_result: OnResult,
+        known: Mapping[int, ToolResult] | None = None,
+        key: str | None = None,
+    ) -> list[ToolResult]:
+        """One turn, named by its number (from 0) or a key. Asked for again, it is not run again.
+
+        Whoever stops waiting leaves it running. Raises UserError for a number or key of other calls, and
+        as `run_calls`.
+        """
+        return await self._turns.turn(calls, number, on_call, on_result, known or {}, key)
+
+    async def _run_turn(self, turn: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
+        number = turn.number
+
+        def on_call(position: int, call: ToolCall) -> None:
+            self.events.put("call_started", turn=number, position=position, call=call_document(call))
+            turn.on_call(position, call)
+
+        def on_result(position: int, call: ToolCall, result: ToolResult) -> None:
+            document = result_document(result)
+            self.events.put("call_ended", turn=number, position=position, result=document)
+            turn.on_result(position, call, result)
+
+        try:
+            async with self._lock:
+                self._check_open()
+                results = await execute_calls(turn.calls, self.context, known, on_call, on_result)
+                self.history.add(SessionTurn(turn.calls, tuple(results), turn.key))
+                self.facts.on_turn(turn.calls, results)
+                self.events.put("turn_ended", turn=number, finished=self.finished)
+                failure = await self.snapshots.after_turn(self.num_turns, turn.calls, self.context, self.user)
+                if failure is not None:
+                    self.events.put("snapshot_failed", turn=number, message=failure)
+            return results
+        except BaseException as error:
+            if isinstance(error, SandboxKilledByAgentError):
+                self.agent_error = error.message
+            self.events.put("turn_failed", turn=number, error=type(error).__name__, message=str(error))
+            raise
+
+    # Everything else
+
+    async def submit(self, status: Status | None = None, cause: str = "") -> Outcome:
+        """Ends the session and grades it: no turn runs after this.
+
+        `status`: how the agent's session ended; by default `done`, or `agent_error` where the agent killed
+        its sandbox. Asked again, it gives the same outcome; what failed is tried again. Raises ConfigError
+        without a task, SandboxError if our own machinery failed, TaskError for a task that cannot be graded.
+        """
+        task = self.task
+        if task is None:
+            raise ConfigError(
+                "there is no task to be graded by", field="session", received=self.id, fix="begin with a task"
+            )
+        if status is Status.INFRASTRUCTURE:
+            raise ConfigError(
+                "an infrastructure failure is never graded",
+                field="status",
+                received=status.value,
+                fix="close the session",
+            )
+        if self.state == "closed":
+            raise self._unusable()
+        grading = self._grading
+        if grading is None or (grading.done() and (grading.cancelled() or grading.exception() is not None)):
+            self.state = "submitted"
+            chosen = status or (Status.AGENT_ERROR if self.agent_error else Status.DONE)
+            grading = self._grading = asyncio.create_task(self._grade(task, chosen, cause))
+            grading.add_done_callback(note_failure)
+        return await asyncio.shield(grading)
+
+    async def diff(self) -> dict[str, bytes | None]:
+        """See Sandbox.diff; the harness' own files are left out."""
+        async with self._lock:
+            if self.state == "closed":
+                raise self._unusable()
+            changes = await self.sandbox.diff()
+        return {path: data for path, data in changes.items() if not _is_harness(path)}
+
+    async def pause(self) -> SnapshotKind:
+        """Puts the sandbox to sleep; what is kept of it (the most that its backend can). Idempotent."""
+        async with self._lock:
+            if self.state not in ("open", "paused"):
+                raise self._unusable()
+            able = (await abilities_of(self.site.backend)).pause
+            kind: SnapshotKind = "full" if "full" in able else "filesystem"
+            if self.state == "open":
+                await self.sandbox.pause(kind)
+                self.state = "paused"
+                self.events.put("paused", kept=kind)
+            return kind
+
+    async def resume(self) -> None:
+        """Wakes the sandbox. Idempotent."""
+        async with self._lock:
+            if self.state not in ("open", "paused"):
+                raise self._unusable()
+            if self.state == "paused":
+                await self.sandbox.resume()
+                self.state = "open"
+                self.events.put("resumed")
+
+    async def snapshot(self) -> str:
+        """The id of a durable copy of the workspace, which outlives the session."""
+        async with self._lock:
+            self._check_open()
+            return (await self.sandbox.create_snapshot()).id
+
+    async def fork(
+        self, count: int = 1, turn: int | None = None
+    ) -> list[EnvironmentSession | InfrastructureError]:
+        """Sessions that go on from here, or from how it was after `turn` turns; this one goes on too.
+
+        At the present turn the sandbox is copied; at an earlier one the nearest snapshot (or the origin) is
+        taken and the calls since then are run again: see `differences` of the forks. Each place of the result
+        holds a session or what prevented it. Raises ConfigError for a turn that there was not.
+        """
+        if turn is None or turn == self.num_turns:
+            async with self._lock:
+                self._check_open()
+                forks = await self._fork_here(count)
+        else:
+            forks = await self._fork_at(count, turn)
+        self.events.put("forked", count=len(forks), turn=self.num_turns if turn is None else turn)
+        return forks
+
+    async def close(self) -> None:
+        """Ends everything that belongs to the session. Idempotent; goes on if the caller is cancelled."""
+        if self._closing is None:
+            self.state = "closed"
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _fork_here(self, count: int) -> list[EnvironmentSession | InfrastructureError]:
+        history = self.history
+        copies = await self.sandbox.fork(count)
+        return [
+            one
+            if isinstance(one, SandboxError)
+            else self._branch(
+                one, history.until(self.num_turns), self.context.state, self.user, self.snapshots.kept
+            )
+            for one in copies
+        ]
+
+    async def _fork_at(self, count: int, turn: int) -> list[EnvironmentSession | InfrastructureError]:
+        """By replay; this session is not touched."""
+        check_count(count)
+        if self.state == "closed":
+            raise self._unusable()
+        if not 0 <= turn <= self.num_turns:
+            raise ConfigError(
+                "there was no such turn", field="turn", received=turn, fix=f"0 to {self.num_turns}"
+            )
+        first = await self._replayed(turn)
+        try:
+            rest = await first._fork_here(count - 1) if count > 1 else []
+        except BaseException:
+            await first.close()
+            raise
+        for fork in rest:
+            if isinstance(fork, EnvironmentSession):
+                fork.parent, fork.differences = self.id, first.differences
+        return [first, *rest]
+
+    async def _replayed(self, turn: int) -> EnvironmentSession:
+        """This session as it was after `turn` turns, made anew."""
+        site, passed = self.site, self.snapshots.until(turn)
+        base = passed[-1] if passed else None
+        hold(passed)
+        try:
+            if base is None:
+                sandbox = await self.origin.make(site.backend, site.life_s)
+                state, user = ToolState(), _user_of(self.task)
+            else:
+                sandbox = await site.backend.create(timeout_s=site.life_s, snapshot=base.snapshot)
+                state, user = ToolState.from_dict(base.tool_state), base.user
+            fork = self._branch(sandbox, self.history.until(turn), state, user, passed)
+            try:
+                found = await replay(fork.context, fork.history, base.turn if base else 0)
+            except BaseException:
+                await fork.close()
+                raise
+            fork.differences = tuple(found)
+            return fork
+        finally:
+            await let_go(passed, site.backend)
+
+    def _branch(
+        self,
+        sandbox: Sandbox,
+        history: History,
+        tool_state: ToolState,
+        user: SimulatedUser | None,
+        kept: Sequence[Kept],
+    ) -> EnvironmentSession:
+        """A session of its own on a copy of the sandbox, with copies of what tools and user remember."""
+        made = EnvironmentSession(
+            self.site,
+            self.origin,
+            sandbox,
+            self.task,
+            self.instruction,
+            self.context.test_paths,
+            user=copy.deepcopy(user),
+            history=history,
+            tool_state=ToolState.from_dict(copy.deepcopy(tool_state.to_dict())),
+        )
+        made.parent, made.parent_turn = self.id, len(history.turns)
+        made.snapshots.adopt(kept)
+        return made
+
+    async def _grade(self, task: Task, status: Status, cause: str) -> Outcome:
+        async with self._lock:
+            began = time.perf_counter()
+            if status is Status.AGENT_ERROR:
+                verdict = Verdict(False, 0, 0, cause or self.agent_error, 0.0)
+            else:
+                verdict = await self.site.grader.grade(task, self.sandbox)
+            self.grade_s = time.perf_counter() - began
+        reward = compute_reward(verdict.passed, status, self.facts.malformed, self.site.reward)
+        self.events.put("graded", passed=verdict.passed, reward=reward.total)
+        return Outcome(status, verdict, reward)
+
+    async def _close(self) -> None:
+        running = self._turns.running
+        tasks = [self._grading, None if running is None else running.task]
+        alive = [task for task in tasks if task is not None and not task.done()]
+        for task in alive:
+            task.cancel()
+        if alive:
+            await asyncio.wait(alive)
+        try:
+            await self.sandbox.kill()
+        finally:
+            await self.snapshots.release(self.site.backend)
+            self.events.put("closed")
+            self.events.close()
+            self.closed.set()
+
+    def _check_open(self) -> None:
+        if self.state != "open":
+            raise self._unusable()
+        if self.agent_error is not None:
+            raise SandboxKilledByAgentError(self.agent_error, field="session", received=self.id)
+
+    def _unusable(self) -> SandboxError:
+        fixes = {"paused": "resume it first", "submitted": "fork an open session instead", "closed": ""}
+        return SandboxStateError(
+            f"the session is {self.state}", field="session", received=self.id, fix=fixes[self.state] or None
+        )
+
+
+def _user_of(task: Task | None) -> SimulatedUser | None:
+    return SimulatedUser(task.user_facts) if task is not None and task.user_facts else None
+
+
+def _is_harness(path: str) -> bool:
+    return path == HARNESS_DIRECTORY or path.startswith(HARNESS_DIRECTORY + "/")
+
+
+async def close_all(sessions: Sequence[EnvironmentSession]) -> None:
+    """Closes sessions side by side; every one is tried. Raises the first failure."""
+    results = await asyncio.gather(*(session.close() for session in sessions), return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result

@@ -1,0 +1,125 @@
+"""What environment server and client say to each other, as plain JSON values: exact in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from etude.agent.inputs import call_document, result_document, result_of
+from etude.environment.grading import Verdict
+from etude.environment.site import Outcome
+from etude.errors import UserError
+from etude.records import RewardBreakdown, Status, Task, ToolCall, ToolResult
+from etude.sandbox.wire_types import Fields, checked, strings
+
+MAX_CALLS = 256
+"""Calls in one turn that a server takes."""
+_NONE = type(None)
+_CALL: Fields = {"name": (str,), "arguments": (dict, _NONE), "error": (str, _NONE)}
+_RESULT: Fields = {
+    "output": (str,),
+    "error": (str, _NONE),
+    "finished": (bool,),
+    "duration_s": (float,),
+    "facts": (dict,),
+}
+_TASK: Fields = {
+    "id": (str,),
+    "instruction": (str,),
+    "files": (dict,),
+    "hidden_files": (dict, _NONE),
+    "solution_files": (dict, _NONE),
+    "allowed_paths": (list, _NONE),
+    "test_paths": (list, _NONE),
+    "hidden_test_paths": (list, _NONE),
+    "metadata": (dict, _NONE),
+    "user_facts": (list, _NONE),
+    "directory": (str, _NONE),
+}
+
+
+def calls_of(raw: Sequence[object]) -> list[ToolCall]:
+    """Calls that `call_document` wrote, or a person. Raises UserError that names the culprit."""
+    if len(raw) > MAX_CALLS:
+        raise UserError("too many calls", field="calls", received=len(raw), fix=f"send {MAX_CALLS} at most")
+    calls: list[ToolCall] = []
+    for entry in raw:
+        named = checked(entry, _CALL)
+        arguments = named.get("arguments") or {}
+        strings([*arguments.values()], "calls.arguments")
+        calls.append(ToolCall(named["name"], arguments, named.get("error")))
+    return calls
+
+
+def known_of(raw: Mapping[str, object]) -> dict[int, ToolResult]:
+    """Results by position. Raises UserError."""
+    try:
+        return {int(place): result_of(checked(result, _RESULT)) for place, result in raw.items()}
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"are no results: {error}", field="known", fix="send results as they were received"
+        ) from error
+
+
+def results_document(results: Sequence[ToolResult]) -> list[dict[str, Any]]:
+    """Results, in order."""
+    return [result_document(result) for result in results]
+
+
+def turn_document(
+    number: int | None, calls: Sequence[ToolCall], known: Mapping[int, ToolResult]
+) -> dict[str, Any]:
+    """What is sent to have a turn run."""
+    return {
+        "turn": number,
+        "calls": [call_document(call) for call in calls],
+        "known": {str(place): result_document(result) for place, result in known.items()},
+    }
+
+
+def task_document(task: Task) -> dict[str, Any]:
+    """A task whole, but for the reference solution and the directory that it was read from."""
+    document = asdict(task)
+    del document["solution_files"], document["directory"]
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in document.items()}
+
+
+def task_of(raw: object) -> Task:
+    """What `task_document` wrote. Raises UserError that names the culprit."""
+    named = {name: value for name, value in checked(raw, _TASK).items() if value is not None}
+    named.pop("directory", None)
+    for name in ("files", "hidden_files", "solution_files"):
+        strings([*named.get(name, {}).values()], f"task.{name}")
+    for name in ("allowed_paths", "test_paths", "hidden_test_paths", "user_facts"):
+        if name in named:
+            named[name] = tuple(strings(named[name], f"task.{name}"))
+    return Task(**named)
+
+
+def outcome_document(outcome: Outcome) -> dict[str, Any]:
+    """What a session earned."""
+    reward = outcome.reward
+    return {
+        "status": outcome.status.value,
+        "verdict": asdict(outcome.verdict),
+        "reward": {"task": reward.task, "terms": dict(reward.terms), "version": reward.version},
+        "total": reward.total,
+    }
+
+
+def outcome_of(raw: Any) -> Outcome:
+    """What `outcome_document` wrote."""
+    return Outcome(Status(raw["status"]), Verdict(**raw["verdict"]), RewardBreakdown(**raw["reward"]))
+
+
+def status_of_text(text: str | None) -> Status | None:
+    """A session's status by its value. Raises UserError."""
+    if text is None:
+        return None
+    try:
+        return Status(text)
+    except ValueError:
+        raise UserError(
+            "unknown status", field="status", received=text, fix=", ".join(status.value for status in Status)
+        ) from None

@@ -1,0 +1,57 @@
+"""The page about `etude agent` says what the command does."""
+
+import re
+from pathlib import Path
+
+import typer
+
+from etude.cli import app
+from etude.cli.agent import agent_command
+from etude.cli.agent_loop import EXIT_UNFINISHED
+from etude.controller.agent import trees
+from etude.controller.agent.approval import MODES
+from etude.controller.agent.events import (
+    CallDone,
+    CallRuns,
+    CallsMade,
+    Ended,
+    FilesChanged,
+    MessageEnded,
+    Noted,
+    Said,
+)
+from etude.records import Status, ToolCall, ToolResult
+
+PAGE = (Path(__file__).parents[2] / "docs" / "agent-cli.md").read_text(encoding="utf-8")
+
+
+def test_every_option_on_the_page_exists() -> None:
+    command = typer.main.get_command(app).commands["agent"]  # pyright: ignore[reportAttributeAccessIssue]
+    known = {option for parameter in command.params for option in parameter.opts}
+    written = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
+    assert agent_command.__doc__
+    assert written <= known, written - known
+    hidden = {"--script", "--help"}
+    told = known - hidden - {"path", "--temperature", "--tools", "--instruction"}
+    assert told - {"-p"} <= written, told - written
+
+
+def test_the_modes_and_events_on_the_page_are_those_there_are() -> None:
+    assert re.findall(r"^\| `([a-z-]+)` \| (?:not )?asked", PAGE, re.MULTILINE) == list(MODES)
+    call, result = ToolCall("x"), ToolResult("")
+    made = (
+        Said(""), Said("", "reasoning"), Said("", "summary"), MessageEnded(), CallsMade(1, ()),
+        CallRuns(1, 0, call), CallDone(1, 0, call, result), FilesChanged(1, (), True, {}),
+        Noted(""), Noted("", "retry"), Noted("", "context"), Ended(Status.DONE, ""),
+    )  # fmt: skip
+    table = PAGE[PAGE.index("| `event` |") : PAGE.index("| exit code |")]
+    for event in made:
+        assert f"`{event.to_dict()['event']}`" in table
+        for key in event.to_dict().keys() - {"event"}:
+            assert f"`{key}`" in table
+
+
+def test_the_limits_on_the_page_are_those_there_are() -> None:
+    assert f"Files above {trees.MAX_FILE_BYTES >> 20} MiB" in PAGE
+    assert f"{trees.MAX_BYTES >> 20} MiB or\n  {trees.MAX_FILES:,} files" in PAGE
+    assert f"| {EXIT_UNFINISHED} | it came to a limit |" in PAGE

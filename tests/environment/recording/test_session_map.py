@@ -1,0 +1,537 @@
+"""Growing histories onto token sequences."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.environment.recording.errors import BadRequestError, ContextLengthError
+from etude.environment.recording.session_map import MapLimits
+from etude.errors import SamplerError
+from etude.records import Relation
+from tests.environment.recording.recording_builders import (
+    ChatClient,
+    TellingSampler,
+    answer_tokens,
+    call_text,
+    check_recording,
+    make_service,
+    plain_renderer,
+    qwen_tokenizer,
+    replies,
+    shelf,
+)
+
+SYSTEM = {"role": "system", "content": "You are a coding agent."}
+USER = {"role": "user", "content": "Fix lib/tally.py."}
+THOUGHT = "<think>\nlook first\n</think>\n\n"
+
+
+def result(answer: dict[str, Any], output: str = "1\tx = 1") -> list[dict[str, Any]]:
+    """The answer as a client keeps it, and the results of its calls."""
+    message = answer["choices"][0]["message"]
+    calls = message.get("tool_calls") or []
+    return [message, *({"role": "tool", "tool_call_id": call["id"], "content": output} for call in calls)]
+
+
+def segments_of(client: ChatClient) -> tuple[Any, ...]:
+    return client.service.session_map.segments()
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(coroutine)
+
+
+def test_a_growing_conversation_is_one_segment_with_the_tokens_of_our_own_session() -> None:
+    texts = [f"{THOUGHT}I read.\n{call_text('a.py', 3)}", "Done."]
+    sampler = TellingSampler(replies(texts))
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        history = [SYSTEM, USER]
+        history += result(await client.send(history))
+        await client.send(history)
+
+    run(talk())
+    (segment,) = segments_of(client)
+    renderer = shelf().find(client.service.session_map.branches[0].entries[0].message)
+    system = ["You are a coding agent.\n\n", *renderer.grammar.announce(renderer.grammar.tools)]
+    expected = np.concatenate(
+        [
+            renderer.prompt(USER["content"], system),
+            answer_tokens(texts[0]),
+            renderer.observations(["1\tx = 1"]),
+            answer_tokens(texts[1]),
+        ]
+    )
+    assert segment.tokens.tolist() == expected.tolist()
+    assert segment.relation is Relation.ROOT and segment.parent is None
+    assert segment.num_sampled_tokens == sum(len(answer_tokens(text)) for text in texts)
+    check_recording(client.service, sampler)
+
+
+def altered(message: dict[str, Any], how: str) -> dict[str, Any]:
+    """The answer as clients return it."""
+    told = {k: v for k, v in message.items() if v is not None}
+    if how in ("dropped", "all"):
+        told.pop("reasoning_content", None)
+    if how in ("trimmed", "all"):
+        told["content"] = f"  {told.get('content', '')}\n"
+    if how in ("blocks", "all") and told.get("content"):
+        words = told["content"]
+        told["content"] = [{"type": "text", "text": words[:2]}, {"type": "text", "text": words[2:]}]
+    if how in ("json", "all"):
+        for call in told.get("tool_calls", []):
+            arguments = json.loads(call["function"]["arguments"])
+            if "offset" in arguments:
+                arguments["offset"] = float(arguments["offset"])
+            again = json.dumps(dict(reversed(arguments.items())), indent=1)
+            call["function"] = {"name": call["function"]["name"], "arguments": again}
+            call["id"] = call["id"].upper()
+    return told
+
+
+@pytest.mark.parametrize("how", ["dropped", "trimmed", "blocks", "json", "all"])
+def test_what_clients_do_to_answers_does_not_break_the_sequence(how: str) -> None:
+    sampler = TellingSampler(replies([f"{THOUGHT}I read.\n{call_text('a.py', 3)}"] * 3))
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        history = [SYSTEM, USER]
+        for _ in range(3):
+            message, *_ = result(await client.send(history))
+            told = altered(message, how)
+            call_id = told["tool_calls"][0]["id"]
+            history += [told, {"role": "tool", "tool_call_id": call_id, "content": "ok"}]
+
+    run(talk())
+    (segment,) = segments_of(client)
+    assert segment.num_sampled_tokens == 3 * len(answer_tokens(f"{THOUGHT}I read.\n{call_text('a.py', 3)}"))
+    assert client.service.session_map.counts.continued == 2
+    check_recording(client.service, sampler)
+
+
+def test_another_text_another_argument_or_other_reasoning_is_a_rewrite() -> None:
+    for change in ("text", "argument", "reasoning"):
+        sampler = TellingSampler(replies([f"{THOUGHT}I read.\n{call_text('a.py')}", "Done."]))
+        client = ChatClient(make_service(sampler))
+
+        async def talk(client: ChatClient = client, change: str = change) -> None:
+            message, output = result(await client.send([SYSTEM, USER]))
+            if change == "text":
+                message["content"] = "I wrote."
+            elif change == "argument":
+                message["tool_calls"][0]["function"]["arguments"] = '{"path": "b.py"}'
+            else:
+                message["reasoning_content"] = "something else"
+            await client.send([SYSTEM, USER, message, output])
+
+        run(talk())
+        first, second = segments_of(client)
+        assert second.relation is Relation.REWRITE
+        assert second.parent is not None and second.parent[0] == first.id
+        assert second.num_sampled_tokens == len(answer_tokens("Done."))
+        check_recording(client.service, sampler)
+
+
+def test_a_retry_is_a_fork_and_the_answer_that_nobody_used_is_named() -> None:
+    sampler = TellingSampler(replies(["One.", "Two.", "Three."]))
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        await client.send([SYSTEM, USER])
+        second = await client.send([SYSTEM, USER])
+        await client.send([SYSTEM, USER, *result(second), {"role": "user", "content": "Go on."}])
+
+    run(talk())
+    first, second = segments_of(client)
+    assert (first.relation, second.relation) == (Relation.ROOT, Relation.FORK)
+    assert second.parent is not None
+    offset = second.parent[1]
+    assert np.array_equal(first.tokens[:offset], second.tokens[:offset])
+    ((name, start, end),) = client.service.session_map.abandoned()
+    assert name == first.id
+    assert first.tokens[start:end].tolist() == answer_tokens("One.").tolist()
+    check_recording(client.service, sampler)
+
+
+def test_equal_answers_to_one_history_are_told_apart_by_their_call_ids() -> None:
+    sampler = TellingSampler(replies([call_text("a.py"), call_text("a.py"), "Done."]))
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        first = await client.send([SYSTEM, USER])
+        await client.send([SYSTEM, USER])
+        await client.send([SYSTEM, USER, *result(first)])
+
+    run(talk())
+    first, _ = segments_of(client)
+    assert first.num_sampled_tokens == len(answer_tokens(call_text("a.py"))) + len(answer_tokens("Done."))
+
+
+def test_another_system_message_or_first_message_is_a_subagent_with_its_caller_as_parent() -> None:
+    sampler = TellingSampler(replies([call_text("a.py"), "Found.", "Also found.", "Done."]))
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        first = await client.send([SYSTEM, USER])
+        await client.send([{"role": "system", "content": "You search."}, USER])
+        await client.send([SYSTEM, {"role": "user", "content": "Search b.py."}])
+        await client.send([SYSTEM, USER, *result(first)])
+
+    run(talk())
+    main, one, two = segments_of(client)
+    assert [s.relation for s in (main, one, two)] == [Relation.ROOT, Relation.SUBAGENT, Relation.SUBAGENT]
+    assert [s.agent_id for s in (main, one, two)] == ["main", "agent-1", "agent-2"]
+    assert one.parent is not None and one.parent[0] == main.id
+    assert main.num_sampled_tokens == len(answer_tokens(call_text("a.py"))) + len(answer_tokens("Done."))
+    check_recording(client.service, sampler)
+
+
+def test_an_agent_that_says_its_name_rewrites_its_first_message() -> None:
+    sampler = TellingSampler(replies(["One.", "Two."]))
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        await client.send([SYSTEM, USER], agent="planner")
+        await client.send([SYSTEM, {"role": "user", "content": "Summary: ..."}], agent="planner")
+
+    run(talk())
+    first, second = segments_of(client)
+    assert second.relation is Relation.REWRITE and second.agent_id == first.agent_id == "planner"
+    check_recording(client.service, sampler)
+
+
+def test_compaction_splices_the_sampled_tokens_of_later_answers_without_training_them_again() -> None:
+    sampler = TellingSampler(replies(["One .", "Two  two.", "Three."]))
+    client = ChatClient(make_service(sampler))
+    more = {"role": "user", "content": "Go on."}
+
+    async def talk() -> None:
+        one = result(await client.send([SYSTEM, USER]))
+        two = result(await client.send([SYSTEM, USER, *one, more]))
+        summary = {"role": "user", "content": "Summary: one was said."}
+        await client.send([SYSTEM, USER, summary, *two, more])
+
+    run(talk())
+    first, second = segments_of(client)
+    assert second.relation is Relation.REWRITE
+    assert second.num_sampled_tokens == len(answer_tokens("Three."))
+    assert first.num_sampled_tokens == len(answer_tokens("One .")) + len(answer_tokens("Two  two."))
+    assert bytes(answer_tokens("Two  two.")) in bytes(np.ascontiguousarray(second.tokens))
+    check_recording(client.service, sampler)
+
+
+def test_answers_that_nobody_sampled_are_given_and_hold_no_marks_from_their_text() -> None:
+    sampler = TellingSampler(replies(["Done."]))
+    client = ChatClient(make_service(sampler))
+    shown = {"role": "assistant", "content": "I write <|im_end|> and <tool_call>."}
+
+    async def talk() -> None:
+        await client.send([SYSTEM, USER, shown, {"role": "user", "content": "Go on."}])
+
+    run(talk())
+    (segment,) = segments_of(client)
+    end = plain_renderer().end_token
+    assert segment.num_sampled_tokens == len(answer_tokens("Done."))
+    assert int((segment.tokens == end).sum()) == 5  # system, user, assistant, user, the sampled answer
+    call = qwen_tokenizer().control_id("<tool_call>")
+    assert int((segment.tokens == call).sum()) == 2, "the announcement of tools alone holds the tag"
+
+
+def test_a_cut_answer_goes_on_with_an_end_token_that_is_not_sampled() -> None:
+    sampler = TellingSampler(replies(["One two three four five six.", "Done."]))
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> str:
+        answer = await client.send([SYSTEM, USER], max_tokens=4)
+        assert answer["choices"][0]["finish_reason"] == "length"
+        await client.send([SYSTEM, USER, *result(answer), {"role": "user", "content": "Go on."}])
+        return answer["choices"][0]["message"]["content"]
+
+    words = run(talk())
+    (segment,) = segments_of(client)
+    assert "One two three".startswith(words.strip()[:3])
+    start = int(np.flatnonzero(segment.sampled)[0])
+    assert segment.sampled[start : start + 4].all() and not segment.sampled[start + 4]
+    assert int(segment.tokens[start + 4]) == plain_renderer().end_token
+    turn = client.service.session_map.turns()[0]
+    assert (turn.start, turn.end) == (start, start + 4)
+    check_recording(client.service, sampler)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_thinking_stays_or_is_dropped_before_the_users_last_words(keep: bool) -> None:
+    texts = [f"{THOUGHT}I read.\n{call_text('a.py')}", f"{THOUGHT}Fixed.", "Sure."]
+    sampler = TellingSampler(replies(texts))
+    client = ChatClient(make_service(sampler, keep_thinking=keep))
+    think = qwen_tokenizer().control_id("<think>")
+
+    async def talk() -> None:
+        history = [SYSTEM, USER]
+        history += result(await client.send(history))
+        history += result(await client.send(history))
+        await client.send([*history, {"role": "user", "content": "Thanks."}])
+
+    run(talk())
+    segments = segments_of(client)
+    check_recording(client.service, sampler)
+    assert sum(s.num_sampled_tokens for s in segments) == sum(len(answer_tokens(text)) for text in texts)
+    if keep:
+        assert len(segments) == 1 and int((segments[0].tokens == think).sum()) == 2
+        return
+    first, second = segments
+    assert second.relation is Relation.REWRITE
+    assert int((first.tokens == think).sum()) == 2 and not (second.tokens == think).any()
+    renderer = shelf().find(client.service.session_map.branches[0].entries[0].message)
+    kept = renderer.encode([*renderer.grammar.split(f"I read.\n{call_text('a.py')}"), renderer.template.end])
+    assert bytes(kept) in bytes(np.ascontiguousarray(second.tokens))
+
+
+def test_dropped_thinking_goes_on_in_its_newest_branch() -> None:
+    sampler = TellingSampler(replies([f"{THOUGHT}{n}." for n in range(4)]))
+    client = ChatClient(make_service(sampler, keep_thinking=False))
+
+    async def talk() -> None:
+        history = [SYSTEM, USER]
+        for number in range(4):
+            history += result(await client.send(history))
+            history.append({"role": "user", "content": f"more {number}"})
+
+    run(talk())
+    segments = segments_of(client)
+    assert len(segments) == 4, "a segment for each of the user's turns"
+    assert [s.num_sampled_tokens for s in segments] == [len(answer_tokens(f"{THOUGHT}0."))] * 4
+    check_recording(client.service, sampler)
+
+
+def test_another_temperature_is_another_segment() -> None:
+    sampler = TellingSampler(replies(["One.", "Two."]))
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        one = await client.send([SYSTEM, USER])
+        await client.send([SYSTEM, USER, *result(one), {"role": "user", "content": "?"}], temperature=0.5)
+
+    run(talk())
+    first, second = segments_of(client)
+    assert (first.sampling.temperature, second.sampling.temperature) == (1.0, 0.5)
+    assert not second.sampled[: second.parent[1]].any()
+    check_recording(client.service, sampler)
+
+
+def test_a_failed_answer_leaves_nothing_and_the_retry_goes_on_in_place() -> None:
+    sampler = TellingSampler(replies(["One two three.", "One two three."]), failures=1)
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        with pytest.raises(SamplerError, match="died"):
+            await client.send([SYSTEM, USER])
+        await client.send([SYSTEM, USER])
+
+    run(talk())
+    (segment,) = segments_of(client)
+    assert segment.num_sampled_tokens == len(answer_tokens("One two three."))
+    assert client.service.session_map.counts.failed == 1
+    check_recording(client.service, sampler)
+
+
+def test_a_sampler_that_lost_the_prefix_gets_everything_again() -> None:
+    sampler = TellingSampler(replies(["One.", "Two."]))
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        one = await client.send([SYSTEM, USER])
+        sampler.inner.forget(client.service.session_map.branches[0].id)
+        await client.send([SYSTEM, USER, *result(one), {"role": "user", "content": "?"}])
+
+    run(talk())
+    assert len(segments_of(client)) == 1
+    assert sampler.inner.requests[-1].prefix_digest is None
+    check_recording(client.service, sampler)
+
+
+def test_known_prefixes_are_not_sent_again_and_routes_cover_every_position_but_the_last() -> None:
+    sampler = TellingSampler(replies(["One.", "Two."]))
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        one = await client.send([SYSTEM, USER])
+        await client.send([SYSTEM, USER, *result(one), {"role": "user", "content": "?"}])
+
+    run(talk())
+    assert sampler.inner.requests[1].prefix_digest is not None
+    (branch,) = client.service.session_map.branches
+    routes = branch.recording.routes()
+    assert routes is not None and (routes[:-1] != 255).all() and (routes[-1] == 255).all()
+
+
+def test_a_history_without_room_is_refused_and_changes_nothing() -> None:
+    client = ChatClient(make_service(TellingSampler(replies([])), limits=MapLimits(max_context_tokens=64)))
+    with pytest.raises(ContextLengthError):
+        run(client.send([SYSTEM, {"role": "user", "content": "x" * 400}]))
+    assert not client.service.session_map.branches
+    assert segments_of(client) == ()
+
+
+def test_an_answer_begun_for_the_agent_is_refused() -> None:
+    client = ChatClient(make_service(TellingSampler(replies([]))))
+    with pytest.raises(BadRequestError, match="last message"):
+        run(client.send([SYSTEM, USER, {"role": "assistant", "content": "Sure"}]))
+
+
+def test_what_was_sampled_after_the_end_of_an_answer_is_no_part_of_it() -> None:
+    texts = [f"{call_text('a.py')}\n{call_text('b.py')} and more", "Done."]
+    sampler = TellingSampler(replies(texts), chunk_tokens=0)
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        one = await client.send([SYSTEM, USER], parallel_tool_calls=False)
+        await client.send([SYSTEM, USER, *result(one)])
+
+    run(talk())
+    (segment,) = segments_of(client)
+    start = int(np.flatnonzero(segment.sampled)[0])
+    expected = answer_tokens(call_text("a.py"), ended=False)
+    assert segment.tokens[start : start + len(expected)].tolist() == expected.tolist()
+    assert segment.num_sampled_tokens == len(expected) + len(answer_tokens("Done."))
+    assert int(segment.tokens[start + len(expected)]) == plain_renderer().end_token
+    assert sampler.inner.requests[1].prefix_digest is None, "the sampler holds other tokens"
+    (branch,) = client.service.session_map.branches
+    routes = branch.recording.routes()
+    assert routes is not None and (routes[:-1] != 255).all()
+    check_recording(client.service, sampler)
+
+
+def test_results_come_in_the_order_of_their_calls() -> None:
+    sampler = TellingSampler(replies([f"{call_text('a.py')}\n{call_text('b.py')}", "Done."]))
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        message, one, two = result(await client.send([SYSTEM, USER]))
+        one["content"], two["content"] = "A", "B"
+        await client.send([SYSTEM, USER, message, two, one])
+
+    run(talk())
+    assert [r.output for r in client.service.session_map.turns()[0].results] == ["A", "B"]
+
+
+WORDS = ["One.", " two ", f"{THOUGHT}three", "<think>x</think>", "<tool_call>{bad", "é\n\n", "STOP here", ""]
+
+
+def random_answer(noise: random.Random) -> str:
+    text = noise.choice(WORDS) + noise.choice(["", f" {noise.randrange(100)}"])
+    for _ in range(noise.choice([0, 0, 1, 2])):
+        text += f"\n{call_text(noise.choice('abc'), noise.choice([None, 1, 2]))}"
+    return text
+
+
+class RandomClient:
+    """Grows conversations, and does to them what clients do."""
+
+    def __init__(self, client: ChatClient, noise: random.Random) -> None:
+        self.client = client
+        self.noise = noise
+        self.histories: list[list[dict[str, Any]]] = [[SYSTEM, USER]]
+
+    async def step(self) -> None:
+        """One or several requests at the same time."""
+        count = self.noise.choice([1, 1, 1, 2, 3])
+        await asyncio.gather(*(self._ask(self._history()) for _ in range(count)))
+
+    def _history(self) -> list[dict[str, Any]]:
+        noise = self.noise
+        history = list(noise.choice(self.histories[-3:]))
+        action = noise.randrange(10)
+        if action == 0:  # another agent
+            return [{"role": "system", "content": f"agent {noise.randrange(3)}"}, USER]
+        ends = [place for place, one in enumerate(history) if one["role"] in ("user", "tool")]
+        if action == 1:  # a step back, or a retry
+            return history[: noise.choice(ends) + 1]
+        if action == 2 and len(history) > 4:  # compaction
+            history = [*history[:2], {"role": "user", "content": "summary"}, *history[-1:]]
+        if action == 3 and len(history) > 3:  # an edit
+            place = noise.randrange(2, len(history))
+            history[place] = {**history[place], "content": f"edited {noise.randrange(9)}"}
+        if history[-1]["role"] == "assistant" or noise.random() < 0.3:
+            history.append({"role": "user", "content": f"go on {noise.randrange(4)}"})
+        return history
+
+    async def _ask(self, history: list[dict[str, Any]]) -> None:
+        noise = self.noise
+        options: dict[str, Any] = noise.choice(
+            [
+                {},
+                {},
+                {},
+                {"max_tokens": 7},
+                {"stop": ["STOP"]},
+                {"temperature": 0.5},
+                {"parallel_tool_calls": False},
+            ]
+        )
+        try:
+            answer = await self.client.send(history, **options)
+        except SamplerError:
+            return
+        message, *outputs = result(answer, f"out {noise.randrange(3)}")
+        how = noise.choice(["", "", "dropped", "trimmed", "json", "blocks", "all"])
+        told = altered(message, how) if how else message
+        for call, output in zip(told.get("tool_calls") or [], outputs, strict=True):
+            output["tool_call_id"] = call["id"]
+        self.histories.append([*history, told, *outputs])
+
+
+@settings(max_examples=120, deadline=None)
+@given(seed=st.integers(0, 1 << 32), keep=st.booleans(), failing=st.booleans())
+def test_any_tree_of_conversations_records_each_sampled_token_once(
+    seed: int, keep: bool, failing: bool
+) -> None:
+    noise = random.Random(seed)
+    sampler = TellingSampler(lambda context: random_answer(noise), chunk_tokens=noise.choice([1, 3, 0]))
+    service = make_service(sampler, keep)
+    client = RandomClient(ChatClient(service), noise)
+
+    async def talk() -> None:
+        for _ in range(12):
+            if failing and noise.random() < 0.2:
+                sampler.failures = 1
+            if noise.random() < 0.1:
+                for branch in service.session_map.branches:
+                    sampler.inner.forget(branch.id)
+            await client.step()
+
+    run(talk())
+    check_recording(service, sampler)
+    assert service.session_map.num_sampled_tokens == client.client.answer_tokens
+    for turn in service.session_map.turns():
+        segment = next(s for s in service.session_map.segments() if s.id == turn.segment_id)
+        assert segment.sampled[turn.start : turn.end].all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_tolerated_alterations_never_open_a_segment(seed: int) -> None:
+    noise = random.Random(seed)
+    sampler = TellingSampler(lambda context: random_answer(noise) + "x")
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        history = [SYSTEM, USER]
+        for _ in range(6):
+            message, *outputs = result(await client.send(history))
+            told = altered(message, noise.choice(["dropped", "trimmed", "json", "blocks", "all"]))
+            for call, output in zip(told.get("tool_calls") or [], outputs, strict=True):
+                output["tool_call_id"] = call["id"]
+            history += [told, *outputs, {"role": "user", "content": "go on"}]
+
+    run(talk())
+    assert len(segments_of(client)) == 1
+    check_recording(client.service, sampler)

@@ -1,0 +1,339 @@
+"""Sessions over HTTP: who may do what, limits, how they end; what a kill leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from etude.environment.recording import RecordingLimits, Recordings
+from etude.environment.recording.server.process import check_address, read_tokens
+from etude.errors import ConfigError, StoreError
+from etude.records import Status
+from etude.store.blobs import MemoryBlobs
+from etude.store.trajectories import TrajectoryLog
+from tests.environment.recording.recording_builders import (
+    TOKEN,
+    TellingSampler,
+    answer_tokens,
+    make_recordings,
+    replies,
+)
+from tests.environment.recording.serving import Served, SlowSampler, serving, wait_for
+
+CHAT = {"messages": [{"role": "user", "content": "Fix it."}]}
+
+
+@pytest.fixture
+def sampler() -> SlowSampler:
+    return SlowSampler(lambda context: "Done.")
+
+
+@pytest.fixture
+def served(tmp_path: Path, sampler: SlowSampler) -> Iterator[Served]:
+    limits = RecordingLimits(sessions_per_tenant=3, requests_per_session=2, idle_s=3600)
+    with serving(make_recordings(sampler, tmp_path, limits=limits)) as running:
+        yield running
+
+
+def chat(served: Served, session: dict[str, Any], **more: Any) -> httpx.Response:
+    return httpx.post(f"{session['openai_base_url']}/chat/completions", json={**CHAT, **more}, timeout=20)
+
+
+def test_an_agent_can_neither_reward_nor_finish_itself(served: Served) -> None:
+    session = served.create()
+    for key in (session["key"], session["id"], "", "other-token"):
+        with served.control(key) as client:
+            for path in ("reward", "finish"):
+                answer = client.post(f"/sessions/{session['id']}/{path}", json={"task": 1.0})
+                assert answer.status_code in (401, 404), answer.text
+            assert client.get(f"/sessions/{session['id']}").status_code in (401, 404)
+            assert client.delete(f"/sessions/{session['id']}").status_code in (401, 404)
+    with served.control() as client:
+        assert client.get(f"/sessions/{session['id']}").json()["reward"] is None
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "task"),
+        ({"task": "t", "extra": 1}, "extra"),
+        ({"task": "t", "index": -1}, "index"),
+        ({"task": "t", "sampling": {"top_p": 0.5}}, "sampling.top_p"),
+        ({"task": "t", "metadata": []}, None),
+        ({"task": "t", "metadata": "x"}, "metadata"),
+        ([], "body"),
+    ],
+)
+def test_a_session_that_makes_no_sense_is_refused_by_name(
+    served: Served, body: Any, field: str | None
+) -> None:
+    with served.control() as client:
+        answer = client.post("/sessions", json=body)
+    if field is None:
+        assert answer.status_code == 201
+    else:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+
+
+@pytest.mark.parametrize(
+    "reward", [{"task": "1"}, {"task": 1e999}, {"task": True}, {"task": 1, "terms": {"a": None}}]
+)
+def test_a_reward_that_is_no_number_is_refused(served: Served, reward: dict[str, Any]) -> None:
+    session = served.create()
+    with served.control() as client:
+        url, data = f"/sessions/{session['id']}/reward", json.dumps(reward)
+        assert client.post(url, content=data).status_code == 400
+
+
+def test_limits_of_sessions_and_of_requests_hold(served: Served, sampler: SlowSampler) -> None:
+    sessions = [served.create(index=index) for index in range(3)]
+    with served.control() as client:
+        assert client.post("/sessions", json={"task": "t", "index": 9}).status_code == 429
+    sampler.pause_s = 0.5
+
+    async def crowd() -> list[int]:
+        async with httpx.AsyncClient(timeout=20) as client:
+            url = f"{sessions[0]['openai_base_url']}/chat/completions"
+            answers = await asyncio.gather(*(client.post(url, json=CHAT) for _ in range(3)))
+        return sorted(answer.status_code for answer in answers)
+
+    assert asyncio.run(crowd()) == [200, 200, 429]
+
+
+def test_the_same_trajectory_is_not_opened_twice(served: Served) -> None:
+    served.create()
+    with served.control() as client:
+        assert client.post("/sessions", json={"run": "r", "task": "t"}).status_code == 400
+
+
+def test_finishing_aborts_what_is_being_sampled_and_keeps_it(
+    served: Served, sampler: SlowSampler, tmp_path: Path
+) -> None:
+    sampler.pause_s, sampler.inner._chunk_tokens = 0.1, 1
+    sampler.answers = lambda context: "word " * 400
+    session = served.create()
+    with (
+        served.control() as client,
+        client.stream(
+            "POST", f"/s/{session['id']}/v1/chat/completions", json={**CHAT, "stream": True}
+        ) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        with served.control() as other:
+            told = other.post(f"/sessions/{session['id']}/finish", json={"status": "limit", "cause": "time"})
+        assert told.status_code == 200
+        assert any("[DONE]" in line for line in lines)
+    (group,) = TrajectoryLog(tmp_path).read()
+    assert (group.members[0].status, group.members[0].cause) == (Status.LIMIT, "time")
+    assert 0 < group.members[0].num_sampled_tokens < 400
+    assert sampler.closed
+
+
+def test_an_infrastructure_failure_has_no_reward(served: Served, tmp_path: Path) -> None:
+    session = served.create()
+    chat(served, session)
+    with served.control() as client:
+        body = {"status": "infrastructure", "cause": "sandbox", "reward": 1.0}
+        assert client.post(f"/sessions/{session['id']}/finish", json=body).json()["reward"] is None
+    (group,) = TrajectoryLog(tmp_path).read()
+    assert group.members[0].reward is None
+
+
+def test_a_session_without_an_answer_is_stored_without_segments(served: Served, tmp_path: Path) -> None:
+    session = served.create()
+    with served.control() as client:
+        told = client.post(f"/sessions/{session['id']}/finish", json={"status": "agent_error"}).json()
+    assert told["segments"] == 0
+    (group,) = TrajectoryLog(tmp_path).read()
+    assert group.members[0].segments == ()
+
+
+def test_a_deleted_session_is_not_stored(served: Served, tmp_path: Path) -> None:
+    session = served.create()
+    chat(served, session)
+    with served.control() as client:
+        assert client.delete(f"/sessions/{session['id']}").status_code == 204
+        assert client.get(f"/sessions/{session['id']}").status_code == 404
+    assert chat(served, session).status_code == 404
+    assert list(TrajectoryLog(tmp_path).read()) == []
+
+
+def test_metrics_health_and_draining(served: Served) -> None:
+    session = served.create()
+    chat(served, session)
+    with served.control("") as client:
+        assert client.get("/health").json() == {"status": "ok", "sessions": 1}
+        text = client.get("/metrics").text
+        assert "etude_recording_requests_total 1\n" in text and "etude_recording_sessions 1\n" in text
+        served.recordings.draining = True
+        assert client.get("/health").status_code == 503
+    with served.control() as client:
+        assert client.post("/sessions", json={"task": "u"}).status_code == 503
+    assert chat(served, session).status_code == 200, "what lives may go on"
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[" * 100_000, b'{"messages": 1}', b'{"messages": [1]}', b"\xff\xfe", b"NaN"]
+)
+def test_bodies_that_make_no_sense_are_refused(served: Served, data: bytes) -> None:
+    url = f"{served.create()['openai_base_url']}/chat/completions"
+    answer = httpx.post(url, content=data, timeout=20)
+    assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_half_characters_and_nuls_in_a_history_are_recorded(served: Served) -> None:
+    body = b'{"messages": [{"role": "user", "content": "a\\ud800b\\u0000c"}]}'
+    session = served.create()
+    for _ in range(2):
+        answer = httpx.post(f"{session['openai_base_url']}/chat/completions", content=body, timeout=20)
+        assert answer.status_code == 200
+    with served.control() as client:
+        assert client.get(f"/sessions/{session['id']}").json()["counts"]["forks"] == 1
+
+
+def test_idle_sessions_end_as_infrastructure_failures(tmp_path: Path) -> None:
+    limits = RecordingLimits(idle_s=0.2)
+    sampler = SlowSampler(lambda context: "Done.")
+    with serving(make_recordings(sampler, tmp_path, limits=limits)) as running:
+        chat(running, running.create())
+        wait_for(lambda: not len(running.recordings))
+    (group,) = TrajectoryLog(tmp_path).read()
+    assert (group.members[0].status, group.members[0].cause) == (Status.INFRASTRUCTURE, "idle")
+
+
+class FullBlobs(MemoryBlobs):
+    """A store without room, until there is some."""
+
+    full = True
+
+    def put(self, array: Any) -> Any:
+        if self.full:
+            raise StoreError("no space left", field="blobs")
+        return super().put(array)
+
+
+def test_a_store_without_room_loses_nothing(tmp_path: Path) -> None:
+    blobs = FullBlobs()
+    sampler = SlowSampler(lambda context: "Done.")
+    with serving(make_recordings(sampler, tmp_path, blobs=blobs)) as running:
+        session = running.create()
+        chat(running, session)
+        with running.control() as client:
+            url = f"/sessions/{session['id']}/finish"
+            assert client.post(url, json={"reward": 1.0}).status_code == 503
+            blobs.full = False
+            told = client.post(url, json={})
+        assert (told.status_code, told.json()["reward"]) == (200, 1.0)
+        assert told.json()["sampled_tokens"] == len(answer_tokens("Done."))
+
+
+def test_a_sampler_that_never_answers_ends_at_its_deadline(tmp_path: Path) -> None:
+    from etude.environment.recording import Serving
+
+    class Silent(TellingSampler):
+        async def stream(self, request: Any) -> Any:
+            await asyncio.sleep(3600)
+            yield
+
+    recordings = make_recordings(Silent(replies([])), tmp_path, serving=Serving(answer_s=0.2, abort_s=0.2))
+    with serving(recordings) as running:
+        answer = chat(running, running.create())
+        assert answer.status_code == 503 and "too long" in answer.text
+
+
+def test_token_files_are_made_for_their_owner_alone_and_refused_if_others_read_them(tmp_path: Path) -> None:
+    path = tmp_path / "tokens"
+    made = read_tokens(path)
+    assert read_tokens(path) == made and path.stat().st_mode & 0o077 == 0
+    path.write_text("team secret\nother more\n")
+    assert read_tokens(path) == {"secret": "team", "more": "other"}
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="others may read"):
+        read_tokens(path)
+
+
+def test_other_hosts_are_served_with_tls_alone(tmp_path: Path) -> None:
+    check_address("127.0.0.1", None)
+    with pytest.raises(ConfigError, match="in the clear"):
+        check_address("0.0.0.0", None)
+    check_address("0.0.0.0", tmp_path / "certificate.pem")
+
+
+SERVER = """
+import asyncio, sys
+from pathlib import Path
+from tests.environment.recording.recording_builders import TellingSampler, make_recordings
+from etude.environment.recording.server import serve
+recordings = make_recordings(TellingSampler(lambda context: "Done."), Path(sys.argv[1]))
+asyncio.run(serve(recordings, port=int(sys.argv[2]), drain_s=20))
+"""
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def start(store: Path, port: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(store), str(port)], cwd=Path(__file__).parents[3], env=os.environ
+    )
+    end_s = time.monotonic() + 60
+    while True:
+        try:
+            httpx.get(f"http://127.0.0.1:{port}/health", timeout=1)
+        except httpx.HTTPError:
+            assert process.poll() is None and time.monotonic() < end_s, "the server did not start"
+            time.sleep(0.05)
+        else:
+            return process
+
+
+def test_what_was_acknowledged_survives_a_kill_and_a_drained_server_ends_by_itself(tmp_path: Path) -> None:
+    port = free_port()
+    served = Served(f"http://127.0.0.1:{port}", None)  # type: ignore[arg-type]
+    process = start(tmp_path, port)
+    try:
+        session = served.create()
+        assert chat(served, session).status_code == 200
+        with served.control() as client:
+            assert client.post(f"/sessions/{session['id']}/finish", json={"reward": 1.0}).status_code == 200
+    finally:
+        process.kill()
+        process.wait(20)
+    (group,) = TrajectoryLog(tmp_path).read()
+    assert group.members[0].reward is not None and group.members[0].num_sampled_tokens
+    process = start(tmp_path, port)
+    try:
+        session = served.create(index=1)
+        process.send_signal(signal.SIGTERM)
+        with served.control() as client:
+            wait_for(lambda: client.post("/sessions", json={"task": "x"}).status_code == 503)
+            assert chat(served, session).status_code == 200
+            assert client.post(f"/sessions/{session['id']}/finish", json={}).status_code == 200
+        assert process.wait(20) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(20)
+    assert len(TrajectoryLog(tmp_path)) == 2
+
+
+def test_the_store_is_one_for_all_tenants_but_their_sessions_are_apart(tmp_path: Path) -> None:
+    recordings: Recordings = make_recordings(TellingSampler(lambda context: "Done."), tmp_path)
+    assert recordings.tenant_of(TOKEN) == "team" and recordings.tenant_of("other-token") == "others"
