@@ -49,6 +49,9 @@ def agent_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print events as JSON, one on a line.")] = False,
     resume: Annotated[str | None, typer.Option(help="Go on with a session: its id, or last.")] = None,
     list_all: Annotated[bool, typer.Option("--list", help="List sessions.")] = False,
+    index: Annotated[
+        str, typer.Option(help="Code index: off, words (instant grep), or meaning (embeddings too).")
+    ] = "words",
     acp: Annotated[
         bool, typer.Option("--acp", help="Speak the Agent Client Protocol on stdin and stdout.")
     ] = False,
@@ -79,6 +82,7 @@ def agent_command(
             context_tokens=context_tokens,
             temperature=temperature,
             tools=tools,
+            index=index,
             script=script,
         )
     mode = _mode(approve, apply)

@@ -52,6 +52,9 @@ def serve_command(
     snapshot_every: Annotated[
         int, typer.Option(min=0, help="Turns with changes from snapshot to snapshot; 0: none.")
     ] = 0,
+    index: Annotated[
+        str, typer.Option(help="Code index of templates: off, words (instant grep), or meaning.")
+    ] = "off",
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions of one tenant.")] = 64,
     idle_s: Annotated[float, typer.Option(min=1, help="Unused sessions are closed after it.")] = 3600.0,
     life_s: Annotated[float, typer.Option(min=1, help="Sandboxes end by themselves after it.")] = 86400.0,
@@ -73,7 +76,7 @@ def serve_command(
         tokens = read_tenants(tenants)
     elif token_file is not None:
         tokens = {read_token(token_file): "default"}
-    site = new_site(backend, tools, snapshot_every, life_s, sandbox_server, sandbox_token_file)
+    site = new_site(backend, tools, snapshot_every, life_s, sandbox_server, sandbox_token_file, index)
     limits = HostLimits(TenantLimits(sessions=max_sessions), idle_s=idle_s)
     sessions = SessionHost(site, limits, read_tasks(tasks), roots or ())
     serve(sessions, host=host, port=port, tokens=tokens, certificate=certificate, key=key)
@@ -147,9 +150,11 @@ def new_site(
     life_s: float | None = None,
     sandbox_server: str | None = None,
     sandbox_token_file: Path | None = None,
+    index: str = "off",
 ) -> Site:
     """The site of a server or a probe, over a backend of this machine or another server's."""
     from etude.agent import registry_named
+    from etude.agent.index.opening import new_indexes
     from etude.environment.site import Site
     from etude.environment.verdicts import Grader
     from etude.sandbox.backends import open_backend
@@ -162,7 +167,14 @@ def new_site(
         opened = RemoteBackend(sandbox_server, token_of(sandbox_token_file))
     else:
         opened = open_backend(backend)
-    return Site(opened, Grader(opened), registry_named(tools), snapshot_every=snapshot_every, life_s=life_s)
+    return Site(
+        opened,
+        Grader(opened),
+        registry_named(tools),
+        indexes=new_indexes(index, report=lambda words: error_console().print(words, markup=False)),
+        snapshot_every=snapshot_every,
+        life_s=life_s,
+    )
 
 
 def read_tasks(directory: Path | None) -> dict[str, Task]:

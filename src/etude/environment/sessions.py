@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from etude.agent import SessionFacts, ToolContext, execute_calls
+from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.inputs import call_document, result_document
 from etude.agent.simulated_user import SimulatedUser
 from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
@@ -72,12 +73,18 @@ class EnvironmentSession:
         self.task = task
         self.instruction = instruction if instruction is not None else (task.instruction if task else "")
         self.sandbox = sandbox
+        self._search: WorkspaceSearch | None = None
+        if site.indexes is not None and origin.template is not None:
+            self._search = site.indexes.search(origin.template, sandbox)
+            if history is not None:
+                self._search.changed_somewhere()
         self.context = ToolContext(
             sandbox,
             site.tools,
             task.test_paths if task else test_paths,
             site.limits,
             tool_state or ToolState(),
+            self._search,
             user=user,
         )
         self.history = history or History()
@@ -426,6 +433,8 @@ class EnvironmentSession:
             await self.sandbox.kill()
         finally:
             await self.snapshots.release(self.site.backend)
+            if self._search is not None:
+                self._search.close()
             self.events.put("closed")
             self.events.close()
             self.closed.set()

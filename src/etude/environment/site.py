@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from etude.agent import Registry, ToolLimits
+from etude.agent.index.templates import TemplateIndexes
 from etude.config import RewardConfig
 from etude.environment.grading import Verdict
 from etude.environment.verdicts import Grader
@@ -21,6 +22,8 @@ class Site:
     tools: Registry
     limits: ToolLimits = field(default_factory=ToolLimits)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    indexes: TemplateIndexes | None = None
+    """Code indexes; None: sandboxes search by themselves."""
     snapshot_every: int = 0
     """Turns that changed something after which a snapshot is taken, so that forks at earlier turns replay
     less; 0: none is."""

@@ -3,11 +3,13 @@ from pathlib import Path
 
 import pytest
 
+from etude.agent.index.opening import new_indexes
 from etude.agent.index.semantic import HashingEmbedder
+from etude.agent.index.templates import TemplateIndexes
 from etude.agent.index.trees import IndexProgress, TreeIndex
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.tools.ports import GrepRequest
-from etude.errors import ToolArgumentError
+from etude.errors import ConfigError, ToolArgumentError
 from etude.sandbox.errors import DiffTooLargeError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
@@ -17,6 +19,16 @@ FILES = {
     "lib/tags.py": "def tags(text):\n    return text.split(',')\n",
     "README.md": "tally counts\n",
 }
+
+
+class NoIndexes:
+    """A template whose indexes are not there."""
+
+    def grep_overlay(self):
+        return None
+
+    def semantic_overlay(self):
+        return None
 
 
 def with_search(tmp_path: Path, use, embedder=None):
@@ -108,12 +120,36 @@ def test_too_many_changes_leave_the_search_to_the_sandbox(tmp_path):
 def test_without_an_index_the_sandbox_searches_and_meaning_is_refused():
     async def use():
         sandbox = await MemoryBackend().create(Template(FILES))
-        search = WorkspaceSearch(sandbox, None, None)
+        search = WorkspaceSearch(sandbox, NoIndexes())
         assert found(await search.grep(GrepRequest("TAGS", ignore_case=True))) == [("lib/tags.py", 1)]
         with pytest.raises(ToolArgumentError, match="use grep"):
             await search.semantic("tags", 3)
 
     asyncio.run(use())
+
+
+def test_an_index_that_comes_later_knows_what_was_edited_before(tmp_path):
+    (tmp_path / "lib").mkdir()
+    template = Template(FILES)
+
+    async def run():
+        sandbox = await MemoryBackend().create(template)
+        indexes = TemplateIndexes(tmp_path / "state", HashingEmbedder())
+        search = indexes.search(template, sandbox)
+        await sandbox.files.write("lib/tally.py", "import tally\n")
+        search.changed("lib/tally.py")
+        early = found(await search.grep(GrepRequest("tally")))
+        await indexes.ready(template)
+        late = found(await search.grep(GrepRequest("tally")))
+        hits = await search.semantic("import", 1)
+        again = indexes.search(template, sandbox)
+        assert found(await again.grep(GrepRequest("tags"))) == [("lib/tags.py", 1)]
+        search.close()
+        again.close()
+        await indexes.close()
+        return early, late, hits.hits[0].path
+
+    assert asyncio.run(run()) == ([("README.md", 1), ("lib/tally.py", 1)],) * 2 + ("lib/tally.py",)
 
 
 def test_an_index_is_built_once(tmp_path):
@@ -131,3 +167,11 @@ def test_an_index_is_built_once(tmp_path):
     embedded = Counting.texts
     assert first == with_search(tmp_path, use, Counting())
     assert Counting.texts - embedded <= 2  # the questions alone
+
+
+def test_kinds_of_indexes_have_names(tmp_path):
+    assert new_indexes("off") is None
+    words = new_indexes("words", tmp_path)
+    assert words is not None
+    with pytest.raises(ConfigError, match="no such index"):
+        new_indexes("everything")

@@ -71,11 +71,15 @@ class TreeIndex:
 
     def search(self, sandbox: Sandbox) -> WorkspaceSearch:
         """A view for one session, whose sandbox started from this tree."""
-        return WorkspaceSearch(
-            sandbox,
-            None if self._grep is None else self._grep.overlay(),
-            None if self._semantic is None else self._semantic.overlay(),
-        )
+        return WorkspaceSearch(sandbox, self)
+
+    def grep_overlay(self) -> grep.Overlay | None:
+        """See Overlays."""
+        return None if self._grep is None else self._grep.overlay()
+
+    def semantic_overlay(self) -> semantic.Overlay | None:
+        """See Overlays."""
+        return None if self._semantic is None else self._semantic.overlay()
 
     async def close(self) -> None:
         """Stops building, and closes the store. What is built so far is kept. Idempotent."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import xxhash
 
@@ -25,19 +26,26 @@ _MOST_BYTES = 8 << 20
 """Larger edited files are not searched, as in the sandbox."""
 
 
+class Overlays(Protocol):
+    """Where a session's overlays come from: the indexes of its template, as soon as they are there."""
+
+    def grep_overlay(self) -> grep.Overlay | None: ...
+
+    def semantic_overlay(self) -> semantic.Overlay | None: ...
+
+
 class WorkspaceSearch:
     """Implements `CodeSearch`. Of one session; the indexes under it are shared by many.
 
-    Either overlay may be missing: without `matching` the sandbox greps by itself, without `meaning` there is
-    no semantic search.
+    Without an index of words yet, the sandbox greps by itself; without one of meaning there is no semantic
+    search.
     """
 
-    def __init__(
-        self, sandbox: Sandbox, matching: grep.Overlay | None, meaning: semantic.Overlay | None
-    ) -> None:
+    def __init__(self, sandbox: Sandbox, indexes: Overlays) -> None:
         self._sandbox = sandbox
-        self._matching = matching
-        self._meaning = meaning
+        self._indexes = indexes
+        self._matching: grep.Overlay | None = None
+        self._meaning: semantic.Overlay | None = None
         self._changed: set[str] = set()
         self._commands_ran = False
         self._known: dict[str, str] = {}
@@ -54,6 +62,7 @@ class WorkspaceSearch:
 
     async def grep(self, request: GrepRequest) -> Sequence[GrepMatch]:
         """See CodeSearch."""
+        self._attach()
         if self._matching is None or not await self._refresh():
             pattern = f"(?i){request.pattern}" if request.ignore_case else request.pattern
             return await self._sandbox.files.grep(pattern, request.path, request.limit)
@@ -69,6 +78,7 @@ class WorkspaceSearch:
 
     async def semantic(self, query: str, limit: int, path: str = ".") -> CodeHits:
         """See CodeSearch. Raises ToolArgumentError where there is no index."""
+        self._attach()
         if self._meaning is None:
             raise ToolArgumentError("no semantic index here: use grep", field="query")
         current = await self._refresh()
@@ -84,6 +94,15 @@ class WorkspaceSearch:
         """Removes what the overlays keep on disk."""
         if self._matching is not None:
             self._matching.close()
+
+    def _attach(self) -> None:
+        """Takes overlays of indexes that are there now; they have missed what was changed so far."""
+        before = self._matching, self._meaning
+        self._matching = self._matching or self._indexes.grep_overlay()
+        self._meaning = self._meaning or self._indexes.semantic_overlay()
+        if before != (self._matching, self._meaning) and self._known:
+            self._changed.update(self._known)
+            self._known.clear()
 
     async def _refresh(self) -> bool:
         """Brings the overlays up to date; False where the changes are too many to be carried."""

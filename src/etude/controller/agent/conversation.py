@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from etude.agent import AgentSession, JournaledSession, ToolContext, run_session
+from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.tools.ports import User
 from etude.agent.tools.state import ToolState
 from etude.controller.agent.approval import Approver, Ask, Mode, checked_mode
@@ -81,6 +82,7 @@ class Conversation:
     sampler: Sampler | None = None
     narrator: Narrator = field(init=False)
     _workspace: MirroredWorkspace | None = None
+    _search: WorkspaceSearch | None = None
     _running: asyncio.Task[object] | None = None
     _runs: int = 0
     """Runs of this process: no two requests have one id, even where the first of them came to nothing."""
@@ -291,14 +293,19 @@ class Conversation:
         """The workspace, its sandbox made if there is none, and the tree's changes brought in."""
         if self._workspace is not None:
             await self.mirror.pull()
+            if self._search is not None:
+                self._search.changed_somewhere()
             return self._workspace
         if not self.mirror.box and not self.mirror.disk:
             await self.mirror.load()
             self._note_left_out()
         else:
             await self.mirror.pull()
-        sandbox = await self.backend.create(Template(dict(self.mirror.box), "repository"), RESOURCES)
+        template = Template(dict(self.mirror.box), "repository")
+        sandbox = await self.backend.create(template, RESOURCES)
         self.mirror.mount(sandbox)
+        if self.policy.indexes is not None:
+            self._search = self.policy.indexes.search(template, sandbox)
         if not self.folder.meta.test_paths:
             tests = tuple(sorted(path for path in self.mirror.box if is_test(path)))
             self.folder.update(test_paths=tests)
@@ -314,6 +321,7 @@ class Conversation:
             self.folder.meta.test_paths,
             self.policy.tool_limits,
             self.state,
+            self._search,
             user=self.face.user,
             approve=self.approver,
         )
@@ -326,6 +334,9 @@ class Conversation:
 
     async def _drop_sandbox(self) -> None:
         workspace, self._workspace = self._workspace, None
+        search, self._search = self._search, None
+        if search is not None:
+            search.close()
         self.mirror.sandbox = None
         if workspace is not None:
             with contextlib.suppress(InfrastructureError):

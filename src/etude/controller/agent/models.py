@@ -20,6 +20,8 @@ from etude.agent import (
     play,
     registry_named,
 )
+from etude.agent.index.opening import open_indexes
+from etude.agent.index.templates import TemplateIndexes
 from etude.errors import ConfigError, StoreError
 from etude.protocols import Sampler
 from etude.records import SamplingParams, ToolCall
@@ -51,6 +53,8 @@ class ModelChoice:
     temperature: float | None = None
     tools: str = ""
     """`core`, `full` or names; empty: what suits the model."""
+    index: str = "words"
+    """Code index: `off`, `words` (instant grep, search by words) or `meaning` (embeddings as well)."""
     script: str = ""
     """A JSON file of messages to be played: for tests."""
 
@@ -105,6 +109,8 @@ class Policy:
     summary: SummaryPolicy | None = None
     patience: Patience = field(default_factory=Patience)
     seed: int = 0
+    indexes: TemplateIndexes | None = None
+    """Code indexes; None: sandboxes search by themselves."""
     sampler_for: Callable[[Callable[[ParseEvent], None], int], Sampler] | None = None
     """Makes a session's own sampler, where one is needed: it gets a listener to words that come before their
     tokens, and how many messages the session has."""
@@ -125,7 +131,7 @@ async def open_policy(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Poli
         from etude.controller.agent.local_models import open_model, open_run
 
         opening = open_run(choice, one_shot) if choice.run else open_model(choice)
-    async with opening as policy:
+    async with opening as policy, open_indexes(choice.index) as policy.indexes:
         yield policy
 
 

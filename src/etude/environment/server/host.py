@@ -114,6 +114,8 @@ class SessionHost:
         try:
             await close_all([one.session for one in held])
         finally:
+            if self.site.indexes is not None:
+                await self.site.indexes.close()
             await self.site.backend.close()
 
     def check_accepting(self) -> None:
