@@ -8,8 +8,8 @@
 - `sessions_held`: so many sessions at once in real local sandboxes, a call every ten seconds each, for a
   minute; `held_p99_ms` is the 99th percentile of a whole call, from the message's last token to the rendered
   result.
-- `summary_task_pass_with`, `..._without`, `tokens_over_window`: trails of hundreds of files, by the model of a
-  run (`etude train --config configs/summaries.toml`), with summaries and with them off.
+- `summary_task_pass_with`, `..._without`, `tokens_over_window`: trails of hundreds of files, by the model of
+  a run (`etude train --config configs/summaries.toml`), with summaries and with them off.
 """
 
 from __future__ import annotations

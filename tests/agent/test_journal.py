@@ -45,7 +45,7 @@ from etude.agent.inputs import (
 )
 from etude.agent.journal import INTERRUPTED, describe, read_lines, replay
 from etude.agent.session import AgentSession
-from etude.agent.tools.state import Todo, ToolState
+from etude.agent.tools.state import BackgroundState, Todo, ToolState
 from etude.errors import ConfigError, StoreError
 from etude.protocols import Finished, RunCalls, Sample
 from etude.records import Status, ToolCall, ToolErrorClass, ToolResult
@@ -194,12 +194,14 @@ def test_tools_memory_is_resumed_with_the_session(tmp_path):
     journal = start(path)
     journal.on_chunk(chunk(renderer().message([READ]), finish="stop", digest="d"))
     journal.state.todos = [Todo("1", "mend tally", "in_progress")]
-    journal.state.commands["1"] = 77
+    journal.state.commands["1"] = BackgroundState(77, 3)
     journal.on_results([ToolResult("x")])
-    journal.state.commands["2"] = 78
+    journal.state.commands["2"] = BackgroundState(78)
     journal.close()
     again = resume(path)
-    assert again.state == ToolState(todos=[Todo("1", "mend tally", "in_progress")], commands={"1": 77})
+    assert again.state == ToolState(
+        todos=[Todo("1", "mend tally", "in_progress")], commands={"1": BackgroundState(77, 3)}
+    )
     again.close()
 
 

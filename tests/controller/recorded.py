@@ -38,7 +38,7 @@ def make_run(tmp_path: Path, summaries: bool = False) -> RunDirectory:
     """A run `demo` with two trajectories of one task: one solves it, one gives up."""
     agent = {"max_turns": 12, "max_tokens": 2048, "max_message_tokens": 512}
     if summaries:
-        agent |= {"summary_at_tokens": 600, "max_summary_tokens": 64}
+        agent |= {"summary_at_tokens": 350, "max_summary_tokens": 64}
     config = parse_config(
         {
             "name": "demo",

@@ -108,10 +108,9 @@ def test_another_tokenizer_makes_no_session(tmp_path: Path) -> None:
     assert raised.value.field == "tokenizer"
 
 
-@pytest.mark.parametrize("summaries", [False, True])
 @pytest.mark.parametrize("turn", [0, 1, 2])
-def test_a_fork_has_the_same_tokens_up_to_its_turn(tmp_path: Path, turn: int, summaries: bool) -> None:
-    one = stored(tmp_path, summaries)
+def test_a_fork_has_the_same_tokens_up_to_its_turn(tmp_path: Path, turn: int) -> None:
+    one = stored(tmp_path)
     assert one.config is not None
     rest = solving(task_of(one.config))[turn:]
     messages = [*[["unused"]] * turn, (ToolCall("list_dir", {"path": "lib"}),), *rest]
@@ -127,6 +126,23 @@ def test_a_fork_has_the_same_tokens_up_to_its_turn(tmp_path: Path, turn: int, su
     assert forked.status is Status.DONE
     assert forked.reward is not None
     assert forked.reward.task == 1.0
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"), [(3, "another summary"), (4, ToolCall("list_dir", {"path": "tests"}))]
+)
+def test_a_chain_is_forked_before_and_after_its_summary(
+    tmp_path: Path, turn: int, message: str | ToolCall
+) -> None:
+    one = stored(tmp_path, summaries=True)
+    assert [len(made.calls) for made in one.trajectory.turns] == [1, 1, 2, 0, 1, 1]
+    messages = [*[["unused"]] * turn, [message], [ToolCall("run_tests")], [ToolCall("finish")]]
+    forked, _ = asyncio.run(go_on(one, scripted(tmp_path, one, turn, messages)))
+    assert len(forked.segments) == 2
+    assert forked.segments[1].parent == (forked.segments[0].id, len(forked.segments[0].tokens))
+    compared = compare(one.trajectory, forked)
+    assert compared.common_turns == turn
+    assert compared.outcome == {}
 
 
 def test_a_fork_that_goes_on_as_before_is_the_same_session(tmp_path: Path) -> None:
@@ -149,7 +165,7 @@ def test_a_fork_is_handed_over_as_a_session_with_its_workspace(tmp_path: Path, s
     one = stored(tmp_path, summaries)
     assert one.config is not None
     task = task_of(one.config)
-    turn = next(at for at, made in enumerate(one.trajectory.turns, 1) if len(made.calls) == 2)
+    turn = 4 if summaries else 3
     handed = asyncio.run(hand_over(one, scripted(tmp_path, one, turn, []), tmp_path / "mine"))
     path = str(task.metadata["path"])
     assert (handed.directory / path).read_text() == task.solution_files[path]
@@ -173,6 +189,25 @@ def test_a_fork_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
         )
     assert list_sessions(sessions_directory()) == []
     assert not (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 6, 10, 20, 40, 80])
+def test_a_fork_that_is_cancelled_leaves_nothing_behind(tmp_path: Path, steps: int) -> None:
+    one = stored(tmp_path)
+    fork = scripted(tmp_path, one, 4, [])
+
+    async def cancel() -> bool:
+        task = asyncio.create_task(hand_over(one, fork, tmp_path / "mine"))
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        return task.cancelled()
+
+    cancelled = asyncio.run(cancel())
+    assert len(list_sessions(sessions_directory())) == (not cancelled)
+    assert (tmp_path / "mine").exists() == (not cancelled)
+    assert not list(tmp_path.glob(".mine-*"))
 
 
 def test_a_directory_that_holds_something_is_not_written_into(tmp_path: Path) -> None:

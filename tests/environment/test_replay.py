@@ -97,6 +97,33 @@ def test_durations_and_facts_are_not_compared() -> None:
     assert replayed(changed).equal
 
 
+def test_an_answer_that_tells_another_duration_only_is_no_difference() -> None:
+    one = record(TASK, SOLVES)
+    (result,) = one.turns[2].results
+    was = replace(result, output=f"{result.output} in 0.01s")
+    changed = with_turn(one, 2, results=(was,))
+
+    class Timed(Slow):
+        async def run_calls(
+            self,
+            calls: Sequence[ToolCall],
+            known: Mapping[int, ToolResult],
+            on_call: OnCall,
+            on_result: OnResult,
+        ) -> list[ToolResult]:
+            turn = next(turn for turn in one.turns if turn.calls == tuple(calls))
+            if turn is one.turns[2]:
+                return [replace(result, output=f"{result.output} in 3 s")]
+            return list(turn.results)
+
+    async def do(world: EnvironmentSession) -> Replay:
+        return await replay_turns(changed, Replayer(Timed(), world.context))
+
+    replay = in_world(do)
+    assert replay.equal
+    assert [difference.turn for difference in replay.slower] == [2]
+
+
 @pytest.mark.parametrize(
     ("name", "error", "reason"),
     [
@@ -166,7 +193,13 @@ def test_a_context_that_cannot_be_kept_ends_the_replay() -> None:
     one = record(TASK, LONG, summary=SUMMARIES)
 
     class Full(Slow):
-        async def run_calls(self, calls: Sequence[ToolCall], *rest: Any) -> list[ToolResult]:
+        async def run_calls(
+            self,
+            calls: Sequence[ToolCall],
+            known: Mapping[int, ToolResult],
+            on_call: OnCall,
+            on_result: OnResult,
+        ) -> list[ToolResult]:
             turn = next(turn for turn in one.turns if turn.calls == tuple(calls))
             return list(turn.results)
 

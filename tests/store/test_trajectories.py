@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from etude.errors import StoreError
-from etude.records import Group, Status, TrajectoryId
-from etude.store import TrajectoryLog
-from tests.store.builders import groups, make_group, make_trajectory, same
+from etude.records import Group, Status, Trajectory, TrajectoryId
+from etude.store import FileBlobs, TrajectoryLog
+from tests.store.builders import groups, make_group, make_trajectory, same, trees
 
 
 @settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -23,6 +24,30 @@ def test_what_is_stored_comes_back_equal(data: st.DataObject) -> None:
         TrajectoryLog(Path(directory)).append(stored)
         read = list(TrajectoryLog(Path(directory)).read())
     assert same(tuple(read), tuple(stored))
+
+
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+@given(trees())
+def test_trees_of_segments_come_back_equal_with_their_blobs_by_reference(trajectory: Trajectory) -> None:
+    with TemporaryDirectory() as directory:
+        blobs = FileBlobs(Path(directory) / "blobs")
+        arrays = [
+            np.full((len(segment.tokens), 2, 2), at, np.uint8)
+            for at, segment in enumerate(trajectory.segments)
+        ]
+        segments = tuple(
+            replace(segment, routes=blobs.put(array), support=blobs.put(array[:, 0]))
+            for segment, array in zip(trajectory.segments, arrays, strict=True)
+        )
+        whole = replace(trajectory, segments=segments)
+        TrajectoryLog(Path(directory)).append([Group("g", "task", 1, (whole,))])
+        read = TrajectoryLog(Path(directory)).find(whole.id)
+        assert same(read, whole)
+        assert read is not None
+        for segment, array in zip(read.segments, arrays, strict=True):
+            assert segment.routes is not None and segment.support is not None
+            assert np.array_equal(blobs.get(segment.routes), array)
+            assert np.array_equal(blobs.get(segment.support), array[:, 0])
 
 
 def test_arrays_read_are_writable_and_of_the_recorded_dtypes(tmp_path: Path) -> None:

@@ -45,7 +45,6 @@ from etude.cli.agent_acp_transport import LineTransport
 from etude.cli.agent_acp_tree import EditorTree
 from etude.cli.agent_acp_updates import Updates
 from etude.controller.agent.approval import MODE_HELP, MODES, Answer
-from etude.controller.agent.backends import open_people_backend
 from etude.controller.agent.conversation import (
     STOPPED_BY_USER,
     Conversation,
@@ -57,6 +56,7 @@ from etude.controller.agent.events import AgentEvent
 from etude.controller.agent.folders import SessionFolder, list_sessions, sessions_directory
 from etude.controller.agent.models import ModelChoice, Policy, open_policy
 from etude.controller.agent.trees import DirectoryTree
+from etude.controller.backends import open_people_backend
 from etude.errors import ConfigError, EtudeError, UserAbortedError, UserError
 from etude.records import Status, ToolCall
 from etude.sandbox.interface import SandboxBackend

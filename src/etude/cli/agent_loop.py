@@ -18,7 +18,6 @@ from etude.cli.agent_terminal import TerminalFace, TerminalUser
 from etude.cli.exits import EXIT_INTERRUPTED, error_console, print_error
 from etude.cli.output import output_console
 from etude.controller.agent.approval import MODE_HELP
-from etude.controller.agent.backends import open_people_backend
 from etude.controller.agent.changes import diff_text
 from etude.controller.agent.conversation import (
     STOPPED_BY_USER,
@@ -31,6 +30,7 @@ from etude.controller.agent.events import AgentEvent
 from etude.controller.agent.folders import SessionFolder, sessions_directory
 from etude.controller.agent.models import ModelChoice, open_policy
 from etude.controller.agent.trees import DirectoryTree
+from etude.controller.backends import open_people_backend
 from etude.errors import AgentError, EtudeError, InfrastructureError, UserError
 from etude.records import Status
 

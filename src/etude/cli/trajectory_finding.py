@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,6 +48,7 @@ class Source:
     run: RunDirectory | None
 
     def open(self) -> TrajectoryLog:
+        """The log, for reading."""
         from etude.store import TrajectoryLog
 
         return TrajectoryLog(self.run.trajectories if self.run else self.path)
@@ -119,11 +120,12 @@ def _choose(name: str, pairs: Sequence[tuple[Source, TrajectoryId]]) -> tuple[So
     """The one whose id is `name`, or ends, or begins with it. Raises UserError."""
     wanted = name.strip("/")
     ids = [(str(identity), (source, identity)) for source, identity in pairs]
-    for fits in (
-        lambda text: text == wanted,
-        lambda text: text.endswith(f"/{wanted}"),
-        lambda text: text.startswith(wanted),
-    ):
+    ways: tuple[tuple[str, Callable[[str], bool]], ...] = (
+        ("have this id", lambda text: text == wanted),
+        ("end so", lambda text: text.endswith(f"/{wanted}")),
+        ("begin so", lambda text: text.startswith(wanted)),
+    )
+    for how, fits in ways:
         found = [(text, pair) for text, pair in ids if wanted and fits(text)]
         if len(found) == 1:
             return found[0][1]
@@ -131,7 +133,10 @@ def _choose(name: str, pairs: Sequence[tuple[Source, TrajectoryId]]) -> tuple[So
             shown = ", ".join(text for text, _ in found[:_MOST_SHOWN])
             more = f" and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
             raise UserError(
-                f"{len(found)} trajectories have such an id", field="ID", received=name, fix=f"{shown}{more}"
+                f"{len(found)} trajectories {how}",
+                field="ID",
+                received=name,
+                fix=f"name one of them: {shown}{more}",
             )
     near = _nearest(wanted, [text for text, _ in ids])
     raise UserError(

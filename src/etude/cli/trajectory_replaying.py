@@ -124,10 +124,13 @@ def _choice(found: Found, run: str, script: str, temperature: float | None) -> M
 def print_replay(console: Console, replay: Replay) -> None:
     """What was made again and what came out otherwise."""
     from etude.environment.replay import unified_diff
+    from etude.environment.replay_causes import causes_of
 
     for difference in replay.differences:
         title = f"turn {difference.turn + 1}, call {difference.position + 1}: {difference.call.name}"
-        console.print(shown(f"{title} was answered otherwise", "bold cyan"))
+        only = " and ".join(causes_of(difference))
+        why = f": only {only}" if only else ""
+        console.print(shown(f"{title} was answered otherwise{why}", "bold cyan"))
         for line in unified_diff(difference):
             console.print(shown(line, DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
     for one in replay.from_record:
@@ -138,12 +141,14 @@ def print_replay(console: Console, replay: Replay) -> None:
     calls = f"{replay.num_calls} call{'' if replay.num_calls == 1 else 's'}"
     differences = len(replay.differences)
     found = "no difference" if not differences else f"{differences} answered otherwise"
+    found += f" ({len(replay.slower)} told other durations)" if replay.slower else ""
     console.print(Text(f"{replay.num_turns} turns, {calls} made again in {replay.duration_s:.2f} s: {found}"))
 
 
 def replay_document(replay: Replay) -> dict[str, Any]:
     """A replay as plain JSON values; turns and calls count from 1."""
     from etude.environment.replay import unified_diff
+    from etude.environment.replay_causes import causes_of
 
     return {
         "equal": replay.equal,
@@ -155,9 +160,14 @@ def replay_document(replay: Replay) -> dict[str, Any]:
                 **difference.to_document(),
                 "turn": difference.turn + 1,
                 "position": difference.position + 1,
+                "only": list(causes_of(difference)),
                 "diff": unified_diff(difference),
             }
             for difference in replay.differences
+        ],
+        "other_durations": [
+            {"turn": one.turn + 1, "position": one.position + 1, "tool": one.call.name}
+            for one in replay.slower
         ],
         "not_replayed": [
             {"turn": one.turn + 1, "position": one.position + 1, "tool": one.call.name, "reason": one.reason}

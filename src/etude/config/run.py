@@ -47,7 +47,7 @@ class TasksConfig(Section):
     """Files of the shortest and the longest trail in training."""
     trail_heldout_lengths: tuple[int, int] = (250, 400)
     """Files of the trails that are judged: of the split `heldout`, and of `heldout_family`."""
-    trail_note_keys: float = Field(default=0.35, ge=0, le=1)
+    trail_note_keys: float = Field(default=0.4, ge=0, le=1)
     """Share of the scripted author's sessions whose summaries carry the keys on, in mid-training."""
 
 

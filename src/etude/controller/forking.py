@@ -67,7 +67,8 @@ async def go_on(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
             session.params = replace(session.params, temperature=fork.temperature)
         identity = stored.trajectory.id
         session.on_prefix_miss()
-        key = (fork.seed, identity.group, identity.index)
+        # Longer than a rollout's key: noise of its own, whatever the seed.
+        key = (fork.seed, identity.group, identity.index, fork.turn)
         timings = await run_session(
             session,
             _sampler(policy, fork.turn),
@@ -112,7 +113,7 @@ async def hand_over(stored: Stored, fork: Fork, directory: Path) -> HandedOver:
             files = await _files(world, task)
         folder.update(test_paths=tuple(task.test_paths))
         folder.add_prompt(task.instruction, 0)
-        await asyncio.to_thread(_write, directory, files)
+        await _write_whole(directory, files)
     except BaseException:
         if folder is not None:
             shutil.rmtree(folder.path, ignore_errors=True)
@@ -197,6 +198,19 @@ async def _files(world: EnvironmentSession, task: Task) -> dict[str, bytes]:
         elif "__pycache__" not in path.split("/"):
             files[path] = data
     return files
+
+
+async def _write_whole(directory: Path, files: Mapping[str, bytes]) -> None:
+    """As `_write`; if it is cancelled the directory is not there."""
+    writing = asyncio.ensure_future(asyncio.to_thread(_write, directory, files))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        # A thread cannot be stopped: it is waited for, and undone.
+        await asyncio.wait([writing])
+        if writing.exception() is None:
+            shutil.rmtree(directory, ignore_errors=True)
+        raise
 
 
 def _write(directory: Path, files: Mapping[str, bytes]) -> None:

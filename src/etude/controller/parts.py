@@ -7,14 +7,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from etude.config import RunConfig
+from etude.controller.backends import open_checked_backend
 from etude.controller.compute import choose_kernels
 from etude.controller.corpus import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
-from etude.errors import ResourceError
 from etude.inference import Engine, EngineService
 from etude.observe.machine import available_cores
-from etude.sandbox.backends import open_backend
-from etude.sandbox.interface import SandboxBackend
 from etude.store.blobs import MemoryBlobs
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
@@ -60,17 +58,3 @@ async def open_parts(
             yield Parts(renderer, blobs, weights, service, environment)
     finally:
         await backend.close()
-
-
-def open_checked_backend(name: str) -> SandboxBackend:
-    """A sandbox backend that works here. Raises ResourceError with what to enable."""
-    backend = open_backend(name)
-    problems = backend.doctor()
-    if problems:
-        raise ResourceError(
-            "sandboxes cannot be made here: " + "; ".join(problems),
-            field="sandbox.backend",
-            received=name,
-            fix="do what is said above, or accept no isolation with --set sandbox.backend=unisolated",
-        )
-    return backend

@@ -13,8 +13,10 @@ RUN_TOKENIZER = "tokenizer"
 
 def run_tokenizer(run: RunDirectory) -> Tokenizer | None:
     """The tokenizer of a run, its own or that of the checkpoint it began with; None where it has none."""
+    own = run.path / RUN_TOKENIZER
+    if (own / TOKENIZER_FILE).is_file():
+        return Tokenizer.load(own)
     initial = run.config.initial_checkpoint
-    for directory in (run.path / RUN_TOKENIZER, Path(initial) if initial else None):
-        if directory is not None and (directory / TOKENIZER_FILE).is_file():
-            return Tokenizer.load(directory)
+    if initial is not None and (Path(initial) / TOKENIZER_FILE).is_file():
+        return Tokenizer.load(Path(initial))
     return None

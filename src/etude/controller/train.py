@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from etude.config import RunConfig
+from etude.controller.backends import open_checked_backend
 from etude.controller.compute import settle_compute, use_sampling_threads
 from etude.controller.corpus import make_renderer
 from etude.controller.examples import choose_examples, session_text
 from etude.controller.families import open_family
 from etude.controller.local import LocalExecutor
 from etude.controller.midtraining import run_midtraining
-from etude.controller.parts import Parts, open_checked_backend, open_parts
+from etude.controller.parts import Parts, open_parts
 from etude.controller.reinforcement import ReinforcementLoop
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput

@@ -25,6 +25,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
+from etude.agent.tools.state import is_harness_path
 from etude.environment.hidden_tests import HiddenFile, take_apart
 from etude.errors import AgentError, TaskError
 from etude.records import Task
@@ -90,12 +91,16 @@ def open_assertions(task: Task) -> list[str]:
 
 
 def allowed_changes(task: Task, changes: Mapping[str, bytes | None]) -> dict[str, bytes | None]:
-    """The agent's changes that reach grading: allowed paths, no bytecode, nothing that hidden files claim."""
+    """The agent's changes that reach grading: allowed paths, no bytecode, nothing that hidden files claim,
+    nothing of the harness's own."""
     claimed = set(task.hidden_files)
     return {
         path: data
         for path, data in changes.items()
-        if not _is_bytecode(path) and matches_any(path, task.allowed_paths) and not _collides(path, claimed)
+        if not _is_bytecode(path)
+        and not is_harness_path(path)
+        and matches_any(path, task.allowed_paths)
+        and not _collides(path, claimed)
     }
 
 

@@ -20,6 +20,7 @@ from itertools import pairwise
 from etude.agent import AgentSession, ToolContext
 from etude.agent.journal import INTERRUPTED
 from etude.environment.history import Difference, SessionTurn, differences
+from etude.environment.replay_causes import DURATIONS, causes_of
 from etude.errors import AgentError, ConfigError, SandboxError, UserError
 from etude.protocols import Archive, Finished, RunCalls, Sample, Session, Workspace
 from etude.records import SampleChunk, Segment, Status, ToolCall, ToolErrorClass, ToolResult, Trajectory, Turn
@@ -58,9 +59,12 @@ class Replay:
     """What else is to be known, for people."""
     duration_s: float = 0.0
 
+    slower: list[Difference] = field(default_factory=list[Difference])
+    """Answers that tell another duration ("1 passed in 0.43s") and nothing else: no differences."""
+
     @property
     def equal(self) -> bool:
-        """Whether every call that was made again was answered as before."""
+        """Whether every call that was made again was answered as before, durations aside."""
         return not self.differences
 
 
@@ -110,7 +114,9 @@ class Replayer:
             return
         # An imported turn may have more results than calls.
         done = SessionTurn(turn.calls, turn.results[: len(turn.calls)])
-        replay.differences += differences(number, done, results)
+        for difference in differences(number, done, results):
+            only = causes_of(difference)
+            (replay.slower if only == (DURATIONS,) else replay.differences).append(difference)
 
     async def archive(self, path: str, text: str) -> None:
         """Writes the file of a full context, as the harness had. Raises SandboxError."""

@@ -23,7 +23,7 @@ from etude.agent import SessionFacts, ToolContext, execute_calls
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.inputs import call_document, result_document
 from etude.agent.simulated_user import SimulatedUser
-from etude.agent.tools.state import HARNESS_DIRECTORY, ToolState
+from etude.agent.tools.state import ToolState, is_harness_path
 from etude.environment.branching import Kept, Snapshots, hold, let_go, replay
 from etude.environment.deferred import DeferredSandbox
 from etude.environment.grading import Verdict
@@ -274,7 +274,7 @@ class EnvironmentSession:
             if self.state == "closed":
                 raise self._unusable()
             changes = await self.sandbox.diff()
-        return {path: data for path, data in changes.items() if not _is_harness(path)}
+        return {path: data for path, data in changes.items() if not is_harness_path(path)}
 
     async def pause(self) -> SnapshotKind:
         """Puts the sandbox to sleep; what is kept of it (the most that its backend can). Idempotent."""
@@ -454,10 +454,6 @@ class EnvironmentSession:
 
 def _user_of(task: Task | None) -> SimulatedUser | None:
     return SimulatedUser(task.user_facts) if task is not None and task.user_facts else None
-
-
-def _is_harness(path: str) -> bool:
-    return path == HARNESS_DIRECTORY or path.startswith(HARNESS_DIRECTORY + "/")
 
 
 async def close_all(sessions: Sequence[EnvironmentSession]) -> None:

@@ -1,8 +1,8 @@
 """Trails: tasks that outlast a model's window, and cannot be solved without carrying something over.
 
-A trail leads from file to file, each naming the next. Two files near its beginning give a key each, of different
-colours. Only the last file says which colour is asked for; `answer.py` is to hold its key. So every file must be
-read, and when the question comes, both keys have long left a short context.
+A trail leads from file to file, each naming the next. Two files near its beginning give a key each, of
+different colours. Only the last file says which colour is asked for; `answer.py` is to hold its key. So every
+file must be read, and when the question comes, both keys have long left a short context.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def make_trail(task_id: str, length: int, split: str, rng: Random) -> Task:
     names = [f"d/{number}" for number in rng.sample(range(100, 100 + _NUM_NAMES), length)]
     early = max(_NUM_KEYS, int(length * _KEY_SHARE))
     places = rng.sample(range(early), _NUM_KEYS)
-    keys = dict(zip(rng.sample(COLOURS, _NUM_KEYS), rng.sample(range(10, 100), _NUM_KEYS), strict=True))
+    keys = dict(zip(rng.sample(COLOURS, _NUM_KEYS), rng.sample(range(1, 10), _NUM_KEYS), strict=True))
     given = dict(zip(places, keys.items(), strict=True))
     asked = rng.choice(list(keys))
     files: dict[str, str] = {ANSWER_FILE: "ANSWER = 0\n"}

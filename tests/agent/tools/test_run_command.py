@@ -94,7 +94,7 @@ def test_background_commands_are_polled_and_killed():
     assert again.endswith("command 1 runs") and fed.endswith("command 1 runs")
     assert "got hello" in fed + second.output
     assert killed == after == "command 1 has ended: exit -9"
-    assert commands["1:exit"] == -9
+    assert commands["1"].exit_code == -9
 
 
 def test_a_poll_may_wait_for_the_end():
@@ -118,7 +118,7 @@ def test_characters_cut_by_a_poll_come_whole_with_the_next():
 
     first, context = terminal(scenario)
     assert first == "a\ncommand 1 runs"
-    assert context.state.commands["1:shown"] in (1, 5)
+    assert context.state.commands["1"].shown_bytes in (1, 5)
 
 
 def test_two_looks_of_one_turn_show_output_once():
@@ -151,7 +151,7 @@ def test_background_commands_are_bounded_and_ended_ones_make_room():
 def test_commands_that_a_restored_sandbox_lost_are_said_to_be_gone():
     async def scenario(call, context):
         await call(command="echo x", background="true")
-        context.state.commands["1"] = 999_999
+        context.state.commands["1"].pid = 999_999
         return await call(id="1")
 
     result = terminal(scenario)

@@ -18,8 +18,8 @@ def new_indexes(
 ) -> TemplateIndexes | None:
     """`off`: None. `words`: instant grep, and search by words. `meaning`: with embeddings as well.
 
-    To be closed by the caller. Raises ConfigError for another kind, EmbedderMissingError where `meaning` lacks
-    its model.
+    To be closed by the caller. Raises ConfigError for another kind, EmbedderMissingError where `meaning`
+    lacks its model.
     """
     if kind not in INDEX_KINDS:
         raise ConfigError(

@@ -16,7 +16,7 @@ import xxhash
 
 from etude.agent.index import grep, semantic
 from etude.agent.tools.ports import CodeHit, CodeHits, GrepRequest
-from etude.agent.tools.state import HARNESS_DIRECTORY
+from etude.agent.tools.state import is_harness_path
 from etude.errors import AgentError, ToolArgumentError
 from etude.sandbox.errors import DiffTooLargeError
 from etude.sandbox.interface import Sandbox
@@ -133,7 +133,7 @@ class WorkspaceSearch:
             return None
 
     def _take(self, path: str, content: bytes | None) -> None:
-        if path == HARNESS_DIRECTORY or path.startswith(HARNESS_DIRECTORY + "/"):
+        if is_harness_path(path):
             return
         digest = "" if content is None else xxhash.xxh3_128_hexdigest(content)
         if self._known.get(path) == digest:

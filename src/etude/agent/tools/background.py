@@ -13,14 +13,13 @@ from dataclasses import dataclass
 
 from etude.agent.tools.interface import ToolContext, failure
 from etude.agent.tools.output_files import OUTPUT_BYTES, OUTPUTS, bounded, readable, write_harness_file
-from etude.agent.tools.state import ToolState
+from etude.agent.tools.state import BackgroundState, ToolState
 from etude.errors import ToolArgumentError
 from etude.records import ToolErrorClass, ToolResult
 from etude.sandbox.errors import PathKindError, PathMissingError, PathOutsideError
 
 NUM_RUNNING = 16
 """Background commands of one session that may run at once."""
-_SHOWN, _EXIT = ":shown", ":exit"
 
 
 @dataclass(slots=True)
@@ -42,19 +41,14 @@ class BackgroundCommand:
 
     def save(self, state: ToolState) -> None:
         """Writes it into the session's memory."""
-        state.commands[self.id] = self.pid
-        state.commands[self.id + _SHOWN] = self.shown_bytes
-        if self.exit_code is not None:
-            state.commands[self.id + _EXIT] = self.exit_code
+        state.commands[self.id] = BackgroundState(self.pid, self.shown_bytes, self.exit_code)
 
 
 def background_commands(state: ToolState) -> list[BackgroundCommand]:
     """All that the session has started, oldest first."""
-    known = state.commands
     return [
-        BackgroundCommand(key, pid, known.get(key + _SHOWN, 0), known.get(key + _EXIT))
-        for key, pid in known.items()
-        if key.isdecimal()
+        BackgroundCommand(name, known.pid, known.shown_bytes, known.exit_code)
+        for name, known in state.commands.items()
     ]
 
 

@@ -10,6 +10,11 @@ HARNESS_DIRECTORY = ".etude"
 """Below the workspace: long outputs and the history of earlier contexts. Never part of a diff or a grade."""
 
 
+def is_harness_path(path: str) -> bool:
+    """Whether a normal path belongs to the harness, not to the agent's work."""
+    return path == HARNESS_DIRECTORY or path.startswith(HARNESS_DIRECTORY + "/")
+
+
 @dataclass(frozen=True, slots=True)
 class Todo:
     """One entry of the agent's list."""
@@ -21,12 +26,26 @@ class Todo:
 
 
 @dataclass(slots=True)
+class BackgroundState:
+    """One background command."""
+
+    pid: int
+    """Process id inside the sandbox."""
+    shown_bytes: int = 0
+    """Of its output, shown so far."""
+    exit_code: int | None = None
+    """Once its end was seen."""
+
+
+@dataclass(slots=True)
 class ToolState:
     """Memory of one session's tools."""
 
     todos: list[Todo] = field(default_factory=list[Todo])
-    commands: dict[str, int] = field(default_factory=dict[str, int])
-    """Background commands: the id that the agent knows -> process id in the sandbox."""
+    commands: dict[str, BackgroundState] = field(default_factory=dict[str, BackgroundState])
+    """Background commands by the id that the agent knows, oldest first."""
+    shell: str | None = None
+    """The kept shell's session, as the sandbox calls it."""
     num_outputs: int = 0
     """Long outputs written to files so far; the next one's number."""
     num_questions: int = 0
@@ -48,4 +67,6 @@ class ToolState:
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> ToolState:
         """What `to_dict` gave."""
-        return cls(**{**state, "todos": [Todo(**todo) for todo in state["todos"]]})
+        todos = [Todo(**todo) for todo in state["todos"]]
+        commands = {name: BackgroundState(**command) for name, command in state["commands"].items()}
+        return cls(**{**state, "todos": todos, "commands": commands})

@@ -14,14 +14,12 @@ from etude.agent.tools.background import (
 from etude.agent.tools.interface import Access, Arguments, ToolContext, integer
 from etude.agent.tools.output_files import OUTPUT_BYTES
 from etude.agent.tools.run_command import COMMAND, command_of, result_of
-from etude.agent.tools.state import ToolState
 from etude.agent.tools.values import flag
 from etude.errors import ToolArgumentError
 from etude.records import ToolResult
 from etude.sandbox.errors import SessionClosedError
 from etude.tokens.grammar import Parameter, ToolSchema
 
-_SHELL = "shell:"
 _RUNS = Access(writes=frozenset({".", "command:"}))
 _LOOKS = Access(writes=frozenset({"command:"}))
 """A look moves the mark up to which output was shown: two looks keep their order."""
@@ -103,27 +101,27 @@ class Terminal:
         return await poll_command(command, context, wait_s)
 
     async def _run_in_shell(self, command: str, timeout_s: float, context: ToolContext) -> ToolResult:
-        shell = _shell_of(context.state)
+        shell = context.state.shell
         if shell is None:
             return await self._run_in_new_shell(command, timeout_s, context)
         try:
             result = await context.sandbox.run_in_session(shell, command, timeout_s, OUTPUT_BYTES)
         except SessionClosedError:
             # A command that ends its shell is answered with its exit code: this one was not begun.
-            del context.state.commands[_SHELL + shell]
+            context.state.shell = None
             shown = await self._run_in_new_shell(command, timeout_s, context)
             return replace(shown, output=f"(a new shell: the last one had ended)\n{shown.output}")
         return await result_of(result, context)
 
     async def _run_in_new_shell(self, command: str, timeout_s: float, context: ToolContext) -> ToolResult:
         shell = await context.sandbox.create_session()
-        context.state.commands[_SHELL + shell] = 1
+        context.state.shell = shell
         result = await context.sandbox.run_in_session(shell, command, timeout_s, OUTPUT_BYTES)
         return await result_of(result, context)
 
     async def _directory(self, context: ToolContext) -> str | None:
         """Where the kept shell stands; None if there is none."""
-        shell = _shell_of(context.state) if self._persistent else None
+        shell = context.state.shell if self._persistent else None
         if shell is None:
             return None
         try:
@@ -161,8 +159,3 @@ def _check_form(arguments: Arguments) -> None:
         raise ToolArgumentError(f"{wrong[0]} needs id", field=wrong[0])
     if flag(arguments, "background") and "timeout_s" in given:
         raise ToolArgumentError("timeout_s does not go with background", field="timeout_s")
-
-
-def _shell_of(state: ToolState) -> str | None:
-    """The kept shell's session, as the sandbox calls it."""
-    return next((key.removeprefix(_SHELL) for key in state.commands if key.startswith(_SHELL)), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from etude.agent.tools.state import HARNESS_DIRECTORY
+from etude.agent.tools.state import is_harness_path
 from etude.controller.agent.changes import FileChange, TurnChange
 from etude.controller.agent.trees import Tree
 from etude.errors import AgentError, SandboxError, UserError
@@ -66,7 +66,7 @@ class Mirror:
         """What changed in the sandbox since it was last seen. Raises AgentError for too much."""
         assert self.sandbox is not None
         diff = await self.sandbox.diff()
-        kept = {path for path in diff if not path.startswith(f"{HARNESS_DIRECTORY}/") and _is_text(path)}
+        kept = {path for path in diff if not is_harness_path(path) and _is_text(path)}
         kept -= await self.tree.unwanted(kept - self.box.keys())
         now = {path: data for path, data in self.template.items() if path not in diff}
         now |= {path: data for path in kept if (data := diff[path]) is not None}
