@@ -22,6 +22,8 @@ from etude.environment.recording import (
     Serving,
     SessionMap,
 )
+from etude.environment.recording.branches import Branch
+from etude.environment.recording.messages import Answer, Results, UserWords
 from etude.environment.recording.openai_format import ChatWriter, read_chat
 from etude.environment.recording.session_map import MapLimits
 from etude.errors import SamplerError
@@ -171,6 +173,8 @@ def make_recordings(sampler: Any, store: Path, **options: Any) -> Recordings:
 
 def check_recording(service: AnswerService, sampler: TellingSampler) -> None:
     """What must hold always: each sampled token is recorded once, in the context that it was sampled in."""
+    for branch in service.session_map.branches:
+        check_messages(branch)
     segments = service.session_map.segments()
     by_id = {segment.id: segment for segment in segments}
     recorded: dict[float, tuple[str, int]] = {}
@@ -212,3 +216,26 @@ def check_recording(service: AnswerService, sampler: TellingSampler) -> None:
         assert segment is not None
         assert np.array_equal(segment.tokens[: len(context)], context), "replayed context"
     assert expected == set(recorded)
+
+
+def check_messages(branch: Branch) -> None:
+    """The tokens of a branch are its messages, one after the other, and nothing else."""
+    tokens, decode = branch.recording.tokens, qwen_tokenizer().decode
+    position = 0
+    for entry in branch.entries[1:]:
+        position = position or branch.entries[0].end
+        shown = decode(tokens[position : entry.end]).replace("\ufffd", "")
+        position = entry.end
+        match entry.message:
+            case UserWords(text):
+                assert shown == f"\n<|im_start|>user\n{text}<|im_end|>"
+            case Results(outputs):
+                rows = "".join(f"\n<tool_response>\n{output}\n</tool_response>" for output in outputs)
+                assert shown == f"\n<|im_start|>user{rows}<|im_end|>"
+            case Answer(text, calls):
+                assert shown.startswith("\n<|im_start|>assistant\n")
+                assert shown.count("<|im_start|>") == 1 and shown.count("<|im_end|>") == entry.closed
+                assert all(call.name in shown for call in calls)
+                remaining = iter(shown)  # calls stand between what was served as one text
+                assert all(character in remaining for character in text if character not in " \n\ufffd")
+    assert decode(tokens[position:]) == ("\n<|im_start|>assistant\n" if branch.framed else "")

@@ -30,6 +30,14 @@ def sampler() -> SlowSampler:
     return SlowSampler(replies([FIRST, "Done.", "More."]), chunk_tokens=3)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server for the tests that ask it nothing twice."""
+    store = tmp_path_factory.mktemp("store")
+    with serving(make_recordings(SlowSampler(lambda context: "Done."), store)) as running:
+        yield running
+
+
 @pytest.fixture
 def served(tmp_path: Path, sampler: SlowSampler) -> Iterator[Served]:
     with serving(make_recordings(sampler, tmp_path)) as running:
@@ -137,10 +145,10 @@ def test_tokens_are_counted_as_the_answer_will_count_them(served: Served) -> Non
     ],
 )
 def test_what_cannot_be_recorded_is_refused_by_name(
-    served: Served, options: dict[str, Any], words: str
+    shared: Served, options: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
-        ask(client_of(served.create()), options.pop("messages", [USER]), **options)
+        ask(client_of(shared.create()), options.pop("messages", [USER]), **options)
     assert words in caught.value.body["error"]["message"]
     assert caught.value.body["error"]["type"] == "invalid_request_error"
 

@@ -34,6 +34,14 @@ def sampler() -> SlowSampler:
     return SlowSampler(replies([FIRST, "Done.", "More."]), chunk_tokens=3)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server for the tests that ask it nothing twice."""
+    store = tmp_path_factory.mktemp("store")
+    with serving(make_recordings(SlowSampler(lambda context: "Done."), store)) as running:
+        yield running
+
+
 @pytest.fixture
 def served(tmp_path: Path, sampler: SlowSampler) -> Iterator[Served]:
     with serving(make_recordings(sampler, tmp_path)) as running:
@@ -147,9 +155,9 @@ def test_a_session_is_found_by_its_key_or_by_a_header(served: Served) -> None:
     ],
 )
 def test_what_cannot_be_recorded_is_refused_by_name(
-    served: Served, options: dict[str, Any], field: str
+    shared: Served, options: dict[str, Any], field: str
 ) -> None:
-    client = client_of(served.create())
+    client = client_of(shared.create())
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(
             **{"model": "m", "messages": MESSAGES, "tools": OPENAI_TOOLS, **options}

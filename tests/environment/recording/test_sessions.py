@@ -39,6 +39,14 @@ def sampler() -> SlowSampler:
     return SlowSampler(lambda context: "Done.")
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server for the tests that ask it nothing twice."""
+    store = tmp_path_factory.mktemp("store")
+    with serving(make_recordings(SlowSampler(lambda context: "Done."), store)) as running:
+        yield running
+
+
 @pytest.fixture
 def served(tmp_path: Path, sampler: SlowSampler) -> Iterator[Served]:
     limits = RecordingLimits(sessions_per_tenant=3, requests_per_session=2, idle_s=3600)
@@ -47,7 +55,9 @@ def served(tmp_path: Path, sampler: SlowSampler) -> Iterator[Served]:
 
 
 def chat(served: Served, session: dict[str, Any], **more: Any) -> httpx.Response:
-    return httpx.post(f"{session['openai_base_url']}/chat/completions", json={**CHAT, **more}, timeout=20)
+    return httpx.post(
+        f"{session['openai_base_url']}/chat/completions", json={**CHAT, **more}, timeout=20, verify=False
+    )
 
 
 def test_an_agent_can_neither_reward_nor_finish_itself(served: Served) -> None:
@@ -76,9 +86,9 @@ def test_an_agent_can_neither_reward_nor_finish_itself(served: Served) -> None:
     ],
 )
 def test_a_session_that_makes_no_sense_is_refused_by_name(
-    served: Served, body: Any, field: str | None
+    shared: Served, body: Any, field: str | None
 ) -> None:
-    with served.control() as client:
+    with shared.control() as client:
         answer = client.post("/sessions", json=body)
     if field is None:
         assert answer.status_code == 201
@@ -89,9 +99,9 @@ def test_a_session_that_makes_no_sense_is_refused_by_name(
 @pytest.mark.parametrize(
     "reward", [{"task": "1"}, {"task": 1e999}, {"task": True}, {"task": 1, "terms": {"a": None}}]
 )
-def test_a_reward_that_is_no_number_is_refused(served: Served, reward: dict[str, Any]) -> None:
-    session = served.create()
-    with served.control() as client:
+def test_a_reward_that_is_no_number_is_refused(shared: Served, reward: dict[str, Any]) -> None:
+    session = shared.create()
+    with shared.control() as client:
         url, data = f"/sessions/{session['id']}/reward", json.dumps(reward)
         assert client.post(url, content=data).status_code == 400
 
@@ -103,7 +113,7 @@ def test_limits_of_sessions_and_of_requests_hold(served: Served, sampler: SlowSa
     sampler.pause_s = 0.5
 
     async def crowd() -> list[int]:
-        async with httpx.AsyncClient(timeout=20) as client:
+        async with httpx.AsyncClient(timeout=20, verify=False) as client:
             url = f"{sessions[0]['openai_base_url']}/chat/completions"
             answers = await asyncio.gather(*(client.post(url, json=CHAT) for _ in range(3)))
         return sorted(answer.status_code for answer in answers)
@@ -187,19 +197,21 @@ def test_metrics_health_and_draining(served: Served) -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"{", b"[" * 100_000, b'{"messages": 1}', b'{"messages": [1]}', b"\xff\xfe", b"NaN"]
 )
-def test_bodies_that_make_no_sense_are_refused(served: Served, data: bytes) -> None:
-    url = f"{served.create()['openai_base_url']}/chat/completions"
-    answer = httpx.post(url, content=data, timeout=20)
+def test_bodies_that_make_no_sense_are_refused(shared: Served, data: bytes) -> None:
+    url = f"{shared.create()['openai_base_url']}/chat/completions"
+    answer = httpx.post(url, content=data, timeout=20, verify=False)
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_half_characters_and_nuls_in_a_history_are_recorded(served: Served) -> None:
+def test_half_characters_and_nuls_in_a_history_are_recorded(shared: Served) -> None:
     body = b'{"messages": [{"role": "user", "content": "a\\ud800b\\u0000c"}]}'
-    session = served.create()
+    session = shared.create()
     for _ in range(2):
-        answer = httpx.post(f"{session['openai_base_url']}/chat/completions", content=body, timeout=20)
+        answer = httpx.post(
+            f"{session['openai_base_url']}/chat/completions", content=body, timeout=20, verify=False
+        )
         assert answer.status_code == 200
-    with served.control() as client:
+    with shared.control() as client:
         assert client.get(f"/sessions/{session['id']}").json()["counts"]["forks"] == 1
 
 
@@ -296,7 +308,7 @@ def start(store: Path, port: int) -> subprocess.Popen[bytes]:
     end_s = time.monotonic() + 60
     while True:
         try:
-            httpx.get(f"http://127.0.0.1:{port}/health", timeout=1)
+            httpx.get(f"http://127.0.0.1:{port}/health", timeout=1, verify=False)
         except httpx.HTTPError:
             assert process.poll() is None and time.monotonic() < end_s, "the server did not start"
             time.sleep(0.05)

@@ -13,6 +13,7 @@ from etude.records import SamplingParams
 
 _MAX_STOPS = 16
 _MAX_SEED = (1 << 63) - 1
+_MAX_DEPTH = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,24 @@ def parse_body(data: bytes) -> dict[str, Any]:
         raise BadRequestError("the body is not JSON", field="body", received=str(error)[:200]) from None
     if not isinstance(body, dict):
         raise wrong("body", body, "a JSON object")
+    if is_too_deep(body):
+        raise BadRequestError("is nested too deeply", field="body", fix=f"at most {_MAX_DEPTH} levels")
     return body
+
+
+def is_too_deep(value: object) -> bool:
+    """Whether a JSON value is nested so deeply that comparing it would need too much stack."""
+    level: list[object] = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [
+            inner
+            for entry in level
+            if isinstance(entry, dict | list)
+            for inner in (entry.values() if isinstance(entry, dict) else entry)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def wrong(field: str, received: object, wanted: str) -> BadRequestError:

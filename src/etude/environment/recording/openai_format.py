@@ -24,6 +24,7 @@ from etude.environment.recording.fields import (
     SamplingDefaults,
     flag,
     integer,
+    is_too_deep,
     objects,
     sampling_params,
     stop_strings,
@@ -187,9 +188,10 @@ def _arguments(value: object) -> Any:
     if not isinstance(value, str):
         return {} if value is None else value
     try:
-        return json.loads(value) if value.strip() else {}
+        parsed = json.loads(value) if value.strip() else {}
     except (ValueError, RecursionError):
         return value
+    return value if is_too_deep(parsed) else parsed
 
 
 # ---- answers ------------------------------------------------------------------------------------

@@ -28,23 +28,12 @@ from numpy.typing import NDArray
 
 from etude.environment.recording.branches import Branch, Entry, History
 from etude.environment.recording.errors import BadRequestError, ContextLengthError
-from etude.environment.recording.framing import Framing, Tokens
-from etude.environment.recording.messages import (
-    Answer,
-    Message,
-    Opening,
-    Results,
-    SystemWords,
-    UserWords,
-    content_key,
-    same_reasoning,
-)
+from etude.environment.recording.framing import Tokens
+from etude.environment.recording.messages import Answer, Message, Opening, Results, content_key
+from etude.environment.recording.planning import Plan, Planner, RendererFor
 from etude.records import BlobRef, Relation, SampleChunk, SamplingParams, Segment, ToolResult, Turn
-from etude.tokens.renderer import Renderer
 
 KeepRoutes = Callable[[NDArray[np.uint8]], BlobRef]
-RendererFor = Callable[[Opening], Renderer]
-_MAX_FRAMINGS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,32 +78,6 @@ class Counts:
     malformed_calls: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """One message that a plan appends."""
-
-    entry: Entry
-    tokens: Tokens
-    role: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """Where a history goes on, and what it adds."""
-
-    source: Branch | None
-    num_common: int
-    """Messages on which the source agrees."""
-    num_kept: int
-    """Of these, messages whose tokens are kept."""
-    grows: bool
-    """The source itself grows; else a branch of its own begins."""
-    relation: Relation
-    pieces: tuple[_Piece, ...]
-    context_tokens: int
-    framing: Framing
-
-
 @dataclass(slots=True, eq=False)
 class SessionMap:
     """All branches of one recorded session. One owner calls it; answers may be sampled at the same time."""
@@ -123,13 +86,18 @@ class SessionMap:
     renderer_for: RendererFor
     limits: MapLimits = field(default_factory=MapLimits)
     keep_thinking: bool = True
-    branches: list[Branch] = field(init=False, default_factory=list[Branch])
     counts: Counts = field(init=False, default_factory=Counts)
-    _answers: dict[bytes, tuple[Branch, Entry]] = field(init=False, default_factory=dict)
-    """The last sampled answer of each content."""
-    _framings: dict[bytes, Framing] = field(init=False, default_factory=dict)
+    _planner: Planner = field(init=False)
     _last_answer: tuple[Branch, Entry] | None = field(init=False, default=None)
     _clock: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._planner = Planner(self.renderer_for, self.keep_thinking)
+
+    @property
+    def branches(self) -> list[Branch]:
+        """In the order of their beginnings."""
+        return self._planner.branches
 
     @property
     def num_tokens(self) -> int:
@@ -143,7 +111,7 @@ class SessionMap:
 
     def measure(self, messages: Sequence[Message], params: SamplingParams) -> int:
         """Tokens of the context that a request of these messages would have; changes nothing."""
-        return self._plan(History.of(messages), params).context_tokens
+        return self._planner.plan(History.of(messages), params).context_tokens
 
     def begin(self, messages: Sequence[Message], params: SamplingParams) -> Generation:
         """Finds where a history (its opening first) goes on; adds what is new, up to where sampling begins.
@@ -151,7 +119,7 @@ class SessionMap:
         Raises ContextLengthError and BadRequestError; then nothing has changed.
         """
         history = History.of(messages)
-        plan = self._plan(history, params)
+        plan = self._planner.plan(history, params)
         room = self.limits.max_context_tokens - plan.context_tokens
         if room <= 0:
             raise ContextLengthError(plan.context_tokens, self.limits.max_context_tokens)
@@ -201,7 +169,7 @@ class SessionMap:
             closed=closed,
         )
         branch.entries.append(entry)
-        self._answers[entry.key] = self._last_answer = (branch, entry)
+        self._planner.answers[entry.key] = self._last_answer = (branch, entry)
         return entry
 
     def fail(self, generation: Generation) -> None:
@@ -268,136 +236,7 @@ class SessionMap:
             if not entry.continued
         ]
 
-    # ---- where a history goes on ----------------------------------------------------------------
-
-    def _plan(self, history: History, params: SamplingParams) -> _Plan:
-        opening = history.messages[0]
-        assert isinstance(opening, Opening), "a history begins with its opening"
-        last = history.messages[len(history.messages) - 1]
-        if isinstance(last, Opening | Answer):
-            raise BadRequestError(
-                "the last message must be the user's or a tool's",
-                field="messages",
-                received=type(last).__name__.lower(),
-                fix="answers cannot be begun for the agent",
-            )
-        framing = self._framing(opening, history.keys[0])
-        strip_before = 0 if self.keep_thinking else _last_user(history.messages)
-        source, num_common, num_kept = self._find(history, strip_before)
-        if num_common < 2 and not (opening.agent and num_common):
-            source, num_common, num_kept = None, 0, 0
-        grows = (
-            source is not None
-            and num_kept == len(source.entries)
-            and not source.busy
-            and _same_law(source.params, params)
-            and (not source.framed or num_kept == len(history.messages))
-        )
-        relation = self._relation(history, source, num_common, num_kept)
-        pieces = self._pieces(history, framing, source, num_common, num_kept, strip_before)
-        kept_tokens = source.entries[num_kept - 1].end if source and num_kept else 0
-        unclosed = bool(source and num_kept and not source.entries[num_kept - 1].closed)
-        added = sum(len(piece.tokens) for piece in pieces)
-        total = kept_tokens + unclosed + added + len(framing.answer_frame())
-        return _Plan(source, num_common, num_kept, grows, relation, pieces, total, framing)
-
-    def _find(self, history: History, strip_before: int) -> tuple[Branch | None, int, int]:
-        """The branch that shares most, with how many messages agree, and how many of these have the form."""
-        best: tuple[tuple[int, int, int, bool, int], Branch] | None = None
-        for branch in self.branches:
-            count = branch.num_common(history)
-            if not count:
-                continue
-            formed = branch.num_in_form(count, strip_before)
-            ids = branch.num_call_ids(history, count)
-            score = (count, formed, ids, formed == len(branch.entries) and not branch.busy, branch.last_used)
-            if best is None or score > best[0]:
-                best = (score, branch)
-        return (None, 0, 0) if best is None else (best[1], best[0][0], best[0][1])
-
-    def _relation(self, history: History, source: Branch | None, num_common: int, num_kept: int) -> Relation:
-        if source is None:
-            return Relation.SUBAGENT if self.branches else Relation.ROOT
-        repeats = num_kept == num_common and num_common in (len(history.messages), len(source.entries))
-        return Relation.FORK if repeats else Relation.REWRITE
-
-    def _pieces(
-        self,
-        history: History,
-        framing: Framing,
-        source: Branch | None,
-        num_common: int,
-        num_kept: int,
-        strip_before: int,
-    ) -> tuple[_Piece, ...]:
-        pieces: list[_Piece] = []
-        first = not (source and num_kept and source.entries[num_kept - 1].end)
-        for place in range(num_kept, len(history.messages)):
-            message, key = history.messages[place], history.keys[place]
-            if isinstance(message, Answer):
-                known = (source, source.entries[place]) if source and place < num_common else None
-                piece = self._answer_piece(message, key, framing, first, place < strip_before, known)
-            else:
-                piece = _Piece(Entry(message, key, 0), framing.given(message, first), _role(message))
-            first = first and not len(piece.tokens)
-            pieces.append(piece)
-        return tuple(pieces)
-
-    def _answer_piece(
-        self,
-        told: Answer,
-        key: bytes,
-        framing: Framing,
-        first: bool,
-        strip: bool,
-        known: tuple[Branch, Entry] | None,
-    ) -> _Piece:
-        """An answer in a history, as given tokens: those once sampled where they are known."""
-        origin = known or self._answers.get(key)
-        served = origin[1].message if origin else None
-        if origin and isinstance(served, Answer) and same_reasoning(served.reasoning, told.reasoning):
-            return self._spliced(origin, key, framing, first, strip)
-        given = replace(told, reasoning="") if strip else told
-        entry = Entry(
-            told,
-            key,
-            0,
-            stripped=strip and bool(told.reasoning),
-            reasons=bool(given.reasoning),
-            num_frame=len(framing.answer_frame(first)),
-        )
-        return _Piece(entry, framing.given(given, first), "assistant")
-
-    def _spliced(
-        self, origin: tuple[Branch, Entry], key: bytes, framing: Framing, first: bool, strip: bool
-    ) -> _Piece:
-        branch, known = origin
-        sampled = self._sampled_tokens(branch, known)
-        reasons, stripped = known.reasons, known.stripped
-        if stripped and not strip and key in self._answers:
-            other, entry = self._answers[key]
-            sampled, reasons, stripped = other.recording.tokens[entry.start : entry.end], entry.reasons, False
-        if strip and reasons:
-            sampled, reasons, stripped = framing.without_reasoning(sampled), False, True
-        if not len(sampled) or int(sampled[-1]) != framing.renderer.end_token:
-            sampled = np.concatenate([sampled, framing.end])
-        frame = framing.answer_frame(first)
-        entry = Entry(known.message, key, 0, stripped=stripped, reasons=reasons, num_frame=len(frame))
-        return _Piece(entry, np.concatenate([frame, sampled]), "assistant")
-
-    def _sampled_tokens(self, branch: Branch, entry: Entry) -> Tokens:
-        """An answer's tokens without the frame before it."""
-        return branch.recording.tokens[entry.start + entry.num_frame : entry.end]
-
-    def _framing(self, opening: Opening, key: bytes) -> Framing:
-        framing = self._framings.get(key)
-        if framing is None:
-            if len(self._framings) >= _MAX_FRAMINGS:
-                self._framings.clear()
-            framing = self._framings[key] = Framing(self.renderer_for(opening))
-        return framing
-
-    def _check_room(self, plan: _Plan) -> None:
+    def _check_room(self, plan: Plan) -> None:
         if not plan.grows and len(self.branches) >= self.limits.max_branches:
             raise BadRequestError(
                 "the session has too many branches",
@@ -413,9 +252,7 @@ class SessionMap:
                 fix="begin another session, or raise the server's limit",
             )
 
-    # ---- changes --------------------------------------------------------------------------------
-
-    def _new_branch(self, plan: _Plan, params: SamplingParams, history: History) -> Branch:
+    def _new_branch(self, plan: Plan, params: SamplingParams, history: History) -> Branch:
         number, opening = len(self.branches), history.messages[0]
         assert isinstance(opening, Opening)
         source, parent = plan.source, None
@@ -436,11 +273,11 @@ class SessionMap:
         self.branches.append(branch)
         return branch
 
-    def _mark_continued(self, plan: _Plan) -> None:
+    def _mark_continued(self, plan: Plan) -> None:
         """Answers that a request told, wherever they were sampled: the client used them."""
         for piece in plan.pieces:
-            if piece.entry.key in self._answers:
-                self._answers[piece.entry.key][1].continued = True
+            if piece.entry.key in self._planner.answers:
+                self._planner.answers[piece.entry.key][1].continued = True
         branch = plan.source
         offset = branch.entries[plan.num_common - 1].end if branch and plan.num_common else 0
         while branch is not None and offset:
@@ -454,20 +291,6 @@ def _num_given(branch: Branch, entry: Entry) -> int:
     """Tokens at an answer's end that were given: the end token of one that was cut."""
     sampled = branch.recording.sampled[entry.start : entry.end]
     return int((~sampled).sum())
-
-
-def _same_law(one: SamplingParams, other: SamplingParams) -> bool:
-    return replace(one, max_tokens=1) == replace(other, max_tokens=1)
-
-
-def _last_user(messages: Sequence[Message]) -> int:
-    return max((place for place, one in enumerate(messages) if isinstance(one, UserWords)), default=0)
-
-
-def _role(message: Message) -> str:
-    if isinstance(message, Opening | SystemWords):
-        return "system"
-    return "tool" if isinstance(message, Results) else "user"
 
 
 def _kept(branch: Branch, keep_routes: KeepRoutes | None) -> BlobRef | None:
