@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from etude.sandbox.inside import kernel, layers, namespaces
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.processes import DescendantProcesses, NamespaceProcesses, Processes, reap
+from etude.sandbox.inside.socket_memory import SocketMemory, limit_buffers
 
 _CLOSE_S = 5.0
 """How long sandboxes without a namespace get to end their processes and remove their folders."""
@@ -24,6 +25,8 @@ class Entered:
     processes: Processes
     disk: int
     """Directory with `root` and `tmp`: what the sandbox changed."""
+    sockets: SocketMemory | None = None
+    """Counts what its sockets hold, where no control group does."""
 
 
 class Isolation(Protocol):
@@ -63,10 +66,14 @@ class Namespaces:
         if plan.has_image:
             sys.path[:] = [entry.replace(sys.base_prefix, namespaces.PYTHON, 1) for entry in sys.path]
         workspace = Workspace(plan.workspace, base)
+        sockets = None
+        if not request["has_groups"]:
+            limit_buffers()
+            sockets = SocketMemory()
         namespaces.lock_down(
             limits["num_processes"], limits["file_bytes"], request["emulate_root"], request["has_groups"]
         )
-        return Entered(workspace, NamespaceProcesses(), disk)
+        return Entered(workspace, NamespaceProcesses(), disk, sockets)
 
     def leave(self) -> None:
         """Nothing: the kernel takes the namespaces apart."""

@@ -305,11 +305,16 @@ class Running:
     def _watch_memory(self) -> None:
         most, with_shared = self._settings.memory_bytes, not self._settings.has_groups
         table = self._processes.table()
-        # The quick count takes what forks share for each one's own: it only tells when to look closely.
-        if own_bytes(table, with_shared) <= most:
+        # The quick count takes what forks share for each one's own, and each socket for a full one: it only
+        # tells when to look closely.
+        sockets = self._settings.sockets
+        quick_bytes = own_bytes(table, with_shared)
+        if quick_bytes + (sockets.most_bytes() if sockets else 0) <= most:
             return
         start_s = time.monotonic()
-        used_bytes = proportional_bytes(table, with_shared)
+        used_bytes = sockets.held_bytes() if sockets else 0
+        if quick_bytes + used_bytes > most:
+            used_bytes += proportional_bytes(table, with_shared)
         if used_bytes <= most:
             # Forks that share much are looked at closely all the time: at most a tenth of it.
             end_s = time.monotonic()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import errno
 import struct
+from collections.abc import Sequence
 
 Range = tuple[int, int]
 """First and last number."""
@@ -65,8 +66,8 @@ _AS_ROOT: dict[str, tuple[Range, ...]] = {
 }
 """chown and its like, setuid and its like, capset: answered as done where root is emulated."""
 _CALLS = {
-    "x86_64": {"clone": 56, "socket": 41, "socketpair": 53},
-    "aarch64": {"clone": 220, "socket": 198, "socketpair": 199},
+    "x86_64": {"clone": 56, "socket": 41, "socketpair": 53, "setsockopt": 54},
+    "aarch64": {"clone": 220, "socket": 198, "socketpair": 199, "setsockopt": 208},
 }
 _ON_PROCESS = {
     "x86_64": {"sched_setparam": 142, "sched_setscheduler": 144, "sched_setaffinity": 203, "prlimit64": 302,
@@ -87,18 +88,24 @@ _NAMESPACE_FLAGS = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 _FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""
+_PROTOCOLS = (0, 6, 17)
+"""What the type of the socket says, TCP, UDP."""
+_SOCKET_LEVEL, _BUFFER_SIZES = 1, (7, 8)
+"""SOL_SOCKET, and of it SO_SNDBUF and SO_RCVBUF."""
 
 Instruction = tuple[int, int, int, int]
 _LOAD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER, _ARCH, _ARGUMENT_0, _ARGUMENT_1 = 0, 4, 16, 24
+_NUMBER, _ARCH, _ARGUMENT_0, _ARGUMENT_1, _ARGUMENT_2 = 0, 4, 16, 24, 32
 _ABSENT: list[Instruction] = [(_RET, 0, 0, _ERRNO | errno.ENOSYS)]
 
 
 def build_filter(machine: str, emulate_root: bool = False, shared_memory: bool = True) -> bytes:
     """The program for one machine type. Raises KeyError for a machine that the tables lack.
 
-    `shared_memory`: whether memory that belongs to no process may be had; only control groups bound it.
+    `shared_memory`: whether memory that belongs to no process may be had; only control groups bound it. Where
+    it may not, sockets are of those kinds and sizes that can be counted (see `socket_memory`): buffers stay as
+    they are, which is answered as done.
     """
     blocks = _blocks(machine, emulate_root, shared_memory)
     program: list[Instruction] = [
@@ -129,8 +136,22 @@ def _blocks(machine: str, emulate_root: bool, shared_memory: bool) -> list[tuple
     for name in ("socket", "socketpair"):
         done[_CALLS[machine][name]] = [
             (_LOAD, 0, 0, _ARGUMENT_0),
-            *((_JEQ, len(_FAMILIES) - index, 0, family) for index, family in enumerate(_FAMILIES)),
-            (_RET, 0, 0, _ERRNO | errno.EAFNOSUPPORT),
+            *_one_of(_FAMILIES, errno.EAFNOSUPPORT),
+            *(
+                ()
+                if shared_memory
+                else ((_LOAD, 0, 0, _ARGUMENT_2), *_one_of(_PROTOCOLS, errno.EPROTONOSUPPORT))
+            ),
+            (_RET, 0, 0, _ALLOW),
+        ]
+    if not shared_memory:
+        done[_CALLS[machine]["setsockopt"]] = [
+            (_LOAD, 0, 0, _ARGUMENT_1),
+            (_JEQ, 0, 4, _SOCKET_LEVEL),
+            (_LOAD, 0, 0, _ARGUMENT_2),
+            (_JEQ, 1, 0, _BUFFER_SIZES[0]),
+            (_JEQ, 0, 1, _BUFFER_SIZES[1]),
+            (_RET, 0, 0, _ERRNO),
             (_RET, 0, 0, _ALLOW),
         ]
     for number in _ON_PROCESS[machine].values():
@@ -157,6 +178,12 @@ def _blocks(machine: str, emulate_root: bool, shared_memory: bool) -> list[tuple
         if not blocks or blocks[-1][1] != body:
             blocks.append((number, body))
     return blocks
+
+
+def _one_of(values: Sequence[int], refusal: int) -> list[Instruction]:
+    """Goes on behind itself if what was loaded is one of these; refuses it otherwise."""
+    comparisons = [(_JEQ, len(values) - index, 0, value) for index, value in enumerate(values)]
+    return [*comparisons, (_RET, 0, 0, _ERRNO | refusal)]
 
 
 def _search(blocks: list[tuple[int, list[Instruction]]]) -> list[Instruction]:

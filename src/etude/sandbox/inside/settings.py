@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from etude.sandbox.inside.faults import Fault
+from etude.sandbox.inside.socket_memory import SocketMemory
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class Settings:
     """Whom commands run as, where the server itself is root."""
     watch_memory: bool = True
     """Whether the watchdog bounds memory; not needed where the kernel does."""
+    sockets: SocketMemory | None = None
+    """What counts the buffers of sockets; None where something else bounds them."""
 
     def environment(self, home: str, extra: dict[str, str]) -> dict[str, str]:
         """The environment of a command: ours, the image's over it, the caller's over both."""

@@ -140,6 +140,7 @@ class ForkServer:
                 request["env"],
                 limits["open_files"],
                 request["has_groups"],
+                sockets=entered.sockets,
             )
             line = channel.detach()
             Server(line, line, entered.workspace, entered.processes, settings, entered.disk).serve()
