@@ -21,6 +21,7 @@ tmpfs, overlays and /proc, and pivots into its root: nothing else of the above c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -33,6 +34,8 @@ from etude.sandbox.inside.seccomp import build_filter
 
 SANDBOX_UID = 1000
 PENDING_SIGNALS = 512
+_SIGNAL_SHARES = 256
+"""Where a sandbox's user has a limit, its sandboxes share it: this many can be full at a time."""
 SERVER_FILES = 8192
 WATCHES = {"max_inotify_instances": 16, "max_inotify_watches": 16384}
 """These are counted for the host's user, who all sandboxes are: one must not use up what all share."""
@@ -96,6 +99,7 @@ def isolate_fork_server(prefix: str, images: str | None) -> None:
     enter) and then gives them up.
     """
     if os.geteuid() == 0:
+        _lift_shared_limit()
         kernel.unshare(kernel.NEWNS)
         _build_root(prefix, images)
         os.setgroups([])
@@ -111,6 +115,24 @@ def isolate_fork_server(prefix: str, images: str | None) -> None:
         kernel.write_maps(0, uid, gid)
         _build_root(prefix, images)
     kernel.unshare(kernel.NEWPID)
+
+
+def _lift_shared_limit() -> None:
+    """Each sandbox has its own limit of pending signals; that of them all together would let one starve others.
+
+    The kernel compares what all sandboxes hold with the limit of whoever makes their user namespaces.
+    """
+    with contextlib.suppress(ValueError):
+        # A root who may not raise limits: then shares of what there is (see `_pending_signals`).
+        resource.setrlimit(resource.RLIMIT_SIGPENDING, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def _pending_signals() -> int:
+    """How many signals may be pending in one sandbox; timers take one each."""
+    most = resource.getrlimit(resource.RLIMIT_SIGPENDING)[1]
+    if most == resource.RLIM_INFINITY:
+        return PENDING_SIGNALS
+    return min(PENDING_SIGNALS, most, max(64, most // _SIGNAL_SHARES))
 
 
 def mount_fork_server() -> None:
@@ -297,7 +319,7 @@ def lock_down(num_processes: int, file_bytes: int, emulate_root: bool, shared_me
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
-        (resource.RLIMIT_SIGPENDING, PENDING_SIGNALS),
+        (resource.RLIMIT_SIGPENDING, _pending_signals()),
     ):
         resource.setrlimit(kind, (limit, limit))
     # Descriptors in flight are counted for the host's user, against the sender's own limit: with that of its

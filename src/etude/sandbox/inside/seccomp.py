@@ -88,8 +88,8 @@ _NAMESPACE_FLAGS = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
 _FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""
-_PROTOCOLS = (0, 6, 17)
-"""What the type of the socket says, TCP, UDP."""
+_PROTOCOLS = (0, 1, 6, 17)
+"""What the type of the socket says, UNIX (of IP: ICMP, which the namespace refuses), TCP, UDP."""
 _SOCKET_LEVEL, _BUFFER_SIZES = 1, (7, 8)
 """SOL_SOCKET, and of it SO_SNDBUF and SO_RCVBUF."""
 
@@ -104,8 +104,8 @@ def build_filter(machine: str, emulate_root: bool = False, shared_memory: bool =
     """The program for one machine type. Raises KeyError for a machine that the tables lack.
 
     `shared_memory`: whether memory that belongs to no process may be had; only control groups bound it. Where
-    it may not, sockets are of those kinds and sizes that can be counted (see `socket_memory`): buffers stay as
-    they are, which is answered as done.
+    it may not, sockets are of those kinds and sizes that can be counted (see `socket_memory`): their buffers
+    stay as they are, which is answered as done.
     """
     blocks = _blocks(machine, emulate_root, shared_memory)
     program: list[Instruction] = [
@@ -133,15 +133,12 @@ def _blocks(machine: str, emulate_root: bool, shared_memory: bool) -> list[tuple
         (_RET, 0, 0, _ERRNO | errno.EPERM),
         (_RET, 0, 0, _ALLOW),
     ]
+    known = [(_LOAD, 0, 0, _ARGUMENT_2), *_one_of(_PROTOCOLS, errno.EPROTONOSUPPORT)]
     for name in ("socket", "socketpair"):
         done[_CALLS[machine][name]] = [
             (_LOAD, 0, 0, _ARGUMENT_0),
             *_one_of(_FAMILIES, errno.EAFNOSUPPORT),
-            *(
-                ()
-                if shared_memory
-                else ((_LOAD, 0, 0, _ARGUMENT_2), *_one_of(_PROTOCOLS, errno.EPROTONOSUPPORT))
-            ),
+            *([] if shared_memory else known),
             (_RET, 0, 0, _ALLOW),
         ]
     if not shared_memory:

@@ -37,7 +37,7 @@ _RECEIVED, _SENT, _QUEUED, _OPTIONS, _BACKLOG = 0, 2, 5, 6, 7
 
 
 def limit_buffers() -> None:
-    """Bounds the buffers of this network namespace's connections; needs CAP_NET_ADMIN there. Raises OSError."""
+    """Bounds the buffers of connections in this network namespace: for its CAP_NET_ADMIN. Raises OSError."""
     for name, first in (("tcp_rmem", 131072), ("tcp_wmem", 16384)):
         descriptor = os.open(f"/proc/sys/net/ipv4/{name}", os.O_WRONLY | os.O_CLOEXEC)
         try:

@@ -8,6 +8,7 @@ import dataclasses
 import errno
 import itertools
 import os
+import secrets
 import socket
 import sys
 from collections import Counter
@@ -44,6 +45,8 @@ class Clone:
     layers: tuple[str, ...]
     """Saved layers that it stands on, uppermost first."""
     server: ForkServer
+    group: str
+    """Name of its control groups. It can be seen inside, so that it tells nothing."""
 
 
 class ForkServerBackend(MachineBackend):
@@ -98,7 +101,7 @@ class ForkServerBackend(MachineBackend):
         if clone is None or self._groups is None or not clone.server.alive:
             # With the fork server every sandbox ends, whatever its agent did before.
             return None
-        if self._groups.num_killed_for_memory(str(clone.number)):
+        if self._groups.num_killed_for_memory(clone.group):
             return "the agent's processes used up the sandbox's memory"
         return None
 
@@ -112,7 +115,7 @@ class ForkServerBackend(MachineBackend):
                 # A fork server that is gone has taken every sandbox with it.
                 self._end(clone)
         if self._groups is not None:
-            self._groups.remove(str(clone.number))
+            self._groups.remove(clone.group)
             self._tidy()
         if clone.server is self._server:
             for digest in self._templates.release(sandbox.spec.template):
@@ -210,10 +213,19 @@ class ForkServerBackend(MachineBackend):
             if self._groups is None:
                 self._groups = self._open_groups()
             arguments = self._arguments()
-            self._server = await asyncio.to_thread(
-                ForkServer.start, self._interpreter(), arguments, self.name
-            )
-            return self._server
+            server = await asyncio.to_thread(ForkServer.start, self._interpreter(), arguments, self.name)
+            try:
+                if self._groups is not None:
+                    await asyncio.to_thread(self._groups.admit, server.pid)
+            except OSError as error:
+                await server.close()
+                raise SandboxError(
+                    f"no control group for the fork server: {error}",
+                    field="sandbox.backend",
+                    received=self.name,
+                ) from error
+            self._server = server
+            return server
         finally:
             self._starting = None
 
@@ -231,16 +243,16 @@ class ForkServerBackend(MachineBackend):
 
     async def _clone(self, sandbox: MachineSandbox, layers: tuple[str, ...]) -> Channel:
         server = await self._ensure_started()
-        number = next(self._numbers)
+        number, group = next(self._numbers), secrets.token_hex(8)
         ours, theirs = socket.socketpair()
         channel = Channel(ours, sandbox.id)
-        self._clones[sandbox.id] = Clone(number, layers, server)
+        self._clones[sandbox.id] = Clone(number, layers, server, group)
         self._layer_uses.update(layers)
         new = self._templates.hold(sandbox.spec.template)
         try:
             with theirs:
                 if self._groups is not None:
-                    self._groups.create(str(number), sandbox.spec.resources)
+                    self._groups.create(group, sandbox.spec.resources)
                     channel.ask_for_pid()
                 self._send_create(server, number, sandbox, layers, new, theirs.fileno())
             await channel.answer(READY, CREATE_S)
@@ -257,7 +269,7 @@ class ForkServerBackend(MachineBackend):
         if self._groups is not None and channel.peer_pid:
             # Entering may take longer than everything else together, so it goes on beside the first commands;
             # until then the limits of each process and the watchdog hold alone.
-            self.spawn(asyncio.to_thread(self._enter_groups, self._groups, str(number), channel.peer_pid))
+            self.spawn(asyncio.to_thread(self._enter_groups, self._groups, group, channel.peer_pid))
         return channel
 
     def _tidy(self) -> None:
@@ -349,7 +361,8 @@ class ForkServerBackend(MachineBackend):
         return (merged,)
 
     def _new_layer(self) -> str:
-        return f"{next(self._numbers):x}"
+        # It can be seen inside, among the mounts.
+        return secrets.token_hex(8)
 
     def _release_layers(self, layers: Sequence[str]) -> None:
         for layer in layers:

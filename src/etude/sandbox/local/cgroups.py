@@ -3,7 +3,10 @@
 Version 1 (one tree for each controller, as root) and version 2 (a delegated subtree) are both used. Where
 neither is writable there is none, and the watchdog inside each sandbox bounds its memory instead.
 
-    <controller>/etude-<owner's key>-<number>/<sandbox>
+    <controller>/etude-<owner's key>-<number>/<sandbox>      version 1: the fork server in the directory above
+    etude-<owner's key>-<number>/server, .../<sandbox>       version 2: the fork server in a group of its own
+
+A sandbox's control group namespace begins where the fork server is: of the above it sees its own name.
 
 Groups outlive whoever made them; the next start removes those of dead owners.
 """
@@ -31,6 +34,7 @@ _TCP_BYTES = 32 << 20
 """Version 1 counts the buffers of connections apart."""
 _OPTIONAL = ("cpu.weight", "memory.kmem.tcp.limit_in_bytes")
 """Not handed down everywhere, or not in every kernel."""
+_SERVER = "server"
 _REMOVE_S = 2.0
 _ROUNDS = 20
 
@@ -68,12 +72,25 @@ class ControlGroups:
             self.remove(name)
             raise
 
+    def admit(self, pid: int) -> None:
+        """Moves a fork server, before it has sandboxes, to where their namespaces begin. Raises OSError."""
+        if "unified" in self._parents:
+            # A group of version 2 that hands controllers down holds no process itself.
+            (self._parents["unified"] / _SERVER).mkdir(exist_ok=True)
+            self._move(_SERVER, pid)
+        else:
+            self._move("", pid)
+
     def enter(self, name: str, pid: int) -> None:
         """Moves a sandbox's first process and all that it has started into its groups.
 
         Blocks for up to some ten milliseconds on a busy machine: the kernel waits until no process anywhere
-        is being forked. Rounds, because a process may fork while it is being moved. Raises OSError.
+        is being forked. Raises OSError.
         """
+        self._move(name, pid)
+
+    def _move(self, name: str, pid: int) -> None:
+        """In rounds, because a process may fork while it is being moved."""
         moved: set[int] = set()
         for _ in range(_ROUNDS):
             pids = {pid, *_descendants(pid)} - moved

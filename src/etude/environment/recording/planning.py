@@ -1,0 +1,209 @@
+"""Where a history goes on: which branch shares most with it, what of it stays, what it adds. Changes nothing.
+
+See `session_map` for the rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from etude.environment.recording.branches import Branch, Entry, History
+from etude.environment.recording.errors import BadRequestError
+from etude.environment.recording.framing import Framing, Tokens
+from etude.environment.recording.messages import (
+    Answer,
+    Message,
+    Opening,
+    Results,
+    SystemWords,
+    UserWords,
+    same_reasoning,
+)
+from etude.records import Relation, SamplingParams
+from etude.tokens.renderer import Renderer
+
+RendererFor = Callable[[Opening], Renderer]
+_MAX_FRAMINGS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One message that a plan appends."""
+
+    entry: Entry
+    tokens: Tokens
+    role: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where a history goes on, and what it adds."""
+
+    source: Branch | None
+    num_common: int
+    """Messages on which the source agrees."""
+    num_kept: int
+    """Of these, messages whose tokens are kept."""
+    grows: bool
+    """The source itself grows; else a branch of its own begins."""
+    relation: Relation
+    pieces: tuple[Piece, ...]
+    context_tokens: int
+    framing: Framing
+
+
+@dataclass(slots=True, eq=False)
+class Planner:
+    """Plans for the branches of one session map, which owns and grows them."""
+
+    renderer_for: RendererFor
+    keep_thinking: bool
+    branches: list[Branch] = field(default_factory=list[Branch])
+    answers: dict[bytes, tuple[Branch, Entry]] = field(default_factory=dict)
+    """The last sampled answer of each content."""
+    _framings: dict[bytes, Framing] = field(init=False, default_factory=dict)
+
+    def plan(self, history: History, params: SamplingParams) -> Plan:
+        """Raises BadRequestError for a history that nothing can follow."""
+        opening = history.messages[0]
+        assert isinstance(opening, Opening), "a history begins with its opening"
+        last = history.messages[len(history.messages) - 1]
+        if isinstance(last, Opening | Answer):
+            raise BadRequestError(
+                "the last message must be the user's or a tool's",
+                field="messages",
+                received=type(last).__name__.lower(),
+                fix="answers cannot be begun for the agent",
+            )
+        framing = self._framing(opening, history.keys[0])
+        strip_before = 0 if self.keep_thinking else _last_user(history.messages)
+        source, num_common, num_kept = self._find(history, strip_before)
+        if num_common < 2 and not (opening.agent and num_common):
+            source, num_common, num_kept = None, 0, 0
+        grows = (
+            source is not None
+            and num_kept == len(source.entries)
+            and not source.busy
+            and _same_law(source.params, params)
+            and (not source.framed or num_kept == len(history.messages))
+        )
+        relation = self._relation(history, source, num_common, num_kept)
+        pieces = self._pieces(history, framing, source, num_common, num_kept, strip_before)
+        kept_tokens = source.entries[num_kept - 1].end if source and num_kept else 0
+        unclosed = bool(source and num_kept and not source.entries[num_kept - 1].closed)
+        added = sum(len(piece.tokens) for piece in pieces)
+        total = kept_tokens + unclosed + added + len(framing.answer_frame())
+        return Plan(source, num_common, num_kept, grows, relation, pieces, total, framing)
+
+    def _find(self, history: History, strip_before: int) -> tuple[Branch | None, int, int]:
+        """The branch that shares most, with how many messages agree, and how many of these have the form."""
+        best: tuple[tuple[int, int, int, bool, int], Branch] | None = None
+        for branch in self.branches:
+            count = branch.num_common(history)
+            if not count:
+                continue
+            formed = branch.num_in_form(count, strip_before)
+            ids = branch.num_call_ids(history, count)
+            score = (count, formed, ids, formed == len(branch.entries) and not branch.busy, branch.last_used)
+            if best is None or score > best[0]:
+                best = (score, branch)
+        return (None, 0, 0) if best is None else (best[1], best[0][0], best[0][1])
+
+    def _relation(self, history: History, source: Branch | None, num_common: int, num_kept: int) -> Relation:
+        if source is None:
+            return Relation.SUBAGENT if self.branches else Relation.ROOT
+        repeats = num_kept == num_common and num_common in (len(history.messages), len(source.entries))
+        return Relation.FORK if repeats else Relation.REWRITE
+
+    def _pieces(
+        self,
+        history: History,
+        framing: Framing,
+        source: Branch | None,
+        num_common: int,
+        num_kept: int,
+        strip_before: int,
+    ) -> tuple[Piece, ...]:
+        pieces: list[Piece] = []
+        first = not (source and num_kept and source.entries[num_kept - 1].end)
+        for place in range(num_kept, len(history.messages)):
+            message, key = history.messages[place], history.keys[place]
+            if isinstance(message, Answer):
+                known = (source, source.entries[place]) if source and place < num_common else None
+                piece = self._answer_piece(message, key, framing, first, place < strip_before, known)
+            else:
+                piece = Piece(Entry(message, key, 0), framing.given(message, first), _role(message))
+            first = first and not len(piece.tokens)
+            pieces.append(piece)
+        return tuple(pieces)
+
+    def _answer_piece(
+        self,
+        told: Answer,
+        key: bytes,
+        framing: Framing,
+        first: bool,
+        strip: bool,
+        known: tuple[Branch, Entry] | None,
+    ) -> Piece:
+        """An answer in a history, as given tokens: those once sampled where they are known."""
+        origin = known or self.answers.get(key)
+        served = origin[1].message if origin else None
+        if origin and isinstance(served, Answer) and same_reasoning(served.reasoning, told.reasoning):
+            return self._spliced(origin, key, framing, first, strip)
+        given = replace(told, reasoning="") if strip else told
+        entry = Entry(
+            told,
+            key,
+            0,
+            stripped=strip and bool(told.reasoning),
+            reasons=bool(given.reasoning),
+            num_frame=len(framing.answer_frame(first)),
+        )
+        return Piece(entry, framing.given(given, first), "assistant")
+
+    def _spliced(
+        self, origin: tuple[Branch, Entry], key: bytes, framing: Framing, first: bool, strip: bool
+    ) -> Piece:
+        branch, known = origin
+        sampled = self._sampled_tokens(branch, known)
+        reasons, stripped = known.reasons, known.stripped
+        if stripped and not strip and key in self.answers:
+            other, entry = self.answers[key]
+            sampled, reasons, stripped = other.recording.tokens[entry.start : entry.end], entry.reasons, False
+        if strip and reasons:
+            sampled, reasons, stripped = framing.without_reasoning(sampled), False, True
+        if not len(sampled) or int(sampled[-1]) != framing.renderer.end_token:
+            sampled = np.concatenate([sampled, framing.end])
+        frame = framing.answer_frame(first)
+        entry = Entry(known.message, key, 0, stripped=stripped, reasons=reasons, num_frame=len(frame))
+        return Piece(entry, np.concatenate([frame, sampled]), "assistant")
+
+    def _sampled_tokens(self, branch: Branch, entry: Entry) -> Tokens:
+        """An answer's tokens without the frame before it."""
+        return branch.recording.tokens[entry.start + entry.num_frame : entry.end]
+
+    def _framing(self, opening: Opening, key: bytes) -> Framing:
+        framing = self._framings.get(key)
+        if framing is None:
+            if len(self._framings) >= _MAX_FRAMINGS:
+                self._framings.clear()
+            framing = self._framings[key] = Framing(self.renderer_for(opening))
+        return framing
+
+
+def _same_law(one: SamplingParams, other: SamplingParams) -> bool:
+    return replace(one, max_tokens=1) == replace(other, max_tokens=1)
+
+
+def _last_user(messages: Sequence[Message]) -> int:
+    return max((place for place, one in enumerate(messages) if isinstance(one, UserWords)), default=0)
+
+
+def _role(message: Message) -> str:
+    if isinstance(message, Opening | SystemWords):
+        return "system"
+    return "tool" if isinstance(message, Results) else "user"
