@@ -20,21 +20,19 @@ def test_a_trail_leads_through_all_its_files():
         task = source.task(number)
         names = walk(task)
         assert 4 <= len(names) <= 60
-        assert sorted([*names, "answer.py"]) == sorted(task.files)
+        assert sorted(names) == sorted(task.files)
 
 
-def test_the_keys_stand_early_and_the_question_comes_last():
+def test_the_key_stands_once_and_early_and_belongs_into_the_last_file():
     source = TrailGenerator(3, "heldout", 100, 100)
     for number in range(20):
         task = source.task(number)
         names = walk(task)
-        found = [(place, task.files[name].split("\n")[1].split()) for place, name in enumerate(names)]
-        keys = {words[0]: words[1] for _, words in found if words}
-        assert len(keys) == 2 and max(place for place, words in found if words) < 30
-        asked = task.files[names[-1]].split()[1]
-        assert asked not in task.instruction
-        assert task.solution_files == {"answer.py": f"ANSWER = {keys[asked]}\n"}
-        assert f"== {keys[asked]}" in task.hidden_files["tests/test_hidden.py"]
+        places = [place for place, name in enumerate(names) if "key" in task.files[name]]
+        assert len(places) == 1 and places[0] < 30
+        key = task.files[names[places[0]]].split()[-1]
+        assert task.solution_files == {names[-1]: f"{key}\n"} and task.allowed_paths == (names[-1],)
+        assert key in task.hidden_files["tests/test_hidden.py"]
 
 
 def test_a_trail_is_a_function_of_seed_split_and_number():
@@ -44,7 +42,7 @@ def test_a_trail_is_a_function_of_seed_split_and_number():
     assert all(other.task(7).files != one.task(7).files for other in others)
 
 
-@pytest.mark.parametrize("lengths", [(3, 10), (10, 4), (4, 5000)])
+@pytest.mark.parametrize("lengths", [(2, 10), (10, 4), (4, 5000)])
 def test_lengths_that_make_no_trail_are_refused(lengths):
     with pytest.raises(TaskError, match="lengths"):
         TrailGenerator(0, "train", *lengths)

@@ -42,13 +42,13 @@ class TasksConfig(Section):
 
     family: Literal["bug_fixes", "trails"] = "bug_fixes"
     """`bug_fixes`: small repositories with a planted bug. `trails`: files that lead to each other, more of
-    them than a context holds, with keys to be remembered."""
+    them than a context holds, with a key to be remembered."""
     trail_lengths: tuple[int, int] = (6, 60)
     """Files of the shortest and the longest trail in training."""
     trail_heldout_lengths: tuple[int, int] = (250, 400)
     """Files of the trails that are judged: of the split `heldout`, and of `heldout_family`."""
-    trail_note_keys: float = Field(default=0.4, ge=0, le=1)
-    """Share of the scripted author's sessions whose summaries carry the keys on, in mid-training."""
+    trail_note_key: float = Field(default=0.4, ge=0, le=1)
+    """Share of the scripted author's sessions whose summaries carry the key on, in mid-training."""
 
 
 class SandboxConfig(Section):

@@ -59,7 +59,7 @@ def _play_chunk(config: RunConfig, tokenizer: Tokenizer, numbers: Sequence[int])
         documents: list[Document] = []
         for number in numbers:
             task = source.task(number)
-            author = TrailAuthor(task, Random(f"author/{number}"), config.tasks.trail_note_keys)
+            author = TrailAuthor(task, Random(f"author/{number}"), config.tasks.trail_note_key)
             session, _ = await play(task, author, renderer, limits.session, limits.summary)
             documents += _documents(session, config)
         return documents

@@ -26,7 +26,7 @@ class Entered:
     disk: int
     """Directory with `root` and `tmp`: what the sandbox changed."""
     sockets: SocketMemory | None = None
-    """Counts what its sockets hold, where no control group does."""
+    """Counts what its sockets hold: without control groups nobody does, and with them not of connections."""
 
 
 class Isolation(Protocol):
@@ -66,10 +66,8 @@ class Namespaces:
         if plan.has_image:
             sys.path[:] = [entry.replace(sys.base_prefix, namespaces.PYTHON, 1) for entry in sys.path]
         workspace = Workspace(plan.workspace, base)
-        sockets = None
-        if not request["has_groups"]:
-            limit_buffers()
-            sockets = SocketMemory()
+        limit_buffers()
+        sockets = SocketMemory()
         namespaces.lock_down(
             limits["num_processes"], limits["file_bytes"], request["emulate_root"], request["has_groups"]
         )

@@ -118,7 +118,7 @@ def isolate_fork_server(prefix: str, images: str | None) -> None:
 
 
 def _lift_shared_limit() -> None:
-    """Each sandbox has its own limit of pending signals; that of them all together would let one starve others.
+    """Each sandbox has its own limit of pending signals; one of all together would let some starve others.
 
     The kernel compares what all sandboxes hold with the limit of whoever makes their user namespaces.
     """
@@ -328,11 +328,11 @@ def lock_down(num_processes: int, file_bytes: int, emulate_root: bool, shared_me
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     kernel.set_dumpable(False)
     kernel.drop_capabilities()
-    kernel.install_filter(_FILTERS[emulate_root, shared_memory])
+    kernel.install_filter(_FILTERS[emulate_root, shared_memory, True])
 
 
 _FILTERS = {
-    (emulate_root, shared_memory): build_filter(kernel.MACHINE, emulate_root, shared_memory)
+    (emulate_root, shared_memory, True): build_filter(kernel.MACHINE, emulate_root, shared_memory, True)
     for emulate_root in (False, True)
     for shared_memory in (False, True)
 }

@@ -100,14 +100,16 @@ _NUMBER, _ARCH, _ARGUMENT_0, _ARGUMENT_1, _ARGUMENT_2 = 0, 4, 16, 24, 32
 _ABSENT: list[Instruction] = [(_RET, 0, 0, _ERRNO | errno.ENOSYS)]
 
 
-def build_filter(machine: str, emulate_root: bool = False, shared_memory: bool = True) -> bytes:
+def build_filter(
+    machine: str, emulate_root: bool = False, shared_memory: bool = True, countable_sockets: bool = False
+) -> bytes:
     """The program for one machine type. Raises KeyError for a machine that the tables lack.
 
-    `shared_memory`: whether memory that belongs to no process may be had; only control groups bound it. Where
-    it may not, sockets are of those kinds and sizes that can be counted (see `socket_memory`): their buffers
-    stay as they are, which is answered as done.
+    `shared_memory`: whether memory that belongs to no process may be had; only control groups bound it.
+    `countable_sockets`: whether sockets are of those kinds and sizes alone that `socket_memory` counts: their
+    buffers stay as they are, which is answered as done.
     """
-    blocks = _blocks(machine, emulate_root, shared_memory)
+    blocks = _blocks(machine, emulate_root, shared_memory, countable_sockets)
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCH),
         (_JEQ, 1, 0, _AUDIT[machine]),
@@ -118,7 +120,9 @@ def build_filter(machine: str, emulate_root: bool = False, shared_memory: bool =
     return b"".join(struct.pack("HBBI", *instruction) for instruction in program)
 
 
-def _blocks(machine: str, emulate_root: bool, shared_memory: bool) -> list[tuple[int, list[Instruction]]]:
+def _blocks(
+    machine: str, emulate_root: bool, shared_memory: bool, countable_sockets: bool
+) -> list[tuple[int, list[Instruction]]]:
     """(first number, what is done from there on), ascending, from 0 on."""
     done: dict[int, list[Instruction]] = {}
     for first, last in _ALLOWED[machine]:
@@ -138,10 +142,10 @@ def _blocks(machine: str, emulate_root: bool, shared_memory: bool) -> list[tuple
         done[_CALLS[machine][name]] = [
             (_LOAD, 0, 0, _ARGUMENT_0),
             *_one_of(_FAMILIES, errno.EAFNOSUPPORT),
-            *([] if shared_memory else known),
+            *(known if countable_sockets else []),
             (_RET, 0, 0, _ALLOW),
         ]
-    if not shared_memory:
+    if countable_sockets:
         done[_CALLS[machine]["setsockopt"]] = [
             (_LOAD, 0, 0, _ARGUMENT_1),
             (_JEQ, 0, 4, _SOCKET_LEVEL),

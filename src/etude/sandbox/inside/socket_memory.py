@@ -1,17 +1,20 @@
-"""What the sockets of a sandbox hold in the kernel's memory: for the watchdog, where no control group counts.
+"""What the sockets of a sandbox hold in the kernel's memory: for the watchdog.
+
+Without control groups nobody counts it. With those of version 1, going beyond the limit of connections is
+not refused: it only makes the kernel sparing with each.
 
 Two looks, as for the memory of processes. The quick one multiplies the number of sockets of this network
 namespace by the most that one can hold; it reads one line of /proc. The close one asks the kernel for each
-socket's buffers (`sock_diag(7)`). A socket that the kernel counts and does not list (it was closed while what
-it sent is still unread; it was disconnected) is taken to be full. So both never say too little.
+socket's buffers (`sock_diag(7)`). A socket that the kernel counts and does not list (it was closed while its
+peer is still there; it was disconnected) is taken to be full. So both never say too little.
 
-The bounds for one socket hold because without control groups buffers stay as large as they are from the
-start (`limit_buffers`; the filter answers a wish for larger ones as done) and no other protocols than TCP and
-UDP exist.
+The bounds for one socket hold because buffers do not grow beyond what is set at the start (`limit_buffers`;
+the filter answers a wish for larger ones as done), and no other protocols than TCP and UDP exist.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -80,11 +83,17 @@ class SocketMemory:
         return sum(listed) + num_unlisted * self._full_bytes + num_sockets * _OBJECT_BYTES
 
     def _ask(self, body: bytes, header_bytes: int, attribute: int) -> list[int]:
-        """Bytes of each socket of one kind. None of a kind that this kernel cannot list."""
+        """Bytes of each socket of one kind, of those that this kernel lists."""
+        found: list[int] = []
+        # What is not listed is taken to be full, whatever the reason: a kernel short of memory, too.
+        with contextlib.suppress(OSError):
+            self._list(body, header_bytes, attribute, found)
+        return found
+
+    def _list(self, body: bytes, header_bytes: int, attribute: int, found: list[int]) -> None:
         self._sequence += 1
         size = 16 + len(body)
         self._kernel.send(struct.pack("=IHHII", size, _BY_FAMILY, _DUMP, self._sequence, 0) + body)
-        found: list[int] = []
         while True:
             data = self._kernel.recv(_ANSWER_BYTES)
             start = 0
@@ -94,7 +103,7 @@ class SocketMemory:
                     break
                 if sequence == self._sequence:
                     if kind in (_NOTHING_MORE, _FAILURE):
-                        return found
+                        return
                     found.append(_buffer_bytes(data, start + 16 + header_bytes, start + size, attribute))
                 start += (size + 3) & ~3
 
@@ -113,9 +122,9 @@ def _buffer_bytes(data: bytes, start: int, end: int, attribute: int) -> int:
 
 
 def _num_sockets() -> int:
-    """Of this network namespace, with those that are closed and not yet gone."""
+    """Of this network namespace, with those that are closed and not yet gone; not the one that asks."""
     with open("/proc/net/sockstat", "rb") as file:
-        return int(file.readline().split()[2])
+        return max(0, int(file.readline().split()[2]) - 1)
 
 
 def _default_bytes(name: str) -> int:

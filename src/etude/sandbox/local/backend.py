@@ -212,20 +212,9 @@ class ForkServerBackend(MachineBackend):
         try:
             if self._groups is None:
                 self._groups = self._open_groups()
-            arguments = self._arguments()
-            server = await asyncio.to_thread(ForkServer.start, self._interpreter(), arguments, self.name)
-            try:
-                if self._groups is not None:
-                    await asyncio.to_thread(self._groups.admit, server.pid)
-            except OSError as error:
-                await server.close()
-                raise SandboxError(
-                    f"no control group for the fork server: {error}",
-                    field="sandbox.backend",
-                    received=self.name,
-                ) from error
-            self._server = server
-            return server
+            how = (self._interpreter(), self._arguments(), self.name, self._groups)
+            self._server = await asyncio.to_thread(ForkServer.start, *how)
+            return self._server
         finally:
             self._starting = None
 

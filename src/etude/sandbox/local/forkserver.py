@@ -15,6 +15,7 @@ from typing import IO
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.errors import fault_error
+from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
 
 START_S = 20.0
@@ -38,8 +39,13 @@ class ForkServer:
         self._log = log
 
     @classmethod
-    def start(cls, interpreter: str, arguments: Sequence[str], name: str) -> ForkServer:
-        """Starts one and waits until it serves. Blocks for up to 20 s. Raises ResourceError."""
+    def start(
+        cls, interpreter: str, arguments: Sequence[str], name: str, groups: ControlGroups | None = None
+    ) -> ForkServer:
+        """Starts one and waits until it serves, in its own control group. Blocks for up to 20 s.
+
+        Raises ResourceError.
+        """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(START_S)
         log = tempfile.TemporaryFile()  # noqa: SIM115 -- open as long as the fork server lives
@@ -62,8 +68,10 @@ class ForkServer:
             os.close(owner)
         try:
             answer = json.loads(ours.recv(1 << 16) or b"{}")
+            if groups is not None and "ready" in answer:
+                groups.admit(launcher.pid)
         except (OSError, ValueError) as error:
-            answer = {"failure": str(error)}
+            answer: dict[str, object] = {"failure": str(error)}
         if "ready" not in answer:
             ours.close()
             _wait_for_end(launcher)
