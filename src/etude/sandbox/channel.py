@@ -52,8 +52,6 @@ class Channel:
         self._next_id = first_id
         self._end: str | None = None
         self._lent: list[int] | None = None
-        self._gathering = False
-        self._gathered: list[bytes] = []
         self._wants_pid = False
         self.peer_pid = 0
         """Process id of the server as we see it; 0: not asked for, or out of our sight."""
@@ -150,22 +148,6 @@ class Channel:
     def _send(self, data: bytes) -> None:
         if self._end is not None:
             raise SandboxError(self._end, field="sandbox", received=self._name)
-        if self._gathering:
-            self._gathered.append(data)
-            return
-        # What else is sent before the loop turns goes out together, in one system call.
-        self._gathering = True
-        self._loop.call_soon(self._send_gathered)
-        self._send_now(data)
-
-    def _send_gathered(self) -> None:
-        self._gathering = False
-        if self._gathered and self._end is None:
-            data = b"".join(self._gathered)
-            self._gathered.clear()
-            self._send_now(data)
-
-    def _send_now(self, data: bytes) -> None:
         if not self._unsent:
             try:
                 data = data[self._sock.send(data) :]

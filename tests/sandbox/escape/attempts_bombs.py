@@ -143,8 +143,8 @@ BOMBS = [
     ),
     Attempt(
         "fill kernel memory with local sockets",
-        "the memory control group",
-        (_GROUPS,),
+        "the memory control group, or the watchdog, which counts the buffers of sockets",
+        ("memory watchdog", _GROUPS),
         """
         ready = os.pipe()
         block = bytes(65536)
@@ -174,8 +174,8 @@ BOMBS = [
     ),
     Attempt(
         "fill kernel memory with TCP connections",
-        "the memory control group",
-        (_GROUPS,),
+        "RLIMIT_NOFILE, and the watchdog, which counts the buffers of sockets",
+        ("limit NOFILE", "memory watchdog"),
         """
         listener = socket.create_server(("127.0.0.1", 0))
         held, sent, block = [], 0, bytes(65536)
