@@ -20,14 +20,13 @@ from etude.rollout.collect import run_tasks
 
 
 def measure_summaries(run: Path) -> Figures:
-    """Greedy pass rates on the run's held-out trails: trained, before RL, and with summaries off."""
+    """Greedy pass rates on the run's held-out trails, with summaries and with them off."""
     directory = RunDirectory.open(run)
     config = settle_evaluation(directory)
     use_sampling_threads(config)
     tasks = open_family(config).evaluation_tasks("heldout", config.evaluation.num_tasks)
     off = config.model_copy(update={"agent": config.agent.model_copy(update={"summary_at_tokens": 0})})
     trained = _play(directory, config, tasks, "final")
-    before = _play(directory, config, tasks, "midtrained")
     without = _play(directory, off, tasks, "final")
     low, high = wilson_interval(sum(_passed(one) for one in trained), len(trained))
     lengths = [sum(len(segment.tokens) for segment in one.segments) for one in trained if _passed(one)]
@@ -35,7 +34,6 @@ def measure_summaries(run: Path) -> Figures:
         "summary_task_pass_with": _rate(trained),
         "summary_task_pass_with_low": low,
         "summary_task_pass_with_high": high,
-        "summary_task_pass_before_rl": _rate(before),
         "summary_task_pass_without": _rate(without),
         "summary_task_files": float(config.tasks.trail_heldout_lengths[0]),
         "summary_task_calls": statistics.median(float(one.facts["num_calls"]) for one in trained),

@@ -105,6 +105,23 @@ def test_limits_end_the_session_with_their_name():
     assert len(message.turns) == 1 and message.turns[0].calls == ()
 
 
+def test_an_agent_that_calls_nothing_is_ended():
+    session = new_session(SessionLimits(max_idle_turns=2))
+    for words in ("hm", "still thinking"):
+        assert session.status is None
+        say(session, words)
+        answer(session, "error: no call")
+    assert session.next_action() == Finished(Status.LIMIT, "no call")
+    session.on_user("call a tool")
+    say(session, "hm")
+    answer(session, "error: no call")
+    say(session, READ)
+    answer(session, "x")
+    say(session, "hm")
+    answer(session, "error: no call")
+    assert session.status is None
+
+
 def test_a_message_may_use_what_the_context_has_left():
     session = new_session(SessionLimits(max_tokens=40, max_message_tokens=128))
     action = session.next_action()

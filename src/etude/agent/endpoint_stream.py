@@ -92,14 +92,19 @@ def _take(document: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> Non
 
 
 def _take_delta(delta: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> None:
-    if reasoning := delta.get("reasoning_content") or delta.get("reasoning"):
+    if reasoning := _clean(delta.get("reasoning_content") or delta.get("reasoning")):
         answer.reasoning += reasoning
         on_event(ReasoningDelta(reasoning))
-    if text := delta.get("content"):
+    if text := _clean(delta.get("content")):
         answer.text += text
         on_event(TextDelta(text))
     for place, part in enumerate(delta.get("tool_calls") or ()):
         _take_call(int(part.get("index", place)), part.get("function") or {}, answer, on_event)
+
+
+def _clean(text: str | None) -> str:
+    """Without halves of surrogate pairs, which JSON can spell and no file can hold."""
+    return (text or "").encode("utf-8", "surrogatepass").decode("utf-8", "replace")
 
 
 def _take_call(index: int, function: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> None:

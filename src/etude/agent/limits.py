@@ -20,6 +20,8 @@ class SessionLimits:
     """One context, prompt and observations included: the model's window."""
     max_message_tokens: int = 128
     """One message of the agent; calls of a message that was cut here are not run."""
+    max_idle_turns: int | None = None
+    """Messages in a row without one well-formed call, after which the session ends; None: no such limit."""
     max_session_tokens: int | None = None
     """All contexts together."""
 
@@ -36,6 +38,8 @@ class Progress:
     """Whether the next message is a summary."""
     summary: str | None = None
     """The summary, until the context that it closes has been archived."""
+    idle_turns: int = 0
+    """Messages without a well-formed call since the last one with."""
     todos: str = ""
     """The agent's to-do list as it last wrote it."""
     known: int = 0

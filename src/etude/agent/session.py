@@ -177,11 +177,15 @@ class AgentSession:
         for result in results:
             progress.todos = str(result.facts.get("todos", progress.todos))
         progress.pending = ()
+        idle = all(call.error is not None for call in calls)
+        progress.idle_turns = progress.idle_turns + 1 if idle else 0
         self._action = None
         if any(result.finished for result in results):
             self._end(Status.DONE)
         elif self._num_messages >= self.limits.max_turns:
             self._end(Status.LIMIT, "turns")
+        elif progress.idle_turns == self.limits.max_idle_turns:
+            self._end(Status.LIMIT, "no call")
         else:
             self._go_on([result.output for result in results])
 
@@ -208,7 +212,7 @@ class AgentSession:
         """More words of the user, after the session has ended: it goes on, with its limits as they are."""
         progress = self.progress
         assert progress.status is not None, "the session goes on"
-        progress.status, progress.cause = None, ""
+        progress.status, progress.cause, progress.idle_turns = None, "", 0
         self._action = None
         self._said.append(text)
         if not self._message_is_closed():

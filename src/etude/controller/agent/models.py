@@ -150,7 +150,11 @@ def people_session_limits(max_tokens: int) -> tuple[SessionLimits, SummaryPolicy
     """Limits of a context of `max_tokens`, and when it is summarised."""
     message, summary = min(65_536, max_tokens // 4), min(16_384, max_tokens // 16)
     limits = SessionLimits(
-        max_turns=10_000, max_calls_per_turn=32, max_tokens=max_tokens, max_message_tokens=message
+        max_turns=10_000,
+        max_calls_per_turn=32,
+        max_tokens=max_tokens,
+        max_message_tokens=message,
+        max_idle_turns=3,
     )
     return limits, SummaryPolicy(at_tokens=int(max_tokens * 0.6), max_summary_tokens=summary)
 

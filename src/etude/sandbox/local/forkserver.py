@@ -61,6 +61,8 @@ class ForkServer:
                 stdout=log,
                 stderr=log,
                 pass_fds=(theirs.fileno(), owner),
+                # Ctrl-C at a terminal is for the program that runs there, not for its sandboxes.
+                start_new_session=True,
                 env={"PATH": path, "PYTHONHASHSEED": "0", "LANG": "C.UTF-8"},
             )
         finally:
