@@ -312,8 +312,8 @@ class EnvironmentSession:
 
         At the present turn the sandbox is copied; at an earlier one the nearest snapshot (or the origin) is
         taken and the calls since then are run again: see `differences` of the forks. Each place of the result
-        holds a session or what prevented it. Raises ConfigError for a turn that there was not, SandboxStateError once
-        the session was submitted.
+        holds a session or what prevented it. Raises ConfigError for a turn that there was not,
+        SandboxStateError once the session was submitted.
         """
         if self.state == "submitted":
             # At any turn: a verdict must not help to find a better one.

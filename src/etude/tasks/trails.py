@@ -1,8 +1,8 @@
 """Trails: tasks that outlast a model's window, and cannot be solved without carrying something over.
 
 A trail leads from file to file, each naming the next. One file near its beginning gives a key, and in the
-place of the last file's `end` the key is to be written. So every file must be read, and at the end the key has
-long left a short context.
+place of the last file's `end` the key is to be written. So every file must be read, and at the end the key
+has long left a short context.
 """
 
 from __future__ import annotations
