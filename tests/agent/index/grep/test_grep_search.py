@@ -166,7 +166,7 @@ def test_huge_lines_come_whole(tmp_path: Path) -> None:
 
 def test_a_cancelled_search_leaves_no_process(tmp_path: Path) -> None:
     tree = make_tree(
-        tmp_path / "tree", {f"{number}.txt": b"aaaaaaaaaaaaaaaa\n" * 20_000 for number in range(40)}
+        tmp_path / "tree", {f"{number}.txt": b"aaaaaaaaaaaaaaaa\n" * 100_000 for number in range(40)}
     )
 
     async def cancelled() -> None:
