@@ -223,6 +223,30 @@ def test_words_after_a_stop_close_what_was_open():
     assert text.count("<result>error: stopped</result>") == 2
 
 
+@pytest.mark.parametrize("sampled", [0, 2, None])
+def test_a_session_stopped_in_its_summary_goes_on_with_what_there_is(sampled):
+    session = new_session(LIMITS, summary=POLICY)
+    session.on_chunk(chunk(renderer().message([READ]), finish="stop", digest="d"))
+    session.on_results([ToolResult("ok " * 200)])
+    words = renderer().encode(["half of it done", renderer().template.end])
+    if sampled is None:
+        session.on_chunk(chunk(words, finish="stop", digest="e"))
+    elif sampled:
+        session.on_chunk(chunk(words[:sampled]))
+    session.stop(Status.LIMIT, "user")
+    session.on_user("and test_empty")
+    action = session.next_action()
+    if sampled == 0:
+        assert isinstance(action, Sample) and action.summarising
+        session.on_chunk(chunk(words, finish="stop", digest="e"))
+        action = session.next_action()
+    assert isinstance(action, Archive)
+    session.on_archived()
+    assert session.facts.num_summaries == 1 and len(session.contexts) == 2
+    assert session.contexts[1].opening.startswith("test_tally fails\n\nand test_empty\n\n[context 2;")
+    assert isinstance(session.next_action(), Sample) and session.status is None
+
+
 def test_all_words_of_the_user_reach_the_next_context():
     session = new_session(LIMITS, summary=POLICY)
     run_script([], session, ScriptedSampler(counting(1)))

@@ -215,6 +215,8 @@ class AgentSession:
         progress.status, progress.cause, progress.idle_turns = None, "", 0
         self._action = None
         self._said.append(text)
+        if progress.summarising or progress.summary is not None:
+            return  # the context is full: the next one begins with all that was said
         if not self._message_is_closed():
             self.recording.give(np.array([self.renderer.end_token], dtype=np.int32), "assistant")
         last = self.turns[-1] if self.turns else None
@@ -366,8 +368,7 @@ class AgentSession:
         full = self._is_spent(0) or length >= limits.max_tokens - (
             0 if self.progress.summarising else self._reserve
         )
-        if self.progress.message_start is not None:
-            self._add_turn(self._close_message(), ())
+        if self.progress.message_start is not None and not self.progress.summarising:
             self.facts.on_turn((), ())
         self._end(Status.LIMIT, "tokens" if full else "message")
 
@@ -428,10 +429,11 @@ class AgentSession:
 
     def _end(self, status: Status, cause: str = "") -> None:
         if self.progress.message_start is not None:
-            self._add_turn(self._close_message(), ())
+            if self.progress.summarising:
+                self._end_summary()
+            else:
+                self._add_turn(self._close_message(), ())
         self.progress.pending = ()
-        self.progress.summarising = False
-        self.progress.summary = None
         self.progress.status = status
         self.progress.cause = cause
         self._action = None

@@ -85,17 +85,22 @@ def test_groups_of_dead_owners_are_swept(group: ControlGroup) -> None:
 
 def test_the_kernels_own_memory_is_what_lies_beside_its_memory_file() -> None:
     descriptor = os.memfd_create("runsc-memory")
+    # Mapped anew: memory of the heap may have been resident before.
+    private = mmap.mmap(-1, 20 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:
         memory = MemoryFile.of(os.getpid())
         assert memory is not None
         before = memory.kernel_bytes()
-        held = bytearray(b"x") * (20 << 20)
-        assert memory.kernel_bytes() - before == pytest.approx(len(held), abs=4 << 20)
+        for page in range(0, len(private), mmap.PAGESIZE):
+            private[page] = 1
+        assert memory.kernel_bytes() - before == pytest.approx(len(private), abs=4 << 20)
         os.ftruncate(descriptor, 30 << 20)
         with mmap.mmap(descriptor, 30 << 20) as mapped:
-            mapped.write(b"x" * (30 << 20))
-            assert memory.kernel_bytes() - before == pytest.approx(len(held), abs=4 << 20)
+            for page in range(0, len(mapped), mmap.PAGESIZE):
+                mapped[page] = 1
+            assert memory.kernel_bytes() - before == pytest.approx(len(private), abs=4 << 20)
     finally:
+        private.close()
         os.close(descriptor)
     assert MemoryFile(Path("/proc/4194305/fd/3")).kernel_bytes() == 0
 

@@ -7,10 +7,8 @@ Then, after `drain_s` or at a second signal, every session is closed and the pro
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
 
 import uvicorn
 
@@ -20,7 +18,6 @@ from etude.errors import ConfigError
 from etude.sandbox.server.process import DrainingServer, is_loopback
 
 DEFAULT_PORT = 8652
-_LOOK_S = 0.2
 _CLOSE_S = 10.0
 
 
@@ -83,27 +80,11 @@ def serve(
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
-    asyncio.run(EnvironmentProcess(config, host_sessions, drain_s).serve())
 
+    def begin() -> None:
+        host_sessions.draining = True
 
-class EnvironmentProcess(DrainingServer):
-    """uvicorn's server, which finishes the turns that run before it ends."""
+    async def is_busy() -> bool:
+        return bool(host_sessions.num_busy)
 
-    def __init__(self, config: uvicorn.Config, host: SessionHost, drain_s: float) -> None:
-        # The base class looks at `draining` only, and that in the method which is replaced here.
-        super().__init__(config, cast(Any, host), drain_s)
-        self._host = host
-
-    async def _drain(self) -> None:
-        self._host.draining = True
-        print(
-            f"environment server: ending once its turns have, in {self._drain_s:g} s at the latest; "
-            "a second signal does not wait",
-            file=sys.stderr,
-            flush=True,
-        )
-        end_s = asyncio.get_running_loop().time() + self._drain_s
-        while asyncio.get_running_loop().time() < end_s and self._host.num_busy:  # noqa: ASYNC110
-            # Turns, gradings and forks end in many places; none of them knows of this.
-            await asyncio.sleep(_LOOK_S)
-        self.should_exit = True
+    asyncio.run(DrainingServer(config, "environment server", "turns", drain_s, begin, is_busy).serve())

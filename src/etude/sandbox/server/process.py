@@ -14,7 +14,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -106,7 +106,15 @@ def serve(
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
-    asyncio.run(DrainingServer(config, app.state.sandboxes, drain_s).serve())
+    state: ServerState = app.state.sandboxes
+
+    def begin() -> None:
+        state.draining = True
+
+    async def is_busy() -> bool:
+        return any((await state.prune()).values())
+
+    asyncio.run(DrainingServer(config, "sandbox server", "sandboxes", drain_s, begin, is_busy).serve())
 
 
 def is_loopback(host: str) -> bool:
@@ -120,12 +128,24 @@ def is_loopback(host: str) -> bool:
 
 
 class DrainingServer(uvicorn.Server):
-    """uvicorn's server, which waits for its sandboxes before it ends."""
+    """uvicorn's server, which waits for what it holds before it ends. Of every server of ours."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, drain_s: float) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        name: str,
+        held: str,
+        drain_s: float,
+        begin: Callable[[], None],
+        is_busy: Callable[[], Awaitable[bool]],
+    ) -> None:
+        """`begin` refuses what is new from then on; `is_busy` says whether some of `held` are still there."""
         super().__init__(config)
-        self._state = state
+        self._name = name
+        self._held = held
         self._drain_s = drain_s
+        self._begin = begin
+        self._is_busy = is_busy
         self._drain_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -154,17 +174,16 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
 
     async def _drain(self) -> None:
-        self._state.draining = True
+        self._begin()
         print(
-            f"sandbox server: ending once its sandboxes have, in {self._drain_s:g} s at the latest; "
+            f"{self._name}: ending once its {self._held} have, in {self._drain_s:g} s at the latest; "
             "a second signal does not wait",
             file=sys.stderr,
             flush=True,
         )
-        end_s = asyncio.get_running_loop().time() + self._drain_s
-        while asyncio.get_running_loop().time() < end_s and any(  # noqa: ASYNC110
-            (await self._state.prune()).values()
-        ):
-            # Sandboxes end in their backends, which tell nobody.
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + self._drain_s
+        while loop.time() < end_s and await self._is_busy():  # noqa: ASYNC110
+            # What is held ends in many places, none of which knows of this.
             await asyncio.sleep(_LOOK_S)
         self.should_exit = True

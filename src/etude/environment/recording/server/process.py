@@ -7,25 +7,20 @@ finish it has acknowledged; live sessions are lost, and their clients see it.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import ipaddress
 import os
 import secrets
-import signal
 import sys
-from collections.abc import Generator
 from pathlib import Path
-from types import FrameType
 
 import uvicorn
 
 from etude.environment.recording.server.app import build_app
 from etude.environment.recording.sessions import Recordings
 from etude.errors import ConfigError
+from etude.sandbox.server.process import DrainingServer
 
 DEFAULT_PORT = 8650
-_LOOK_S = 0.2
 _CLOSE_S = 10
 
 
@@ -105,52 +100,11 @@ async def serve(
         ssl_certfile=certificate,
         ssl_keyfile=key,
     )
-    await DrainingServer(config, recordings, drain_s).serve()
 
+    def begin() -> None:
+        recordings.draining = True
 
-class DrainingServer(uvicorn.Server):
-    """uvicorn's server, which waits for its sessions before it ends."""
+    async def is_busy() -> bool:
+        return len(recordings) > 0
 
-    def __init__(self, config: uvicorn.Config, recordings: Recordings, drain_s: float) -> None:
-        super().__init__(config)
-        self._recordings = recordings
-        self._drain_s = drain_s
-        self._drain_task: asyncio.Task[None] | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None, None, None]:
-        """Signals drain; they are not raised again afterwards, since an asked-for end is no failure."""
-        self._loop = asyncio.get_running_loop()
-        numbers = (signal.SIGTERM, signal.SIGINT)
-        before = {number: signal.signal(number, self.handle_exit) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The first signal drains, the second ends at once."""
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._on_signal)
-
-    def _on_signal(self) -> None:
-        if self._drain_task is None:
-            self._drain_task = asyncio.ensure_future(self._drain())
-        else:
-            self.should_exit = True
-
-    async def _drain(self) -> None:
-        self._recordings.draining = True
-        print(
-            f"recording server: ending once its sessions have, in {self._drain_s:g} s at the latest; "
-            "a second signal does not wait",
-            file=sys.stderr,
-            flush=True,
-        )
-        end_s = asyncio.get_running_loop().time() + self._drain_s
-        while len(self._recordings) and asyncio.get_running_loop().time() < end_s:  # noqa: ASYNC110
-            # Sessions end by requests, which tell nobody.
-            await asyncio.sleep(_LOOK_S)
-        self.should_exit = True
+    await DrainingServer(config, "recording server", "sessions", drain_s, begin, is_busy).serve()
