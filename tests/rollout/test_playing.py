@@ -18,17 +18,18 @@ def renderer() -> Renderer:
     return Renderer(train_tokenizer([], 256 + len(controls), controls), grammar)
 
 
-def play_trail(note_key, summary=SUMMARY, number=0):
-    task = TrailGenerator(5, "heldout", 120, 120).task(number)
-    author = TrailAuthor(task, Random(number), note_key)
+def play_trail(note_key, summary=SUMMARY, number=0, slip=0.0):
+    task = TrailGenerator(5, "heldout", (120, 120)).task(number)
+    author = TrailAuthor(task, Random(number), note_key, slip)
     session, messages = asyncio.run(play(task, author, renderer(), LIMITS, summary))
-    edits = [turn.calls[0].arguments.get("text") for turn in session.turns if len(turn.calls) == 2]
+    calls = [call for turn in session.turns for call in turn.calls]
+    edits = [call.arguments["text"] for call in calls if call.name == "edit_lines"]
     return task, session, messages, edits
 
 
 def test_an_author_who_notes_the_key_solves_a_trail_of_many_contexts():
     task, session, messages, edits = play_trail(note_key=1.0)
-    assert session.status is Status.DONE and len(messages) == 121
+    assert session.status is Status.DONE and len(messages) == 122
     assert session.num_tokens > 3 * LIMITS.max_tokens
     assert [one.relation for one in session.contexts[1:]] == [Relation.SUMMARY] * (len(session.contexts) - 1)
     assert edits == [next(iter(task.solution_files.values())).strip()]
@@ -46,3 +47,11 @@ def test_an_author_who_notes_no_key_is_lost():
 def test_without_summaries_the_window_ends_the_trail():
     _, session, _, edits = play_trail(1.0, summary=None)
     assert (session.status, session.cause, edits) == (Status.LIMIT, "tokens", [])
+
+
+def test_an_author_who_slips_is_told_so_and_looks_again():
+    task, session, messages, edits = play_trail(note_key=1.0, slip=0.2)
+    failed = [result for turn in session.turns for result in turn.results if result.error]
+    assert len(failed) > 10 and len(messages) == 122 + len(failed)
+    assert session.status is Status.DONE
+    assert edits[-1] == next(iter(task.solution_files.values())).strip()

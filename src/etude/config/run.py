@@ -45,6 +45,8 @@ class TasksConfig(Section):
     them than a context holds, with a key to be remembered."""
     trail_lengths: tuple[int, int] = (6, 60)
     """Files of the shortest and the longest trail in training."""
+    trail_lengths_at_end: tuple[int, int] | None = None
+    """The same at the end of reinforcement learning: both grow towards it, task by task. Unset: they stay."""
     trail_heldout_lengths: tuple[int, int] = (250, 400)
     """Files of the trails that are judged: of the split `heldout`, and of `heldout_family`."""
     trail_note_key: float = Field(default=0.4, ge=0, le=1)

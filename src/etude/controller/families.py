@@ -79,13 +79,18 @@ class _Trails:
         return trail_documents(self._config, renderer)
 
     def source(self) -> TaskSource:
-        return TrailGenerator(self._config.seed, "train", *self._config.tasks.trail_lengths).task
+        tasks, rl = self._config.tasks, self._config.rl
+        num_tasks = rl.num_steps * rl.groups_per_step
+        source = TrailGenerator(
+            self._config.seed, "train", tasks.trail_lengths, tasks.trail_lengths_at_end, num_tasks
+        )
+        return source.task
 
     def evaluation_tasks(self, split: str, count: int) -> list[Task]:
         heldout, longer = self._config.tasks.trail_heldout_lengths
         lengths = {"heldout": heldout, "heldout_family": longer}
         _check_split(split, list(lengths))
-        source = TrailGenerator(_EVALUATION_SEED, split, lengths[split], lengths[split])
+        source = TrailGenerator(_EVALUATION_SEED, split, (lengths[split], lengths[split]))
         return [source.task(number) for number in range(count)]
 
 

@@ -68,14 +68,18 @@ def _play_chunk(config: RunConfig, tokenizer: Tokenizer, numbers: Sequence[int])
 
 
 def _documents(session: AgentSession, config: RunConfig) -> list[Document]:
-    return [_document(segment, config) for segment in session.segments()]
+    return [_document(session, segment, config) for segment in session.segments()]
 
 
-def _document(segment: Segment, config: RunConfig) -> Document:
+def _document(session: AgentSession, segment: Segment, config: RunConfig) -> Document:
+    """One context. What failed is shown, not taught."""
     midtrain = config.midtrain
     weights = np.where(segment.sampled, midtrain.agent_weight, midtrain.observation_weight)
+    for turn in session.turns:
+        if turn.segment_id == segment.id and any(result.error for result in turn.results):
+            weights[turn.start : turn.end] = 0.0
     return Document(segment.tokens, weights.astype(np.float32), segment.sampled)
 
 
 def _source(config: RunConfig) -> TrailGenerator:
-    return TrailGenerator(CORPUS_SEED, "train", *config.tasks.trail_lengths)
+    return TrailGenerator(CORPUS_SEED, "train", config.tasks.trail_lengths)

@@ -19,33 +19,55 @@ _NUM_NAMES = 900
 _KEY_SHARE = 0.3
 """The key lies in this first share of the trail."""
 _SHORTEST = 3
+_SLIP = 0.03
+"""Odds that the scripted author names a file that is not there."""
 
 
 class TrailGenerator:
-    """Trails by index; lengths are drawn between `shortest` and `longest` files, short ones more often.
+    """Trails by index; lengths are drawn between a shortest and a longest, short ones more often.
 
+    With `lengths_at_end` both bounds grow with the index, by equal factors, until `grow_over`: a curriculum.
     Raises TaskError for lengths that make no trail.
     """
 
-    def __init__(self, seed: int, split: str, shortest: int, longest: int) -> None:
-        if not _SHORTEST <= shortest <= longest <= _NUM_NAMES:
-            raise TaskError(
-                "trails cannot have these lengths",
-                field="tasks.trail_lengths",
-                received=(shortest, longest),
-                fix=f"{_SHORTEST} <= shortest <= longest <= {_NUM_NAMES}",
-            )
+    def __init__(
+        self,
+        seed: int,
+        split: str,
+        lengths: tuple[int, int],
+        lengths_at_end: tuple[int, int] | None = None,
+        grow_over: int = 1,
+    ) -> None:
+        _check_lengths("tasks.trail_lengths", lengths)
+        if lengths_at_end is not None:
+            _check_lengths("tasks.trail_lengths_at_end", lengths_at_end)
         self.seed = seed
         self.split = split
-        self.lengths = (shortest, longest)
+        self.lengths = lengths
+        self.lengths_at_end = lengths_at_end or lengths
+        self.grow_over = max(1, grow_over)
 
     def task(self, index: int) -> Task:
         """The task with this index: always the same. Lengths are uniform in their logarithm."""
         rng = Random(f"trail/{self.seed}/{self.split}/{index}")
-        shortest, longest = self.lengths
+        share = min(1.0, index / self.grow_over)
+        shortest, longest = (
+            round(start ** (1 - share) * end**share)
+            for start, end in zip(self.lengths, self.lengths_at_end, strict=True)
+        )
         drawn = math.exp(rng.uniform(math.log(shortest), math.log(longest + 1)))
         identity = f"trail-{self.split}-{self.seed}-{index}"
         return make_trail(identity, min(int(drawn), longest), self.split, rng)
+
+
+def _check_lengths(field: str, lengths: tuple[int, int]) -> None:
+    if not _SHORTEST <= lengths[0] <= lengths[1] <= _NUM_NAMES:
+        raise TaskError(
+            "trails cannot have these lengths",
+            field=field,
+            received=lengths,
+            fix=f"{_SHORTEST} <= shortest <= longest <= {_NUM_NAMES}",
+        )
 
 
 def make_trail(task_id: str, length: int, split: str, rng: Random) -> Task:
@@ -77,36 +99,52 @@ class TrailAuthor:
 
     It works from what it was shown since its context began, as a model must: a key that it left out of a
     summary is gone, and it writes 00. In other sessions it notes the key as well. Which kind succeeds is left
-    for reinforcement learning to find out. It says the key aloud where it finds it.
+    for reinforcement learning to find out. It says the key aloud where it finds it. Now and then it names a
+    file that is not there, is told so, and looks again where it was to go: a slip need not be the end.
     """
 
-    def __init__(self, task: Task, rng: Random, note_key: float) -> None:
+    def __init__(self, task: Task, rng: Random, note_key: float, slip: float = _SLIP) -> None:
         """`note_key`: odds that the summaries of this session carry the key."""
-        self._file = self._next = task.instruction.split()[1]
+        self._names = task.files.keys()
+        self._next = task.instruction.split()[1]
         self._key = ""
-        self._ended = False
+        self._ended = self._written = False
+        self._rng = rng
+        self._slip = slip
         self._notes_key = rng.random() < note_key
 
     def message(self, results: Sequence[ToolResult] | None) -> list[ToolCall | str]:
         """The next message's calls."""
         words = self._look_at(results)
+        if self._written:
+            return [ToolCall("finish")]
+        path = self._slipped() if self._rng.random() < self._slip else self._next
         if self._ended:
-            edit = {"path": self._file, "start": "1", "text": self._key or "00"}
-            return [*words, ToolCall("edit_lines", edit), ToolCall("finish")]
-        self._file = self._next
-        return [*words, ToolCall("read_file", {"path": self._file})]
+            self._written = True
+            return [*words, ToolCall("edit_lines", {"path": path, "start": "1", "text": self._key or "00"})]
+        return [*words, ToolCall("read_file", {"path": path})]
 
     def summary(self, results: Sequence[ToolResult] | None) -> str:
         """What the author carries over; what it leaves out it forgets."""
         self._look_at(results)
         if not self._notes_key:
             self._key = ""
-        place = f"end {self._file}" if self._ended else f"go {self._next}"
+        place = f"{'end' if self._ended else 'go'} {self._next}"
         return f"{place} key {self._key}" if self._key else place
+
+    def _slipped(self) -> str:
+        """A name that is not there, and differs from the right one in one digit."""
+        while True:
+            place = self._rng.randrange(len("d/"), len(self._next))
+            path = f"{self._next[:place]}{self._rng.randrange(10)}{self._next[place + 1 :]}"
+            if path not in self._names:
+                return path
 
     def _look_at(self, results: Sequence[ToolResult] | None) -> list[str]:
         """Takes in what was shown; the key if it was among it."""
         found: list[str] = []
+        if any(result.error for result in results or ()):
+            self._written = False
         for line in (line for result in results or () for line in result.output.split("\n")):
             match line.partition("\t")[2].split():
                 case ["go", path]:
