@@ -258,8 +258,8 @@ def test_cancelling_a_turn_ends_its_calls_first():
         (ToolCall("z\udcff"), "unknown tool z\ufffd"),
         (ToolCall("read"), "missing path"),
         (ToolCall("read", {"path": "a", "x" * 99: "y"}), "unknown parameter " + "x" * 40),
-        (ToolCall("read", {"path": 7}), "path must be text, not int"),  # pyright: ignore[reportArgumentType]
-        (ToolCall("read", {"path": None}), "path must be text, not NoneType"),  # pyright: ignore[reportArgumentType]
+        (ToolCall("read", {"path": 7}), "path: expected a string, received an integer"),  # pyright: ignore[reportArgumentType]
+        (ToolCall("read", {"path": None}), "path: expected a string, received null"),  # pyright: ignore[reportArgumentType]
         (ToolCall("read", {"path": "a\ud800"}), "path holds characters that are no text"),
         (ToolCall("read", {"path": "a\udcff"}), "path holds characters that are no text"),
         (ToolCall("read", error="e" * 10_000), "e" * 157 + "..."),

@@ -7,7 +7,8 @@ import typer
 
 from etude.cli import app
 from etude.cli.agent import agent_command
-from etude.cli.agent_loop import EXIT_UNFINISHED
+from etude.cli.agent_loop import EXIT_KEPT_BACK, EXIT_UNFINISHED
+from etude.cli.agent_output import EXIT_CLOSED_PIPE
 from etude.controller.agent import trees
 from etude.controller.agent.approval import MODES
 from etude.controller.agent.events import (
@@ -55,3 +56,5 @@ def test_the_limits_on_the_page_are_those_there_are() -> None:
     assert f"Files above {trees.MAX_FILE_BYTES >> 20} MiB" in PAGE
     assert f"{trees.MAX_BYTES >> 20} MiB or\n  {trees.MAX_FILES:,} files" in PAGE
     assert f"| {EXIT_UNFINISHED} | it came to a limit |" in PAGE
+    assert f"| {EXIT_KEPT_BACK} | the agent finished, and something was kept back" in PAGE
+    assert f"| {EXIT_CLOSED_PIPE} | whoever read the output has left" in PAGE

@@ -108,7 +108,8 @@ def test_a_token_is_made_once_and_kept_from_others(
 ) -> None:
     path = tmp_path / "token"
     token = read_token(path)
-    assert token in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert str(path) in told and token not in told
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_token(path) == token
     assert capsys.readouterr().err == ""

@@ -324,6 +324,24 @@ def test_a_cancelled_command_ends_and_the_next_one_runs(tmp_path: Path) -> None:
     in_sandbox(tmp_path, scenario)
 
 
+def test_a_command_that_comes_after_a_cancelled_one_has_ended_runs(tmp_path: Path) -> None:
+    async def scenario(s: Sandbox) -> None:
+        session = await s.create_session()
+        for _ in range(2):
+            task = asyncio.create_task(s.run_in_session(session, "sleep 27182", 20.0))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            await asyncio.sleep(0.3)  # time enough for it to end
+            assert await alive(s, "sleep 27182") == 0
+            async with asyncio.timeout(5.0):
+                (after,) = await say(s, session, "echo on")
+            assert after.stdout == "on\n"
+
+    in_sandbox(tmp_path, scenario)
+
+
 def test_what_queued_behind_a_cancelled_command_that_hangs_hears_of_the_end(tmp_path: Path) -> None:
     async def scenario(s: Sandbox) -> None:
         session = await s.create_session()

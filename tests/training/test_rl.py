@@ -16,10 +16,21 @@ from etude.config import RlConfig
 from etude.errors import ConfigError
 from etude.model import Qwen3Moe
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
-from etude.records import Group, PolicyVersion, RewardBreakdown, SamplingParams, Status, Trajectory
+from etude.records import (
+    UNKNOWN_FORMAT,
+    Group,
+    PolicyVersion,
+    RewardBreakdown,
+    SamplingParams,
+    Status,
+    Trajectory,
+    VersionSpan,
+)
 from etude.training import RlTrainer
 from tests.model.builders import small_model
 from tests.training.builders import Rollouts, as_group, rl_config, trainer_of
+
+FOREIGN = PolicyVersion("endpoint:other", 0, format=UNKNOWN_FORMAT)
 
 Gradients = dict[str, Tensor]
 
@@ -275,6 +286,7 @@ def test_rejection_sampling_raises_solved_trajectories_and_ignores_the_rest() ->
         ({"sampling": SamplingParams(temperature=0.5)}, "sampling.temperature"),
         ({"sampling": SamplingParams(temperature=0.0)}, "sampling.temperature"),
         ({"sampled": np.ones(20, dtype=np.bool_)}, "segment"),
+        ({"version_spans": (VersionSpan(0, 20, FOREIGN),)}, "version_spans"),
     ],
 )
 def test_what_cannot_be_trained_on_exactly_is_refused(changes: dict[str, Any], field: str) -> None:

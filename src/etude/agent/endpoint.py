@@ -23,7 +23,7 @@ from etude.agent.endpoint_messages import Answer, answer_tokens, byte_tokenizer,
 from etude.agent.endpoint_stream import OnEvent, read_document, read_stream
 from etude.errors import ConfigError, SamplerError
 from etude.protocols import Sampler
-from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
+from etude.records import UNKNOWN_FORMAT, PolicyVersion, SampleChunk, SampleRequest, Scores
 from etude.tokens.grammar import HermesGrammar, ParseEvent, ToolSchema, XmlGrammar
 from etude.tokens.renderer import Renderer
 
@@ -109,7 +109,7 @@ class EndpointSampler(Sampler):
     ) -> None:
         """`transport`: what carries requests, in tests."""
         self.endpoint = endpoint
-        self.version = PolicyVersion(f"endpoint:{endpoint.model}", 0, format="unknown")
+        self.version = PolicyVersion(f"endpoint:{endpoint.model}", 0, format=UNKNOWN_FORMAT)
         self.on_event: OnEvent = on_event or _ignore
         self._renderer = renderer
         self._tools = [schema.function_schema() for schema in schemas] if endpoint.native_tools else []

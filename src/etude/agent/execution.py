@@ -2,7 +2,8 @@
 
 Each call waits for those earlier calls of the turn that it conflicts with (`Access.conflicts`); all others
 run at the same time, within `ToolLimits.parallel_calls`. So a turn has the outcome of running its calls one
-after the other, and takes as long as its longest chain of calls that depend on each other.
+after the other, and takes as long as its longest chain of calls that depend on each other. Calls that change
+nothing and wait for nothing run as one where their tool can do that for less (`RunsTogether`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,19 @@ import asyncio
 import random
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from etude.agent.tools.interface import Access, Tool, ToolContext, failure, shorten, shown
+from etude.agent.tools.interface import (
+    Access,
+    Outcome,
+    RunTogether,
+    Tool,
+    ToolContext,
+    failure,
+    how_together,
+    shorten,
+    shown,
+)
 from etude.agent.tools.registry import check_arguments
 from etude.errors import AgentError, InfrastructureError, SandboxError, ToolArgumentError, UserAbortedError
 from etude.protocols import OnCall, OnResult
@@ -74,25 +85,25 @@ async def execute_calls(
         for position, call in enumerate(calls)
     ]
     turn = _Turn(context, plans, on_call, on_result)
-    if len(calls) == 1:
-        result = await turn.run(0)
-        assert result is not None
-        return [result]
-    tasks = turn.tasks
-    for position in range(len(calls)):
-        tasks.append(asyncio.create_task(turn.run(position)))
+    units = turn.units()
+    if len(units) == 1:
+        await turn.run(units[0])
+        return turn.ended()
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(turn.run(unit)) for unit in units]
+    turn.tasks = {position: task for unit, task in zip(units, tasks, strict=True) for position in unit}
     try:
         if tasks:
             await asyncio.wait(tasks)
     finally:
         await _end(tasks)
-    _raise_first(calls, tasks)
-    return [result for task in tasks if (result := task.result()) is not None]
+    _raise_first([calls[unit[0]] for unit in units], tasks)
+    return turn.ended()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Plan:
-    """One call, looked at before anything runs."""
+    """One call, looked at before anything runs. Never changed; frozen ones take longer to make."""
 
     call: ToolCall
     tool: Tool | None = None
@@ -114,41 +125,98 @@ class _Turn:
     plans: list[_Plan]
     on_call: OnCall | None = None
     on_result: OnResult | None = None
-    tasks: list[asyncio.Task[ToolResult | None]] = field(default_factory=list)
+    tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict[int, "asyncio.Task[None]"])
+    """What runs each call, by its position."""
+    together: dict[str, RunTogether | None] = field(default_factory=dict[str, "RunTogether | None"])
+    """How calls of a tool run as one, by its name."""
+    results: list[ToolResult | None] = field(init=False)
     failed: bool = False
     """Whether a call has failed in a way that ends the turn: nothing more begins."""
-    slots: asyncio.Semaphore = field(init=False)
+    changes: bool = field(init=False)
+    """Whether any call writes or is a barrier: otherwise none waits for another."""
+    slots: asyncio.Semaphore | None = field(init=False)
+    """None: there is one for each call."""
     approving: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while someone is asked. Fair, so that calls are asked about in their order."""
 
     def __post_init__(self) -> None:
-        self.slots = asyncio.Semaphore(self.context.limits.parallel_calls)
+        limit = self.context.limits.parallel_calls
+        self.slots = asyncio.Semaphore(limit) if len(self.plans) > limit else None
+        self.changes = any(plan.access.writes or plan.access.barrier for plan in self.plans)
+        self.results = [plan.refusal for plan in self.plans]
 
-    async def run(self, position: int) -> ToolResult | None:
-        """The result of one call, in its turn; None if the turn failed before the call began."""
-        plan = self.plans[position]
+    def units(self) -> list[list[int]]:
+        """The positions of the calls that run as one; most are alone."""
+        if len(self.plans) == 1 or self.slots is not None:
+            return [[position] for position in range(len(self.plans))]
+        units: list[list[int]] = []
+        shared: dict[str, list[int]] = {}
+        for position, plan in enumerate(self.plans):
+            if not self._may_share(position, plan):
+                units.append([position])
+            elif plan.call.name in shared:
+                shared[plan.call.name].append(position)
+            else:
+                shared[plan.call.name] = [position]
+                units.append(shared[plan.call.name])
+        return units
+
+    def _may_share(self, position: int, plan: _Plan) -> bool:
+        """Whether the call may run as one with others of its tool: nobody is asked, it waits for nothing."""
+        if plan.tool is None:
+            return False
+        if self.changes and (plan.access.writes or plan.access.barrier or self._before(position)):
+            return False
+        name = plan.call.name
+        if name not in self.together:
+            self.together[name] = how_together(plan.tool, self.context)
+        return self.together[name] is not None
+
+    def ended(self) -> list[ToolResult]:
+        """The results, once every call has one."""
+        return [result for result in self.results if result is not None]
+
+    def _before(self, position: int) -> list[int]:
+        """The calls that this one waits for."""
+        access = self.plans[position].access
+        return [n for n in range(position) if self.plans[n].access.conflicts(access)]
+
+    async def run(self, unit: Sequence[int]) -> None:
+        """Gets the results of calls that run as one; of none if the turn failed before they began."""
+        plan = self.plans[unit[0]]
         if plan.refusal is not None:
-            return plan.refusal
+            return
         try:
-            refusal = await self._ask(plan)
-            before = [self.tasks[n] for n in range(position) if self.plans[n].access.conflicts(plan.access)]
-            if before:
-                await asyncio.wait(before)
-            if refusal is not None:
-                return refusal
-            async with self.slots:
-                return None if self.failed else await self._run(position, plan)
+            if self.changes:
+                refusal = await self._ask(plan)
+                before = self._before(unit[0])
+                if before:
+                    await asyncio.wait({self.tasks[n] for n in before})
+                if refusal is not None:
+                    self.results[unit[0]] = refusal
+                    return
+            if self.slots is None:
+                await self._run(unit)
+            else:
+                async with self.slots:
+                    await self._run(unit)
         except BaseException:
             self.failed = True
             raise
 
-    async def _run(self, position: int, plan: _Plan) -> ToolResult:
+    async def _run(self, unit: Sequence[int]) -> None:
+        if self.failed:
+            return
+        plans = [self.plans[position] for position in unit]
         if self.on_call is not None:
-            self.on_call(position, plan.call)
-        result = await _run(plan, self.context)
-        if self.on_result is not None:
-            self.on_result(position, plan.call, result)
-        return result
+            for position, plan in zip(unit, plans, strict=True):
+                self.on_call(position, plan.call)
+        together = self.together.get(plans[0].call.name) if len(unit) > 1 else None
+        results = await _run(plans, together, self.context)
+        for position, plan, result in zip(unit, plans, results, strict=True):
+            self.results[position] = result
+            if self.on_result is not None:
+                self.on_result(position, plan.call, result)
 
     async def _ask(self, plan: _Plan) -> ToolResult | None:
         """The result of a call that was not approved."""
@@ -175,15 +243,22 @@ def _plan(call: ToolCall, context: ToolContext) -> _Plan:
     return _Plan(call, tool, tool.access(call.arguments))
 
 
-async def _run(plan: _Plan, context: ToolContext) -> ToolResult:
-    """Runs a call, more than once only where that is safe and something behind a port failed."""
-    assert plan.tool is not None
+async def _run(
+    plans: Sequence[_Plan], together: RunTogether | None, context: ToolContext
+) -> list[ToolResult]:
+    """Runs one call, or several of one tool together.
+
+    More than once only where that is safe and something behind a port failed.
+    """
+    tool = plans[0].tool
+    assert tool is not None
     start_s = time.perf_counter()
-    attempts = context.limits.provider_attempts if plan.tool.repeatable else 1
+    attempts = context.limits.provider_attempts if tool.repeatable else 1
     for attempt in range(1, attempts + 1):
         try:
-            result = await _run_once(plan.tool, plan.call, context)
-            return replace(result, duration_s=time.perf_counter() - start_s)
+            outcomes = await _run_once(tool, plans, together, context)
+            duration_s = time.perf_counter() - start_s
+            return [_result(outcome, duration_s) for outcome in outcomes]
         except SandboxError:
             # The sandbox's own client has tried again already where that could help.
             raise
@@ -195,21 +270,31 @@ async def _run(plan: _Plan, context: ToolContext) -> ToolResult:
     raise AssertionError("provider_attempts is at least 1")
 
 
-async def _run_once(tool: Tool, call: ToolCall, context: ToolContext) -> ToolResult:
+async def _run_once(
+    tool: Tool, plans: Sequence[_Plan], together: RunTogether | None, context: ToolContext
+) -> Sequence[Outcome]:
     try:
-        return await tool.run(call.arguments, context)
-    except SandboxKilledByAgentError:
-        raise
+        if together is None:
+            return [await tool.run(plans[0].call.arguments, context)]
+        return await together([plan.call.arguments for plan in plans])
     except AgentError as error:
-        return _answer(error)
+        return [error] * len(plans)
     except TimeoutError as error:
         # One with an error number comes from the system: a connection of ours, not the agent's doing.
         if error.errno is not None:
             raise
-        return _failure(f"{call.name} timed out", ToolErrorClass.TIMEOUT)
+        return [_failure(f"{plans[0].call.name} timed out", ToolErrorClass.TIMEOUT)] * len(plans)
 
 
-async def _end(tasks: Sequence[asyncio.Task[ToolResult | None]]) -> None:
+def _result(outcome: Outcome, duration_s: float) -> ToolResult:
+    """Raises SandboxKilledByAgentError: no agent reads that."""
+    if isinstance(outcome, SandboxKilledByAgentError):
+        raise outcome
+    result = _answer(outcome) if isinstance(outcome, AgentError) else outcome
+    return ToolResult(result.output, result.error, result.finished, duration_s, result.facts)
+
+
+async def _end(tasks: Sequence[asyncio.Task[None]]) -> None:
     """Cancels what still runs, and waits until it has ended."""
     running = [task for task in tasks if not task.done()]
     for task in running:
@@ -218,8 +303,8 @@ async def _end(tasks: Sequence[asyncio.Task[ToolResult | None]]) -> None:
         await asyncio.wait(running)
 
 
-def _raise_first(calls: Sequence[ToolCall], tasks: Sequence[asyncio.Task[ToolResult | None]]) -> None:
-    """Raises the first failure in call order; it carries a note of the others."""
+def _raise_first(calls: Sequence[ToolCall], tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Raises the first failure in the order of the tasks' first calls; it carries a note of the others."""
     failures = [(call, error) for call, task in zip(calls, tasks, strict=True) if (error := task.exception())]
     if not failures:
         return

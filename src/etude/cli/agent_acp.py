@@ -269,7 +269,10 @@ class EditorAgent:
                     told += f"\nnot undone: {path}: {why}"
             case "/apply":
                 written = await conversation.write_back()
-                told = "written: " + (", ".join(file.path for file in written.files) or "nothing")
+                paths = [file.path for file in written.files if file.path not in written.kept_back]
+                told = "written: " + (", ".join(paths) or "nothing")
+                for path, why in written.kept_back.items():
+                    told += f"\nnot written: {path}: {why}"
             case _:
                 return await conversation.say(words)
         one.queue.put_nowait(update_agent_message_text(told))

@@ -77,6 +77,10 @@ class EditorTree:
         self._buffers.discard(path)
         await self._disk.remove(path)
 
+    async def occupied(self, path: str) -> bool:
+        """See Tree."""
+        return await self._disk.occupied(path)
+
     async def unwanted(self, paths: Iterable[str]) -> set[str]:
         """See Tree."""
         return await self._disk.unwanted(paths)

@@ -17,10 +17,14 @@ class Lines:
     def __init__(self) -> None:
         self._buffer = b""
         self._ended = False
+        self._descriptor: int | None = None
+        if sys.stdin is None:  # pyright: ignore[reportUnnecessaryComparison]  (it was closed: `<&-`)
+            self._ended = True
+            return
         try:
-            self._descriptor: int | None = sys.stdin.fileno()
+            self._descriptor = sys.stdin.fileno()
         except (io.UnsupportedOperation, ValueError, OSError):
-            self._descriptor = None
+            return
 
     @property
     def is_terminal(self) -> bool:
@@ -35,6 +39,14 @@ class Lines:
             return input(text)
         except EOFError:
             return None
+
+    async def has_words(self) -> bool:
+        """Whether anything but blanks comes before the end of input. Takes nothing away; may be cancelled."""
+        while not self._buffer.strip() and not self._ended:
+            data = await self._more()
+            self._buffer += data
+            self._ended = not data
+        return bool(self._buffer.strip())
 
     async def read(self) -> str | None:
         """The next line without its end; None at the end of input. May be cancelled."""

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import signal
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import typer
-
 from etude.cli.agent_input import Lines
+from etude.cli.agent_output import EXIT_CLOSED_PIPE, standard_error, standard_output
 from etude.cli.agent_terminal import TerminalFace, TerminalUser
-from etude.cli.exits import EXIT_INTERRUPTED, error_console, print_error
-from etude.cli.output import output_console
+from etude.cli.exits import EXIT_INTERRUPTED, print_error
+from etude.cli.output import shown
 from etude.controller.agent.approval import MODE_HELP
 from etude.controller.agent.changes import diff_text
 from etude.controller.agent.conversation import (
@@ -30,11 +28,22 @@ from etude.controller.agent.events import AgentEvent
 from etude.controller.agent.folders import SessionFolder, sessions_directory
 from etude.controller.agent.models import ModelChoice, open_policy
 from etude.controller.agent.trees import DirectoryTree
+from etude.controller.agent.workspace import EVERYTHING
 from etude.controller.backends import open_people_backend
-from etude.errors import AgentError, EtudeError, InfrastructureError, UserError
+from etude.errors import (
+    AgentError,
+    ConfigError,
+    EtudeError,
+    InfrastructureError,
+    ResourceError,
+    UserError,
+)
 from etude.records import Status
 
 EXIT_UNFINISHED = 1
+EXIT_KEPT_BACK = 4
+_NUM_NAMED = 20
+"""Files that were kept back, named once more at the end."""
 _HELP = """/undo            take back what the agent changed upon your last words
 /diff            everything that it has changed
 /status          session, model, mode
@@ -76,16 +85,58 @@ class _Program:
         self._runner = runner
         self._stack = contextlib.AsyncExitStack()
         self._lines = Lines()
-        self._terminal = TerminalFace(output_console())
+        self._output, self._notes = standard_output(), standard_error()
+        self._terminal = TerminalFace(self._output.console(), self._notes.console())
 
     def run(self) -> int:
+        self._check_instruction()
+        if self._asked.resume is None:
+            self._check_input()
         conversation = self._runner.run(self._open())
-        if conversation.is_open and self._asked.instruction is None:
-            self._note("going on where the session was interrupted")
-            self._turn(conversation, conversation.go_on())
+        # The agent stops as by Ctrl-C: what it did stays, and the session can go on.
+        self._output.on_gone = conversation.stop
+        if not conversation.is_open:
+            self._check_input()
+        code = self._go(conversation)
+        if self._output.error is not None:
+            raise ResourceError(
+                "cannot be written; the session is kept, and can be resumed",
+                field="standard output",
+                received=str(self._output.error),
+                fix="make room, or send it elsewhere",
+            ) from self._output.error
+        return EXIT_CLOSED_PIPE if self._output.gone else code
+
+    def _go(self, conversation: Conversation) -> int:
         if self._asked.instruction is not None:
             return self._once(conversation, self._asked.instruction)
+        if conversation.is_open:
+            self._note("going on where the session was interrupted")
+            self._turn(conversation, conversation.go_on())
         return self._converse(conversation)
+
+    def _check_instruction(self) -> None:
+        """Raises ConfigError for one that says nothing, and for a program's call where a person types."""
+        asked = self._asked
+        if asked.instruction is not None and not asked.instruction.strip():
+            raise ConfigError(
+                "says nothing", field="-p", received=asked.instruction, fix="say what is to be done"
+            )
+        if asked.as_json and asked.instruction is None and self._lines.is_terminal:
+            raise ConfigError(
+                "is for programs, and a person types here", field="--json", fix='give -p "what is to be done"'
+            )
+
+    def _check_input(self) -> None:
+        """Raises ConfigError for a program's call that says nothing at all."""
+        if not self._asked.as_json or self._asked.instruction is not None:
+            return
+        if not self._runner.run(self._lines.has_words()):
+            raise ConfigError(
+                "no instruction was given, and standard input is empty",
+                field="--json",
+                fix='give -p "what is to be done", or send it as a line on standard input',
+            )
 
     async def close(self) -> None:
         self._terminal.hide_running()
@@ -122,7 +173,7 @@ class _Program:
 
     def _emit(self, event: AgentEvent) -> None:
         if self._asked.as_json:
-            print_line(event.to_dict())
+            self._output.print_line(event.to_dict())
         else:
             self._terminal.emit(event)
 
@@ -130,42 +181,49 @@ class _Program:
 
     def _once(self, conversation: Conversation, instruction: str) -> int:
         outcome = self._run(conversation, conversation.say(instruction))
-        files = conversation.changes()
-        written = conversation.mode != "preview"
+        files, kept_back = conversation.changes(), conversation.mirror.kept_back
         if self._asked.as_json:
-            print_line(
+            self._output.print_line(
                 {
                     "event": "result",
                     "session": conversation.id,
                     "status": outcome.status.value,
                     "cause": outcome.cause,
                     "turns": conversation.num_turns,
-                    "written": written,
+                    "written": conversation.mode != "preview",
                     "files": [file.path for file in files],
+                    "kept_back": kept_back,
                     "diff": diff_text(files),
                 }
             )
         else:
             self._terminal.say_status(outcome.status, outcome.cause)
-            self._sum_up(len(files), written)
+            num_files = len([file for file in files if file.path not in kept_back])
+            self._sum_up(num_files, kept_back, conversation.mode != "preview")
         if outcome.cause == STOPPED_BY_USER:
             return EXIT_INTERRUPTED
-        return 0 if outcome.status is Status.DONE else EXIT_UNFINISHED
+        if outcome.status is not Status.DONE:
+            return EXIT_UNFINISHED
+        return EXIT_KEPT_BACK if kept_back else 0
 
-    def _sum_up(self, num_files: int, written: bool) -> None:
-        if not num_files:
-            self._note("the agent changed no file")
-        elif written:
+    def _sum_up(self, num_files: int, kept_back: Mapping[str, str], written: bool) -> None:
+        if num_files and written:
             self._note(f"{num_files} file{'s' if num_files > 1 else ''} changed")
-        else:
+        elif num_files:
             self._note("nothing was written; --apply writes such changes")
+        elif not kept_back:
+            self._note("the agent changed no file")
+        for path, why in list(kept_back.items())[:_NUM_NAMED]:
+            self._note(f"kept back: {'all changes' if path == EVERYTHING else path}: {why}")
+        if len(kept_back) > _NUM_NAMED:
+            self._note(f"kept back: {len(kept_back) - _NUM_NAMED} more")
 
     # ---- a conversation -------------------------------------------------------------------------
 
     def _converse(self, conversation: Conversation) -> int:
         if not self._asked.as_json:
             self._note("/help lists commands")
-        while (said := self._next_words()) is not None:
+        while not self._output.gone and (said := self._next_words()) is not None:
             words = said.strip()
             if words in ("/quit", "/exit"):
                 break
@@ -180,7 +238,11 @@ class _Program:
 
     def _next_words(self) -> str | None:
         if self._lines.is_terminal:
-            return self._lines.prompt("\n> ")
+            try:
+                return self._lines.prompt("\n> ")
+            except BrokenPipeError as error:
+                self._output.leave(error)
+                return None
         return self._runner.run(self._lines.read())
 
     def _turn(self, conversation: Conversation, saying: Coroutine[Any, Any, Outcome]) -> None:
@@ -228,7 +290,7 @@ class _Program:
             self._terminal.end_line()
 
     def _note(self, text: str) -> None:
-        error_console().print(text, markup=False, style="dim", soft_wrap=True)
+        self._notes.console().print(shown(text), style="dim", soft_wrap=True)
 
 
 async def _interruptible(conversation: Conversation, saying: Coroutine[Any, Any, Outcome]) -> Outcome:
@@ -265,11 +327,8 @@ def _on_interrupt(conversation: Conversation, task: asyncio.Future[Outcome]) -> 
         loop.remove_signal_handler(signal.SIGINT)
 
 
-def print_line(document: dict[str, Any]) -> None:
-    """One JSON object on a line of standard output, at once."""
-    typer.echo(json.dumps(document, ensure_ascii=True))
-
-
 def print_failure(error: EtudeError) -> None:
     """The last line of `--json` where the work failed."""
-    print_line({"event": "result", "status": "error", "error": type(error).__name__, "message": str(error)})
+    kind = type(error).__name__
+    document = {"event": "result", "status": "error", "error": kind, "message": str(error)}
+    standard_output().print_line(document)

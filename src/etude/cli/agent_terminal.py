@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Literal
 
-import typer
 from rich.console import Console, Group
 from rich.live import Live
 from rich.spinner import Spinner
@@ -15,7 +14,6 @@ from rich.text import Text
 from etude.cli.agent import DIFF_STYLES
 from etude.cli.agent_calls import call_preview, call_title
 from etude.cli.agent_input import Lines
-from etude.cli.exits import error_console
 from etude.cli.output import shown
 from etude.controller.agent.events import (
     AgentEvent,
@@ -45,8 +43,10 @@ _ANSWERS: dict[str, Literal["once", "always", "no"]] = {
 class TerminalFace:
     """Shows events on a console. Plain lines where it is no terminal."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, questions: Console) -> None:
+        """`questions`: where the person is asked; what the agent did goes to `console`."""
         self._console = console
+        self.questions = questions
         self._running: dict[int, str] = {}
         self._live: Live | None = None
         self._open_line = False
@@ -167,7 +167,7 @@ class TerminalUser:
         async with self._asking:
             self._face.hide_running()
             self._face.end_line()
-            console = error_console()
+            console = self._face.questions
             console.print(shown(question, "bold"))
             for number, option in enumerate(options, 1):
                 console.print(shown(f"  {number}. {option}"))
@@ -180,5 +180,5 @@ class TerminalUser:
         return said
 
     async def _ask(self, prompt: str) -> str | None:
-        typer.echo(prompt, nl=False, err=True)
+        self._face.questions.print(Text(prompt), end="", soft_wrap=True)
         return await self._lines.read()

@@ -58,5 +58,9 @@ def root(
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 2 a mistake to mend, 3 the system failed, 130 interrupted."""
+    """Entry point.
+
+    Exit codes: 0 done, 2 a mistake to mend, 3 the system failed, 4 something was kept back, 130 interrupted,
+    141 nobody reads the output.
+    """
     app()

@@ -40,7 +40,7 @@ def serve_command(
     ] = None,
     sandbox_token_file: Annotated[Path | None, typer.Option(help="File with that server's token.")] = None,
     host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8652,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8652,
     tasks: Annotated[
         Path | None, typer.Option(help="Directory of Harbor task directories that clients may name.")
     ] = None,
@@ -67,6 +67,7 @@ def serve_command(
 ) -> None:
     """Serve environment sessions, until SIGTERM. Without tokens only this machine reaches it."""
     from etude.environment.server import HostLimits, SessionHost, TenantLimits, read_tenants, serve
+    from etude.environment.server.process import SERVER
     from etude.sandbox.server import read_token
 
     if tenants is not None and token_file is not None:
@@ -75,7 +76,7 @@ def serve_command(
     if tenants is not None:
         tokens = read_tenants(tenants)
     elif token_file is not None:
-        tokens = {read_token(token_file): "default"}
+        tokens = {read_token(token_file, SERVER): "default"}
     site = new_site(backend, tools, snapshot_every, life_s, sandbox_server, sandbox_token_file, index)
     limits = HostLimits(TenantLimits(sessions=max_sessions), idle_s=idle_s)
     sessions = SessionHost(site, limits, read_tasks(tasks), roots or ())
@@ -179,6 +180,7 @@ def new_site(
 
 def read_tasks(directory: Path | None) -> dict[str, Task]:
     """The Harbor tasks in a directory, by the names of their own directories. Raises TaskError, UserError."""
+    from etude.environment.names import check_task_name
     from etude.tasks.harbor import read_harbor
 
     if directory is None:
@@ -186,7 +188,7 @@ def read_tasks(directory: Path | None) -> dict[str, Task]:
     if not directory.is_dir():
         raise UserError("is not a directory", field="--tasks", received=str(directory), fix="name another")
     found = sorted(entry for entry in directory.iterdir() if (entry / "task.toml").is_file())
-    return {entry.name: read_harbor(entry) for entry in found}
+    return {check_task_name(entry.name, "--tasks"): read_harbor(entry) for entry in found}
 
 
 def token_of(path: Path | None) -> str | None:

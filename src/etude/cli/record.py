@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from etude.cli.exits import error_console
 from etude.errors import ConfigError, UserError
 from etude.records import PolicyVersion
 
@@ -50,7 +49,7 @@ def serve_command(
     host: Annotated[
         str, typer.Option(help="Address to bind to; others than loopback need TLS.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 8650,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8650,
     token_file: Annotated[
         Path | None, typer.Option(help="Lines of `tenant token`; else, and made if missing, STORE/tokens.")
     ] = None,
@@ -66,6 +65,7 @@ def serve_command(
     from etude.environment.recording.server import read_tokens
     from etude.environment.recording.server.process import check_address
     from etude.model.huggingface import load_model
+    from etude.sandbox.server.process import open_listeners
     from etude.tokens.tokenizer import Tokenizer
 
     check_address(host, certificate)
@@ -73,6 +73,8 @@ def serve_command(
     shelf = make_shelf(tokenizer, grammar, template)
     store.mkdir(parents=True, exist_ok=True)
     tenants = read_tokens(token_file or store / "tokens")
+    # Before the weights, which take long: a port that is taken is said at once.
+    listeners = open_listeners(host, port)
     loaded = load_model(model)
     longest = loaded.config.max_positions - 1
     if max_tokens is not None and max_tokens > longest:
@@ -83,7 +85,7 @@ def serve_command(
         session=MapLimits(max_context_tokens=max_tokens or longest), default_max_tokens=max_answer_tokens
     )
     version = PolicyVersion(lineage or model.resolve().name, step)
-    error_console().print(f"serving {version} on {host}:{port}; trajectories in {store}", markup=False)
+    note = f"it samples from {version} and stores trajectories in {store}"
     asyncio.run(
         _serve(
             loaded,
@@ -93,7 +95,14 @@ def serve_command(
             tenants,
             limits,
             (num_slots, kernels),
-            {"host": host, "port": port, "drain_s": drain_s, "certificate": certificate, "key": key},
+            {
+                "host": host,
+                "listeners": listeners,
+                "note": note,
+                "drain_s": drain_s,
+                "certificate": certificate,
+                "key": key,
+            },
         )
     )
 
@@ -138,7 +147,7 @@ async def _serve(
     tenants: dict[str, str],
     limits: RecordingLimits,
     engine_options: tuple[int, str],
-    address: dict[str, object],
+    serving: dict[str, object],
 ) -> None:
     """An engine that takes requests as they come, and the server before it."""
     from etude.controller.compute import choose_kernels
@@ -163,4 +172,4 @@ async def _serve(
         await service.stage(manifest)
         await service.activate(manifest.version)
         recordings = Recordings(service, shelf, store, tenants, limits)
-        await serve(recordings, **address)  # type: ignore[arg-type]
+        await serve(recordings, **serving)  # type: ignore[arg-type]

@@ -149,6 +149,7 @@ def schemas() -> dict[str, Any]:
         "observation": {
             "type": "object",
             "properties": {
+                "episode_id": {"type": "string"},
                 "text": {"type": "string"},
                 "results": texts,
                 "errors": {"type": "array", "items": {"type": ["string", "null"]}},
@@ -158,7 +159,15 @@ def schemas() -> dict[str, Any]:
         },
         "state": {
             "type": "object",
-            "properties": {"episode_id": {"type": ["string", "null"]}, "step_count": {"type": "integer"}},
+            "properties": {
+                "episode_id": {"type": ["string", "null"]},
+                "step_count": {"type": "integer"},
+                "session": {"type": "string"},
+                "task": {"type": ["string", "null"]},
+                "done": {"type": "boolean"},
+                "reward": {"type": ["number", "null"]},
+                "facts": {"type": "object"},
+            },
         },
     }
 

@@ -9,6 +9,7 @@ import tarfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etude.agent.simulated_user import SimulatedUser
 from etude.errors import ConfigError, ResourceError
 from etude.records import Task
 from etude.sandbox.interface import Sandbox, SandboxBackend
@@ -40,6 +41,11 @@ class Origin:
         if self.snapshot is not None:
             return await backend.create(timeout_s=life_s, snapshot=self.snapshot)
         return await backend.create(self.template, self.resources, self.network, life_s)
+
+
+def user_of(task: Task | None) -> SimulatedUser | None:
+    """Who answers the agent's questions in rollouts: a simulated user, where the task withholds facts."""
+    return SimulatedUser(task.user_facts) if task is not None and task.user_facts else None
 
 
 def task_template(task: Task) -> Template:

@@ -8,6 +8,7 @@ Errors arrive as the types that they had on the server.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ import httpx
 from etude.agent.inputs import result_of
 from etude.environment.running import was_run
 from etude.environment.site import Outcome
+from etude.environment.submission import check_ending
 from etude.environment.wire import outcome_of, task_document, turn_document
-from etude.errors import InfrastructureError, SandboxError
+from etude.errors import InfrastructureError, SandboxError, UserError
 from etude.protocols import OnCall, OnResult
 from etude.records import Status, Task, ToolCall, ToolResult
 from etude.sandbox.errors import CapacityError, SandboxLostError
@@ -73,8 +75,13 @@ class RemoteEnvironment:
     async def connect(self, session_id: str, num_turns: int | None = None) -> RemoteSession:
         """A session that exists already. `num_turns`: turns whose results the caller has; by default all.
 
-        Who was cut off in a turn names the turns before it: that one is then asked for again.
+        Who was cut off in a turn names the turns before it: that one is then asked for again. Raises
+        SandboxMissingError, and UserError for what is no id.
         """
+        if re.fullmatch(r"[A-Za-z0-9_-]+", session_id) is None:
+            raise UserError(
+                "is no id of a session", field="session", received=session_id, fix="one that `list` shows"
+            )
         row = await self.connection.call("GET", f"/sessions/{session_id}", again=True)
         return RemoteSession(self, row, num_turns)
 
@@ -166,7 +173,8 @@ class RemoteSession:
         return str(answer["error"])
 
     async def submit(self, status: Status | None = None, cause: str = "") -> Outcome:
-        """See EnvironmentSession.submit."""
+        """See EnvironmentSession.submit. Raises UserError for what is no Status."""
+        check_ending(status, cause)
         body = {"status": None if status is None else status.value, "cause": cause}
         answer, _ = await self._post("submit", body)
         return self._connection.decoded(outcome_of, answer)

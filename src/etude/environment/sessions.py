@@ -24,19 +24,20 @@ from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.inputs import call_document, result_document
 from etude.agent.simulated_user import SimulatedUser
 from etude.agent.tools.state import ToolState, is_harness_path
-from etude.environment.branching import Kept, Snapshots, hold, let_go, replay
+from etude.environment.branching import Kept, Snapshots
 from etude.environment.deferred import DeferredSandbox
+from etude.environment.forking import fork_at, fork_here
 from etude.environment.grading import Verdict
 from etude.environment.history import Difference, History, SessionTurn
-from etude.environment.origins import Origin, task_template
+from etude.environment.origins import Origin, task_template, user_of
 from etude.environment.rewards import compute_reward
-from etude.environment.running import RunningTurn, TurnRunner, note_failure
+from etude.environment.running import RunningTurn, TurnRunner
 from etude.environment.session_events import EventLog
 from etude.environment.site import Outcome, Site
+from etude.environment.submission import Submission, check_ending
 from etude.errors import AgentError, ConfigError, InfrastructureError, SandboxError
 from etude.protocols import OnCall, OnResult
 from etude.records import Status, Task, ToolCall, ToolResult
-from etude.sandbox.arguments import check_count
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.migration import abilities_of
@@ -110,17 +111,16 @@ class EnvironmentSession:
         """Set once nothing of it is left."""
         self._lock = asyncio.Lock()
         self._turns = TurnRunner(self.history, site.tools, self._check_open, self._run_turn)
-        self._grading: asyncio.Task[Outcome] | None = None
+        self._submission = Submission(self._grade)
         self._closing: asyncio.Task[None] | None = None
 
     @classmethod
     def begin(cls, site: Site, task: Task, resources: Resources | None = None) -> EnvironmentSession:
         """A session on a task. Its sandbox is made in the meantime: the first use waits for it."""
-        origin = Origin(task_template(task), resources or Resources())
-        template = origin.template
-        assert template is not None
+        template = task_template(task)
+        origin = Origin(template, resources or Resources())
         sandbox = DeferredSandbox(site.backend, template, origin.resources)
-        return cls(site, origin, sandbox, task, user=_user_of(task))
+        return cls(site, origin, sandbox, task, user=user_of(task))
 
     @classmethod
     async def open(
@@ -133,7 +133,7 @@ class EnvironmentSession:
     ) -> EnvironmentSession:
         """A session whose sandbox is there. Raises as `SandboxBackend.create`."""
         sandbox = await origin.make(site.backend, site.life_s)
-        return cls(site, origin, sandbox, task, instruction, test_paths, user=_user_of(task))
+        return cls(site, origin, sandbox, task, instruction, test_paths, user=user_of(task))
 
     @property
     def num_turns(self) -> int:
@@ -158,10 +158,7 @@ class EnvironmentSession:
     @property
     def outcome(self) -> Outcome | None:
         """What it earned, once that is known."""
-        grading = self._grading
-        if grading is None or not grading.done() or grading.cancelled() or grading.exception() is not None:
-            return None
-        return grading.result()
+        return self._submission.outcome
 
     # Workspace
 
@@ -244,29 +241,19 @@ class EnvironmentSession:
 
         `status`: how the agent's session ended; by default `done`, or `agent_error` where the agent killed
         its sandbox. Asked again, it gives the same outcome; what failed is tried again. Raises ConfigError
-        without a task, SandboxError if our own machinery failed, TaskError for a task that cannot be graded.
+        without a task, UserError for what is no Status, SandboxError if our own machinery failed, TaskError
+        for a task that cannot be graded.
         """
-        task = self.task
-        if task is None:
+        check_ending(status, cause)
+        if self.task is None:
             raise ConfigError(
                 "there is no task to be graded by", field="session", received=self.id, fix="begin with a task"
             )
-        if status is Status.INFRASTRUCTURE:
-            raise ConfigError(
-                "an infrastructure failure is never graded",
-                field="status",
-                received=status.value,
-                fix="close the session",
-            )
         if self.state == "closed":
             raise self._unusable()
-        grading = self._grading
-        if grading is None or (grading.done() and (grading.cancelled() or grading.exception() is not None)):
-            self.state = "submitted"
-            chosen = status or (Status.AGENT_ERROR if self.agent_error else Status.DONE)
-            grading = self._grading = asyncio.create_task(self._grade(task, chosen, cause))
-            grading.add_done_callback(note_failure)
-        return await asyncio.shield(grading)
+        self.state = "submitted"
+        chosen = status or (Status.AGENT_ERROR if self.agent_error else Status.DONE)
+        return await self._submission.ask(chosen, cause)
 
     async def diff(self) -> dict[str, bytes | None]:
         """See Sandbox.diff; the harness' own files are left out."""
@@ -315,15 +302,15 @@ class EnvironmentSession:
         holds a session or what prevented it. Raises ConfigError for a turn that there was not,
         SandboxStateError once the session was submitted.
         """
-        if self.state == "submitted":
+        if self.state in ("submitted", "closed"):
             # At any turn: a verdict must not help to find a better one.
             raise self._unusable()
         if turn is None or turn == self.num_turns:
             async with self._lock:
                 self._check_open()
-                forks = await self._fork_here(count)
+                forks = await fork_here(self, count)
         else:
-            forks = await self._fork_at(count, turn)
+            forks = await fork_at(self, count, turn)
         self.events.put("forked", count=len(forks), turn=self.num_turns if turn is None else turn)
         return forks
 
@@ -334,62 +321,7 @@ class EnvironmentSession:
             self._closing = asyncio.create_task(self._close())
         await asyncio.shield(self._closing)
 
-    async def _fork_here(self, count: int) -> list[EnvironmentSession | InfrastructureError]:
-        history = self.history
-        copies = await self.sandbox.fork(count)
-        return [
-            one
-            if isinstance(one, SandboxError)
-            else self._branch(
-                one, history.until(self.num_turns), self.context.state, self.user, self.snapshots.kept
-            )
-            for one in copies
-        ]
-
-    async def _fork_at(self, count: int, turn: int) -> list[EnvironmentSession | InfrastructureError]:
-        """By replay; this session is not touched."""
-        check_count(count)
-        if self.state == "closed":
-            raise self._unusable()
-        if not 0 <= turn <= self.num_turns:
-            raise ConfigError(
-                "there was no such turn", field="turn", received=turn, fix=f"0 to {self.num_turns}"
-            )
-        first = await self._replayed(turn)
-        try:
-            rest = await first._fork_here(count - 1) if count > 1 else []
-        except BaseException:
-            await first.close()
-            raise
-        for fork in rest:
-            if isinstance(fork, EnvironmentSession):
-                fork.parent, fork.differences = self.id, first.differences
-        return [first, *rest]
-
-    async def _replayed(self, turn: int) -> EnvironmentSession:
-        """This session as it was after `turn` turns, made anew."""
-        site, passed = self.site, self.snapshots.until(turn)
-        base = passed[-1] if passed else None
-        hold(passed)
-        try:
-            if base is None:
-                sandbox = await self.origin.make(site.backend, site.life_s)
-                state, user = ToolState(), _user_of(self.task)
-            else:
-                sandbox = await site.backend.create(timeout_s=site.life_s, snapshot=base.snapshot)
-                state, user = ToolState.from_dict(base.tool_state), base.user
-            fork = self._branch(sandbox, self.history.until(turn), state, user, passed)
-            try:
-                found = await replay(fork.context, fork.history, base.turn if base else 0)
-            except BaseException:
-                await fork.close()
-                raise
-            fork.differences = tuple(found)
-            return fork
-        finally:
-            await let_go(passed, site.backend)
-
-    def _branch(
+    def branch(
         self,
         sandbox: Sandbox,
         history: History,
@@ -397,7 +329,10 @@ class EnvironmentSession:
         user: SimulatedUser | None,
         kept: Sequence[Kept],
     ) -> EnvironmentSession:
-        """A session of its own on a copy of the sandbox, with copies of what tools and user remember."""
+        """A session of its own on a copy of the sandbox, with copies of what tools and user remember.
+
+        For `forking`. Takes the sandbox over.
+        """
         made = EnvironmentSession(
             self.site,
             self.origin,
@@ -413,7 +348,9 @@ class EnvironmentSession:
         made.snapshots.adopt(kept)
         return made
 
-    async def _grade(self, task: Task, status: Status, cause: str) -> Outcome:
+    async def _grade(self, status: Status, cause: str) -> Outcome:
+        task = self.task
+        assert task is not None, "checked by submit"
         async with self._lock:
             began = time.perf_counter()
             if status is Status.AGENT_ERROR:
@@ -426,8 +363,7 @@ class EnvironmentSession:
         return Outcome(status, verdict, reward)
 
     async def _close(self) -> None:
-        running = self._turns.running
-        tasks = [self._grading, None if running is None else running.task]
+        tasks = [self._submission.running, self._turns.running and self._turns.running.task]
         alive = [task for task in tasks if task is not None and not task.done()]
         for task in alive:
             task.cancel()
@@ -454,10 +390,6 @@ class EnvironmentSession:
         return SandboxStateError(
             f"the session is {self.state}", field="session", received=self.id, fix=fixes[self.state] or None
         )
-
-
-def _user_of(task: Task | None) -> SimulatedUser | None:
-    return SimulatedUser(task.user_facts) if task is not None and task.user_facts else None
 
 
 async def close_all(sessions: Sequence[EnvironmentSession]) -> None:

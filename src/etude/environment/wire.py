@@ -70,7 +70,12 @@ def results_document(results: Sequence[ToolResult]) -> list[dict[str, Any]]:
 def turn_document(
     number: int | None, calls: Sequence[ToolCall], known: Mapping[int, ToolResult]
 ) -> dict[str, Any]:
-    """What is sent to have a turn run."""
+    """What is sent to have a turn run. Raises UserError for what is no call."""
+    for call in calls:
+        if not isinstance(call, ToolCall):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UserError(
+                "is no ToolCall", field="calls", received=repr(call)[:200], fix="ToolCall(name, arguments)"
+            )
     return {
         "turn": number,
         "calls": [call_document(call) for call in calls],
@@ -79,7 +84,17 @@ def turn_document(
 
 
 def task_document(task: Task) -> dict[str, Any]:
-    """A task whole, but for the reference solution and the directory that it was read from."""
+    """A task whole, but for the reference solution and the directory that it was read from.
+
+    Raises UserError for what is no task.
+    """
+    if not isinstance(task, Task):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(
+            "is no task",
+            field="task",
+            received=repr(task)[:200],
+            fix="a Task, or the name of one of the server's",
+        )
     document = asdict(task)
     del document["solution_files"], document["directory"]
     return {key: list(value) if isinstance(value, tuple) else value for key, value in document.items()}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+UNKNOWN_FORMAT = "unknown"
+"""Of a model behind somebody else's endpoint: neither its weights nor its logprobs are known."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class PolicyVersion:
@@ -20,7 +23,8 @@ class PolicyVersion:
     digest: str = ""
     """BLAKE3 hex digest over the named tensors; empty where nobody has computed it yet."""
     format: str = "float32"
-    """Number format in which the weights are served: float32, bfloat16, fp8, ..."""
+    """Number format in which the weights are served: float32, bfloat16, fp8, ...; `UNKNOWN_FORMAT` for a
+    model that is not ours, whose tokens are never trained on."""
     adapter: str | None = None
     """Name of a low-rank adapter on top of the weights, if any."""
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import builtins
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from etude.errors import AgentError
 from etude.sandbox.errors import fault_error
+from etude.sandbox.files import read_each
 from etude.sandbox.host_paths import below, files_of, name_below
 from etude.sandbox.inside import faults
 from etude.sandbox.inside.faults import Fault
@@ -28,6 +30,11 @@ class MemoryFiles:
 
     async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:
         return self._content(normal_path(path, self._workspace), path)[:limit_bytes]
+
+    async def read_many(
+        self, paths: Sequence[str], limit_bytes: int = 1 << 20
+    ) -> builtins.list[bytes | AgentError]:
+        return await read_each(self.read, paths, limit_bytes)
 
     async def write(self, path: str, data: str | bytes) -> None:
         name = normal_path(path, self._workspace)

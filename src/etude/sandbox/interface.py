@@ -12,11 +12,12 @@ killed it: that is `SandboxKilledByAgentError`, an `AgentError`.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from etude.errors import SandboxError
+from etude.errors import AgentError, SandboxError
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     Capabilities,
@@ -42,6 +43,15 @@ class Files(Protocol):
 
     async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:
         """The first `limit_bytes` of a file. Raises PathMissingError, PathKindError, PathOutsideError."""
+        ...
+
+    async def read_many(
+        self, paths: Sequence[str], limit_bytes: int = 1 << 20
+    ) -> builtins.list[bytes | AgentError]:
+        """The first `limit_bytes` of each file, or what `read` would raise for it; in few round trips.
+
+        Raises SandboxError.
+        """
         ...
 
     async def write(self, path: str, data: str | bytes) -> None:

@@ -139,6 +139,7 @@ class SyncFiles(Wrapper):
     """`Files`, blocking."""
 
     read = blocking(Files.read)
+    read_many = blocking(Files.read_many)
     write = blocking(Files.write)
     write_many = blocking(Files.write_many)
     list = blocking(Files.list)

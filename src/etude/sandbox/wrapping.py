@@ -7,11 +7,12 @@ purpose, one that holds a place in a pool.
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from etude.errors import SandboxError
+from etude.errors import AgentError, SandboxError
 from etude.sandbox.interface import Command, OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
@@ -134,6 +135,12 @@ class WrappedFiles:
     async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:
         """See Files.read."""
         return await self._owner.call("files.read", lambda s: s.files.read(path, limit_bytes))
+
+    async def read_many(
+        self, paths: Sequence[str], limit_bytes: int = 1 << 20
+    ) -> builtins.list[bytes | AgentError]:
+        """See Files.read_many."""
+        return await self._owner.call("files.read_many", lambda s: s.files.read_many(paths, limit_bytes))
 
     async def write(self, path: str, data: str | bytes) -> None:
         """See Files.write."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from etude.algorithms import group_advantages
 from etude.config import RlConfig
 from etude.errors import ConfigError
-from etude.records import BlobRef, Group, Relation, Segment, Status
+from etude.records import UNKNOWN_FORMAT, BlobRef, Group, Relation, Segment, Status
 
 RouteFetcher = Callable[[BlobRef], NDArray[np.generic]]
 
@@ -81,6 +81,13 @@ def _sequence(
     config: RlConfig,
     fetch_routes: RouteFetcher,
 ) -> TrainingSequence:
+    if any(span.version.format == UNKNOWN_FORMAT for span in segment.version_spans):
+        raise ConfigError(
+            "tokens of a model that is not ours cannot be trained on: their logprobs are not known",
+            field="version_spans",
+            received=segment.id,
+            fix="train on sessions that our own engine sampled",
+        )
     if segment.sampling.truncated:
         raise ConfigError(
             "truncated sampling cannot be trained on: the loss is over the whole vocabulary",

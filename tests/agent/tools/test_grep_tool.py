@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from file_scenes import call, new_context, output, run
 from etude.agent import ToolLimits, execute_calls
 from etude.agent.tools.grep import find
 from etude.agent.tools.ports import GrepRequest
-from etude.errors import InfrastructureError
+from etude.errors import InfrastructureError, ToolArgumentError
 from etude.records import ToolErrorClass
 from etude.sandbox.types import GrepMatch
 
@@ -98,6 +99,48 @@ def test_case_and_files_can_be_chosen():
         "error: ignore_case"
     )
     assert output(call("grep", pattern="foo", include="{"), files=TREE) == "error: unclosed {"
+
+
+def test_a_refused_pattern_is_quoted_as_the_agent_wrote_it():
+    class Refusing:
+        """An index whose ripgrep quotes the pattern in its own frame."""
+
+        async def grep(self, request):
+            words = f"regex parse error:\n    (?:{request.pattern})\n       ^^\nerror: too much of it"
+            raise ToolArgumentError(words, field="pattern", received=request.pattern)
+
+        def changed(self, path): ...
+
+        def changed_somewhere(self): ...
+
+    shown = output(call("grep", pattern="a{b"), files=TREE, search=Refusing())
+    assert shown == "error: bad regular expression: too much of it"
+    assert output(call("grep", pattern="(a"), files=TREE).endswith("missing ), unterminated subpattern")
+    assert (
+        output(call("grep", pattern="[z--]"), files=TREE)
+        == "error: bad regular expression: bad character range"
+    )
+    assert output(call("grep", pattern="[z-a]"), files=TREE).endswith("bad character range z-a")
+
+
+def test_the_error_itself_holds_the_agents_pattern():
+    from etude.agent.tools.grep import Grep
+
+    class Slow:
+        async def grep(self, pattern, path, limit):
+            raise ToolArgumentError("the search took too long", field="pattern", received=pattern)
+
+    class Sandbox:
+        files = Slow()
+
+    async def go():
+        context = await new_context(TREE)
+        context = dataclasses.replace(context, sandbox=Sandbox())
+        await Grep().run({"pattern": "a{b", "ignore_case": "true"}, context)
+
+    with pytest.raises(ToolArgumentError) as caught:
+        asyncio.run(go())
+    assert caught.value.received == "a{b"
 
 
 def test_lines_around_a_match_are_shown_on_demand():

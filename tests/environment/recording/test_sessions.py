@@ -78,6 +78,9 @@ def test_an_agent_can_neither_reward_nor_finish_itself(served: Served) -> None:
     [
         ({}, "task"),
         ({"task": "t", "extra": 1}, "extra"),
+        ({"task": "../.."}, "task"),
+        ({"task": ""}, "task"),
+        ({"task": "t", "run": "a/b"}, "run"),
         ({"task": "t", "index": -1}, "index"),
         ({"task": "t", "sampling": {"top_p": 0.5}}, "sampling.top_p"),
         ({"task": "t", "metadata": []}, None),

@@ -318,7 +318,8 @@ def test_a_server_that_is_asked_to_end_ends_by_itself() -> None:
 
 def test_real_sandboxes_sleep_fork_and_are_graded_behind_the_server() -> None:
     async def scenario(backend: SandboxBackend) -> None:
-        async with remote(new_host(new_site(backend, snapshot_every=1))) as server:
+        host = new_host(new_site(backend, snapshot_every=1))
+        async with remote(host) as server:
             session = await server.create(TASK)
             write = ToolCall(
                 "run_command", {"command": "date +%s%N > stamp; echo one >> log.txt; cat log.txt"}
@@ -335,11 +336,14 @@ def test_real_sandboxes_sleep_fork_and_are_graded_behind_the_server() -> None:
             assert await turn(early, write) == ["one\none"]
             assert early.described["differences"] == []
             assert sorted(await session.diff()) == ["lib/tally.py", "log.txt", "stamp"]
+            ours = {held.session.sandbox.id for held in host.list("one")}
             outcomes = await asyncio.gather(session.submit(), now.submit(), early.submit())
             assert [outcome.verdict.passed for outcome in outcomes] == [True, True, False]
             for each in (session, now, early):
                 await each.close()
-            assert await backend.list_snapshots() == []
-            assert await backend.list() == []
+            # Of these sessions: other tests may use the same state directory at the same time.
+            assert len(ours) == 3
+            assert not [kept for kept in await backend.list_snapshots() if kept.sandbox_id in ours]
+            assert not [left for left in await backend.list() if left.id in ours]
 
     with_backend("local", scenario)

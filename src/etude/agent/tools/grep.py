@@ -75,7 +75,7 @@ class Grep:
             flag(arguments, "ignore_case"),
             limits.grep_matches + 1,
         )
-        matches = await find(request, context)
+        matches = await _find_as_written(request, arguments["pattern"], context)
         if not matches:
             return ToolResult("no match", facts={"num_matches": 0})
         kept = matches[: limits.grep_matches]
@@ -83,6 +83,20 @@ class Grep:
         if len(kept) < len(matches):
             lines.append("... more")
         return ToolResult(shown("\n".join(lines)), facts={"num_matches": len(kept)})
+
+
+async def _find_as_written(request: GrepRequest, written: str, context: ToolContext) -> list[GrepMatch]:
+    """As `find`; a refusal quotes the pattern that the agent wrote, not what we made of it."""
+    try:
+        return await find(request, context)
+    except ToolArgumentError as error:
+        if error.field != "pattern":
+            raise
+        # ripgrep quotes the pattern in its frame, over several lines, and ends with the reason.
+        lines = error.message.split("\n")
+        reason = lines[-1].removeprefix("error: ")
+        message = f"bad regular expression: {reason}" if len(lines) > 1 else reason
+        raise ToolArgumentError(message, field="pattern", received=shorten(written, 200)) from error
 
 
 async def find(request: GrepRequest, context: ToolContext) -> list[GrepMatch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -125,6 +125,26 @@ class Tool(Protocol):
         `arguments` have passed the schema: nothing is missing, nothing unknown.
         """
         ...
+
+
+Outcome = ToolResult | AgentError
+"""Of a call that was run together with others: its result, or what `Tool.run` would have raised."""
+RunTogether = Callable[[Sequence[Arguments]], Awaitable[list[Outcome]]]
+"""Does the work of several calls. Raises InfrastructureError for all of them."""
+
+
+class RunsTogether(Tool, Protocol):
+    """A tool whose calls of one turn cost less together: those that only read, and wait for no other call."""
+
+    def together(self, context: ToolContext) -> RunTogether | None:
+        """How they are run; None: one by one, as of any tool."""
+        ...
+
+
+def how_together(tool: Tool, context: ToolContext) -> RunTogether | None:
+    """How calls of `tool` run together; None: it is none of those that can."""
+    together: Callable[[ToolContext], RunTogether | None] | None = getattr(tool, "together", None)
+    return None if together is None else together(context)
 
 
 def reads_path(arguments: Arguments, name: str = "path") -> Access:

@@ -52,7 +52,9 @@ def common_pattern(pattern: str) -> str:
     try:
         re.compile(written)
     except (re.error, OverflowError, RecursionError) as error:
-        raise _refused(f"bad regular expression: {str(error)[:80]}") from error
+        # Places count in what we wrote, not in what the agent did.
+        reason = error.msg if isinstance(error, re.error) else str(error)
+        raise _refused(f"bad regular expression: {_unquoted(reason, pattern)[:80]}") from error
     return written
 
 
@@ -220,6 +222,12 @@ def _construct(rest: str) -> str:
         if rest.startswith(start):
             return name
     return rest[:4]
+
+
+def _unquoted(reason: str, pattern: str) -> str:
+    """A reason of Python's, without the range that it quotes where we wrote it otherwise than the agent."""
+    words, found, quoted = reason.partition("character range ")
+    return reason if not found or quoted in pattern else f"{words}character range"
 
 
 def _refused(message: str) -> ToolArgumentError:

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
-from etude.agent.tools.interface import Access, Arguments, ToolContext, integer, reads_path, shorten, shown
-from etude.agent.tools.text_file import path_of, read_text
-from etude.errors import ToolArgumentError
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import add
+
+from etude.agent.tools.interface import (
+    Access,
+    Arguments,
+    Outcome,
+    RunTogether,
+    ToolContext,
+    ToolLimits,
+    integer,
+    reads_path,
+    shorten,
+    shown,
+)
+from etude.agent.tools.text_file import path_of, read_text, text_of
+from etude.errors import AgentError, ToolArgumentError
 from etude.records import ToolResult
 from etude.tokens.grammar import Parameter, ToolSchema
+
+_LARGE_BYTES = 64 << 10
+_NUMBERS = tuple(f"{number}\t" for number in range(1, ToolLimits().read_lines + 1))
+"""What the lines of most calls begin with; made once, since this is most of the work of a small file."""
 
 
 class ReadFile:
@@ -34,26 +55,87 @@ class ReadFile:
         return reads_path(arguments)
 
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
-        limits = context.limits
-        path = path_of(arguments, context)
-        first = integer(arguments, "offset", 1)
-        count = min(integer(arguments, "limit", limits.read_lines), limits.read_lines)
-        if first == 0 or count < 1:
-            name = "offset" if first == 0 else "limit"
-            raise ToolArgumentError(f"{name} starts at 1", field=name, received=arguments[name])
-        text = await read_text(path, context)
-        facts = {"kind": "read", "path": path}
-        lines = text.removesuffix("\n").split("\n") if text else []
-        if first < 0:
-            first = max(len(lines) + first + 1, 1)
-        if not lines and first == 1:
-            return ToolResult("empty", facts=facts)
-        if first > len(lines):
-            raise ToolArgumentError(f"only {len(lines)} lines", field="offset", received=first)
-        kept = lines[first - 1 : first - 1 + count]
-        if max(map(len, kept)) > limits.line_characters:
-            kept = [shorten(line, limits.line_characters) for line in kept]
+        window = _window(arguments, context)
+        return _shown(await read_text(window.path, context), window, context.limits)
+
+    def together(self, context: ToolContext) -> RunTogether:
+        """See RunsTogether: the files are read in one round trip, where the sandbox can do that."""
+        return partial(_read_together, context)
+
+
+@dataclass(slots=True)
+class _Window:
+    """Which lines of which file are to be shown."""
+
+    path: str
+    first: int
+    """From 1; negative: from the end."""
+    count: int
+
+
+def _window(arguments: Arguments, context: ToolContext) -> _Window:
+    """Raises ToolArgumentError for arguments that make no sense."""
+    limits = context.limits
+    path = path_of(arguments, context)
+    first = integer(arguments, "offset", 1)
+    count = min(integer(arguments, "limit", limits.read_lines), limits.read_lines)
+    if first == 0 or count < 1:
+        name = "offset" if first == 0 else "limit"
+        raise ToolArgumentError(f"{name} starts at 1", field=name, received=arguments[name])
+    return _Window(path, first, count)
+
+
+def _shown(text: str, window: _Window, limits: ToolLimits) -> ToolResult:
+    """The result for a file that holds `text`. Raises ToolArgumentError if it ends before the window."""
+    first, count = window.first, window.count
+    facts = {"kind": "read", "path": window.path}
+    lines = text.removesuffix("\n").split("\n") if text else []
+    if first < 0:
+        first = max(len(lines) + first + 1, 1)
+    if not lines and first == 1:
+        return ToolResult("empty", facts=facts)
+    if first > len(lines):
+        raise ToolArgumentError(f"only {len(lines)} lines", field="offset", received=first)
+    kept = lines[first - 1 : first - 1 + count]
+    if max(map(len, kept)) > limits.line_characters:
+        kept = [shorten(line, limits.line_characters) for line in kept]
+    if first == 1 and len(kept) <= len(_NUMBERS):
+        numbered = list(map(add, _NUMBERS, kept))
+    else:
         numbered = [f"{number}\t{line}" for number, line in enumerate(kept, first)]
-        if (rest := len(lines) - (first - 1 + len(kept))) > 0:
-            numbered.append(f"... {rest} more lines")
-        return ToolResult(shown("\n".join(numbered)), facts=facts)
+    if (rest := len(lines) - (first - 1 + len(kept))) > 0:
+        numbered.append(f"... {rest} more lines")
+    return ToolResult(shown("\n".join(numbered)), facts=facts)
+
+
+async def _read_together(context: ToolContext, calls: Sequence[Arguments]) -> list[Outcome]:
+    """The outcome of each call is that of `run`."""
+    windows = [_window_or_error(arguments, context) for arguments in calls]
+    paths = [window.path for window in windows if isinstance(window, _Window)]
+    found = iter(await context.sandbox.files.read_many(paths, context.limits.file_bytes + 1))
+    outcomes: list[Outcome] = []
+    for window in windows:
+        if isinstance(window, AgentError):
+            outcomes.append(window)
+            continue
+        data = next(found)
+        outcomes.append(_outcome(data, window, context))
+        if isinstance(data, bytes) and len(data) > _LARGE_BYTES:
+            await asyncio.sleep(0)  # other sessions have their turn
+    return outcomes
+
+
+def _window_or_error(arguments: Arguments, context: ToolContext) -> _Window | AgentError:
+    try:
+        return _window(arguments, context)
+    except AgentError as error:
+        return error
+
+
+def _outcome(data: bytes | AgentError, window: _Window, context: ToolContext) -> Outcome:
+    if isinstance(data, AgentError):
+        return data
+    try:
+        return _shown(text_of(data, window.path, context), window, context.limits)
+    except AgentError as error:
+        return error

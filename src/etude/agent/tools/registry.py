@@ -6,10 +6,36 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from blake3 import blake3
 
-from etude.agent.tools.interface import SURROGATE, Access, Arguments, Tool, ToolContext
+from etude.agent.tools.interface import (
+    SURROGATE,
+    Access,
+    Arguments,
+    RunTogether,
+    Tool,
+    ToolContext,
+    how_together,
+)
 from etude.errors import ConfigError, ToolArgumentError
 from etude.records import ToolResult
-from etude.tokens.grammar import ToolSchema
+from etude.tokens.grammar import Parameter, ToolSchema
+
+_KINDS = {
+    "string": "a string",
+    "integer": "an integer",
+    "number": "a number",
+    "boolean": "true or false",
+    "array": "an array",
+    "object": "an object",
+}
+_JSON_TYPES: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (str, "a string"),
+    (bool, "a boolean"),  # before the integers, among which Python counts it
+    (int, "an integer"),
+    (float, "a number"),
+    (type(None), "null"),
+    ((list, tuple), "an array"),
+    (dict, "an object"),
+)
 
 
 class Registry(Mapping[str, Tool]):
@@ -62,6 +88,10 @@ class RestrictedTool:
         """See Tool."""
         return await self._tool.run(arguments, context)
 
+    def together(self, context: ToolContext) -> RunTogether | None:
+        """See RunsTogether."""
+        return how_together(self._tool, context)
+
 
 def restricted(tool: Tool, parameters: tuple[str, ...]) -> RestrictedTool:
     """The tool with the named parameters only, which are then all that it accepts.
@@ -87,15 +117,30 @@ def check_arguments(schema: ToolSchema, arguments: Arguments) -> None:
     The grammar has seen to it for sampled calls; calls from elsewhere (MCP, a server) pass here only. What
     the text holds is looked at by the tool.
     """
-    accepted = {parameter.name: parameter.required for parameter in schema.parameters}
+    accepted = {parameter.name: parameter for parameter in schema.parameters}
     for name, value in arguments.items():
         if name not in accepted:
             raise ToolArgumentError(f"unknown parameter {str(name)[:40]}", field=str(name)[:40])
         if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            kind = type(value).__name__
-            raise ToolArgumentError(f"{name} must be text, not {kind}", field=name, received=kind)
+            expected, kind = _expected(accepted[name]), json_type(value)
+            raise ToolArgumentError(
+                f"{name}: expected {expected}, received {kind}", field=name, received=kind
+            )
         if not value.isascii() and SURROGATE.search(value):
             raise ToolArgumentError(f"{name} holds characters that are no text", field=name)
-    for name, required in accepted.items():
-        if required and name not in arguments:
+    for name, parameter in accepted.items():
+        if parameter.required and name not in arguments:
             raise ToolArgumentError(f"missing {name}", field=name)
+
+
+def json_type(value: object) -> str:
+    """What a value is in the words of JSON, with its article: `a string`, `an integer`, `null`."""
+    for kinds, words in _JSON_TYPES:
+        if isinstance(value, kinds):
+            return words
+    return "a value that JSON does not have"
+
+
+def _expected(parameter: Parameter) -> str:
+    words = _KINDS[parameter.kind]
+    return words if parameter.kind == "string" else f"{words}, written as a string"

@@ -60,9 +60,12 @@ async def read_text(path: str, context: ToolContext) -> str:
 
     Raises ToolArgumentError for binary files and for files above `file_bytes`.
     """
-    limit_bytes = context.limits.file_bytes
-    data = await context.sandbox.files.read(path, limit_bytes + 1)
-    if len(data) > limit_bytes:
+    return text_of(await context.sandbox.files.read(path, context.limits.file_bytes + 1), path, context)
+
+
+def text_of(data: bytes, path: str, context: ToolContext) -> str:
+    """As `read_text`, of a file's first `file_bytes` + 1 bytes."""
+    if len(data) > context.limits.file_bytes:
         raise ToolArgumentError("file too large", field="path", received=path)
     if b"\0" in data:
         raise ToolArgumentError("binary file", field="path", received=path)

@@ -6,16 +6,21 @@ what each of them is now. A file that the person changed since it was last seen 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from etude.agent.tools.state import is_harness_path
 from etude.controller.agent.changes import FileChange, TurnChange
-from etude.controller.agent.trees import Tree
+from etude.controller.agent.trees import Tree, is_left_out
 from etude.errors import AgentError, SandboxError, UserError
+from etude.sandbox.errors import PathKindError
 from etude.sandbox.interface import Sandbox
 
 CHANGED_MEANWHILE = "it was changed meanwhile by someone else"
+EXISTS = "a file of yours lies there that the agent did not have"
+IGNORED = "git ignores it"
+LEFT_OUT = "such files neither enter the sandbox nor leave it"
+NO_TEXT = "its name holds characters that are no text"
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +35,17 @@ class Mirror:
     template: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """What the sandbox was made from."""
     sandbox: Sandbox | None = None
+    refused: dict[str, str] = field(default_factory=dict[str, str])
+    """Paths whose last change the tree did not take, and why."""
+    staying: dict[str, str] = field(default_factory=dict[str, str])
+    """Paths that differ in the sandbox and are never taken over, and why."""
+    byproducts: tuple[str, ...] = ()
+    """Directories that git ignores, in which commands made something."""
+
+    @property
+    def kept_back(self) -> dict[str, str]:
+        """All that is in the sandbox and ought to be in the tree but is not, and why."""
+        return {**self.staying, **self.refused}
 
     async def load(self) -> None:
         """Reads the tree for a sandbox that is to be made."""
@@ -62,12 +78,19 @@ class Mirror:
             if now != known and (known is not None or not await self.tree.unwanted([path])):
                 await self._take_in(path, now)
 
-    async def changes(self) -> tuple[FileChange, ...]:
-        """What changed in the sandbox since it was last seen. Raises AgentError for too much."""
+    async def changes(self, named: Collection[str] = ()) -> tuple[FileChange, ...]:
+        """What changed in the sandbox since it was last seen; `staying` is what will not be taken over.
+
+        `named`: the files that the agent's tools wrote by name. Raises AgentError for too much.
+        """
         assert self.sandbox is not None
         diff = await self.sandbox.diff()
-        kept = {path for path in diff if not is_harness_path(path) and _is_text(path)}
-        kept -= await self.tree.unwanted(kept - self.box.keys())
+        mine = {path for path in diff if not is_harness_path(path)}
+        kept = {path for path in mine if _is_text(path)}
+        unwanted = await self.tree.unwanted(kept - self.box.keys())
+        kept -= unwanted
+        self.staying = {ascii(path)[1:-1]: NO_TEXT for path in mine if not _is_text(path)}
+        self.staying |= await self._unwanted({path for path in unwanted if diff[path] is not None}, named)
         now = {path: data for path, data in self.template.items() if path not in diff}
         now |= {path: data for path in kept if (data := diff[path]) is not None}
         return tuple(
@@ -75,6 +98,20 @@ class Mirror:
             for path in sorted(now.keys() | self.box.keys())
             if now.get(path) != self.box.get(path)
         )
+
+    async def _unwanted(self, paths: set[str], named: Collection[str]) -> dict[str, str]:
+        """Why these new files stay in the sandbox; nothing is said of what nobody could be waiting for.
+
+        That is, unless a tool wrote it by name: caches, and what commands left in a directory that git
+        ignores (builds), of which only the directory is kept.
+        """
+        left_out = {path for path in paths if is_left_out(path)}
+        folders = {path: f"{path.rpartition('/')[0]}/" for path in paths - left_out if "/" in path}
+        ignored = await self.tree.unwanted(set(folders.values()))
+        byproducts = {path for path, folder in folders.items() if folder in ignored and path not in named}
+        self.byproducts = tuple(sorted({folders[path].split("/")[0] for path in byproducts}))
+        staying = dict.fromkeys(paths - left_out - byproducts, IGNORED)
+        return staying | {path: LEFT_OUT for path in left_out if path in named}
 
     async def apply(self, files: Iterable[FileChange]) -> dict[str, str]:
         """Takes changes of the sandbox over, into the tree if it is written to; what was not, and why."""
@@ -97,15 +134,33 @@ class Mirror:
         """Writes one file to the tree unless the person changed it; why not, or ""."""
         known = self.disk.get(path)
         if known == after:
+            self.refused.pop(path, None)
             return ""
+        why = await self._try_to_write(path, known, after)
+        if why:
+            self.refused[path] = why
+        else:
+            self.refused.pop(path, None)
+            _put(self.disk, path, after)
+        return why
+
+    async def _try_to_write(self, path: str, known: bytes | None, after: bytes | None) -> str:
         try:
-            if await self.tree.read(path) != known:
-                return CHANGED_MEANWHILE
+            current = await self.tree.read(path)
+            if current == after and (after is not None or not await self.tree.occupied(path)):
+                return ""  # the person, or an earlier run, has done the same
+            if current != known:
+                return CHANGED_MEANWHILE if known is not None else await self._why_unknown(path)
+            if known is None and await self.tree.occupied(path):
+                return await self._why_unknown(path)
             await (self.tree.remove(path) if after is None else self.tree.write(path, after))
         except UserError as error:
             return error.message
-        _put(self.disk, path, after)
         return ""
+
+    async def _why_unknown(self, path: str) -> str:
+        """Why a file that is there was never seen."""
+        return IGNORED if await self.tree.unwanted([path]) else EXISTS
 
     async def take_back(self, files: Iterable[FileChange]) -> dict[str, str]:
         """Undoes changes in the sandbox and in the tree; what could not be undone, and why."""
@@ -130,15 +185,25 @@ class Mirror:
         _put(self.box, path, data)
         if self.sandbox is None:
             return
+        files = self.sandbox.files
         try:
-            if data is not None:
-                await self.sandbox.files.write(path, data)
-            else:
-                await self.sandbox.files.remove(path)
+            await (files.remove(path) if data is None else files.write(path, data))
         except AgentError as error:
             if data is not None:
-                # A place that the agent has made a directory or a link: the person's file cannot go there.
-                raise SandboxError("a file of yours cannot be put into the sandbox", field=path) from error
+                await self._write_anew(path, data, error)
+
+    async def _write_anew(self, path: str, data: bytes, refusal: AgentError) -> None:
+        """Puts a file where one could not be written: the agent may have locked the one that is there."""
+        assert self.sandbox is not None
+        try:
+            if not isinstance(refusal, PathKindError):
+                await self.sandbox.files.remove(path)
+                await self.sandbox.files.write(path, data)
+                return
+        except AgentError as error:
+            refusal = error
+        # A place that the agent has made a directory or a link: the person's file cannot go there.
+        raise SandboxError("a file of yours cannot be put into the sandbox", field=path) from refusal
 
 
 def _put(files: dict[str, bytes], path: str, data: bytes | None) -> None:

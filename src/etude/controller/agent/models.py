@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -73,6 +74,20 @@ class ModelChoice:
                 field="--context-tokens",
                 received=self.context_tokens,
                 fix="give 2048 or more",
+            )
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise ConfigError(
+                "is no temperature",
+                field="--temperature",
+                received=self.temperature,
+                fix="give 0 (always the likeliest token) or more",
+            )
+        if self.run and self.tools:
+            raise ConfigError(
+                "a run's model has the tools that it was trained with",
+                field="--tools",
+                received=self.tools,
+                fix="leave it out",
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -69,8 +69,15 @@ class Tree(Protocol):
         """Removes one file, and the folders above it that it leaves empty. Raises UserError."""
         ...
 
+    async def occupied(self, path: str) -> bool:
+        """Whether something lies at a path, be it nothing that `read` gives: a file that is too large."""
+        ...
+
     async def unwanted(self, paths: Iterable[str]) -> set[str]:
-        """Those of the paths that belong to nobody's work: caches, and what git would ignore."""
+        """Those of the paths that belong to nobody's work: caches, and what git would ignore.
+
+        A directory is named with a slash at its end.
+        """
         ...
 
 
@@ -96,6 +103,13 @@ class DirectoryTree:
                 "is not a directory", field="PATH", received=str(root), fix="name a directory that exists"
             )
         self._root = root.resolve()
+        if self._root == Path(self._root.anchor):
+            raise ConfigError(
+                "is the whole machine, of which no sandbox can be made",
+                field="PATH",
+                received=str(root),
+                fix="name the directory of one project: etude agent ~/project",
+            )
         self._seen: dict[str, _Seen] = {}
         self._left_out: list[str] = []
 
@@ -125,6 +139,10 @@ class DirectoryTree:
         """See Tree."""
         await asyncio.to_thread(self._remove, path)
 
+    async def occupied(self, path: str) -> bool:
+        """See Tree."""
+        return await asyncio.to_thread(self._occupied, path)
+
     async def unwanted(self, paths: Iterable[str]) -> set[str]:
         """See Tree."""
         listed = list(paths)
@@ -152,10 +170,16 @@ class DirectoryTree:
                     f"holds more than {MAX_BYTES >> 20} MiB or {MAX_FILES:,} files",
                     field="PATH",
                     received=str(self._root),
-                    fix="name a folder below it, or have git ignore what is not source",
+                    fix=self._smaller(),
                 )
         self._seen = seen
         return {path: file.data for path, file in seen.items()}
+
+    def _smaller(self) -> str:
+        """What to do about a directory that holds too much."""
+        if (self._root / ".git").exists():
+            return "name a folder below it, or have git ignore what is not source"
+        return "name the directory of one project, or a folder below it"
 
     def _names(self) -> Iterable[str]:
         listing = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
@@ -182,12 +206,19 @@ class DirectoryTree:
             return None
         except OSError as error:
             raise ConfigError(
-                "cannot be read", field=path, received=str(error), fix="mend its permissions, or ignore it"
+                "cannot be read",
+                field=path,
+                received=str(error),
+                fix="give yourself the right to read it, have git ignore it, or name another directory",
             ) from error
 
     def _read(self, path: str) -> bytes | None:
         found = self._look(path)
         return None if found is None else found.data
+
+    def _occupied(self, path: str) -> bool:
+        place = self._place(path)
+        return place is not None and place.exists()
 
     def _place(self, path: str) -> Path | None:
         """Where a path lies; None where it leaves the root or leads through a link."""

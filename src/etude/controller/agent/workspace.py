@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from etude.agent import LocalWorkspace, ToolContext
 from etude.agent.tools.interface import Access
@@ -14,6 +14,9 @@ from etude.controller.agent.mirror import Mirror
 from etude.errors import AgentError
 from etude.protocols import OnCall, OnResult
 from etude.records import ToolCall, ToolResult
+
+EVERYTHING = "."
+"""Stands for all files among those that were kept back."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,6 +32,8 @@ class MirroredWorkspace:
     emit: OnAgentEvent
     turn: Callable[[], int]
     """Number of the agent's present message, from 1."""
+    told: set[str] = field(default_factory=set[str])
+    """What stays in the sandbox, as far as the person has been told."""
 
     async def run_calls(
         self,
@@ -67,17 +72,29 @@ class MirroredWorkspace:
     async def settle(self, turn: int, results: tuple[ToolResult, ...] | None) -> None:
         """Takes over what changed in the sandbox: to disk first, then to the tree."""
         try:
-            files = await self.mirror.changes()
+            files = await self.mirror.changes(self.context.state.changed)
         except AgentError as error:
+            self.mirror.refused[EVERYTHING] = error.message
             self.emit(Noted(f"nothing was written: {error.message}"))
             return
-        if not files:
-            return
-        prompt = len(self.folder.meta.prompts)
-        number = self.folder.next_number()
-        self.folder.save_change(TurnChange(number, turn, prompt, files, results, self.mirror.writes))
-        kept_back = await self.mirror.apply(files)
-        self.emit(FilesChanged(turn, files, self.mirror.writes, kept_back))
+        self.mirror.refused.pop(EVERYTHING, None)
+        kept_back: dict[str, str] = {}
+        if files:
+            prompt = len(self.folder.meta.prompts)
+            number = self.folder.next_number()
+            self.folder.save_change(TurnChange(number, turn, prompt, files, results, self.mirror.writes))
+            kept_back = await self.mirror.apply(files)
+        kept_back |= self._not_told()
+        if files or kept_back:
+            self.emit(FilesChanged(turn, files, self.mirror.writes, kept_back))
+
+    def _not_told(self) -> dict[str, str]:
+        """What stays in the sandbox and was not told yet."""
+        if new := [name for name in self.mirror.byproducts if name not in self.told]:
+            self.emit(Noted(f"git ignores what commands made in {', '.join(new)}: it stays in the sandbox"))
+        staying = {path: why for path, why in self.mirror.staying.items() if path not in self.told}
+        self.told |= staying.keys() | set(new)
+        return staying
 
     def _files_of(self, calls: Iterable[ToolCall]) -> list[str]:
         """The files that these calls name."""

@@ -11,9 +11,9 @@ from etude.environment.recording.sessions import (
     RecordedSession,
     RecordingLimits,
     Recordings,
-    RendererShelf,
-    SessionSpec,
 )
+from etude.environment.recording.shelf import RendererShelf
+from etude.environment.recording.spec import SessionSpec
 
 __all__ = [
     "AnswerService",

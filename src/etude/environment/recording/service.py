@@ -23,10 +23,11 @@ import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
+from etude.environment.recording.journal import SessionJournal
 from etude.environment.recording.messages import Message
 from etude.environment.recording.reader import AnswerReader, Part, ReadingRules, cut_chunk
 from etude.environment.recording.session_map import Generation, SessionMap
-from etude.errors import EtudeError, InfrastructureError, PrefixMissError, SamplerError
+from etude.errors import EtudeError, InfrastructureError, PrefixMissError, SamplerError, StoreError
 from etude.protocols import Sampler
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
 
@@ -91,11 +92,17 @@ class AnswerService:
     sampler: Sampler
     serving: Serving = field(default_factory=Serving)
     new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
+    journal: SessionJournal | None = None
+    """Where the map's inputs are written down; None: nowhere."""
     tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
     """Answers that are being sampled."""
     _opened: set[str] = field(init=False, default_factory=set)
-    _numbers: itertools.count[int] = field(init=False, default_factory=itertools.count)
+    _numbers: itertools.count[int] = field(init=False)
     _live: dict[asyncio.Task[None], _Running] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # A session that was taken up again goes on counting: no two of its requests have one id.
+        self._numbers = itertools.count(self.session_map.counts.requests)
 
     async def answer(self, ask: Ask) -> AsyncGenerator[Event]:
         """Yields what is sampled, in order; `Ended` last. Closing it early aborts the request.
@@ -104,7 +111,8 @@ class AnswerService:
         the sampler fails: then nothing of the answer is kept, and the same history can be sent again.
         """
         generation = self.session_map.begin(ask.messages, ask.params)
-        running = _Running(generation, self._request(generation, ask))
+        number = self._note_begin(generation, ask)
+        running = _Running(generation, self._request(generation, ask), number)
         running.reader = AnswerReader(generation.branch.framing.renderer, ask.rules, self.new_id)
         task = asyncio.create_task(self._sample(running))
         self.tasks.add(task)
@@ -122,6 +130,16 @@ class AnswerService:
         finally:
             if not task.done():
                 self._abort(task)
+
+    def _note_begin(self, generation: Generation, ask: Ask) -> int:
+        """Writes the request down; its number. Raises StoreError: then it has failed."""
+        if self.journal is None:
+            return 0
+        try:
+            return self.journal.begin(ask.messages, ask.params)
+        except StoreError:
+            self.session_map.fail(generation)
+            raise
 
     async def stop(self) -> None:
         """Aborts what is being sampled, waits for its end, and closes the sampler's sessions."""
@@ -181,7 +199,7 @@ class AnswerService:
                 self._send_whole(running)
                 async with asyncio.timeout(self.serving.answer_s):
                     await self._stream(running)
-            self._commit(running)
+            await self._commit(running)
         except InfrastructureError as error:
             self._fail(running, error)
         except TimeoutError:
@@ -237,23 +255,33 @@ class AnswerService:
         if len(chunk.tokens):
             running.queue.put_nowait(Sampled(tuple(parts), chunk.tokens, chunk.logprobs, chunk.version))
 
-    def _commit(self, running: _Running) -> None:
+    async def _commit(self, running: _Running) -> None:
+        """Records the answer; whoever waits hears of it once it is on the disk."""
         branch, reader, counts = running.generation.branch, running.reader, self.session_map.counts
         rest = reader.finish()
         last = running.chunks[-1] if running.chunks else None
+        known = branch.known
         self.session_map.commit(running.generation, running.chunks, reader.answer)
+        running.committed = True
         held = last is not None and not running.cut and bool(last.prefix_digest)
         branch.known = branch.recording.length if held and last else 0
         branch.prefix_digest = last.prefix_digest if held and last else None
         counts.malformed_calls += reader.num_malformed
         counts.aborted += running.finish == "abort"
+        if self.journal is not None:
+            chunks, aborted = running.chunks, running.finish == "abort"
+            self.journal.commit(running.number, chunks, reader.answer, known, reader.num_malformed, aborted)
+            await self.journal.sync()
         if rest:
             nothing = np.zeros(0, dtype=np.int32)
             running.queue.put_nowait(Sampled(tuple(rest), nothing, nothing.astype(np.float32), None))
         running.queue.put_nowait(Ended(_ending(running), reader.stop, running.num_tokens))
 
     def _fail(self, running: _Running, error: InfrastructureError) -> None:
-        self.session_map.fail(running.generation)
+        if not running.committed:  # else its tokens are recorded, though nobody can say how durably
+            self.session_map.fail(running.generation)
+            if self.journal is not None:
+                self.journal.fail(running.number)
         running.queue.put_nowait(error)
 
 
@@ -263,6 +291,8 @@ class _Running:
 
     generation: Generation
     request: SampleRequest
+    number: int = 0
+    """In the journal."""
     reader: AnswerReader = field(init=False)
     queue: asyncio.Queue[Event | EtudeError] = field(default_factory=asyncio.Queue)
     chunks: list[SampleChunk] = field(default_factory=list[SampleChunk])
@@ -272,6 +302,8 @@ class _Running:
     """Tokens were dropped that the sampler holds."""
     aborted: bool = False
     """The client has left."""
+    committed: bool = False
+    """The answer is in the map."""
 
 
 def _ending(running: _Running) -> Ending:

@@ -4,6 +4,8 @@ create --> live --> finishing --> finished          its trajectory is stored, du
              |          |
              |          +-> live                    the store failed: nothing is lost, finish again
              +--> deleted | expired                 nothing is stored | stored as an infrastructure failure
+
+A live session is journaled (`journal`): a server that was killed has it again (`Recordings.recover`).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import json
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -29,21 +31,17 @@ from etude.environment.recording.errors import (
     RefusedKeyError,
     SessionEndedError,
 )
-from etude.environment.recording.fields import SamplingDefaults
-from etude.environment.recording.messages import Opening, canonical
+from etude.environment.recording.journal import SessionJournal
+from etude.environment.recording.recovery import LIVE, find_sessions, session_document
 from etude.environment.recording.service import AnswerService, Serving
 from etude.environment.recording.session_map import MapLimits, SessionMap
-from etude.errors import ConfigError
+from etude.environment.recording.shelf import RendererShelf
+from etude.environment.recording.spec import SessionSpec
 from etude.protocols import Sampler
-from etude.records import Group, RewardBreakdown, Status, Trajectory, TrajectoryId
+from etude.records import Group, RewardBreakdown, Status, Trajectory
 from etude.store.blobs import BlobStore, FileBlobs
 from etude.store.trajectories import TrajectoryLog
-from etude.tokens.grammar.interface import Grammar, ToolSchema
-from etude.tokens.renderer import Renderer
-from etude.tokens.template import Template
-from etude.tokens.tokenizer import Tokenizer
 
-_MAX_RENDERERS = 256
 _MAX_ENDED = 4096
 
 
@@ -59,19 +57,6 @@ class RecordingLimits:
     """A session that nobody uses for so long is ended as an infrastructure failure."""
     session: MapLimits = field(default_factory=MapLimits)
     default_max_tokens: int = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class SessionSpec:
-    """What whoever trains says of a session when it begins."""
-
-    trajectory_id: TrajectoryId
-    group_size: int = 1
-    """Sessions that are compared with each other: members of the group."""
-    consent: str = "synthetic"
-    keep_thinking: bool = True
-    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    metadata: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(slots=True, eq=False)
@@ -98,6 +83,12 @@ class RecordedSession:
         """Its histories."""
         return self.service.session_map
 
+    @property
+    def journal(self) -> SessionJournal:
+        """What is on the disk of it."""
+        assert self.service.journal is not None, "recorded sessions have one"
+        return self.service.journal
+
     def describe(self) -> dict[str, Any]:
         """What its owner may know, as plain JSON values."""
         return {
@@ -112,38 +103,6 @@ class RecordedSession:
             "reward": None if self.reward is None else self.reward.total,
             "metadata": dict(self.spec.metadata),
         }
-
-
-class RendererShelf:
-    """One renderer for each set of tools; the least used go first."""
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        make_grammar: Callable[[Sequence[ToolSchema]], Grammar],
-        template: Template,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self._make_grammar = make_grammar
-        self._template = template
-        self._renderers: OrderedDict[str, Renderer] = OrderedDict()
-
-    def find(self, opening: Opening) -> Renderer:
-        """The renderer for an opening's tools. Raises BadRequestError for tools that the grammar refuses."""
-        key = canonical([tool.raw for tool in opening.tools])
-        renderer = self._renderers.get(key)
-        if renderer is None:
-            try:
-                renderer = Renderer(self.tokenizer, self._make_grammar(opening.tools), self._template)
-            except ConfigError as error:
-                raise BadRequestError(
-                    error.message, field="tools", received=error.received, fix=error.fix
-                ) from error
-            if len(self._renderers) >= _MAX_RENDERERS:
-                self._renderers.popitem(last=False)
-            self._renderers[key] = renderer
-        self._renderers.move_to_end(key)
-        return renderer
 
 
 class Recordings:
@@ -167,6 +126,7 @@ class Recordings:
         self._sampler = sampler
         self._serving = serving or Serving()
         self._log = TrajectoryLog(store)
+        self._live = store / LIVE
         self._blobs: BlobStore = FileBlobs(store / "blobs") if blobs is None else blobs
         self._tenants = dict(tenants)
         self._store_lock = asyncio.Lock()
@@ -234,8 +194,22 @@ class Recordings:
 
     # ---- beginning and end ----------------------------------------------------------------------
 
+    def recover(self) -> int:
+        """Takes up the sessions that a killed server left; how many. Once, before anything is served.
+
+        Raises StoreError for a damaged journal, ConfigError for one of another tokenizer or template.
+        """
+        for found in find_sessions(self._live, self.renderers):
+            service = AnswerService(found.map, self._sampler, self._serving, journal=found.journal)
+            self._hold(found.id, found.key, found.tenant, found.spec, service, found.age_s, found.reward)
+            self.counts["sessions_recovered"] += 1
+        return self.counts["sessions_recovered"]
+
     def create(self, tenant: str, spec: SessionSpec) -> RecordedSession:
-        """Begins a session. Raises BusyError, DrainingError, and BadRequestError for an id that is stored."""
+        """Begins a session; it is on the disk once its journal is synced.
+
+        Raises BusyError, DrainingError, StoreError, and BadRequestError for an id that is open.
+        """
         if self.draining:
             raise DrainingError("the server takes no new sessions: it is about to end")
         held = sum(session.tenant == tenant for session in self._sessions.values())
@@ -251,19 +225,33 @@ class Recordings:
         session_map = SessionMap(
             str(spec.trajectory_id), self.renderers.find, self.limits.session, spec.keep_thinking
         )
-        now = time.monotonic()
-        session = RecordedSession(
-            id=secrets.token_hex(16),
-            key=f"etude-{secrets.token_urlsafe(24)}",
-            tenant=tenant,
-            spec=spec,
-            service=AnswerService(session_map, self._sampler, self._serving),
-            created_s=now,
-            used_s=now,
-        )
-        self._sessions[session.id] = self._by_key[session.key] = session
+        session_id, key = secrets.token_hex(16), f"etude-{secrets.token_urlsafe(24)}"
+        described = session_document(session_id, key, tenant, spec, self.limits.session, self.renderers)
+        journal = SessionJournal.create(self._live / f"{session_id}.jsonl", described)
+        service = AnswerService(session_map, self._sampler, self._serving, journal=journal)
         self.counts["sessions_created"] += 1
+        return self._hold(session_id, key, tenant, spec, service)
+
+    def _hold(
+        self,
+        session_id: str,
+        key: str,
+        tenant: str,
+        spec: SessionSpec,
+        service: AnswerService,
+        age_s: float = 0.0,
+        reward: RewardBreakdown | None = None,
+    ) -> RecordedSession:
+        now = time.monotonic()
+        session = RecordedSession(session_id, key, tenant, spec, service, now - age_s, now, reward=reward)
+        self._sessions[session.id] = self._by_key[session.key] = session
         return session
+
+    async def set_reward(self, session: RecordedSession, reward: RewardBreakdown) -> None:
+        """Sets the reward, durably; a later one replaces it. Raises StoreError."""
+        session.journal.reward(reward)
+        await session.journal.sync()
+        session.reward = reward
 
     def enter(self, session: RecordedSession) -> None:
         """A request of the session begins. Raises BusyError."""
@@ -329,6 +317,7 @@ class Recordings:
             "facts": dict(trajectory.facts),
         }
         self._forget(session)
+        session.journal.remove()
         self._ended[session.id] = (session.tenant, told)
         while len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
@@ -342,7 +331,10 @@ class Recordings:
         if session.state == "finishing":
             raise SessionEndedError("the session is being finished", field="session")
         self._forget(session)
-        await session.service.stop()
+        try:
+            await session.service.stop()
+        finally:
+            session.journal.remove()
         self.counts["sessions_deleted"] += 1
 
     async def expire(self) -> int:
@@ -359,11 +351,14 @@ class Recordings:
         return len(idle)
 
     async def close(self) -> None:
-        """Stops all sampling. What was not finished is lost: its clients have no acknowledgement."""
+        """Stops all sampling. What was not finished stays in its journal, for the next server."""
         self.draining = True
         for session in list(self._sessions.values()):
             self._forget(session)
-            await session.service.stop()
+            try:
+                await session.service.stop()
+            finally:
+                session.journal.close()
 
     def _forget(self, session: RecordedSession) -> None:
         self._sessions.pop(session.id, None)

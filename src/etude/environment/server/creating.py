@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from etude.environment.names import check_files, check_task_name
 from etude.environment.origins import Origin, directory_template, repository_template, task_template
 from etude.environment.server.host import Held, SessionHost
 from etude.environment.server.requests import FORK_OF
@@ -13,7 +14,7 @@ from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import task_of
 from etude.errors import EtudeError, UserError
 from etude.records import Task
-from etude.sandbox.errors import SnapshotError
+from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.server.requests import network_of, resources_of
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
@@ -46,9 +47,7 @@ async def _opened(host: SessionHost, tenant: str, named: Mapping[str, Any]) -> E
     network = network_of(named.get("network"))
     if "snapshot" in named:
         if host.snapshots.get(named["snapshot"]) != tenant:
-            raise SnapshotError(
-                "no such snapshot of this tenant's", field="snapshot", received=named["snapshot"]
-            )
+            raise no_such_snapshot(named["snapshot"])
         origin = Origin(snapshot=named["snapshot"])
     else:
         origin = Origin(await _template(host, named, task), resources, network)
@@ -72,7 +71,7 @@ async def _template(host: SessionHost, named: Mapping[str, Any], task: Task | No
         return task_template(task)
     if "files" in named:
         strings([*named["files"].values()], "files")
-        return Template(named["files"], "files")
+        return Template(check_files(named["files"], "files"), "files")
     if "directory" in named:
         return await directory_template(_allowed(host, named["directory"], "directory"))
     return await repository_template(
@@ -80,11 +79,25 @@ async def _template(host: SessionHost, named: Mapping[str, Any], task: Task | No
     )
 
 
+def no_such_snapshot(snapshot: str) -> SandboxMissingError:
+    """The error for a snapshot that the tenant does not have: as for sessions, nobody learns of others'."""
+    return SandboxMissingError(
+        "no such snapshot of this tenant's: it was deleted, or the server began anew",
+        field="snapshot",
+        received=snapshot,
+        fix="GET /snapshots lists what there is",
+    )
+
+
 def find_task(host: SessionHost, named: str | dict[str, Any]) -> Task:
     """A task of the server's by its name, or one that is written in the request. Raises UserError."""
     if isinstance(named, dict):
-        return task_of(named)
-    if named not in host.tasks:
+        task = task_of(named)
+        check_task_name(task.id, "task.id")
+        for name in ("files", "hidden_files"):
+            check_files(getattr(task, name), f"task.{name}")
+        return task
+    if check_task_name(named) not in host.tasks:
         raise UserError(
             "this server has no such task", field="task", received=named, fix="GET /tasks lists its tasks"
         )

@@ -7,6 +7,7 @@ CapacityError before anything runs, so that it can be asked for again later.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -14,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.environment.server.metrics import EnvironmentMetrics
+from etude.environment.server.metrics import EnvironmentMetrics, is_our_fault
 from etude.environment.sessions import EnvironmentSession, Site, close_all
-from etude.errors import EtudeError
 from etude.records import Task, ToolCall, ToolResult
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.server.metrics import Labels
 from etude.sandbox.server.state import Creations
 
+_log = logging.getLogger("etude.environment.server")
 _LOOK_S = 1.0
 
 
@@ -89,6 +90,7 @@ class SessionHost:
         self.tasks = dict(tasks or {})
         self.roots = tuple(root.resolve() for root in roots)
         self.metrics = EnvironmentMetrics()
+        self.metrics.count("etude_environment_background_failures", 0)
         self.snapshots: dict[str, str] = {}
         """Snapshots that clients asked for -> whose they are. They outlive their sessions."""
         self.creations = Creations(self.limits.num_keys)
@@ -255,7 +257,7 @@ class SessionHost:
             )
 
     def in_background(self, work: Any) -> asyncio.Task[Any]:
-        """Work that goes on without a client; its failure is counted."""
+        """Work that goes on without a client; it is counted where it fails through a fault of ours."""
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._ended)
@@ -298,8 +300,9 @@ class SessionHost:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)
-        if not task.cancelled() and isinstance(task.exception(), EtudeError):
+        if not task.cancelled() and (error := task.exception()) is not None and is_our_fault(error):
             self.metrics.count("etude_environment_background_failures")
+            _log.error("work in the background failed", exc_info=error)
 
 
 def _nobody(position: int, call: ToolCall, result: ToolResult | None = None) -> None:

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from etude.agent.inputs import result_document
 from etude.environment.describing import describe
 from etude.environment.server import requests
-from etude.environment.server.creating import create_session
+from etude.environment.server.creating import create_session, no_such_snapshot
 from etude.environment.server.host import SessionHost
 from etude.environment.server.requests import Box, Host, Tenant, described, fields_of, long, wants_frames
 from etude.environment.sessions import EnvironmentSession
@@ -25,7 +25,6 @@ from etude.environment.wire import (
 )
 from etude.errors import InfrastructureError, UserError
 from etude.records import ToolCall, ToolResult
-from etude.sandbox.errors import SnapshotError
 from etude.sandbox.inside.frames import pack
 from etude.sandbox.server.streams import Json, OutputBuffer
 from etude.sandbox.wire_types import Encoded, encode_diff, encode_error
@@ -237,7 +236,7 @@ async def delete_snapshot(snapshot_id: str, request: Request, host: Host, tenant
 
     async def work() -> Encoded:
         if host.snapshots.get(snapshot_id) != tenant:
-            raise SnapshotError("no such snapshot of this tenant's", field="snapshot", received=snapshot_id)
+            raise no_such_snapshot(snapshot_id)
         await host.site.backend.delete_snapshot(snapshot_id)
         del host.snapshots[snapshot_id]
         return {"deleted": True}, b""

@@ -7,6 +7,7 @@ operation opens without blocking, looks at what it opened, and resolves links be
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import re
 import shutil
@@ -15,9 +16,12 @@ from collections.abc import Iterator
 
 from etude.sandbox.inside import faults, kernel
 from etude.sandbox.inside.faults import Fault
+from etude.sandbox.inside.unlocking import Unlocked, open_unlocked
 
 MAX_DIFF_BYTES = 32 << 20
 MAX_ENTRIES = 50_000
+_SMALL_BYTES = 1 << 16
+"""Smaller files are read in one call."""
 _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
@@ -32,18 +36,7 @@ class Workspace:
 
     def read(self, path: str, limit_bytes: int, offset: int = 0) -> bytes:
         """Up to `limit_bytes` of a regular file, from `offset` on."""
-        descriptor = self._open_to_read(path)
-        try:
-            mode = os.fstat(descriptor).st_mode
-            if stat.S_ISDIR(mode):
-                raise Fault(*faults.IS_DIRECTORY)
-            if not stat.S_ISREG(mode):
-                raise Fault(*faults.NOT_REGULAR)
-            if offset:
-                os.lseek(descriptor, offset, os.SEEK_SET)
-            return _read_up_to(descriptor, limit_bytes)
-        finally:
-            os.close(descriptor)
+        return _read_regular(self._open_to_read(path), limit_bytes, offset)
 
     def write(self, path: str, data: bytes, append: bool = False) -> None:
         """Replaces, makes or lengthens a file, and makes the directories above it."""
@@ -90,51 +83,78 @@ class Workspace:
         return found
 
     def grep(self, pattern: str, path: str, limit: int) -> list[list[object]]:
-        """[path, line number, line] of the first `limit` matching lines."""
+        """[path, line number, line] of the first `limit` matching lines.
+
+        Below a directory, what may not be read is passed over: one locked file does not hide the others.
+        """
         expression = compile_pattern(pattern)
         full = self._resolve(path)
-        if stat.S_ISDIR(os.stat(full).st_mode):
-            prefix = "" if path == "." else path + "/"
-            names = sorted(name for name, entry in _walk(full, prefix, 100) if _kind(entry) == "file")
-        else:
-            names = [path]
+        if not stat.S_ISDIR(os.stat(full).st_mode):
+            return self._matches(expression, path, limit)
+        prefix = "" if path == "." else path + "/"
         matches: list[list[object]] = []
-        for name in names:
+        for name in sorted(name for name, entry in _walk(full, prefix, 100) if _kind(entry) == "file"):
             if "__pycache__" in name.split("/"):
                 continue
-            for number, line in matching_lines(expression, self.read(name, 8 << 20)):
-                matches.append([name, number, line])
-                if len(matches) >= limit:
-                    return matches
+            try:
+                matches += self._matches(expression, name, limit - len(matches))
+            except (PermissionError, FileNotFoundError):
+                continue
+            if len(matches) >= limit:
+                break
         return matches
+
+    def _matches(self, expression: re.Pattern[str], path: str, limit: int) -> list[list[object]]:
+        found = matching_lines(expression, self.read(path, 8 << 20))
+        return [[path, number, line] for number, line in itertools.islice(found, limit)]
 
     def diff(self) -> tuple[list[list[object]], bytes]:
         """([path, size or None], contents in order) of what differs from the template.
 
         A file whose inode, size and times are the template's is taken as unchanged: whoever forges
-        those only hides a change of their own.
+        those only hides a change of their own. What the agent locked away is carried as well; what belongs
+        to somebody else and cannot be read is as it was.
         """
         rows: list[list[object]] = []
         contents: list[bytes] = []
         total_bytes = 0
         seen: set[str] = set()
-        for path, entry in _walk(self.root, "", 1000):
-            if _kind(entry) != "file":
-                continue
-            seen.add(path)
-            status = entry.stat(follow_symlinks=False)
-            before = self._template_status(path)
-            if before is not None and _identity(before) == _identity(status):
-                continue
-            if total_bytes + status.st_size > MAX_DIFF_BYTES:
-                raise Fault(*faults.DIFF_TOO_LARGE)
-            data = self.read(path, MAX_DIFF_BYTES)
-            if before is None or before.st_size != len(data) or self._template_bytes(path) != data:
-                rows.append([path, len(data)])
-                contents.append(data)
-                total_bytes += len(data)
-        rows += [[path, None] for path in self._template_paths() if path not in seen]
+        closed: list[str] = []
+        with Unlocked() as unlocked:
+            for path, entry in _walk(self.root, "", 1000, unlocked, closed):
+                if _kind(entry) != "file":
+                    continue
+                try:
+                    data = self._changed(path, entry, MAX_DIFF_BYTES - total_bytes)
+                except FileNotFoundError:
+                    continue  # deleted since it was listed
+                seen.add(path)
+                if data is not None:
+                    rows.append([path, len(data)])
+                    contents.append(data)
+                    total_bytes += len(data)
+        rows += [
+            [path, None]
+            for path in self._template_paths()
+            if path not in seen and not path.startswith(tuple(closed))
+        ]
         return rows, b"".join(contents)
+
+    def _changed(self, path: str, entry: os.DirEntry[str], room_bytes: int) -> bytes | None:
+        """The content of a file that differs from the template's; None if it does not."""
+        status = entry.stat(follow_symlinks=False)
+        before = self._template_status(path)
+        if before is not None and _identity(before) == _identity(status):
+            return None
+        if status.st_size > room_bytes:
+            raise Fault(*faults.DIFF_TOO_LARGE)
+        try:
+            data = self._read_unlocked(path)
+        except PermissionError:
+            return None
+        if before is not None and before.st_size == len(data) and self._template_bytes(path) == data:
+            return None
+        return data
 
     def _resolve(self, path: str) -> str:
         full = os.path.realpath(os.path.join(self.root, path))
@@ -150,6 +170,16 @@ class Workspace:
             if error.errno not in (errno.EXDEV, errno.ENOSYS):
                 raise
         return self._open(self._resolve(path), _READ_FLAGS)
+
+    def _read_unlocked(self, path: str) -> bytes:
+        """Up to `MAX_DIFF_BYTES` of a regular file, though the agent took its own right to read it away."""
+        parent, name = os.path.split(path)
+        folder = self._open(os.path.join(self.root, parent), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            descriptor = open_unlocked(name, folder, lambda: self._open_to_read(path))
+        finally:
+            os.close(folder)
+        return _read_regular(descriptor, MAX_DIFF_BYTES)
 
     def _open(self, full: str, flags: int, mode: int = 0) -> int:
         """Opens what `_resolve` found. A link that was put there since leads nowhere but below the root."""
@@ -169,8 +199,12 @@ class Workspace:
         except OSError:
             return None
 
-    def _template_bytes(self, path: str) -> bytes:
-        descriptor = os.open(path, _READ_FLAGS, dir_fd=self._template)
+    def _template_bytes(self, path: str) -> bytes | None:
+        """None for a file of an image that may not be read: nothing is equal to it."""
+        try:
+            descriptor = os.open(path, _READ_FLAGS, dir_fd=self._template)
+        except PermissionError:
+            return None
         try:
             return _read_up_to(descriptor, MAX_DIFF_BYTES)
         finally:
@@ -199,20 +233,36 @@ def matching_lines(expression: re.Pattern[str], data: bytes) -> Iterator[tuple[i
             yield number, line.rstrip("\r")
 
 
-def _walk(root: str, prefix: str, depth: int) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """(prefix + relative path, entry) of everything down to `depth` levels. Links are not followed."""
+def _walk(
+    root: str, prefix: str, depth: int, unlocked: Unlocked | None = None, closed: list[str] | None = None
+) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """(prefix + relative path, entry) of everything down to `depth` levels. Links are not followed.
+
+    Directories below `root` that may not be entered are passed over, and put down in `closed`; so are those
+    that are gone since they were listed, but for `closed`.
+    """
     pending = [(root, prefix, 1)] if depth > 0 else []
     count = 0
     while pending:
         folder, before, level = pending.pop()
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                count += 1
-                if count > MAX_ENTRIES:
-                    raise Fault("argument", f"more than {MAX_ENTRIES} entries: name a smaller directory")
-                yield before + entry.name, entry
-                if level < depth and entry.is_dir(follow_symlinks=False):
-                    pending.append((entry.path, before + entry.name + "/", level + 1))
+        if unlocked is not None:
+            unlocked.enter(folder)
+        try:
+            with os.scandir(folder) as listing:
+                entries = list(itertools.islice(listing, MAX_ENTRIES + 1))
+        except (PermissionError, FileNotFoundError) as error:
+            if level == 1:
+                raise
+            if closed is not None and isinstance(error, PermissionError):
+                closed.append(before)
+            continue
+        for entry in entries:
+            count += 1
+            if count > MAX_ENTRIES:
+                raise Fault("argument", f"more than {MAX_ENTRIES} entries: name a smaller directory")
+            yield before + entry.name, entry
+            if level < depth and entry.is_dir(follow_symlinks=False):
+                pending.append((entry.path, before + entry.name + "/", level + 1))
 
 
 def _kind(entry: os.DirEntry[str]) -> str:
@@ -225,6 +275,24 @@ def _kind(entry: os.DirEntry[str]) -> str:
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _read_regular(descriptor: int, limit_bytes: int, offset: int = 0) -> bytes:
+    """Reads what was opened, and closes it. Raises Fault for anything but a regular file."""
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise Fault(*(faults.IS_DIRECTORY if stat.S_ISDIR(status.st_mode) else faults.NOT_REGULAR))
+        if offset:
+            os.lseek(descriptor, offset, os.SEEK_SET)
+        elif 0 < status.st_size < min(limit_bytes, _SMALL_BYTES):
+            data = os.read(descriptor, status.st_size + 1)
+            if len(data) == status.st_size:
+                return data  # one byte less than was asked for: the file ends there
+            return data + _read_up_to(descriptor, limit_bytes - len(data))
+        return _read_up_to(descriptor, limit_bytes)
+    finally:
+        os.close(descriptor)
 
 
 def _read_up_to(descriptor: int, limit_bytes: int) -> bytes:

@@ -30,7 +30,7 @@ class Unpacker:
     def __init__(self) -> None:
         self._buffer = bytearray()
 
-    def feed(self, data: bytes) -> list[tuple[Header, bytes]]:
+    def feed(self, data: bytes | memoryview) -> list[tuple[Header, bytes]]:
         """The frames that `data` completes. Raises FrameError for oversized or malformed ones."""
         self._buffer += data
         frames: list[tuple[Header, bytes]] = []

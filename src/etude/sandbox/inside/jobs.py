@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import gc
 import json
@@ -297,13 +298,15 @@ def _spawn(argv: list[str], env: dict[str, str], cwd: str, pipes: list[int]) -> 
     here = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.chdir(cwd)
-        pid = os.posix_spawn(
+        return os.posix_spawn(
             argv[0], argv, env, file_actions=actions, setsid=True, setsigdef=_RESTORED_SIGNALS
         )
     finally:
-        os.fchdir(here)
+        # The program runs already, and may have locked the directory: that is no reason to run it again.
+        # Whoever starts a program names its directory, so that ours does not matter.
+        with contextlib.suppress(OSError):
+            os.fchdir(here)
         os.close(here)
-    return pid
 
 
 def tests_child(paths: Sequence[str], root: str, probe: bool, limits: ChildLimits) -> Child:

@@ -157,6 +157,8 @@ class Shell:
             "closed": exit_status is not None,
         }
         self.request_id = 0
+        # What comes from now on finds the shell free: nothing would ever take it out of the queue.
+        self.cancelled = False
         self.deadline_s = self._kill_at_s = float("inf")
         return header, b"".join(data)
 

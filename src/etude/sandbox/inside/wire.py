@@ -30,6 +30,9 @@ class Wire:
         self.writer = writer
         self._poll = poll
         self._unpacker = Unpacker()
+        # Kept: a new one for each request would be mapped and unmapped by the system, which takes longer than
+        # reading a small file.
+        self._arrived = bytearray(_CHUNK)
         self._unsent = bytearray()
         self._held: list[bytes] | None = None
         self._gathered: list[bytes] | None = None
@@ -46,10 +49,10 @@ class Wire:
     def receive(self) -> list[tuple[Header, bytes]] | None:
         """The frames that have come; None when the owner has closed its end. Raises FrameError."""
         try:
-            data = os.read(self.reader, _CHUNK)
+            count = os.readv(self.reader, [self._arrived])
         except BlockingIOError:
             return []
-        return self._unpacker.feed(data) if data else None
+        return self._unpacker.feed(memoryview(self._arrived)[:count]) if count else None
 
     def send(self, header: Header, payload: bytes = b"") -> None:
         """Sends a frame now or as soon as the owner takes it. Raises BrokenPipeError and the like."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
+import builtins
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from etude.errors import AgentError
 from etude.sandbox.file_trees import TreeWriter, pack_bytes, pack_tree
+from etude.sandbox.files import read_each
 from etude.sandbox.inside.frames import Header, pack
 from etude.sandbox.remote.connection import Connection
 from etude.sandbox.types import FileInfo, GrepMatch
@@ -26,6 +29,12 @@ class RemoteFiles:
         """See Files.read."""
         params = {"path": path, "limit_bytes": limit_bytes}
         return await self._line.fetch("GET", f"{self._base}/files", params, again=True)
+
+    async def read_many(
+        self, paths: Sequence[str], limit_bytes: int = 1 << 20
+    ) -> builtins.list[bytes | AgentError]:
+        """See Files.read_many."""
+        return await read_each(self.read, paths, limit_bytes)
 
     async def write(self, path: str, data: str | bytes) -> None:
         """See Files.write."""

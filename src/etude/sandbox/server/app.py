@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import Depends, FastAPI, Request
-from fastapi.responses import Response
-from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from etude.errors import EtudeError, SandboxError, UserError
+from etude.errors import UserError
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.server import inside_routes, sandbox_routes, server_routes
+from etude.sandbox.server.error_answers import answer_errors
 from etude.sandbox.server.metrics import Metrics
 from etude.sandbox.server.requests import state_of
 from etude.sandbox.server.state import KeyConflictError, Limits, ServerState
-from etude.sandbox.server.streams import Json
-from etude.sandbox.wire_types import API, encode_error, status_of
+from etude.sandbox.wire_types import API
 
-_log = logging.getLogger("etude.sandbox.server")
 _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -65,10 +61,8 @@ def build_app(
     app.include_router(server_routes.router, dependencies=guarded)
     app.include_router(sandbox_routes.router, prefix=API, dependencies=guarded)
     app.include_router(inside_routes.router, prefix=API, dependencies=guarded)
-    app.add_exception_handler(EtudeError, _on_error)
-    app.add_exception_handler(TimeoutError, _on_error)
-    app.add_exception_handler(ClientDisconnect, _on_departure)
-    app.add_exception_handler(Exception, _on_error)
+    statuses = {AccessError: 401, KeyConflictError: 409}
+    answer_errors(app, lambda request, error: state_of(request).note_error(error), statuses)
     app.add_middleware(Measured, metrics=state.metrics)
     return app
 
@@ -89,23 +83,6 @@ def _check_access(request: Request, token: str | None) -> None:
         raise AccessError(
             "the token is missing or wrong", field="token", fix="send the server's token as a bearer"
         )
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    state_of(request).note_error(error)
-    status = status_of(error)
-    if isinstance(error, AccessError):
-        status = 401
-    elif isinstance(error, KeyConflictError):
-        status = 409
-    return Json({"error": encode_error(error)}, status)
-
-
-async def _on_departure(request: Request, error: Exception) -> Response:
-    """A client that left while it sent its request; nobody reads this."""
-    _log.info("a client left while it sent its request")
-    lost = SandboxError("the request was cut off", field="body")
-    return Json({"error": encode_error(lost)}, 400)
 
 
 class Measured:

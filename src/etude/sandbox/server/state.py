@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.errors import ConfigError, EtudeError
+from etude.errors import AgentError, ConfigError, UserError
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fleet.probe import MachineProbe
 from etude.sandbox.fleet.remote_probe import SharedProbe
@@ -329,5 +329,8 @@ class ServerState:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._background.discard(task)
-        if not task.cancelled() and isinstance(task.exception(), EtudeError):
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None and not isinstance(error, (UserError, AgentError)):
             self.metrics.count("etude_sandbox_background_failures")

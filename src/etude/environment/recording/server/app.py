@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
 
 from etude.environment.recording.openai_format import error_document
 from etude.environment.recording.server import agent_routes, control_routes
@@ -42,6 +43,7 @@ def build_app(recordings: Recordings) -> FastAPI:
     app.add_api_route("/health", _health)
     app.add_api_route("/metrics", _metrics)
     app.add_exception_handler(EtudeError, _on_error)
+    app.add_exception_handler(HTTPException, _on_refusal)
     app.add_exception_handler(Exception, _on_error)
     return app
 
@@ -62,6 +64,15 @@ async def _on_error(request: Request, error: Exception) -> Response:
         _log.error("a request failed", exc_info=error)
     status, document = error_document(error)
     return JSONResponse(document, status)
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    """No such route, or not with this method: in the shape of every other error."""
+    assert isinstance(error, HTTPException), "it is registered for these"
+    recordings_of(request).counts["errors"] += 1
+    words = f"{error.detail}: {request.method} {request.url.path}"
+    row = {"message": words, "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": row}, error.status_code, headers=error.headers)
 
 
 async def _health(request: Request) -> Response:

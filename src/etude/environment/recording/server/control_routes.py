@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from etude.environment.names import check_run_name, check_task_name
 from etude.environment.recording.fields import (
     SamplingDefaults,
     flag,
@@ -19,7 +20,8 @@ from etude.environment.recording.fields import (
     wrong,
 )
 from etude.environment.recording.server.requests import body_of, recordings_of, tenant_of
-from etude.environment.recording.sessions import RecordingLimits, SessionSpec
+from etude.environment.recording.sessions import RecordingLimits
+from etude.environment.recording.spec import SessionSpec
 from etude.records import RewardBreakdown, SamplingParams, Status, TrajectoryId
 
 router = APIRouter()
@@ -46,6 +48,7 @@ async def create(request: Request) -> Response:
     tenant, recordings = tenant_of(request), recordings_of(request)
     spec = _spec(await body_of(request), recordings.limits)
     session = recordings.create(tenant, spec)
+    await session.journal.sync()
     base = f"{str(request.base_url).rstrip('/')}/s/{session.id}"
     row = {"id": session.id, "key": session.key, "openai_base_url": f"{base}/v1", "anthropic_base_url": base}
     return JSONResponse({**row, "trajectory": str(spec.trajectory_id)}, 201)
@@ -60,9 +63,11 @@ async def get(request: Request, session_id: str) -> Response:
 @router.post("/sessions/{session_id}/reward")
 async def reward(request: Request, session_id: str) -> Response:
     """Sets the reward; a later one replaces it."""
-    session = recordings_of(request).find_owned(tenant_of(request), session_id)
-    session.reward = _reward(await body_of(request))
-    return JSONResponse({"reward": session.reward.total})
+    recordings = recordings_of(request)
+    session = recordings.find_owned(tenant_of(request), session_id)
+    given = _reward(await body_of(request))
+    await recordings.set_reward(session, given)
+    return JSONResponse({"reward": given.total})
 
 
 @router.post("/sessions/{session_id}/finish")
@@ -92,9 +97,8 @@ def _spec(body: dict[str, Any], limits: RecordingLimits) -> SessionSpec:
     if unknown:
         raise unsupported(unknown[0], "", f"no such field; there are {', '.join(sorted(_SPEC_FIELDS))}")
     numbers = {name: integer(body, name, 0) or 0 for name in ("epoch", "group", "index")}
-    identity = TrajectoryId(
-        text(body.get("run", "recording"), "run"), text(body.get("task"), "task"), **numbers
-    )
+    run, task = text(body.get("run", "recording"), "run"), text(body.get("task"), "task")
+    identity = TrajectoryId(check_run_name(run), check_task_name(task), **numbers)
     metadata = body.get("metadata") or {}
     if not isinstance(metadata, dict) or len(json.dumps(metadata)) > _METADATA_BYTES:
         raise wrong("metadata", metadata, f"an object of at most {_METADATA_BYTES} bytes")

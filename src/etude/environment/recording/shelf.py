@@ -1,0 +1,56 @@
+"""The renderers of a server: one for each set of tools that its clients bring."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from blake3 import blake3
+
+from etude.environment.recording.errors import BadRequestError
+from etude.environment.recording.messages import Opening, canonical
+from etude.errors import ConfigError
+from etude.tokens.grammar.interface import Grammar, ToolSchema
+from etude.tokens.renderer import Renderer
+from etude.tokens.template import Template
+from etude.tokens.tokenizer import Tokenizer
+
+_MAX_RENDERERS = 256
+
+
+class RendererShelf:
+    """One renderer for each set of tools; the least used go first."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        make_grammar: Callable[[Sequence[ToolSchema]], Grammar],
+        template: Template,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self._make_grammar = make_grammar
+        self._template = template
+        self._renderers: OrderedDict[str, Renderer] = OrderedDict()
+
+    @property
+    def digest(self) -> str:
+        """Names tokenizer, grammar and template: tokens of another digest mean something else."""
+        described = (self.tokenizer.digest, self._make_grammar(()).name, self._template)
+        return blake3(repr(described).encode()).hexdigest()
+
+    def find(self, opening: Opening) -> Renderer:
+        """The renderer for an opening's tools. Raises BadRequestError for tools that the grammar refuses."""
+        key = canonical([tool.raw for tool in opening.tools])
+        renderer = self._renderers.get(key)
+        if renderer is None:
+            try:
+                renderer = Renderer(self.tokenizer, self._make_grammar(opening.tools), self._template)
+            except ConfigError as error:
+                raise BadRequestError(
+                    error.message, field="tools", received=error.received, fix=error.fix
+                ) from error
+            if len(self._renderers) >= _MAX_RENDERERS:
+                self._renderers.popitem(last=False)
+            self._renderers[key] = renderer
+        self._renderers.move_to_end(key)
+        return renderer
