@@ -51,6 +51,9 @@ class TasksConfig(Section):
     """Files of the trails that are judged: of the split `heldout`, and of `heldout_family`."""
     trail_note_key: float = Field(default=0.4, ge=0, le=1)
     """Share of the scripted author's sessions whose summaries carry the key on, in mid-training."""
+    trail_key_weight: float = Field(default=4.0, ge=0)
+    """Loss weight, in mid-training, of summaries and of the answer, over that of the agent's other messages:
+    a key is copied once where names of files are copied twenty times."""
 
 
 class SandboxConfig(Section):

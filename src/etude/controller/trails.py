@@ -72,12 +72,16 @@ def _documents(session: AgentSession, config: RunConfig) -> list[Document]:
 
 
 def _document(session: AgentSession, segment: Segment, config: RunConfig) -> Document:
-    """One context. What failed is shown, not taught."""
+    """One context. What failed is shown, not taught; what carries the key weighs more."""
     midtrain = config.midtrain
     weights = np.where(segment.sampled, midtrain.agent_weight, midtrain.observation_weight)
     for turn in session.turns:
-        if turn.segment_id == segment.id and any(result.error for result in turn.results):
+        if turn.segment_id != segment.id:
+            continue
+        if any(result.error for result in turn.results):
             weights[turn.start : turn.end] = 0.0
+        elif not turn.calls or turn.calls[0].name == "edit_lines":
+            weights[turn.start : turn.end] *= config.tasks.trail_key_weight
     return Document(segment.tokens, weights.astype(np.float32), segment.sampled)
 
 
