@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.config import RunConfig, dump_config, load_config, parse_config
+from etude.config import RunConfig, TasksConfig, dump_config, load_config, parse_config
 from etude.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -50,8 +50,9 @@ def test_what_is_dumped_loads_equal(tmp_path_factory: pytest.TempPathFactory, tr
 
 
 def test_every_field_is_dumped() -> None:
-    tree = tomllib.loads(dump_config(RunConfig(initial_checkpoint="x")))
-    assert tree == RunConfig(initial_checkpoint="x").model_dump(mode="json")
+    tasks = TasksConfig(trail_lengths_at_end=(10, 100))
+    config = RunConfig(initial_checkpoint="x", tasks=tasks)
+    assert tomllib.loads(dump_config(config)) == config.model_dump(mode="json")
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
