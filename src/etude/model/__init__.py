@@ -1,14 +1,33 @@
 """Architectures, used by the trainer and the engine alike."""
 
 from etude.model.attention import PackedAttention
-from etude.model.qwen3_moe import Qwen3Moe, RouterStatistics
-from etude.model.routes import NativeRoutes, RecordedRoutes, ReplayedRoutes
+from etude.model.blocks import Block, GroupedQueryBlock, LatentBlock
+from etude.model.drafting import DraftLayer, DraftLayers
+from etude.model.feed_forward import DenseMlp, Experts, RouterStatistics, SharedExperts
+from etude.model.language_model import LanguageModel, block_of, build_model
+from etude.model.ops import Ops, TorchOps
+from etude.model.qwen3_moe import Qwen3Moe
+from etude.model.routes import NativeRoutes, RecordedRoutes, ReplayedRoutes, missing_route
 
 __all__ = [
+    "Block",
+    "DenseMlp",
+    "DraftLayer",
+    "DraftLayers",
+    "Experts",
+    "GroupedQueryBlock",
+    "LanguageModel",
+    "LatentBlock",
     "NativeRoutes",
+    "Ops",
     "PackedAttention",
     "Qwen3Moe",
     "RecordedRoutes",
     "ReplayedRoutes",
     "RouterStatistics",
+    "SharedExperts",
+    "TorchOps",
+    "block_of",
+    "build_model",
+    "missing_route",
 ]

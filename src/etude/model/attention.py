@@ -36,10 +36,18 @@ class PackedAttention:
     def __init__(self, lengths: Sequence[int], waste: float = 0.15) -> None:
         """`lengths`: tokens of each sequence, falling. `waste`: padding share at which a bucket is closed."""
         assert all(a >= b for a, b in itertools.pairwise(lengths)), "lengths must fall"
+        self.lengths = tuple(lengths)
+        """Tokens of each sequence."""
         self._buckets = [_make_bucket(bucket) for bucket in _split(lengths, waste)]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]."""
+        """query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim] -> [T, heads,
+        value_dim], where value_dim <= dim."""
+        value_dim = value.shape[-1]
+        if value_dim < key.shape[-1]:
+            # The fused CPU kernel wants one width for all three; zeros cost less than leaving it.
+            value = F.pad(value, (0, key.shape[-1] - value_dim))
+            return self.attend(layer, query, key, value)[..., :value_dim]
         if len(self._buckets) == 1:
             return _attend_bucket(self._buckets[0], query, key, value)
         sizes = [bucket.num_rows for bucket in self._buckets]

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.model.attention import PackedAttention
-from etude.model.qwen3_moe import Qwen3Moe, RouterStatistics
+from etude.model.feed_forward import RouterStatistics
+from etude.model.language_model import LanguageModel
 from etude.model.routes import ReplayedRoutes
 
 
@@ -55,7 +56,7 @@ class PackedSequences:
 
 
 def packed_logprobs(
-    model: Qwen3Moe,
+    model: LanguageModel,
     batch: PackedSequences,
     targets: Tensor,
     *,
@@ -70,12 +71,11 @@ def packed_logprobs(
     """
     wanted = targets - 1
     replay = ReplayedRoutes(routes, wanted) if routes is not None else None
-    logits = model.logits(
-        model(batch.tokens, batch.positions, batch.attention, replay, statistics, wanted=wanted)
-    )
+    attention = model.ops.packed_attention(batch.attention)
+    logits = model.logits(model(batch.tokens, batch.positions, attention, replay, statistics, wanted=wanted))
     if temperature != 1.0:
         logits = logits / temperature
-    log_distribution = logits.log_softmax(dim=-1)
+    log_distribution = model.ops.log_softmax(logits)
     chosen = log_distribution.gather(-1, batch.tokens[targets, None]).squeeze(-1)
     with torch.no_grad():
         entropy = -(log_distribution.exp() * log_distribution).sum(-1)
@@ -84,7 +84,7 @@ def packed_logprobs(
 
 @torch.no_grad()
 def score_sequences(
-    model: Qwen3Moe,
+    model: LanguageModel,
     sequences: Sequence[NDArray[np.int32]],
     *,
     temperature: float = 1.0,

@@ -1,0 +1,84 @@
+"""Layers that draft tokens beyond the next one (multi-token prediction).
+
+They stand beside the model and are no part of it: not trained, not published with its weights, and not needed
+to sample. A drafted token is only ever proposed; the model decides whether it stays, so draft layers that lag
+behind the policy cost acceptances and change no distribution.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from etude.config import ModelConfig
+from etude.model.blocks import make_block
+from etude.model.feed_forward import Pass
+from etude.model.language_model import LanguageModel
+from etude.model.routes import NativeRoutes
+from etude.protocols import Attention
+
+
+class DraftLayer(nn.Module):
+    """One more block, fed with a hidden state and the token that follows it (DeepSeek-V3, 2024)."""
+
+    def __init__(self, config: ModelConfig, index: int) -> None:
+        """`config`: of the draft layers, whose blocks all route; `index`: its layer in their own cache."""
+        super().__init__()
+        width = config.hidden_size
+        self.eps = config.rms_norm_eps
+        self.embedding_norm = nn.Parameter(torch.ones(width))
+        self.hidden_norm = nn.Parameter(torch.ones(width))
+        self.projection = nn.Parameter(torch.empty(width, 2 * width))
+        """Columns of the embedding, then of the hidden state."""
+        self.block = make_block(config, index)
+        self.final_norm = nn.Parameter(torch.ones(width))
+
+    def forward(self, embedded: Tensor, hidden: Tensor, shared: Pass) -> Tensor:
+        """embedded [T, width], hidden [T, width] -> [T, width], after the last norm."""
+        ops = shared.ops
+        joined = torch.cat(
+            (
+                ops.rms_norm(embedded, self.embedding_norm, self.eps),
+                ops.rms_norm(hidden, self.hidden_norm, self.eps),
+            ),
+            dim=-1,
+        )
+        drafted = self.block(ops.linear(joined, self.projection), shared, None)
+        return ops.rms_norm(drafted, self.final_norm, self.eps)
+
+
+class DraftLayers(nn.Module):
+    """All draft layers of one model, with which they share embedding, rotary tables, operators and head."""
+
+    def __init__(self, config: ModelConfig, num_layers: int) -> None:
+        """`config`: the model's; `num_layers`: how many tokens can be drafted at once."""
+        super().__init__()
+        self.config = config.model_copy(update={"num_layers": num_layers, "first_k_dense_replace": 0})
+        """Of the draft layers by themselves; a cache for them is made from it."""
+        self.layers = nn.ModuleList(DraftLayer(self.config, index) for index in range(num_layers))
+        self._routes = NativeRoutes(config.experts_per_token)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        model: LanguageModel,
+        index: int,
+        hidden: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention[Tensor],
+    ) -> Tensor:
+        """What layer `index` makes of hidden [T, width] and the tokens [T] that follow those rows.
+
+        For layer 0, `hidden` is what the model returned; for each further one, what the layer before it did,
+        with the tokens one place further on. `positions` [T]: of `tokens`. `attention` sees these layers
+        alone, counted from 0. `model.logits` of the result is the distribution of the token after `tokens`.
+        """
+        embedded = F.embedding(tokens, model.embedding)
+        tables = cast(Tensor, model.cosine), cast(Tensor, model.signed_sine)
+        rotation = (tables[0][positions], tables[1][positions])
+        shared = Pass(model.ops, rotation, attention, self._routes, None)
+        return self.layers[index](embedded, hidden, shared)

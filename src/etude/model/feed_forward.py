@@ -1,0 +1,124 @@
+"""What stands behind attention in a block: one dense layer, or routed experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from etude.config import ModelConfig
+from etude.model.ops import Ops
+from etude.protocols import Attention, Routes
+
+
+@dataclass(slots=True)
+class RouterStatistics:
+    """What the load-balancing loss needs, per layer that routes."""
+
+    probabilities: list[Tensor]
+    """[experts] mean router probability, differentiable."""
+    shares: list[Tensor]
+    """[experts] share of the assignments."""
+
+    def balance_loss(self) -> Tensor:
+        """Mean over layers of experts * sum(share * probability) (Switch Transformer, Fedus et al. 2021);
+        0 where no layer routes."""
+        losses = [
+            len(share) * (share * probability).sum()
+            for share, probability in zip(self.shares, self.probabilities, strict=True)
+        ]
+        return torch.stack(losses).mean() if losses else torch.zeros(())
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What all blocks share in one forward pass."""
+
+    ops: Ops
+    rotation: tuple[Tensor, Tensor]
+    """Cosine and signed sine of each row, [T, 1, rope_dim]."""
+    attention: Attention[Tensor]
+    routes: Routes[Tensor]
+    statistics: RouterStatistics | None
+
+
+class DenseMlp(nn.Module):
+    """SwiGLU of one inner width."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(2 * inner, width))
+        """Rows of the gate, then of the up projection."""
+        self.down = nn.Parameter(torch.empty(width, inner))
+
+    def forward(self, hidden: Tensor, ops: Ops) -> Tensor:
+        """hidden [T, width] -> [T, width]."""
+        gate, up = ops.linear(hidden, self.gate_up).chunk(2, dim=-1)
+        return ops.linear(ops.silu_gate(gate, up), self.down)
+
+
+class Experts(nn.Module):
+    """A softmax router over the top k, and the experts of one block (Qwen3 technical report, 2025)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        width, inner, count = config.hidden_size, config.expert_size, config.num_experts
+        self.num_experts = count
+        self.normalise = config.norm_topk_prob
+        self.router = nn.Parameter(torch.empty(count, width))
+        self.gate_up = nn.Parameter(torch.empty(count, width, 2 * inner))
+        """[experts, width, 2 * inner]: the gate's columns, then the up projection's."""
+        self.down = nn.Parameter(torch.empty(count, inner, width))
+
+    def forward(self, layer: int, hidden: Tensor, shared: Pass) -> Tensor:
+        """hidden [T, width] -> [T, width]; `layer` counts those that route."""
+        probabilities = shared.ops.activate(shared.ops.router(hidden, self.router), "softmax")
+        chosen = shared.routes.select(layer, probabilities.detach())
+        self._count(probabilities, chosen, shared.statistics)
+        gates = shared.ops.gates(probabilities, chosen, self.normalise, 1.0)
+        return shared.ops.experts(hidden, self.gate_up, self.down, chosen, gates)
+
+    def _count(self, probabilities: Tensor, chosen: Tensor, statistics: RouterStatistics | None) -> None:
+        if statistics is None:
+            return
+        counts = torch.bincount(chosen.flatten(), minlength=self.num_experts)
+        statistics.probabilities.append(probabilities.mean(0))
+        statistics.shares.append(counts / chosen.numel())
+
+
+class SharedExperts(Experts):
+    """A sigmoid router with a bias on the choice, groups, and experts that see every token.
+
+    The bias decides who is chosen and does not enter the gates: it balances the load without a loss of its
+    own (DeepSeek-V3 technical report, 2024). It is not trained by gradients.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__(config)
+        self.scale = config.routed_scaling_factor
+        self.num_groups, self.top_groups = config.n_group, config.topk_group
+        self.score_bias = nn.Parameter(torch.zeros(config.num_experts), requires_grad=False)
+        """[experts] float32, whatever the type of the rest."""
+        inner = config.n_shared_experts * config.expert_size
+        self.shared = DenseMlp(config.hidden_size, inner) if inner else None
+
+    def forward(self, layer: int, hidden: Tensor, shared: Pass) -> Tensor:
+        """See Experts."""
+        scores = shared.ops.activate(shared.ops.router(hidden, self.router), "sigmoid")
+        chosen = shared.routes.select(layer, self._for_choice(scores.detach()))
+        if shared.statistics is not None:
+            self._count(scores / scores.sum(dim=-1, keepdim=True), chosen, shared.statistics)
+        gates = shared.ops.gates(scores, chosen, self.normalise, self.scale)
+        mixed = shared.ops.experts(hidden, self.gate_up, self.down, chosen, gates)
+        return mixed if self.shared is None else mixed + self.shared(hidden, shared.ops)
+
+    def _for_choice(self, scores: Tensor) -> Tensor:
+        """Biased scores [T, experts], -inf outside the best groups; a group counts by its two best."""
+        biased = scores + self.score_bias
+        if self.num_groups == 1:
+            return biased
+        grouped = biased.unflatten(-1, (self.num_groups, -1))
+        best = grouped.topk(2, dim=-1).values.sum(-1).topk(self.top_groups, dim=-1).indices
+        outside = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+        return grouped.masked_fill(outside[..., None], float("-inf")).flatten(1)

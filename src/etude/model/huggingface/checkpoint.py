@@ -1,0 +1,155 @@
+"""Models from Hugging Face directories, and such directories from models."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from etude.errors import CheckpointError
+from etude.model.drafting import DraftLayers
+from etude.model.huggingface.fields import read_fields, write_fields
+from etude.model.huggingface.files import GivenTensors, Tensors, open_tensors, write_tensors
+from etude.model.huggingface.layout import Entry, draft_entries, entries
+from etude.model.language_model import LanguageModel, build_model
+
+MAX_FILE_BYTES = 5_000_000_000
+"""Larger checkpoints are written as several files."""
+_HEAD = "lm_head.weight"
+_NAMED = 4
+"""How many tensor names an error lists."""
+
+
+def save_model(model: LanguageModel, directory: Path, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    """Writes what transformers' AutoModelForCausalLM loads with equal logits, in the model's own type."""
+    directory.mkdir(parents=True, exist_ok=True)
+    text = write_fields(model.config, model.vocab_size, model.embedding.dtype)
+    (directory / "config.json").write_text(text, encoding="utf-8")
+    write_tensors(directory, entries(model), max_file_bytes)
+
+
+@torch.no_grad()
+def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    """Reads a directory that `save_model` or transformers wrote, into weights of type `dtype`.
+
+    Left out are tensors that are no part of the model: the rotary frequencies that old versions stored, and
+    layers for multi-token prediction behind the last block, which `load_draft_layers` reads.
+
+    Raises CheckpointError on a missing or damaged file, another architecture, missing, extra, wrongly
+    shaped or non-finite tensors.
+    """
+    fields = read_fields(directory / "config.json")
+    config = fields.config
+    # Files are opened before memory is taken: a damaged checkpoint fails at once.
+    with open_tensors(directory, fields.fp8_block) as tensors:
+        model = build_model(config, fields.vocab_size).cast(dtype)
+        targets = entries(model)
+        outside = _outside(tensors.names(), config.num_layers, fields.num_mtp_layers)
+        _check(targets, tensors, outside)
+        for name, target in targets.items():
+            target.write(_finite(name, tensors.read(name)))
+        _check_tied_head(model, tensors)
+    return model
+
+
+@torch.no_grad()
+def load_draft_layers(directory: Path, dtype: torch.dtype = torch.float32) -> DraftLayers | None:
+    """Reads the layers that draft tokens from a directory that has them; None where there are none.
+
+    Their copies of the embedding and of the head are not read: both are the model's.
+    Raises CheckpointError as `load_model` does.
+    """
+    fields = read_fields(directory / "config.json")
+    config, count = fields.config, fields.num_mtp_layers
+    with open_tensors(directory, fields.fp8_block) as tensors:
+        stored = _predicting(tensors.names(), config.num_layers, count)
+        if not stored:
+            return None
+        drafts = DraftLayers(config, count).to(dtype)
+        targets = draft_entries(drafts, config.num_layers)
+        copies = {
+            name for name in stored if name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
+        }
+        _check(targets, tensors, tensors.names() - stored | copies)
+        for name, target in targets.items():
+            target.write(_finite(name, tensors.read(name)))
+    return drafts
+
+
+def to_huggingface(model: LanguageModel) -> dict[str, Tensor]:
+    """The model's tensors under Hugging Face's names and layouts: copies."""
+    return {name: entry.read() for name, entry in entries(model).items()}
+
+
+@torch.no_grad()
+def from_huggingface(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
+    """Copies Hugging Face tensors into the model. Raises CheckpointError; then the model is unchanged."""
+    given, targets = GivenTensors(tensors), entries(model)
+    _check(targets, given, set())
+    for name in targets:
+        _finite(name, tensors[name])
+    for name, target in targets.items():
+        target.write(tensors[name])
+
+
+def _outside(names: set[str], num_layers: int, num_mtp_layers: int) -> set[str]:
+    """Tensors that checkpoints carry beside the model's own."""
+    frequencies = {name for name in names if name.endswith("rotary_emb.inv_freq")}
+    return _predicting(names, num_layers, num_mtp_layers) | frequencies
+
+
+def _predicting(names: set[str], num_layers: int, num_mtp_layers: int) -> set[str]:
+    """Those of layers for multi-token prediction."""
+    beyond = range(num_layers, num_layers + num_mtp_layers)
+    layers = {name: re.match(r"model\.layers\.(\d+)\.", name) for name in names}
+    return {name for name, match in layers.items() if match and int(match[1]) in beyond}
+
+
+def _check(targets: Mapping[str, Entry], tensors: Tensors, outside: set[str]) -> None:
+    """Names and shapes. Raises CheckpointError."""
+    given = tensors.names() - outside
+    if _HEAD not in targets:
+        given.discard(_HEAD)
+    for kind, names in (("missing", targets.keys() - given), ("extra", given - targets.keys())):
+        if names:
+            raise CheckpointError(
+                f"{len(names)} {kind} tensors",
+                field="tensors",
+                received=sorted(names)[:_NAMED],
+                fix="fetch the checkpoint again, or its config.json: the two do not belong together",
+            )
+    for name, target in targets.items():
+        if tensors.shape(name) != target.shape:
+            raise CheckpointError(
+                f"must have shape {target.shape}",
+                field=name,
+                received=tensors.shape(name),
+                fix="fetch the checkpoint again, or its config.json: the two do not belong together",
+            )
+
+
+def _finite(name: str, tensor: Tensor) -> Tensor:
+    if not bool(tensor.isfinite().all()):
+        raise CheckpointError(
+            "has values that are not finite",
+            field=name,
+            received="NaN or infinity",
+            fix="use a checkpoint from before training diverged, or fetch it again",
+        )
+    return tensor
+
+
+def _check_tied_head(model: LanguageModel, tensors: Tensors) -> None:
+    """A head stored beside a tied embedding must be that embedding."""
+    if model.output_embedding is None and _HEAD in tensors.names():
+        head = tensors.read(_HEAD)
+        if head.shape != model.embedding.shape or not torch.equal(head.to(model.embedding), model.embedding):
+            raise CheckpointError(
+                "differs from the embedding to which config.json ties it",
+                field=_HEAD,
+                received=tuple(head.shape),
+                fix="set tie_word_embeddings to false in config.json, if the head is meant",
+            )

@@ -1,0 +1,258 @@
+"""`config.json`: Hugging Face's names for our configuration, both ways."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from etude.config import ModelConfig
+from etude.errors import CheckpointError
+
+_CLASSES = {
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+}
+_MODEL_TYPES = {name: name for name in _CLASSES} | {"kimi_k2": "deepseek_v3"}
+"""Their `model_type` -> our architecture."""
+
+_ALL = {
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "max_positions": "max_position_embeddings",
+    "rms_norm_eps": "rms_norm_eps",
+    "initializer_range": "initializer_range",
+    "tie_embeddings": "tie_word_embeddings",
+}
+_GROUPED_QUERY = {"num_kv_heads": "num_key_value_heads", "head_dim": "head_dim"}
+_ROUTED = {
+    "experts_per_token": "num_experts_per_tok",
+    "expert_size": "moe_intermediate_size",
+    "norm_topk_prob": "norm_topk_prob",
+}
+_LATENT = {
+    name: name
+    for name in (
+        "intermediate_size",
+        "q_lora_rank",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "n_shared_experts",
+        "n_group",
+        "topk_group",
+        "routed_scaling_factor",
+        "first_k_dense_replace",
+        "rope_interleave",
+    )
+}
+_NAMES: dict[str, dict[str, str]] = {
+    "qwen3": _ALL | _GROUPED_QUERY | {"intermediate_size": "intermediate_size"},
+    "qwen3_moe": _ALL | _GROUPED_QUERY | _ROUTED | {"num_experts": "num_experts"},
+    "deepseek_v3": _ALL | _ROUTED | _LATENT | {"num_experts": "n_routed_experts"},
+}
+"""Ours -> theirs."""
+_ABSENT: dict[str, Any] = {
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "norm_topk_prob": None,
+    "rope_interleave": True,
+}
+"""What transformers takes where a field is absent, for those that checkpoints do leave out; None: it depends
+on the architecture."""
+_YARN = {
+    "yarn_factor": "factor",
+    "yarn_original_positions": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+    "yarn_mscale": "mscale",
+    "yarn_mscale_all_dim": "mscale_all_dim",
+    "yarn_attention_factor": "attention_factor",
+    "yarn_truncate": "truncate",
+}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "use_sliding_window": (False, None),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+    "moe_layer_freq": (1,),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "partial_rotary_factor": (1, None),
+}
+"""Fields of which only these values, or none, are computed here."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFields:
+    """What `config.json` says."""
+
+    config: ModelConfig
+    vocab_size: int
+    fp8_block: tuple[int, int] | None
+    """Rows and columns that share one scale, where weights are stored in 8-bit floats."""
+    num_mtp_layers: int
+    """Multi-token-prediction layers stored behind the last block."""
+
+
+def write_fields(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> str:
+    """The text of `config.json`."""
+    values: dict[str, Any] = {
+        "architectures": [_CLASSES[config.architecture]],
+        "model_type": config.architecture,
+        "vocab_size": vocab_size,
+        "hidden_act": "silu",
+        "attention_bias": False,
+    }
+    values |= {theirs: getattr(config, ours) for ours, theirs in _NAMES[config.architecture].items()}
+    if config.architecture == "qwen3_moe":
+        values |= {"intermediate_size": config.expert_size, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if config.is_latent:
+        values |= {
+            "q_lora_rank": config.q_lora_rank or None,
+            "num_key_value_heads": config.num_heads,
+            "num_nextn_predict_layers": 0,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "moe_layer_freq": 1,
+        }
+    values |= _rope_values(config)
+    name = str(dtype).removeprefix("torch.")
+    values |= {"torch_dtype": name, "dtype": name}
+    return json.dumps(values, indent=2) + "\n"
+
+
+def read_fields(path: Path) -> CheckpointFields:
+    """Reads `config.json`. Raises CheckpointError for what is missing, misstated or not computed here."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise ValueError("is not an object")
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot be read: {error}", field="config.json", received=str(path)) from error
+    architecture = _MODEL_TYPES.get(str(values.get("model_type")))
+    if architecture is None:
+        raise CheckpointError(
+            "this architecture is not defined here",
+            field="config.json: model_type",
+            received=values.get("model_type"),
+            fix=f"use one of {', '.join(_MODEL_TYPES)}",
+        )
+    _refuse_unsupported(values)
+    ours: dict[str, Any] = {"architecture": architecture}
+    for name, theirs in _NAMES[architecture].items():
+        ours[name] = _take(values, theirs)
+    if ours.get("norm_topk_prob", "") is None:
+        ours["norm_topk_prob"] = architecture == "deepseek_v3"
+    ours |= _read_rope(values)
+    if architecture == "deepseek_v3":
+        ours["q_lora_rank"] = ours["q_lora_rank"] or 0
+    vocab_size = _take(values, "vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise CheckpointError("must be a count", field="config.json: vocab_size", received=vocab_size)
+    return CheckpointFields(
+        _build(ours), vocab_size, _fp8_block(values), int(values.get("num_nextn_predict_layers") or 0)
+    )
+
+
+def _build(ours: dict[str, Any]) -> ModelConfig:
+    try:
+        return ModelConfig(**ours)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0]) if first["loc"] else "fields"
+        theirs = _NAMES[ours["architecture"]].get(name, name)
+        received = ours.get(name)
+        raise CheckpointError(
+            str(first["msg"]), field=f"config.json: {theirs}", received=received, fix="fetch it again"
+        ) from error
+
+
+def _take(values: Mapping[str, Any], name: str) -> Any:
+    if name in values:
+        return values[name]
+    if name == "num_experts" and "num_local_experts" in values:
+        return values["num_local_experts"]
+    if name in _ABSENT:
+        return _ABSENT[name]
+    raise CheckpointError("is missing", field=f"config.json: {name}", fix="fetch config.json again")
+
+
+def _refuse_unsupported(values: Mapping[str, Any]) -> None:
+    for name, allowed in _ONLY.items():
+        if name in values and values[name] not in allowed:
+            raise CheckpointError(
+                "is not computed here",
+                field=f"config.json: {name}",
+                received=values[name],
+                fix=f"use a checkpoint with {name}={allowed[0]!r}",
+            )
+    kinds = set(values.get("layer_types") or ()) - {"full_attention"}
+    if kinds:
+        raise CheckpointError(
+            "is not computed here",
+            field="config.json: layer_types",
+            received=sorted(kinds),
+            fix="use a checkpoint with full attention in all layers",
+        )
+
+
+def _rope_values(config: ModelConfig) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.yarn_factor == 1.0:
+        return {"rope_theta": config.rope_theta, "rope_parameters": parameters}
+    yarn = {theirs: getattr(config, ours) for ours, theirs in _YARN.items()}
+    for name in ("mscale", "mscale_all_dim", "attention_factor"):
+        if not yarn[name]:
+            del yarn[name]
+    return {"rope_theta": config.rope_theta, "rope_parameters": parameters | {"rope_type": "yarn"} | yarn}
+
+
+def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads `rope_parameters`, or `rope_theta` and `rope_scaling` as older checkpoints have them."""
+    parameters = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    if not isinstance(parameters, dict):
+        raise CheckpointError("must be an object", field="config.json: rope_parameters", received=parameters)
+    theta = parameters.get("rope_theta", values.get("rope_theta"))
+    if theta is None:
+        raise CheckpointError("is missing", field="config.json: rope_theta", fix="fetch config.json again")
+    ours: dict[str, Any] = {"rope_theta": theta}
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind == "default":
+        return ours
+    if kind != "yarn":
+        raise CheckpointError(
+            "is not computed here",
+            field="config.json: rope_type",
+            received=kind,
+            fix="use a checkpoint with rope_type default or yarn",
+        )
+    ours |= {name: parameters[theirs] for name, theirs in _YARN.items() if parameters.get(theirs) is not None}
+    ours.setdefault("yarn_original_positions", values.get("max_position_embeddings"))
+    if "yarn_factor" not in ours:
+        raise CheckpointError("is missing", field="config.json: rope_scaling.factor")
+    return ours
+
+
+def _fp8_block(values: Mapping[str, Any]) -> tuple[int, int] | None:
+    quantisation = values.get("quantization_config")
+    if not quantisation:
+        return None
+    block = quantisation.get("weight_block_size")
+    if quantisation.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
+        raise CheckpointError(
+            "only 8-bit floats with one scale per block can be read",
+            field="config.json: quantization_config",
+            received=quantisation.get("quant_method"),
+            fix="use the checkpoint in bfloat16",
+        )
+    return int(block[0]), int(block[1])

@@ -1,0 +1,104 @@
+"""The whole model, whatever its blocks: one definition for the trainer and the engine."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from etude.config import ModelConfig
+from etude.model.blocks import Block, make_block
+from etude.model.feed_forward import Pass, RouterStatistics
+from etude.model.ops import Ops, TorchOps
+from etude.model.rotary import rotary_tables
+from etude.model.routes import NativeRoutes
+from etude.protocols import Attention, Routes
+
+
+class LanguageModel(nn.Module):
+    """Embedding, blocks, a last norm and the output head.
+
+    All arithmetic goes through `ops`, which may be exchanged between two forward passes.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.config = config
+        self.vocab_size = vocab_size
+        self.ops: Ops = TorchOps()
+        self.embedding = nn.Parameter(torch.empty(vocab_size, config.hidden_size))
+        self.blocks = nn.ModuleList(make_block(config, layer) for layer in range(config.num_layers))
+        self.final_norm = nn.Parameter(torch.ones(config.hidden_size))
+        self.output_embedding: nn.Parameter | None = None
+        if not config.tie_embeddings:
+            self.output_embedding = nn.Parameter(torch.empty(vocab_size, config.hidden_size))
+        cosine, signed_sine = rotary_tables(config)
+        self.register_buffer("cosine", cosine, persistent=False)
+        self.register_buffer("signed_sine", signed_sine, persistent=False)
+        self.native_routes = NativeRoutes(config.experts_per_token)
+
+    @property
+    def head(self) -> nn.Parameter:
+        """[vocabulary, width]: the embedding itself where the two are tied."""
+        return self.embedding if self.output_embedding is None else self.output_embedding
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attention: Attention[Tensor],
+        routes: Routes[Tensor] | None = None,
+        statistics: RouterStatistics | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """tokens [T], positions [T] -> final hidden states [T, width], after the last norm.
+
+        `wanted` [N]: only these rows are returned, [N, width], and what follows the last attention is
+        computed for them alone: `routes` and `statistics` then see N rows in the last layer.
+        """
+        hidden = F.embedding(tokens, self.embedding)
+        tables = cast(Tensor, self.cosine), cast(Tensor, self.signed_sine)
+        rotation = (tables[0][positions], tables[1][positions])
+        chosen_by = routes if routes is not None else self.native_routes
+        shared = Pass(self.ops, rotation, attention, chosen_by, statistics)
+        last = len(self.blocks) - 1
+        for layer, block in enumerate(self.blocks):
+            hidden = block(hidden, shared, wanted if layer == last else None)
+        return self.ops.rms_norm(hidden, self.final_norm, self.config.rms_norm_eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, width] -> logits [N, vocabulary] in float32."""
+        return self.ops.logits(hidden, self.head)
+
+    def cast(self, dtype: torch.dtype) -> LanguageModel:
+        """Changes the type of the weights in place and returns the model; router biases stay float32."""
+        self.to(dtype)
+        for name, parameter in self.named_parameters():
+            if name.endswith(".score_bias"):
+                parameter.data = parameter.data.float()
+        return self
+
+    @torch.no_grad()
+    def initialise(self, seed: int) -> None:
+        """Draws new weights: normal matrices, unit norms, output projections scaled by depth, no biases."""
+        generator = torch.Generator().manual_seed(seed)
+        std = self.config.initializer_range
+        residual = std / (2 * self.config.num_layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(0.0 if name.endswith(".score_bias") else 1.0)
+            else:
+                scale = residual if name.endswith((".out", ".down")) else std
+                parameter.normal_(0.0, scale, generator=generator)
+
+
+def build_model(config: ModelConfig, vocab_size: int) -> LanguageModel:
+    """A model of the configured architecture; its weights are not set yet."""
+    return LanguageModel(config, vocab_size)
+
+
+def block_of(model: LanguageModel, layer: int) -> Block:
+    """One block, typed."""
+    return cast(Block, model.blocks[layer])
