@@ -4,23 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from etude.controller.compute import choose_kernels
 from etude.errors import ResourceError
-from etude.inference.cache import KvCache
-from etude.inference.forward import EagerForward, ForwardPass, StepRows
+from etude.inference.forward import EagerForward
 from etude.inference.native import NativeForward, find_compiler, load_library
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel, build_model
 from etude.records import SamplingParams
-from tests.inference.builders import needs_compiler
-from tests.model.builders import VOCAB, small_config, small_model
+from tests.inference.native_steps import Sequences, cache_for, needs_compiler, random_sequences
+from tests.model.builders import VOCAB, small_config
 
-SLOTS, POSITIONS = 5, 60
+LENGTHS = [16, 21, 33, 133, 5]
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"architecture": "qwen3", "intermediate_size": 40, "tie_embeddings": False},
+    {"hidden_size": 76, "num_heads": 3, "num_kv_heads": 3, "head_dim": 10, "expert_size": 12},
+    {"hidden_size": 132, "num_heads": 8, "head_dim": 64, "experts_per_token": 1, "num_layers": 1},
+    {"num_experts": 40, "experts_per_token": 6, "expert_size": 96, "num_heads": 4, "num_kv_heads": 2},
+    {"num_experts": 300, "norm_topk_prob": False},
+]
+
+
+def model_of(shape: dict[str, Any], seed: int = 3) -> LanguageModel:
+    """Random weights, norms included."""
+    model = build_model(small_config(**({"max_positions": 160} | shape)), VOCAB)
+    model.initialise(seed)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.requires_grad_(requires_grad=False).parameters():
+        if parameter.ndim == 1:
+            parameter.uniform_(0.5, 1.5, generator=generator)
+    return model
 
 
 @pytest.fixture
@@ -32,111 +52,156 @@ def fresh_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[P
     load_library.cache_clear()
 
 
-def step_rows(decode: list[int], prefill: list[int], starts: list[int], counts: list[int]) -> StepRows:
-    return StepRows(*(np.array(x, dtype=np.int64) for x in (decode, prefill, starts, counts)), num_live=SLOTS)
-
-
-def compute(forward: ForwardPass, rows: StepRows, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """`tokens` [slots, positions] -> hidden states and routes of the step."""
-    slots, positions = torch.from_numpy(rows.slots), torch.from_numpy(rows.positions)
-    return forward(tokens[slots, positions], slots, positions, rows)
-
-
 STEPS = [
-    step_rows([], [0, 1, 2, 3, 4], [0, 0, 0, 0, 0], [7, 1, 20, 33, 2]),
-    step_rows([0, 2, 4], [1, 3], [7, 20, 2, 1, 33], [1, 1, 1, 9, 13]),
-    step_rows([0, 1, 2, 3, 4], [], [8, 10, 21, 46, 3], [1, 1, 1, 1, 1]),
-    step_rows([3], [], [47], [1]),
-]
-
-SHAPES = [
-    {},
-    {"hidden_size": 76, "num_heads": 3, "num_kv_heads": 3, "head_dim": 10, "expert_size": 12},
-    {"hidden_size": 132, "num_heads": 8, "head_dim": 64, "experts_per_token": 1, "num_layers": 1},
-    {"num_experts": 40, "experts_per_token": 6, "expert_size": 96, "num_heads": 4, "num_kv_heads": 2},
+    {0: 7, 1: 1, 2: 20, 3: 100, 4: 2},
+    {0: 1, 1: 9, 2: 1, 3: 13, 4: 1},
+    {0: 1, 1: 1, 2: 1, 3: 1, 4: 1},
+    {3: 1},
 ]
 
 
 @needs_compiler
 @pytest.mark.parametrize("shape", SHAPES)
-def test_hidden_states_keys_and_routes_are_those_of_the_module(shape: dict[str, int]) -> None:
-    model = small_model(3, **shape)
-    caches = [KvCache(model.config, SLOTS, POSITIONS) for _ in range(2)]
+def test_hidden_states_keys_and_routes_are_those_of_the_module(shape: dict[str, Any]) -> None:
+    model = model_of(shape)
+    caches = [cache_for(model) for _ in range(2)]
+    for cache in caches:  # the module multiplies what it does not see by 0
+        cache.keys.zero_()
+        if cache.values is not None:
+            cache.values.zero_()
     eager, native = EagerForward(model, caches[0]), NativeForward(model, caches[1])
-    tokens = torch.randint(0, VOCAB, (SLOTS, POSITIONS), generator=torch.Generator().manual_seed(0))
-    for rows in STEPS:
-        expected, expected_routes = compute(eager, rows, tokens)
-        hidden, routes = compute(native, rows, tokens)
+    sequences = random_sequences(LENGTHS, VOCAB)
+    for counts in STEPS:
+        rows = sequences.take(counts)
+        expected, expected_routes = eager(rows)
+        hidden, routes = native(rows)
         torch.testing.assert_close(hidden, expected, atol=2e-4, rtol=1e-4)
-        assert torch.equal(routes, expected_routes)
+        assert routes.dtype == expected_routes.dtype
+        assert torch.equal(routes.int(), expected_routes.int())
     torch.testing.assert_close(caches[1].keys, caches[0].keys, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(caches[1].values, caches[0].values, atol=1e-4, rtol=1e-4)
 
 
-@needs_compiler
-def test_the_bits_of_a_row_do_not_depend_on_the_others() -> None:
-    model = small_model(4)
-    tokens = torch.randint(0, VOCAB, (SLOTS, POSITIONS), generator=torch.Generator().manual_seed(1))
-    together, _ = compute(NativeForward(model, KvCache(model.config, SLOTS, POSITIONS)), STEPS[0], tokens)
-    first = 0
-    for slot, count in zip(STEPS[0].prefill.tolist(), STEPS[0].counts.tolist(), strict=True):
-        alone = NativeForward(model, KvCache(model.config, SLOTS, POSITIONS))
-        for position in range(count):
-            hidden, _ = compute(alone, step_rows([slot], [], [position], [1]), tokens)
-            assert torch.equal(hidden[0], together[first + position])
-        first += count
+def alone(model: LanguageModel, sequences: Sequences) -> list[torch.Tensor]:
+    """Hidden states of each sequence computed by itself, in one step."""
+    fresh = Sequences(sequences.tokens, sequences.seed + 1)
+    native = NativeForward(model, cache_for(model))
+    return [native(fresh.take({s: len(tokens)}))[0] for s, tokens in enumerate(fresh.tokens)]
 
 
 @needs_compiler
-@pytest.mark.parametrize("num_threads", [2, 3, 7])
-def test_threads_change_no_bit(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.inference.native.forward.MIN_ROWS_PER_THREAD", 2)
-    model = small_model(4)
-    tokens = torch.randint(0, VOCAB, (SLOTS, POSITIONS), generator=torch.Generator().manual_seed(2))
-    one = NativeForward(model, KvCache(model.config, SLOTS, POSITIONS))
-    many = NativeForward(model, KvCache(model.config, SLOTS, POSITIONS), num_threads)
-    for rows in STEPS:
-        expected, expected_routes = compute(one, rows, tokens)
-        hidden, routes = compute(many, rows, tokens)
-        assert torch.equal(hidden, expected)
-        assert torch.equal(routes, expected_routes)
+@pytest.mark.parametrize("shape", SHAPES)
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_the_bits_of_a_row_depend_neither_on_the_others_nor_on_the_cut_nor_on_threads(
+    shape: dict[str, Any], data: st.DataObject
+) -> None:
+    model = model_of(shape)
+    lengths = data.draw(st.lists(st.integers(1, 140), min_size=1, max_size=5))
+    sequences = random_sequences(lengths, VOCAB, data.draw(st.integers(0, 1000)))
+    expected = alone(model, sequences)
+    native = NativeForward(model, cache_for(model), num_threads=data.draw(st.integers(1, 3)))
+    native._threads_for = lambda work: native._num_threads  # type: ignore[method-assign]
+    while any(sequences.computed[s] < lengths[s] for s in range(len(lengths))):
+        left = {s: n - sequences.computed[s] for s, n in enumerate(lengths) if sequences.computed[s] < n}
+        chosen = data.draw(st.lists(st.sampled_from(sorted(left)), min_size=1, unique=True))
+        before = list(sequences.computed)
+        counts = {s: data.draw(st.sampled_from([1, min(17, left[s]), left[s]])) for s in chosen}
+        hidden, _ = native(sequences.take(counts))
+        for s, part in zip(chosen, hidden.split(list(counts.values())), strict=True):
+            assert torch.equal(part, expected[s][before[s] : before[s] + len(part)])
 
 
 @needs_compiler
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 2.5])
-def test_tokens_and_logprobs_are_those_of_the_sampler(temperature: float) -> None:
-    model = small_model(8)
-    cache = KvCache(model.config, SLOTS, POSITIONS)
+def test_what_lies_behind_a_sequence_in_its_pages_is_never_read() -> None:
+    model = model_of({})
+    for hidden in alone(model, random_sequences([1, 15, 17, 65], VOCAB)):
+        assert bool(hidden.isfinite().all())
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", SHAPES[:2])
+def test_weights_in_bfloat16_are_rounded_and_nothing_else_is(shape: dict[str, Any]) -> None:
+    model, rounded = model_of(shape), model_of(shape)
+    for name, parameter in rounded.named_parameters():
+        if parameter.ndim > 1 and name != "embedding" and not name.endswith("router"):
+            parameter.copy_(parameter.bfloat16().float())
+    sequences = random_sequences([20], VOCAB)
+    half = NativeForward(model, cache_for(model), weights="bfloat16")
+    expected = alone(rounded, sequences)[0]
+    assert torch.equal(half(sequences.take({0: 20}))[0], expected)
+
+
+def hidden_rows(model: LanguageModel, count: int) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
     source = np.random.default_rng(0)
-    hidden = torch.from_numpy(source.normal(size=(300, model.config.hidden_size))).float()
-    params, draws = [SamplingParams(temperature=temperature)] * 300, source.random(300)
-    tokens, logprobs = NativeForward(model, cache).sample(hidden, params, draws)
-    expected, expected_logprobs = EagerForward(model, cache).sample(hidden, params, draws)
-    assert torch.equal(tokens, expected)
-    torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=1e-5)
-    cut = [SamplingParams(temperature=0.6, top_k=1)] * 300
-    assert torch.equal(
-        NativeForward(model, cache).sample(hidden, cut, draws)[0], model.logits(hidden).argmax(-1)
+    return torch.from_numpy(source.normal(size=(count, model.config.hidden_size))).float(), source.random(
+        count
     )
 
 
 @needs_compiler
-def test_changed_weights_count_once_they_are_loaded() -> None:
-    model, other = small_model(5), small_model(6)
-    tokens = torch.randint(0, VOCAB, (SLOTS, POSITIONS))
-    native = NativeForward(model, KvCache(model.config, SLOTS, POSITIONS))
-    expected, _ = compute(NativeForward(other, KvCache(model.config, SLOTS, POSITIONS)), STEPS[0], tokens)
-    model.load_state_dict(other.state_dict())
-    native.load_weights()
-    assert torch.equal(compute(native, STEPS[0], tokens)[0], expected)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.6},
+        {},
+        {"temperature": 2.5},
+        {"top_k": 3},
+        {"top_p": 0.7},
+        {"min_p": 0.2},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 3.0, "top_p": 0.999},
+        {"top_k": 1},
+        {"temperature": 0.0, "top_k": 2},
+    ],
+)
+def test_tokens_and_logprobs_are_those_of_the_sampler(options: dict[str, Any]) -> None:
+    model = model_of({}, 8)
+    hidden, draws = hidden_rows(model, 300)
+    params = [SamplingParams(**options) if row % 3 else SamplingParams() for row in range(300)]
+    tokens, logprobs = NativeForward(model, cache_for(model), 2).sample(hidden, params, draws)
+    expected, expected_logprobs = EagerForward(model, cache_for(model)).sample(hidden, params, draws)
+    assert torch.equal(tokens, expected)
+    torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=1e-5)
 
 
 @needs_compiler
-def test_heads_too_wide_for_it_are_refused_by_name() -> None:
-    config = small_config(head_dim=512)
+def test_a_row_is_drawn_alone_as_among_others() -> None:
+    model = model_of({}, 8)
+    hidden, draws = hidden_rows(model, 40)
+    params = [SamplingParams(temperature=0.9, top_p=0.95)] * 40
+    native = NativeForward(model, cache_for(model))
+    tokens, logprobs = native.sample(hidden, params, draws)
+    logits = native.logits(hidden)
+    for row in range(40):
+        one = slice(row, row + 1)
+        token, logprob = native.sample(hidden[one], params[one], draws[one])
+        assert (token[0], logprob[0]) == (tokens[row], logprobs[row])
+        assert torch.equal(native.logits(hidden[one])[0], logits[row])
+
+
+@needs_compiler
+def test_changed_weights_count_once_they_are_loaded() -> None:
+    model, other = model_of({}, 5), model_of({}, 6)
+    sequences = random_sequences(LENGTHS, VOCAB)
+    native = NativeForward(model, cache_for(model))
+    expected = alone(other, sequences)
+    model.load_state_dict(other.state_dict())
+    native.load_weights()
+    assert torch.equal(native(sequences.take({2: 33}))[0], expected[2])
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("shape", "field"),
+    [({"head_dim": 512}, "model.head_dim"), ({"architecture": "deepseek_v3"}, "model.architecture")],
+)
+def test_what_it_does_not_compute_is_refused_by_name(shape: dict[str, Any], field: str) -> None:
+    model = build_model(small_config(**shape), VOCAB)
     with pytest.raises(ResourceError) as caught:
-        NativeForward(Qwen3Moe(config, VOCAB), KvCache(config, 1, 8))
-    assert caught.value.field == "model.head_dim"
+        NativeForward(model, cache_for(model))
+    assert caught.value.field == field
 
 
 def test_without_a_compiler_the_choice_falls_on_the_module_unless_native_is_demanded(

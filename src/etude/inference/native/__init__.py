@@ -1,6 +1,6 @@
-"""The engine's forward pass as one native call, where a C compiler is at hand."""
+"""One native call per engine step, for processors."""
 
-from etude.inference.native.build import find_compiler, load_library
 from etude.inference.native.forward import NativeForward
+from etude.model.kernels.native import find_compiler, load_library
 
 __all__ = ["NativeForward", "find_compiler", "load_library"]

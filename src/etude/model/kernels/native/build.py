@@ -1,4 +1,4 @@
-"""Compiles `forward.c` for this processor on first use, and keeps the result."""
+"""Compiles the C sources beside this file for this processor on first use, and keeps the result."""
 
 from __future__ import annotations
 
@@ -24,13 +24,22 @@ _FLAGS = (
     "-std=gnu11",
     "-shared",
     "-fPIC",
+    "-pthread",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-fno-signed-zeros",
-    "-fassociative-math",  # sums in vectors: another order than the source's, the same at every call
+    "-ffp-contract=off",  # what is fused is said in the source: copies of a loop must not differ
 )
 _TARGETS = ("-march=native", "-mcpu=native", None)
 _TIMEOUT_S = 120.0
+_SIZES = (
+    "etude_packed_size",
+    "etude_scratch_bytes",
+    "etude_sample_floats",
+    "etude_attention_floats",
+    "etude_expert_floats",
+)
+"""Functions that return a size; all others return nothing."""
+_CALLS = ("etude_pack", "etude_forward", "etude_sample", "etude_rows", "etude_attention", "etude_experts")
 
 
 def find_compiler() -> list[str] | None:
@@ -49,27 +58,30 @@ def load_library() -> ctypes.CDLL:
     compiler = find_compiler()
     if compiler is None:
         raise _failure("no C compiler was found", os.environ.get("CC"))
-    source = Path(str(files("etude.inference.native") / "forward.c")).read_text(encoding="utf-8")
-    target = _cache_directory() / f"forward-{_key(compiler, source)}.so"
+    directory = Path(str(files("etude.model.kernels.native")))
+    sources = sorted([*directory.glob("*.c"), *directory.glob("*.h")])
+    target = _cache_directory() / f"native-{_key(compiler, sources)}.so"
     if not target.exists():
-        _compile(compiler, source, target)
+        _compile(compiler, [str(path) for path in sources if path.suffix == ".c"], target)
     try:
         library = ctypes.CDLL(str(target))
     except OSError as error:
         raise _failure(f"the compiled library does not load: {error}", shlex.join(compiler)) from error
-    library.etude_scratch_floats.restype = ctypes.c_int64
-    library.etude_forward.restype = library.etude_sample.restype = None
+    for name in _SIZES:
+        getattr(library, name).restype = ctypes.c_int64
+    for name in _CALLS:
+        getattr(library, name).restype = None
     return library
 
 
-def _compile(compiler: Sequence[str], source: str, target: Path) -> None:
+def _compile(compiler: Sequence[str], sources: Sequence[str], target: Path) -> None:
     """Writes `target` whole or not at all, so that processes may race for it."""
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
         output = Path(directory) / target.name
         problems = ""
         for processor in _TARGETS:
             flags = [*_FLAGS, *([processor] if processor else [])]
-            problems = _run([*compiler, *flags, "-x", "c", "-", "-o", str(output), "-lm"], source)
+            problems = _run([*compiler, *flags, *sources, "-o", str(output), "-lm"])
             if output.exists() and not problems:
                 output.replace(target)
                 return
@@ -77,21 +89,20 @@ def _compile(compiler: Sequence[str], source: str, target: Path) -> None:
     raise _failure(f"compiling failed: {reason}", shlex.join(compiler))
 
 
-def _run(command: Sequence[str], source: str) -> str:
+def _run(command: Sequence[str]) -> str:
     """Runs the compiler; returns what it complains of, empty if it succeeded."""
     try:
-        done = subprocess.run(
-            command, input=source, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     return (done.stderr or f"exit status {done.returncode}") if done.returncode else ""
 
 
-def _key(compiler: Sequence[str], source: str) -> str:
-    """Whatever decides the machine code: source, flags, compiler and processor."""
+def _key(compiler: Sequence[str], sources: Sequence[Path]) -> str:
+    """Whatever decides the machine code: sources, flags, compiler and processor."""
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    return xxh3_128_hexdigest("\0".join((source, *_FLAGS, *compiler, version, _processor())).encode())
+    texts = [f"{path.name}\0{path.read_text(encoding='utf-8')}" for path in sources]
+    return xxh3_128_hexdigest("\0".join((*texts, *_FLAGS, *compiler, version, _processor())).encode())
 
 
 def _processor() -> str:

@@ -1,0 +1,85 @@
+"""The structures that `forward.c` and `sampling.c` take, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+from etude.model.kernels.native.matrices import NativeMatrix
+
+
+class Model(ctypes.Structure):
+    """`Model` of forward.c."""
+
+    _fields_: ClassVar = [
+        ("width", ctypes.c_int64),
+        ("heads", ctypes.c_int64),
+        ("kv_heads", ctypes.c_int64),
+        ("dim", ctypes.c_int64),
+        ("layers", ctypes.c_int64),
+        ("experts", ctypes.c_int64),
+        ("top_k", ctypes.c_int64),
+        ("expert_size", ctypes.c_int64),
+        ("inner", ctypes.c_int64),
+        ("normalise", ctypes.c_int64),
+        ("eps", ctypes.c_float),
+        ("embedding", ctypes.c_void_p),
+        ("cosine", ctypes.c_void_p),
+        ("signed_sine", ctypes.c_void_p),
+        ("final_norm", ctypes.c_void_p),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """`Layer` of forward.c."""
+
+    _fields_: ClassVar = [
+        ("attention_norm", ctypes.c_void_p),
+        ("query_norm", ctypes.c_void_p),
+        ("key_norm", ctypes.c_void_p),
+        ("experts_norm", ctypes.c_void_p),
+        ("qkv", NativeMatrix),
+        ("out", NativeMatrix),
+        ("router", NativeMatrix),
+        ("gate_up", ctypes.c_void_p),
+        ("down", ctypes.c_void_p),
+        ("keys", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("route_layer", ctypes.c_int64),
+    ]
+
+
+class Step(ctypes.Structure):
+    """`Step` of forward.c."""
+
+    _fields_: ClassVar = [
+        ("rows", ctypes.c_int64),
+        ("max_pages", ctypes.c_int64),
+        ("route_layers", ctypes.c_int64),
+        ("route_bytes", ctypes.c_int64),
+        ("tokens", ctypes.c_void_p),
+        ("sequences", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("hidden", ctypes.c_void_p),
+        ("routes", ctypes.c_void_p),
+    ]
+
+
+class Draw(ctypes.Structure):
+    """`Draw` of sampling.c."""
+
+    _fields_: ClassVar = [
+        ("rows", ctypes.c_int64),
+        ("vocabulary", ctypes.c_int64),
+        ("hidden", ctypes.c_void_p),
+        ("temperatures", ctypes.c_void_p),
+        ("top_p", ctypes.c_void_p),
+        ("min_p", ctypes.c_void_p),
+        ("top_k", ctypes.c_void_p),
+        ("draws", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("logprobs", ctypes.c_void_p),
+        ("raw_logprobs", ctypes.c_void_p),
+    ]

@@ -1,0 +1,1 @@
+"""Kernels of our own: native code for CPUs, and the batch-invariant operations made of it."""

@@ -1,0 +1,225 @@
+/* What the native kernels share: vectors, the thread team, matrices and the blocks of a transformer, in float32.
+ *
+ * Every sum is taken in an order that depends on the row alone: neither on the other rows, nor on how work is cut
+ * between threads, nor on whether a block is called by the engine's pass (forward.c) or by the trainer
+ * (blocks.c). Therefore: one function per block, never inlined into two callers; no reassociation and no
+ * fusing by the compiler (-ffp-contract=off); products add up their terms one by one.
+ */
+
+#ifndef ETUDE_COMMON_H
+#define ETUDE_COMMON_H
+
+#include <math.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+#if defined(__AVX512F__)
+#define LANES 16
+#define ROWS 6
+#define COLUMNS 4
+#elif defined(__AVX2__)
+#define LANES 8
+#define ROWS 4
+#define COLUMNS 2
+#else
+#define LANES 4
+#define ROWS 4
+#define COLUMNS 2
+#endif
+
+#define PANEL 64        /* columns of a packed matrix that lie together */
+#define PAGE 16         /* positions of a page of keys and values */
+#define MAX_DIM 256     /* widest head */
+
+#if defined(__clang__)
+#define BLOCK __attribute__((noinline))
+#else
+#define BLOCK __attribute__((noipa))
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vector __attribute__((vector_size(LANES * 4)));
+typedef int32_t integers __attribute__((vector_size(LANES * 4)));
+typedef float unaligned __attribute__((vector_size(LANES * 4), aligned(4), may_alias)); /* in memory */
+
+/* ---- vectors ---------------------------------------------------------------------------------- */
+
+INLINE vector load(const float *from) { return *(const unaligned *)from; }
+INLINE void store(float *to, vector value) { *(unaligned *)to = value; }
+INLINE vector splat(float value) { return value - (vector){0}; }
+INLINE vector choose(integers mask, vector yes, vector no)
+{
+    return (vector)((mask & (integers)yes) | (~mask & (integers)no));
+}
+
+/* a b + c, in one rounding where the processor can. Named, not left to the compiler: it would fuse in some copies of
+ * a loop and not in others. */
+INLINE vector add_product(vector c, vector a, vector b)
+{
+#if defined(__AVX512F__)
+    return (vector)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (vector)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+    return (vector)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
+/* The first `count` < LANES values; the others are 0. */
+INLINE vector load_some(const float *from, int64_t count)
+{
+    float lanes[LANES] = {0};
+    memcpy(lanes, from, (size_t)count * sizeof(float));
+    return load(lanes);
+}
+
+INLINE void store_some(float *to, vector value, int64_t count)
+{
+    float lanes[LANES];
+    store(lanes, value);
+    memcpy(to, lanes, (size_t)count * sizeof(float));
+}
+
+/* The sum of all lanes, half upon half. */
+INLINE float add_up(vector value)
+{
+    float lanes[LANES];
+    store(lanes, value);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+
+INLINE float largest(vector value)
+{
+    float lanes[LANES];
+    store(lanes, value);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++)
+            lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    return lanes[0];
+}
+
+/* e^x for x <= 88, within 2 units in the last place (Cephes' polynomial); e^-87 below -87. */
+INLINE vector exponential(vector x)
+{
+    const vector shift = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to a whole number */
+    x = choose(x < splat(-87.0f), splat(-87.0f), x);
+    vector shifted = add_product(shift, x, splat(1.44269504f));
+    vector whole = shifted - shift;
+    vector r = add_product(x, whole, splat(-0.693359375f));
+    r = add_product(r, whole, splat(2.12194440e-4f));
+    vector p = splat(1.9875691500e-4f);
+    p = add_product(splat(1.3981999507e-3f), p, r);
+    p = add_product(splat(8.3334519073e-3f), p, r);
+    p = add_product(splat(4.1665795894e-2f), p, r);
+    p = add_product(splat(1.6666665459e-1f), p, r);
+    p = add_product(splat(5.0000001201e-1f), p, r);
+    vector q = add_product(r, p * r, r) + splat(1.0f);
+    integers power = ((integers)shifted - (integers)shift + 127) << 23;
+    return q * (vector)power;
+}
+
+/* ---- threads ---------------------------------------------------------------------------------- */
+
+typedef struct Team Team;
+typedef void (*Work)(Team *team, int thread, void *argument);
+
+/* Runs `work` once on each of up to `threads` threads, of which the caller is number 0; returns when all are
+ * done. While somebody else holds the threads, the caller works alone. */
+void run_team(int threads, Work work, void *argument);
+int team_size(const Team *team);
+/* Waits until every thread of the team is here; what they wrote before can then be read. */
+void wait_for_all(Team *team);
+/* The next piece of work of a counter that is 0 at first; each number is given to one thread. */
+INLINE int64_t take_next(atomic_long *counter) { return atomic_fetch_add_explicit(counter, 1, memory_order_relaxed); }
+/* The part of 0..count that thread `thread` does. */
+INLINE void share(int64_t count, int thread, int threads, int64_t *first, int64_t *end)
+{
+    *first = count * thread / threads;
+    *end = count * (thread + 1) / threads;
+}
+
+/* ---- matrices --------------------------------------------------------------------------------- */
+
+/* A matrix [inputs, outputs], packed: panels of PANEL columns (the last one padded with zeros to whole vectors of
+ * 16), each panel [inputs, its columns]. */
+typedef struct {
+    int64_t inputs, outputs;
+    int64_t half;               /* whether values are bfloat16 */
+    const void *panels;
+} Matrix;
+
+/* c[rows, outputs] (+)= a[rows, inputs] matrix, the part of it that belongs to `thread` of `threads`. */
+void multiply(const Matrix *matrix, int64_t rows, const float *a, float *c, int add, int thread, int threads);
+
+/* ---- blocks, a row at a time ------------------------------------------------------------------ */
+
+void rms_norm(int64_t size, const float *x, const float *weight, float eps, float *out);
+void rotate(int64_t dim, const float *x, const float *cosine, const float *signed_sine, float *out);
+void swiglu(int64_t size, const float *gate, const float *up, float *out);
+void add_rows(int64_t size, const float *x, float *out);
+void softmax(int64_t size, float *row);
+
+/* ---- attention -------------------------------------------------------------------------------- */
+
+typedef struct {
+    int64_t heads, kv_heads, dim;
+    const int32_t *tables;      /* [sequences, max_pages] */
+    int64_t max_pages;
+    float *keys;                /* [pages, kv_heads, dim, PAGE] */
+    float *values;              /* [pages, kv_heads, PAGE, dim] */
+} Pages;
+
+/* Stores a row's keys and values [kv_heads, dim] at `position` of a sequence. */
+void store_row(const Pages *pages, int64_t sequence, int64_t position, const float *keys, const float *values);
+
+/* A run of rows of one sequence, at positions that follow each other. */
+typedef struct {
+    int64_t sequence, first_row, count, first_position;
+} Run;
+
+#define MAX_RUN 16              /* rows of a run */
+/* Cuts rows into runs [at most rows] and returns how many. Rows of a sequence follow each other. */
+int64_t cut_runs(int64_t rows, const int64_t *sequences, const int64_t *positions, Run *runs);
+/* Floats of scratch space that a thread needs to attend. */
+int64_t attention_scratch(const Pages *pages);
+/* Attention of all rows of the runs over the positions up to their own. Row t's queries [heads, dim] begin at
+ * queries + t * stride; out [rows, heads, dim]. Threads share the work by `counter`. */
+void attend_runs(const Pages *pages, int64_t num_runs, const Run *runs, const float *queries, int64_t stride,
+                 float *out, float *scratch, atomic_long *counter, int threads);
+
+/* ---- experts ---------------------------------------------------------------------------------- */
+
+typedef struct {
+    int64_t count, top_k, width, inner;
+    const Matrix *gate_up, *down;   /* [count] each: [width, 2 inner], [inner, width] */
+} Experts;
+
+#define EXPERT_ROWS 48
+int64_t expert_scratch(const Experts *experts);
+/* Orders the assignments of rows to experts by expert: order [rows * top_k], starts [count + 2]. */
+void sort_by_expert(const Experts *experts, int64_t rows, const int64_t *chosen, int64_t *order, int64_t *starts);
+/* mixed [rows * top_k, width]: each assignment's expert on its row. Threads share the work by `counter`. */
+void run_experts(const Experts *experts, const float *x, const int64_t *order, const int64_t *starts, float *mixed,
+                 float *scratch, atomic_long *counter);
+/* out [width]: the weighted sum of a row's experts [top_k, width], in the order in which they were chosen. */
+void mix(int64_t top_k, int64_t width, const float *mixed, const float *weights, float *out);
+
+/* ---- distributions ---------------------------------------------------------------------------- */
+
+/* The largest value of a row of logits and the log of the sum of e^(x - largest); these terms too where `masses`
+ * [size] is given. The log-probability of token t is (row[t] - highest) - log_sum. */
+void normaliser(int64_t size, const float *row, float *highest, float *log_sum, float *masses);
+
+#endif

@@ -1,0 +1,241 @@
+/* One forward pass of a Qwen3, dense or a mixture of experts, over the rows of an engine step.
+ *
+ * All threads go through the pass together and share each phase's work: rows, columns of a product, runs of
+ * attention or experts. Keys and values of all rows are stored before any row attends, so that decoding and
+ * prefilling are the same thing.
+ */
+
+#include "common.h"
+
+typedef struct {
+    int64_t width, heads, kv_heads, dim, layers, experts, top_k, expert_size, inner, normalise;
+    float eps;
+    const float *embedding;                 /* [vocabulary, width] */
+    const float *cosine, *signed_sine;      /* [positions, dim] */
+    const float *final_norm;                /* [width] */
+} Model;
+
+typedef struct {
+    const float *attention_norm, *query_norm, *key_norm, *experts_norm;
+    Matrix qkv, out, router;
+    const Matrix *gate_up, *down;           /* one of each for a dense layer, else one per expert */
+    float *keys, *values;                   /* see Pages */
+    int64_t route_layer;                    /* place among the layers that route; -1: dense */
+} Layer;
+
+typedef struct {
+    int64_t rows, max_pages, route_layers, route_bytes;
+    const int64_t *tokens, *sequences, *positions;  /* [rows] */
+    const int32_t *tables;                          /* [sequences, max_pages] */
+    float *hidden;                                  /* out: [rows, width], after the last norm */
+    void *routes;                                   /* out: [rows, route_layers, top_k], best first */
+} Step;
+
+typedef struct {
+    const Model *model;
+    const Layer *layers;
+    const Step *step;
+    int64_t num_runs;
+    Run *runs;                              /* [rows] */
+    atomic_long *counters;                  /* [layers, 2] */
+    int64_t *chosen, *order, *starts;       /* [rows, top_k] both, [experts + 2] */
+    float *normed, *qkv, *attended, *wide, *narrow, *gates, *mixed, *private;
+    int64_t private_floats;                 /* of each thread */
+} Pass;
+
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static Pages pages_of(const Model *model, const Layer *layer, const Step *step)
+{
+    return (Pages){model->heads, model->kv_heads, model->dim, step->tables, step->max_pages,
+                   layer ? layer->keys : NULL, layer ? layer->values : NULL};
+}
+
+static Experts experts_of(const Model *model, const Layer *layer)
+{
+    return (Experts){model->experts, model->top_k, model->width, model->expert_size,
+                     layer ? layer->gate_up : NULL, layer ? layer->down : NULL};
+}
+
+/* Lays the pass out in `memory` (NULL: only measures); returns the bytes that it takes. */
+static int64_t lay_out(Pass *pass, int64_t rows, int64_t threads, char *memory)
+{
+    const Model *m = pass->model;
+    Step none = {0};
+    Pages pages = pages_of(m, NULL, &none);
+    Experts experts = experts_of(m, NULL);
+    int64_t used = 0, head_width = (m->heads + 2 * m->kv_heads) * m->dim, top_k = m->experts ? m->top_k : 0;
+#define PLACE(field, count) \
+    do { \
+        pass->field = (void *)(memory + used); \
+        used += ((count) * (int64_t)sizeof *pass->field + 63) / 64 * 64; \
+    } while (0)
+    pass->private_floats = larger(attention_scratch(&pages), m->experts ? expert_scratch(&experts) : 0);
+    pass->private_floats = larger(pass->private_floats, m->experts + m->dim) / 16 * 16 + 16;
+    PLACE(runs, rows);
+    PLACE(counters, 2 * m->layers);
+    PLACE(chosen, rows * top_k);
+    PLACE(order, rows * top_k);
+    PLACE(starts, m->experts + 2);
+    PLACE(normed, rows * m->width);
+    PLACE(qkv, rows * head_width);
+    PLACE(attended, rows * m->heads * m->dim);
+    PLACE(wide, rows * 2 * m->inner);
+    PLACE(narrow, rows * m->inner);
+    PLACE(gates, rows * top_k);
+    PLACE(mixed, rows * top_k * m->width);
+    PLACE(private, threads * pass->private_floats);
+#undef PLACE
+    return used;
+}
+
+/* Bytes of scratch space that a step of so many rows needs. */
+int64_t etude_scratch_bytes(const Model *model, int64_t rows, int64_t threads)
+{
+    Pass pass = {.model = model};
+    return lay_out(&pass, rows, threads, NULL);
+}
+
+/* Queries are normalised and turned where they lie; keys and values go to their pages. */
+static void prepare_row(const Pass *pass, const Layer *layer, const Pages *pages, int64_t t, float *turned)
+{
+    const Model *m = pass->model;
+    int64_t dim = m->dim, position = pass->step->positions[t];
+    float *row = pass->qkv + t * (m->heads + 2 * m->kv_heads) * dim;
+    const float *cosine = m->cosine + position * dim, *sine = m->signed_sine + position * dim;
+    for (int64_t h = 0; h < m->heads + m->kv_heads; h++) {
+        float *head = row + h * dim;
+        rms_norm(dim, head, h < m->heads ? layer->query_norm : layer->key_norm, m->eps, head);
+        rotate(dim, head, cosine, sine, turned);
+        memcpy(head, turned, (size_t)dim * sizeof(float));
+    }
+    const float *key = row + m->heads * dim;
+    store_row(pages, pass->step->sequences[t], position, key, key + m->kv_heads * dim);
+}
+
+static void attend(Team *team, int thread, const Pass *pass, int64_t index)
+{
+    const Model *m = pass->model;
+    const Layer *layer = pass->layers + index;
+    int64_t rows = pass->step->rows, stride = (m->heads + 2 * m->kv_heads) * m->dim, first, end;
+    float *private = pass->private + thread * pass->private_floats;
+    Pages pages = pages_of(m, layer, pass->step);
+    int threads = team_size(team);
+    share(rows, thread, threads, &first, &end);
+    for (int64_t t = first; t < end; t++)
+        rms_norm(m->width, pass->step->hidden + t * m->width, layer->attention_norm, m->eps,
+                 pass->normed + t * m->width);
+    wait_for_all(team);
+    multiply(&layer->qkv, rows, pass->normed, pass->qkv, 0, thread, threads);
+    wait_for_all(team);
+    for (int64_t t = first; t < end; t++)
+        prepare_row(pass, layer, &pages, t, private);
+    wait_for_all(team);
+    attend_runs(&pages, pass->num_runs, pass->runs, pass->qkv, stride, pass->attended, private,
+                pass->counters + 2 * index, threads);
+    wait_for_all(team);
+    multiply(&layer->out, rows, pass->attended, pass->step->hidden, 1, thread, threads);
+    wait_for_all(team);
+    for (int64_t t = first; t < end; t++)
+        rms_norm(m->width, pass->step->hidden + t * m->width, layer->experts_norm, m->eps,
+                 pass->normed + t * m->width);
+}
+
+/* The layer's dense part: hidden += down(swiglu(gate_up(normed))). */
+static void feed(Team *team, int thread, const Pass *pass, const Layer *layer)
+{
+    int64_t rows = pass->step->rows, inner = pass->model->inner, first, end;
+    int threads = team_size(team);
+    wait_for_all(team);
+    multiply(layer->gate_up, rows, pass->normed, pass->wide, 0, thread, threads);
+    wait_for_all(team);
+    share(rows, thread, threads, &first, &end);
+    for (int64_t t = first; t < end; t++) {
+        const float *gate = pass->wide + t * 2 * inner;
+        swiglu(inner, gate, gate + inner, pass->narrow + t * inner);
+    }
+    wait_for_all(team);
+    multiply(layer->down, rows, pass->narrow, pass->step->hidden, 1, thread, threads);
+    wait_for_all(team);
+}
+
+/* Chooses a row's experts: the best first, the lower number of two equals. */
+static void route_row(const Pass *pass, const Layer *layer, int64_t t, float *scores)
+{
+    const Model *m = pass->model;
+    const Step *step = pass->step;
+    int64_t *chosen = pass->chosen + t * m->top_k, place = (t * step->route_layers + layer->route_layer) * m->top_k;
+    float *gates = pass->gates + t * m->top_k, sum = 0;
+    multiply(&layer->router, 1, pass->normed + t * m->width, scores, 0, 0, 1);
+    softmax(m->experts, scores);
+    for (int64_t k = 0; k < m->top_k; k++) {
+        int64_t best = 0;
+        for (int64_t e = 1; e < m->experts; e++)
+            best = scores[e] > scores[best] ? e : best;
+        chosen[k] = best;
+        gates[k] = scores[best];
+        sum += scores[best];
+        scores[best] = -INFINITY;
+        if (step->route_bytes == 1)
+            ((uint8_t *)step->routes)[place + k] = (uint8_t)best;
+        else
+            ((uint16_t *)step->routes)[place + k] = (uint16_t)best;
+    }
+    if (m->normalise)
+        for (int64_t k = 0; k < m->top_k; k++)
+            gates[k] /= sum;
+}
+
+/* The layer's experts: hidden += experts(normed). */
+static void consult(Team *team, int thread, const Pass *pass, const Layer *layer, int64_t index)
+{
+    const Model *m = pass->model;
+    int64_t rows = pass->step->rows, first, end;
+    float *private = pass->private + thread * pass->private_floats;
+    Experts experts = experts_of(m, layer);
+    share(rows, thread, team_size(team), &first, &end);
+    for (int64_t t = first; t < end; t++)
+        route_row(pass, layer, t, private);
+    wait_for_all(team);
+    if (thread == 0)
+        sort_by_expert(&experts, rows, pass->chosen, pass->order, pass->starts);
+    wait_for_all(team);
+    run_experts(&experts, pass->normed, pass->order, pass->starts, pass->mixed, private,
+                pass->counters + 2 * index + 1);
+    wait_for_all(team);
+    for (int64_t t = first; t < end; t++) {
+        float *sum = pass->normed + t * m->width;
+        mix(m->top_k, m->width, pass->mixed + t * m->top_k * m->width, pass->gates + t * m->top_k, sum);
+        add_rows(m->width, sum, pass->step->hidden + t * m->width);
+    }
+}
+
+static void run_pass(Team *team, int thread, void *argument)
+{
+    const Pass *pass = argument;
+    const Model *m = pass->model;
+    const Step *step = pass->step;
+    int64_t width = m->width, first, end;
+    share(step->rows, thread, team_size(team), &first, &end);
+    for (int64_t t = first; t < end; t++)
+        memcpy(step->hidden + t * width, m->embedding + step->tokens[t] * width, (size_t)width * sizeof(float));
+    for (int64_t l = 0; l < m->layers; l++) {
+        attend(team, thread, pass, l);
+        if (pass->layers[l].route_layer < 0)
+            feed(team, thread, pass, pass->layers + l);
+        else
+            consult(team, thread, pass, pass->layers + l, l);
+    }
+    for (int64_t t = first; t < end; t++)
+        rms_norm(width, step->hidden + t * width, m->final_norm, m->eps, step->hidden + t * width);
+}
+
+/* Computes a step on up to `threads` threads. `scratch`: etude_scratch_bytes, aligned to 64 bytes. */
+void etude_forward(const Model *model, const Layer *layers, const Step *step, int64_t threads, char *scratch)
+{
+    Pass pass = {.model = model, .layers = layers, .step = step};
+    lay_out(&pass, step->rows, threads, scratch);
+    memset(pass.counters, 0, (size_t)(2 * model->layers) * sizeof *pass.counters);
+    pass.num_runs = cut_runs(step->rows, step->sequences, step->positions, pass.runs);
+    run_team((int)threads, run_pass, &pass);
+}

@@ -1,0 +1,145 @@
+/* Packed matrices and products.
+ *
+ * A product is cut into tiles of ROWS x (COLUMNS vectors) kept in registers (Goto and van de Geijn 2008). The
+ * matrix is packed once, so that each tile reads it in the order in which it lies: decoding a few rows streams
+ * the weights through at the memory's speed. Each value of the result adds up its terms from the first to the
+ * last in one register, whatever the tile: its bits depend on its row and its column alone.
+ */
+
+#include "common.h"
+
+#define BAND 96         /* rows that stay in the cache while all panels pass by */
+
+typedef uint16_t halves __attribute__((vector_size(LANES * 2)));
+typedef uint16_t unaligned_halves __attribute__((vector_size(LANES * 2), aligned(2), may_alias));
+
+static int64_t panel_columns(int64_t outputs, int64_t panel)
+{
+    int64_t left = outputs - panel * PANEL;
+    return left >= PANEL ? PANEL : (left + 15) / 16 * 16;
+}
+
+/* Values that a packed matrix takes. */
+int64_t etude_packed_size(int64_t inputs, int64_t outputs) { return inputs * ((outputs + 15) / 16 * 16); }
+
+static uint16_t round_to_half(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    if ((bits & 0x7fffffff) > 0x7f800000)
+        return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Packs source[o * output_stride + i * input_stride], float32, as float32 or (`half`) bfloat16. */
+void etude_pack(int64_t inputs, int64_t outputs, const float *source, int64_t input_stride, int64_t output_stride,
+                int half, void *packed)
+{
+    for (int64_t panel = 0; panel * PANEL < outputs; panel++) {
+        int64_t columns = panel_columns(outputs, panel);
+        for (int64_t first = 0; first < inputs; first += 16)
+            for (int64_t o = 0; o < columns; o++) {
+                int64_t column = panel * PANEL + o, end = first + 16 < inputs ? first + 16 : inputs;
+                for (int64_t i = first; i < end; i++) {
+                    int64_t place = panel * PANEL * inputs + i * columns + o;
+                    float value = column < outputs ? source[column * output_stride + i * input_stride] : 0;
+                    if (half)
+                        ((uint16_t *)packed)[place] = round_to_half(value);
+                    else
+                        ((float *)packed)[place] = value;
+                }
+            }
+    }
+}
+
+INLINE vector widen(const uint16_t *from)
+{
+    integers wide = __builtin_convertvector(*(const unaligned_halves *)from, integers) << 16;
+    return (vector)wide;
+}
+
+/* c (+)= a b for one tile; all but k and the pointers are constants at each call. `left`: columns to write. */
+INLINE void tile(const int rows, const int vectors, const int half, int64_t k, const float *a, int64_t lda,
+                 const void *panel, int64_t ldb, const char *ahead, float *c, int64_t ldc, int64_t left, int add)
+{
+    vector sums[ROWS][COLUMNS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++)
+            sums[r][v] = (vector){0};
+    for (int64_t i = 0; i < k; i++) {
+        __builtin_prefetch(ahead + i * ldb * (half ? 2 : 4), 0, 2);
+        vector right[COLUMNS];
+        for (int v = 0; v < vectors; v++)
+            right[v] = half ? widen((const uint16_t *)panel + i * ldb + v * LANES)
+                            : load((const float *)panel + i * ldb + v * LANES);
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < vectors; v++)
+                sums[r][v] = add_product(sums[r][v], right[v], splat(a[r * lda + i]));
+    }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < vectors; v++) {
+            float *to = c + r * ldc + v * LANES;
+            int64_t here = left - v * LANES;
+            if (here >= LANES)
+                store(to, add ? load(to) + sums[r][v] : sums[r][v]);
+            else if (here > 0)
+                store_some(to, add ? load_some(to, here) + sums[r][v] : sums[r][v], here);
+        }
+}
+
+/* One band of up to ROWS rows against one panel, while the part `ahead` of the next panel comes nearer. */
+INLINE void band(const int rows, const int half, int64_t k, const float *a, const void *panel, int64_t columns,
+                 const char *ahead, float *c, int64_t ldc, int64_t left, int add)
+{
+    int64_t j = 0, size = half ? 2 : 4;
+    for (; j + COLUMNS * LANES <= columns; j += COLUMNS * LANES)
+        tile(rows, COLUMNS, half, k, a, k, (const char *)panel + j * size, columns, ahead, c + j, ldc, left - j, add);
+    for (; j + LANES <= columns; j += LANES)
+        tile(rows, 1, half, k, a, k, (const char *)panel + j * size, columns, ahead, c + j, ldc, left - j, add);
+}
+
+INLINE void panel_product(const int half, const Matrix *matrix, int64_t panel, int64_t rows, const float *a,
+                          float *c, int add)
+{
+    int64_t k = matrix->inputs, n = matrix->outputs, columns = panel_columns(n, panel);
+    int64_t left = n - panel * PANEL;
+    const char *from = (const char *)matrix->panels + panel * PANEL * k * (half ? 2 : 4);
+    for (int64_t i = 0; i < rows; i += ROWS) {
+        const float *left_rows = a + i * k;
+        float *to = c + i * n + panel * PANEL;
+        /* Each band asks for one cache line in each row of the next panel; it may lie behind the last. */
+        const char *ahead = from + columns * k * (half ? 2 : 4) + i / ROWS * 64 % (PANEL * (half ? 2 : 4));
+        switch (rows - i) {
+        case 1: band(1, half, k, left_rows, from, columns, ahead, to, n, left, add); break;
+        case 2: band(2, half, k, left_rows, from, columns, ahead, to, n, left, add); break;
+        case 3: band(3, half, k, left_rows, from, columns, ahead, to, n, left, add); break;
+#if ROWS > 4
+        case 4: band(4, half, k, left_rows, from, columns, ahead, to, n, left, add); break;
+        case 5: band(5, half, k, left_rows, from, columns, ahead, to, n, left, add); break;
+#endif
+        default: band(ROWS, half, k, left_rows, from, columns, ahead, to, n, left, add); break;
+        }
+    }
+}
+
+static BLOCK void float_product(const Matrix *matrix, int64_t panel, int64_t rows, const float *a, float *c, int add)
+{
+    panel_product(0, matrix, panel, rows, a, c, add);
+}
+
+static BLOCK void half_product(const Matrix *matrix, int64_t panel, int64_t rows, const float *a, float *c, int add)
+{
+    panel_product(1, matrix, panel, rows, a, c, add);
+}
+
+void multiply(const Matrix *matrix, int64_t rows, const float *a, float *c, int add, int thread, int threads)
+{
+    int64_t panels = (matrix->outputs + PANEL - 1) / PANEL, bands = (rows + BAND - 1) / BAND, first, end;
+    share(panels * bands, thread, threads, &first, &end);
+    for (int64_t piece = first; piece < end; piece++) {
+        int64_t start = piece / panels * BAND, count = rows - start < BAND ? rows - start : BAND;
+        const float *from = a + start * matrix->inputs;
+        float *to = c + start * matrix->outputs;
+        (matrix->half ? half_product : float_product)(matrix, piece % panels, count, from, to, add);
+    }
+}

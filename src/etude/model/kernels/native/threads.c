@@ -1,0 +1,134 @@
+/* A team of threads that sleep between calls and spin briefly within one. */
+
+#include "common.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <unistd.h>
+
+#define MAX_THREADS 256
+#define SPINS 4000      /* about 50 microseconds: longer than the gap between two steps of a small model */
+
+#if defined(__x86_64__) || defined(__i386__)
+#define PAUSE() __builtin_ia32_pause()
+#else
+#define PAUSE() ((void)0)
+#endif
+
+struct Team {
+    int threads;
+    atomic_int arrived;
+    atomic_int round;
+};
+
+static pthread_mutex_t owner = PTHREAD_MUTEX_INITIALIZER;   /* held for as long as a team works */
+static pthread_mutex_t door = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t bell = PTHREAD_COND_INITIALIZER;
+static atomic_int call;         /* number of the current call */
+static atomic_int busy;         /* helpers that have not finished it */
+static int helpers;             /* threads that exist beside the caller */
+static int born[MAX_THREADS]; /* `call` when each was made */
+static pid_t home;              /* the process in which they do: a fork takes none along */
+static Team team;
+static Work work;
+static void *argument;
+
+int team_size(const Team *t) { return t->threads; }
+
+void wait_for_all(Team *t)
+{
+    if (t->threads == 1)
+        return;
+    int round = atomic_load(&t->round);
+    if (atomic_fetch_add(&t->arrived, 1) == t->threads - 1) {
+        atomic_store(&t->arrived, 0);
+        atomic_fetch_add(&t->round, 1);
+        return;
+    }
+    for (int64_t i = 0; atomic_load_explicit(&t->round, memory_order_acquire) == round; i++)
+        if (i < SPINS)
+            PAUSE();
+        else
+            sched_yield();
+}
+
+static void *help(void *number)
+{
+    int thread = (int)(intptr_t)number, seen = born[thread];
+    for (;;) {
+        for (int i = 0; i < SPINS && atomic_load_explicit(&call, memory_order_acquire) == seen; i++)
+            PAUSE();
+        if (atomic_load_explicit(&call, memory_order_acquire) == seen) {
+            pthread_mutex_lock(&door);
+            while (atomic_load(&call) == seen)
+                pthread_cond_wait(&bell, &door);
+            pthread_mutex_unlock(&door);
+        }
+        seen = atomic_load(&call);
+        if (thread < team.threads)
+            work(&team, thread, argument);
+        atomic_fetch_sub(&busy, 1);
+    }
+    return NULL;
+}
+
+/* One more helper, with all signals blocked: they are for the interpreter's own threads. */
+static int add_helper(void)
+{
+    pthread_t made;
+    pthread_attr_t attributes;
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_attr_init(&attributes);
+    pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    born[helpers + 1] = atomic_load(&call);
+    int failed = pthread_create(&made, &attributes, help, (void *)(intptr_t)(helpers + 1));
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    pthread_attr_destroy(&attributes);
+    helpers += !failed;
+    return !failed;
+}
+
+/* Makes the helpers that are missing; returns how many threads there are, the caller included. */
+static int gather(int threads)
+{
+    if (home != getpid()) {
+        home = getpid();
+        helpers = 0;
+        atomic_store(&call, 0);
+        door = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER; /* they remember the parent's helpers */
+        bell = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    }
+    while (helpers < threads - 1 && add_helper())
+        ;
+    return helpers + 1 < threads ? helpers + 1 : threads;
+}
+
+void run_team(int threads, Work wanted, void *given)
+{
+    Team alone = {.threads = 1};
+    if (threads > MAX_THREADS)
+        threads = MAX_THREADS;
+    if (threads <= 1 || pthread_mutex_trylock(&owner)) {
+        wanted(&alone, 0, given);
+        return;
+    }
+    threads = gather(threads);
+    team.threads = threads;
+    work = wanted;
+    argument = given;
+    atomic_store(&busy, helpers);
+    pthread_mutex_lock(&door);
+    atomic_fetch_add(&call, 1);
+    pthread_cond_broadcast(&bell);
+    pthread_mutex_unlock(&door);
+    wanted(&team, 0, given);
+    for (int64_t i = 0; atomic_load_explicit(&busy, memory_order_acquire); i++)
+        if (i < SPINS)
+            PAUSE();
+        else
+            sched_yield();
+    pthread_mutex_unlock(&owner);
+}
