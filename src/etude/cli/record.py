@@ -112,7 +112,7 @@ def make_shelf(tokenizer: Tokenizer, grammar: str, template: str) -> RendererShe
 
     Raises UserError for a name that there is not.
     """
-    from etude.environment.recording import RendererShelf
+    from etude.tokens.chat.shelf import RendererShelf
     from etude.tokens.grammar import HermesGrammar, XmlGrammar
     from etude.tokens.template import TEMPLATES
 

@@ -23,12 +23,12 @@ from etude.environment.recording import (
     SessionMap,
 )
 from etude.environment.recording.branches import Branch
-from etude.environment.recording.messages import Answer, Results, UserWords
 from etude.environment.recording.openai_format import ChatWriter, read_chat
 from etude.environment.recording.session_map import MapLimits
 from etude.errors import SamplerError
 from etude.records import SampleChunk, SampleRequest, Scores
 from etude.tokens import QWEN3_TEMPLATE, Renderer, Tokenizer, train_tokenizer
+from etude.tokens.chat.messages import Answer, Results, UserWords
 from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema
 
 ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")

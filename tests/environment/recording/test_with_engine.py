@@ -42,7 +42,7 @@ def test_recorded_logprobs_are_those_that_the_trainer_computes() -> None:
     model = make_model()
 
     async def talk() -> AnswerService:
-        engine = Engine(CONFIG, qwen_tokenizer().vocab_size, num_slots=4, max_tokens=700)
+        engine = Engine(CONFIG, qwen_tokenizer().vocab_size, num_sessions=4, max_tokens=700)
         weights = MemoryWeights()
         async with EngineService(engine, weights.fetch, delay_steps=None) as sampler:
             manifest = weights.publish(PolicyVersion("tiny", 3), dict(model.named_parameters()))

@@ -12,8 +12,8 @@ from etude.environment.recording.sessions import (
     RecordingLimits,
     Recordings,
 )
-from etude.environment.recording.shelf import RendererShelf
 from etude.environment.recording.spec import SessionSpec
+from etude.tokens.chat.shelf import RendererShelf
 
 __all__ = [
     "AnswerService",

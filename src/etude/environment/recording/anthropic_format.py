@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.environment.recording.client_tools import ClientTool, client_tool
 from etude.environment.recording.errors import (
     BodyTooLargeError,
     BusyError,
@@ -19,21 +18,13 @@ from etude.environment.recording.errors import (
     RefusedKeyError,
     SessionEndedError,
 )
-from etude.environment.recording.fields import (
-    SamplingDefaults,
-    flag,
-    integer,
-    objects,
-    sampling_params,
-    stop_strings,
-    text,
-    unsupported,
-    wrong,
-)
-from etude.environment.recording.messages import Answer, Call, Message, Opening, UserWords, ordered_results
-from etude.environment.recording.reader import CallPart, Part, ReadingRules, ReasoningPart, TextPart
+from etude.environment.recording.fields import SamplingDefaults, sampling_params
 from etude.environment.recording.service import Ask, Begun, Ended, Event, Sampled
 from etude.errors import EtudeError, UserError
+from etude.tokens.chat.client_tools import ClientTool, client_tool
+from etude.tokens.chat.fields import flag, integer, objects, stop_strings, text, unsupported, wrong
+from etude.tokens.chat.messages import Answer, Call, Message, Opening, UserWords, ordered_results
+from etude.tokens.chat.reader import CallPart, Part, ReadingRules, ReasoningPart, TextPart
 
 _ENDINGS = {"stop": "end_turn", "length": "max_tokens", "calls": "tool_use", "abort": "end_turn"}
 _USER_JOINT = "\n\n"

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from etude.agent.recording import Recording
-from etude.environment.recording.framing import Framing, Tokens
-from etude.environment.recording.messages import Answer, Message, content_key, same_reasoning
 from etude.records import BlobRef, Relation, SamplingParams, Segment
+from etude.tokens.chat.framing import Framing, Tokens
+from etude.tokens.chat.messages import Answer, Message, content_key, same_reasoning
 
 
 @dataclass(frozen=True, slots=True)

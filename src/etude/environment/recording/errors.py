@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from etude.errors import InfrastructureError, UserError
+from etude.tokens.chat.errors import BadRequestError, ContextLengthError
 
 __all__ = [
     "BadRequestError",
@@ -14,10 +15,6 @@ __all__ = [
     "RefusedKeyError",
     "SessionEndedError",
 ]
-
-
-class BadRequestError(UserError):
-    """A request that breaks its API's format, or asks for what cannot be recorded."""
 
 
 class BodyTooLargeError(UserError):
@@ -42,21 +39,3 @@ class BusyError(UserError):
 
 class DrainingError(InfrastructureError):
     """The server is about to end and takes no new sessions."""
-
-
-class ContextLengthError(UserError):
-    """A history that leaves no room for an answer. Units: tokens."""
-
-    def __init__(self, num_tokens: int, max_tokens: int) -> None:
-        super().__init__(
-            "the history leaves no room for an answer",
-            field="messages",
-            received=num_tokens,
-            fix=f"stay under {max_tokens} tokens",
-        )
-        self.num_tokens = num_tokens
-        self.max_tokens = max_tokens
-
-    def __reduce__(self) -> tuple[object, ...]:
-        """Pickles whole."""
-        return type(self), (self.num_tokens, self.max_tokens)

@@ -1,19 +1,13 @@
-"""Reads the fields of a request body, with an error that names the field for anything else."""
+"""What a recorded session is sampled with: the one thing of a request that training has a say in."""
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from etude.environment.recording.errors import BadRequestError
 from etude.records import SamplingParams
-
-_MAX_STOPS = 16
-_MAX_SEED = (1 << 63) - 1
-_MAX_DEPTH = 200
+from etude.tokens.chat.fields import number, unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,105 +18,6 @@ class SamplingDefaults:
     """Whoever trains decides: what the client asks for does not count. None: the client decides."""
     max_tokens: int = 4096
     """Of one answer, where the client names no number."""
-
-
-def parse_body(data: bytes) -> dict[str, Any]:
-    """A JSON object. Raises BadRequestError."""
-    try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError("the body is not JSON", field="body", received=str(error)[:200]) from None
-    if not isinstance(body, dict):
-        raise wrong("body", body, "a JSON object")
-    if is_too_deep(body):
-        raise BadRequestError("is nested too deeply", field="body", fix=f"at most {_MAX_DEPTH} levels")
-    return body
-
-
-def is_too_deep(value: object) -> bool:
-    """Whether a JSON value is nested so deeply that comparing it would need too much stack."""
-    level: list[object] = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            inner
-            for entry in level
-            if isinstance(entry, dict | list)
-            for inner in (entry.values() if isinstance(entry, dict) else entry)
-        ]
-        if not level:
-            return False
-    return True
-
-
-def wrong(field: str, received: object, wanted: str) -> BadRequestError:
-    """An error for a field of another type or value."""
-    shown = received if isinstance(received, str | int | float | bool | None) else type(received).__name__
-    return BadRequestError(f"must be {wanted}", field=field, received=shown, fix=f"send {wanted}")
-
-
-def unsupported(field: str, received: object, why: str, fix: str = "leave it out") -> BadRequestError:
-    """An error for what this endpoint does not do."""
-    shown = received if isinstance(received, str | int | float | bool | None) else type(received).__name__
-    return BadRequestError(why, field=field, received=shown, fix=fix)
-
-
-def number(body: Mapping[str, Any], field: str, default: float, low: float, high: float) -> float:
-    """A number within bounds."""
-    value = body.get(field)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise wrong(field, value, f"a number from {low:g} to {high:g}")
-    if math.isnan(value):
-        raise wrong(field, "NaN", "a number")
-    return float(value)
-
-
-def integer(body: Mapping[str, Any], field: str, low: int, high: int = _MAX_SEED) -> int | None:
-    """A whole number within bounds, or None where it is missing."""
-    value = body.get(field)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise wrong(field, value, f"a whole number from {low} on")
-    return value
-
-
-def flag(body: Mapping[str, Any], field: str, default: bool) -> bool:
-    """True or false."""
-    value = body.get(field)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise wrong(field, value, "true or false")
-    return value
-
-
-def text(value: object, field: str) -> str:
-    """A string."""
-    if not isinstance(value, str):
-        raise wrong(field, value, "a string")
-    return value
-
-
-def objects(value: object, field: str) -> list[dict[str, Any]]:
-    """A list of objects."""
-    if not isinstance(value, list):
-        raise wrong(field, value, "a list")
-    for place, entry in enumerate(value):
-        if not isinstance(entry, dict):
-            raise wrong(f"{field}[{place}]", entry, "an object")
-    return value
-
-
-def stop_strings(value: object, field: str) -> tuple[str, ...]:
-    """Stop strings, one or a list; empty ones are refused."""
-    listed = [value] if isinstance(value, str) else value if isinstance(value, list) else []
-    if value is not None and not isinstance(value, str | list):
-        raise wrong(field, value, "a string or a list of strings")
-    if len(listed) > _MAX_STOPS or not all(isinstance(stop, str) and stop for stop in listed):
-        raise wrong(field, len(listed), f"at most {_MAX_STOPS} strings, none of them empty")
-    return tuple(listed)
 
 
 def sampling_params(

@@ -30,10 +30,10 @@ import xxhash
 
 from etude.agent.inputs import ChunksIn, from_document, merge, to_document
 from etude.environment.recording.message_documents import message_document, message_of
-from etude.environment.recording.messages import Answer, Message
 from etude.environment.recording.session_map import Generation, SessionMap
 from etude.errors import EtudeError, StoreError
 from etude.records import RewardBreakdown, SampleChunk, SamplingParams
+from etude.tokens.chat.messages import Answer, Message
 
 FORMAT = 1
 _KEPT_HISTORIES = 8

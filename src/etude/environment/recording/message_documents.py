@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from etude.environment.recording.client_tools import client_tool
-from etude.environment.recording.messages import (
+from etude.tokens.chat.client_tools import client_tool
+from etude.tokens.chat.messages import (
     Answer,
     Call,
     Message,

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.environment.recording.client_tools import ClientTool, client_tool
 from etude.environment.recording.errors import (
     BodyTooLargeError,
     BusyError,
@@ -20,30 +19,15 @@ from etude.environment.recording.errors import (
     RefusedKeyError,
     SessionEndedError,
 )
-from etude.environment.recording.fields import (
-    SamplingDefaults,
-    flag,
-    integer,
-    is_too_deep,
-    objects,
-    sampling_params,
-    stop_strings,
-    text,
-    unsupported,
-    wrong,
-)
-from etude.environment.recording.messages import (
-    Answer,
-    Call,
-    Message,
-    Opening,
-    SystemWords,
-    UserWords,
-    ordered_results,
-)
-from etude.environment.recording.reader import CallPart, Part, ReadingRules, ReasoningPart, TextPart
+from etude.environment.recording.fields import SamplingDefaults, sampling_params
 from etude.environment.recording.service import Ask, Begun, Ended, Event, Sampled
 from etude.errors import EtudeError, UserError
+from etude.tokens.chat.fields import flag, integer, objects, stop_strings, unsupported
+from etude.tokens.chat.messages import (
+    Opening,
+)
+from etude.tokens.chat.openai_messages import calls_wanted, read_messages, read_tools
+from etude.tokens.chat.reader import CallPart, Part, ReadingRules, ReasoningPart, TextPart
 from etude.tokens.tokenizer import Tokenizer
 
 _REFUSED: Mapping[str, tuple[object, ...]] = {
@@ -82,15 +66,13 @@ def read_chat(body: Mapping[str, Any], agent: str, defaults: SamplingDefaults) -
     for name, neutral in _REFUSED.items():
         if (value := body.get(name)) is not None and value not in neutral:
             raise unsupported(name, value, "is not supported here")
-    tools = tuple(
-        _tool(entry, place) for place, entry in enumerate(objects(body.get("tools") or [], "tools"))
-    )
-    system, messages = _messages(objects(body.get("messages"), "messages"))
+    tools = read_tools(body.get("tools"))
+    system, messages = read_messages(objects(body.get("messages"), "messages"))
     max_tokens = integer(body, "max_completion_tokens", 1) or integer(body, "max_tokens", 1)
     rules = ReadingRules(
         stops=stop_strings(body.get("stop"), "stop"),
         single_call=not flag(body, "parallel_tool_calls", True),
-        calls=_calls_wanted(body.get("tool_choice"), bool(tools)),
+        calls=calls_wanted(body.get("tool_choice"), bool(tools)),
     )
     options = body.get("stream_options")
     return ChatRequest(
@@ -105,93 +87,6 @@ def read_chat(body: Mapping[str, Any], agent: str, defaults: SamplingDefaults) -
         include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         logprobs=flag(body, "logprobs", False),
     )
-
-
-def _calls_wanted(choice: object, tools: bool) -> bool:
-    if choice in (None, "auto"):
-        return tools
-    if choice == "none":
-        return False
-    raise unsupported("tool_choice", choice, "calls cannot be forced: it would change how tokens are drawn")
-
-
-def _tool(entry: Mapping[str, Any], place: int) -> ClientTool:
-    function, field = entry.get("function"), f"tools[{place}].function"
-    if entry.get("type", "function") != "function" or not isinstance(function, dict):
-        raise wrong(f"tools[{place}]", entry.get("type"), 'of type "function"')
-    return client_tool(function.get("name"), function.get("description"), function.get("parameters"), field)
-
-
-def _messages(entries: Sequence[Mapping[str, Any]]) -> tuple[str, list[Message]]:
-    """The system's words at the start, and what follows."""
-    system: list[str] = []
-    messages: list[Message] = []
-    results: list[tuple[str, str]] = []
-    calls: tuple[Call, ...] = ()
-    for place, entry in enumerate(entries):
-        role, field = entry.get("role"), f"messages[{place}]"
-        if results and role != "tool":
-            messages.append(ordered_results(results, calls))
-            results = []
-        if role in ("system", "developer"):
-            words = _content(entry.get("content"), f"{field}.content")
-            if messages:
-                messages.append(SystemWords(words))
-            else:
-                system.append(words)
-        elif role == "user":
-            messages.append(UserWords(_content(entry.get("content"), f"{field}.content")))
-        elif role == "assistant":
-            answer = _answer(entry, field)
-            calls = answer.calls
-            messages.append(answer)
-        elif role == "tool":
-            output = _content(entry.get("content"), f"{field}.content")
-            results.append((text(entry.get("tool_call_id"), f"{field}.tool_call_id"), output))
-        else:
-            raise wrong(f"{field}.role", role, "system, developer, user, assistant or tool")
-    if results:
-        messages.append(ordered_results(results, calls))
-    return "\n\n".join(system), messages
-
-
-def _content(content: object, field: str, joint: str = "\n") -> str:
-    if isinstance(content, str):
-        return content
-    parts: list[str] = []
-    for place, part in enumerate(objects(content, field)):
-        kind = part.get("type")
-        if kind not in ("text", "refusal"):
-            raise unsupported(f"{field}[{place}].type", kind, "only text can be sent to this model")
-        parts.append(text(part.get(str(kind)), f"{field}[{place}].{kind}"))
-    return joint.join(parts)
-
-
-def _answer(entry: Mapping[str, Any], field: str) -> Answer:
-    content = entry.get("content")
-    words = "" if content is None else _content(content, f"{field}.content", "")
-    calls: list[Call] = []
-    for place, call in enumerate(objects(entry.get("tool_calls") or [], f"{field}.tool_calls")):
-        where = f"{field}.tool_calls[{place}].function"
-        function = call.get("function")
-        if not isinstance(function, dict):
-            raise wrong(where, function, "an object")
-        arguments = function.get("arguments")
-        name = text(function.get("name"), f"{where}.name")
-        calls.append(Call(str(call.get("id") or ""), name, _arguments(arguments)))
-    reasoning = entry.get("reasoning_content") or entry.get("reasoning") or ""
-    return Answer(words, tuple(calls), reasoning if isinstance(reasoning, str) else "")
-
-
-def _arguments(value: object) -> Any:
-    """Arguments come as JSON text; some clients send the object itself, or nothing for no arguments."""
-    if not isinstance(value, str):
-        return {} if value is None else value
-    try:
-        parsed = json.loads(value) if value.strip() else {}
-    except (ValueError, RecursionError):
-        return value
-    return value if is_too_deep(parsed) else parsed
 
 
 # ---- answers ------------------------------------------------------------------------------------

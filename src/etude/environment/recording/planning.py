@@ -12,8 +12,9 @@ import numpy as np
 
 from etude.environment.recording.branches import Branch, Entry, History
 from etude.environment.recording.errors import BadRequestError
-from etude.environment.recording.framing import Framing, Tokens
-from etude.environment.recording.messages import (
+from etude.records import Relation, SamplingParams
+from etude.tokens.chat.framing import Framing, Tokens
+from etude.tokens.chat.messages import (
     Answer,
     Message,
     Opening,
@@ -22,7 +23,6 @@ from etude.environment.recording.messages import (
     UserWords,
     same_reasoning,
 )
-from etude.records import Relation, SamplingParams
 from etude.tokens.renderer import Renderer
 
 RendererFor = Callable[[Opening], Renderer]

@@ -11,10 +11,10 @@ from typing import Any
 from etude.environment.recording.fields import SamplingDefaults
 from etude.environment.recording.journal import SessionJournal, read_journal, replay
 from etude.environment.recording.session_map import MapLimits, SessionMap
-from etude.environment.recording.shelf import RendererShelf
 from etude.environment.recording.spec import SessionSpec
 from etude.errors import ConfigError, StoreError
 from etude.records import RewardBreakdown, SamplingParams, TrajectoryId
+from etude.tokens.chat.shelf import RendererShelf
 
 LIVE = "live"
 """Directory of the journals, in the store's."""

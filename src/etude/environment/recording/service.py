@@ -24,12 +24,12 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from etude.environment.recording.journal import SessionJournal
-from etude.environment.recording.messages import Message
-from etude.environment.recording.reader import AnswerReader, Part, ReadingRules, cut_chunk
 from etude.environment.recording.session_map import Generation, SessionMap
 from etude.errors import EtudeError, InfrastructureError, PrefixMissError, SamplerError, StoreError
 from etude.protocols import Sampler
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
+from etude.tokens.chat.messages import Message
+from etude.tokens.chat.reader import AnswerReader, Part, ReadingRules, cut_chunk
 
 Ending = Literal["stop", "length", "calls", "abort"]
 

@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 
 from etude.environment.recording.branches import Branch, Entry, History
 from etude.environment.recording.errors import BadRequestError, ContextLengthError
-from etude.environment.recording.framing import Tokens
-from etude.environment.recording.messages import Answer, Message, Opening, Results, content_key
 from etude.environment.recording.planning import Plan, Planner, RendererFor
 from etude.records import BlobRef, Relation, SampleChunk, SamplingParams, Segment, ToolResult, Turn
+from etude.tokens.chat.framing import Tokens
+from etude.tokens.chat.messages import Answer, Message, Opening, Results, content_key
 
 KeepRoutes = Callable[[NDArray[np.uint8]], BlobRef]
 

@@ -35,12 +35,12 @@ from etude.environment.recording.journal import SessionJournal
 from etude.environment.recording.recovery import LIVE, find_sessions, session_document
 from etude.environment.recording.service import AnswerService, Serving
 from etude.environment.recording.session_map import MapLimits, SessionMap
-from etude.environment.recording.shelf import RendererShelf
 from etude.environment.recording.spec import SessionSpec
 from etude.protocols import Sampler
 from etude.records import Group, RewardBreakdown, Status, Trajectory
 from etude.store.blobs import BlobStore, FileBlobs
 from etude.store.trajectories import TrajectoryLog
+from etude.tokens.chat.shelf import RendererShelf
 
 _MAX_ENDED = 4096
 

@@ -10,19 +10,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from etude.environment.names import check_run_name, check_task_name
-from etude.environment.recording.fields import (
-    SamplingDefaults,
-    flag,
-    integer,
-    number,
-    text,
-    unsupported,
-    wrong,
-)
+from etude.environment.recording.fields import SamplingDefaults
 from etude.environment.recording.server.requests import body_of, recordings_of, tenant_of
 from etude.environment.recording.sessions import RecordingLimits
 from etude.environment.recording.spec import SessionSpec
 from etude.records import RewardBreakdown, SamplingParams, Status, TrajectoryId
+from etude.tokens.chat.fields import flag, integer, number, text, unsupported, wrong
 
 router = APIRouter()
 _SPEC_FIELDS = {

@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import Request
 
 from etude.environment.recording.errors import BodyTooLargeError, RefusedKeyError
-from etude.environment.recording.fields import parse_body
 from etude.environment.recording.sessions import RecordedSession, Recordings
+from etude.tokens.chat.fields import parse_body
 
 SESSION_HEADER = "x-etude-session"
 AGENT_HEADER = "x-etude-agent"

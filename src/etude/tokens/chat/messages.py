@@ -20,7 +20,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from etude.environment.recording.client_tools import ClientTool
+from etude.tokens.chat.client_tools import ClientTool
 
 _DIGEST_BYTES = 16
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.environment.recording.client_tools import told_call
-from etude.environment.recording.errors import BadRequestError
-from etude.environment.recording.messages import Answer, Message, Opening, Results, SystemWords, UserWords
 from etude.errors import ConfigError
+from etude.tokens.chat.client_tools import told_call
+from etude.tokens.chat.errors import BadRequestError
+from etude.tokens.chat.messages import Answer, Message, Opening, Results, SystemWords, UserWords
 from etude.tokens.grammar.message_parser import THINK_CLOSE, THINK_OPEN
 from etude.tokens.pieces import Control, Piece
 from etude.tokens.renderer import Renderer

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
-from etude.environment.recording.errors import BadRequestError
 from etude.errors import ConfigError, ToolArgumentError
 from etude.records import ToolCall
+from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.grammar.interface import Kind, Parameter, ToolSchema
 from etude.tokens.grammar.values import read_value
 

@@ -9,15 +9,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.environment.recording.client_tools import call_arguments
-from etude.environment.recording.messages import Answer, Call
 from etude.records import SampleChunk, ToolCall
-from etude.tokens.grammar.events import CallFinished, ParseEvent, ReasoningDelta, TextDelta
+from etude.tokens.chat.client_tools import call_arguments
+from etude.tokens.chat.messages import Answer, Call
+from etude.tokens.grammar.events import (
+    ArgumentDelta,
+    CallFinished,
+    CallStarted,
+    ParseEvent,
+    ReasoningDelta,
+    TextDelta,
+)
 from etude.tokens.grammar.message_parser import THINK_CLOSE
 from etude.tokens.renderer import Renderer
 from etude.tokens.stream import MessageStream
@@ -81,7 +89,8 @@ class AnswerReader:
         self._blanks = ""
         self._begun = False
         """Text was served since the answer began."""
-        self._out: list[Part] = []
+        self._out: list[Any] = []
+        """Parts to be served next; a reader of another kind may have more kinds of them."""
         self._text: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[Call] = []
@@ -131,6 +140,11 @@ class AnswerReader:
                 self._out.append(ReasoningPart(event.text))
             elif isinstance(event, CallFinished):
                 self._take_call(event.call)
+            else:
+                self._take_begun(event)
+
+    def _take_begun(self, event: CallStarted | ArgumentDelta) -> None:
+        """Part of a call that has not ended: served with its end here."""
 
     def _take_call(self, call: ToolCall) -> None:
         raw = self._raw_call()
@@ -139,13 +153,22 @@ class AnswerReader:
             self.num_malformed += call.error is not None
             self._search_stops(raw)
             return
+        self._serve_held()
+        served = Call(self._new_id(), call.name, self._values(call))
+        self._out.append(CallPart(served))
+        self._end_call(served)
+
+    def _values(self, call: ToolCall) -> dict[str, Any]:
+        return call_arguments(call, getattr(self._renderer.grammar, "tools", ()))
+
+    def _serve_held(self) -> None:
+        """A call begins: what was held back as the beginning of a stop string was none."""
         held, self._held = self._held, ""
         self._serve_text(held)
         self._blanks = ""
-        arguments = call_arguments(call, getattr(self._renderer.grammar, "tools", ()))
-        served = Call(self._new_id(), call.name, arguments)
+
+    def _end_call(self, served: Call) -> None:
         self._calls.append(served)
-        self._out.append(CallPart(served))
         self.ended = self._rules.single_call
 
     def _raw_call(self) -> str:
@@ -166,7 +189,7 @@ class AnswerReader:
             self._held, self.ended = "", True
             self._serve_text(text[:place])
             return
-        kept = _begun(text, self._rules.stops)
+        kept = begun_stop(text, self._rules.stops)
         self._held = text[len(text) - kept :]
         self._serve_text(text[: len(text) - kept])
 
@@ -183,8 +206,8 @@ class AnswerReader:
             self._out.append(TextPart(kept))
 
 
-def _begun(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of the text that begins a stop string."""
+def begun_stop(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of the text that begins a stop string: not to be shown yet."""
     longest = max((len(stop) for stop in stops), default=1) - 1
     for size in range(min(longest, len(text)), 0, -1):
         tail = text[-size:]
@@ -201,12 +224,16 @@ def cut_chunk(chunk: SampleChunk, length: int, num_before: int) -> SampleChunk:
     routes = chunk.routes
     if routes is not None:
         routes = routes[: max(num_before + length - 1 - chunk.routes_start, 0)]
-    return SampleChunk(
-        chunk.tokens[:length],
-        chunk.logprobs[:length],
-        chunk.version,
-        chunk.kv_oldest,
-        routes,
-        chunk.routes_start,
-        "stop",
+    more = (chunk.raw_logprobs, chunk.top_tokens, chunk.top_logprobs)
+    raw_logprobs, top_tokens, top_logprobs = (None if rows is None else rows[:length] for rows in more)
+    return replace(
+        chunk,
+        tokens=chunk.tokens[:length],
+        logprobs=chunk.logprobs[:length],
+        routes=routes,
+        finish="stop",
+        prefix_digest="",
+        raw_logprobs=raw_logprobs,
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs,
     )

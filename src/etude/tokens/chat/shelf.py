@@ -1,4 +1,4 @@
-"""The renderers of a server: one for each set of tools that its clients bring."""
+"""Renderers by the tools that a conversation offers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from blake3 import blake3
 
-from etude.environment.recording.errors import BadRequestError
-from etude.environment.recording.messages import Opening, canonical
 from etude.errors import ConfigError
+from etude.tokens.chat.errors import BadRequestError
+from etude.tokens.chat.messages import Opening, canonical
 from etude.tokens.grammar.interface import Grammar, ToolSchema
 from etude.tokens.renderer import Renderer
 from etude.tokens.template import Template

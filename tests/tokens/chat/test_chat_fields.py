@@ -1,0 +1,56 @@
+"""What clients say of their tools, and bodies in general: taken, or refused with the field's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.tokens.chat.client_tools import client_tool
+from etude.tokens.chat.errors import BadRequestError
+from etude.tokens.chat.fields import parse_body
+
+WORDS = [
+    "type",
+    "string",
+    "object",
+    "array",
+    "properties",
+    "parameters",
+    "required",
+    "anyOf",
+    "enum",
+    "items",
+]
+WORDS += ["name", "description", "function", "{}", "[1]"]
+
+words = st.sampled_from(WORDS)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | words | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=5),
+    max_leaves=24,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(schema=values)
+def test_any_tool_schema_is_taken_or_refused(schema: Any) -> None:
+    try:
+        tool = client_tool("t", None, schema, "tools[0]")
+    except BadRequestError:
+        return
+    assert tool.function_schema()["function"]["parameters"] is not None  # type: ignore[index]
+
+
+def test_a_body_that_nests_too_deep_is_refused() -> None:
+    deep = "[" * 900 + "]" * 900
+    with pytest.raises(BadRequestError, match="deep"):
+        parse_body(f'{{"tools": {deep}}}'.encode())
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"[" * 200_000, b'{"a":' * 200_000, b"\xff"])
+def test_a_body_that_is_no_object_is_refused(data: bytes) -> None:
+    with pytest.raises(BadRequestError):
+        parse_body(data)
