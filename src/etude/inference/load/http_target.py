@@ -1,0 +1,172 @@
+"""A server that speaks OpenAI's API, under load: streamed answers, timed as their events come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+
+from etude.errors import ConfigError
+from etude.inference.load.records import LoadError, TurnRecord
+from etude.inference.load.runner import Clock
+from etude.inference.load.workload import LoadSession
+
+try:
+    import httpx
+except ImportError as error:
+    raise ConfigError(
+        "loading a server needs httpx",
+        field="inference.load",
+        received=str(error),
+        fix="pip install 'etude[serve]'",
+    ) from error
+
+Api = Literal["chat", "completions"]
+_PROBE_WORDS = 200
+_CONNECT_S = 10.0
+_SYLLABLES = ("ka", "lo", "mi", "ne", "pu", "ra", "si", "to", "ve", "zu", "bo", "da", "fe", "gi", "hu")
+
+
+class HttpTarget:
+    """Sends conversations of made-up words. Call `calibrate` before the load. Close it at the end.
+
+    The server's tokenizer is not known here: how many words make a token is measured by two requests.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        api: Api = "chat",
+        key: str | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`extra`: further fields of every request, such as {"ignore_eos": true} where a server knows it."""
+        parsed = httpx.URL(url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError("is no address", field="url", received=url, fix="give http://HOST:PORT")
+        base = url.rstrip("/").removesuffix("/v1")
+        headers = {"authorization": f"Bearer {key}"} if key is not None else {}
+        self._http = httpx.AsyncClient(
+            base_url=base,
+            headers=headers,
+            timeout=httpx.Timeout(None, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=None),
+            trust_env=False,
+        )
+        self._model = model
+        self._api: Api = api
+        self._extra = dict(extra or {})
+        self._words_per_token = 1.0
+        self._said: dict[str, list[str]] = {}
+        """Session -> inputs and answers in turn."""
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._http.aclose()
+
+    async def calibrate(self) -> float:
+        """Measures words per token; returns it. Raises LoadError where the server does not answer."""
+        counts: list[int] = []
+        for words in (1, 1 + _PROBE_WORDS):
+            record = TurnRecord("probe", 0, 0.0)
+            await self._ask([_words((0,), words)], "probe", 1, record, lambda: 0.0)
+            counts.append(record.prompt_tokens)
+        self._words_per_token = _PROBE_WORDS / max(1, counts[1] - counts[0])
+        return self._words_per_token
+
+    async def turn(self, session: LoadSession, record: TurnRecord, clock: Clock) -> None:
+        """See LoadTarget.turn."""
+        turn = session.turns[record.turn]
+        said = self._said.setdefault(session.id, [])
+        seed = (*session.id.encode(), record.turn)
+        said.append(_words(seed, max(1, round(turn.input_tokens * self._words_per_token))))
+        said.append(await self._ask(said, session.id, turn.output_tokens, record, clock))
+
+    async def end(self, session: LoadSession) -> None:
+        """See LoadTarget.end."""
+        self._said.pop(session.id, None)
+
+    async def _ask(
+        self, said: list[str], session: str, max_tokens: int, record: TurnRecord, clock: Clock
+    ) -> str:
+        """One streamed answer's text."""
+        body = {**self._body(said), "max_tokens": max_tokens, **self._extra}
+        path = "/v1/chat/completions" if self._api == "chat" else "/v1/completions"
+        text: list[str] = []
+        ended = False
+        try:
+            async with self._http.stream(
+                "POST", path, json=body, headers={"x-session-id": session}
+            ) as response:
+                if response.status_code != 200:
+                    raise _refusal(response.status_code, await response.aread())
+                async for data in _events(response):
+                    ended = ended or data == "[DONE]"
+                    text.append(_take(data, record, clock))
+        except httpx.HTTPError as error:
+            raise LoadError(f"the answer was cut: {error}", field=type(error).__name__) from error
+        if not ended:
+            raise LoadError("the stream ended without [DONE]", field="cut")
+        record.output_tokens = record.output_tokens or sum(record.arrived_tokens)
+        return "".join(text)
+
+    def _body(self, said: list[str]) -> dict[str, Any]:
+        common = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
+        if self._api == "completions":
+            return {**common, "prompt": " ".join(said)}
+        roles = ("user", "assistant")
+        messages = [{"role": roles[n % 2], "content": words} for n, words in enumerate(said)]
+        return {**common, "messages": messages}
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[str]:
+    """The data of each event."""
+    async for line in response.aiter_lines():
+        if line.startswith("data:"):
+            yield line[5:].strip()
+
+
+def _take(data: str, record: TurnRecord, clock: Clock) -> str:
+    """Notes one event; returns its text. Raises LoadError for an error event."""
+    if data == "[DONE]":
+        return ""
+    now_s = clock()
+    try:
+        event = json.loads(data)
+    except ValueError as error:
+        raise LoadError("an event is no JSON", field="malformed", received=data[:80]) from error
+    if "error" in event:
+        raise LoadError(str(event["error"].get("message")), field=str(event["error"].get("code") or "error"))
+    usage = event.get("usage")
+    if isinstance(usage, dict):
+        record.prompt_tokens = int(usage.get("prompt_tokens") or 0)
+        record.output_tokens = int(usage.get("completion_tokens") or 0)
+        details = usage.get("prompt_tokens_details")
+        if isinstance(details, dict) and details.get("cached_tokens") is not None:
+            record.cached_tokens = int(details["cached_tokens"])
+    choices = event.get("choices") or []
+    if not choices:
+        return ""
+    choice = choices[0]
+    text = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+    if text:
+        record.arrived(now_s)
+    return text
+
+
+def _refusal(status: int, body: bytes) -> LoadError:
+    try:
+        error = json.loads(body)["error"]
+        return LoadError(str(error["message"]), field=f"{status} {error.get('code') or error.get('type')}")
+    except (ValueError, KeyError, TypeError):
+        return LoadError(f"the server answered {status}", field=str(status), received=body[:200])
+
+
+def _words(seed: tuple[int, ...], count: int) -> str:
+    """Made-up words, the same for the same seed."""
+    generator = np.random.default_rng(seed)
+    picks = generator.integers(0, len(_SYLLABLES), (count, 2))
+    return " ".join(_SYLLABLES[first] + _SYLLABLES[second] for first, second in picks)

@@ -1,0 +1,123 @@
+"""Agent sessions as load: several turns, a prefix that grows, lengths with a heavy tail.
+
+A turn is what comes in (the prompt first, observations after it), what the model says, and how long the
+tools then take. Everything is drawn from the seed before anything runs, so every peer gets the same work.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.errors import ConfigError
+
+_Z99 = 2.3263478740408408
+"""99th percentile of the standard normal distribution."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadTurn:
+    """One request of a session."""
+
+    input_tokens: int
+    """New input: the prompt, or an observation."""
+    output_tokens: int
+    """Tokens to sample."""
+    tool_s: float = 0.0
+    """Pause after the answer, until the next turn is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadSession:
+    """A session to play. Inputs that were recorded are sent as they were, others are made up."""
+
+    id: str
+    turns: tuple[LoadTurn, ...]
+    inputs: tuple[NDArray[np.int32], ...] | None = None
+    """[turns] token ids of each input, where they were recorded."""
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(turn.output_tokens for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """A heavy-tailed length by its median and 99th percentile; equal ones give a constant."""
+
+    median: float
+    p99: float
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.median <= self.p99 or (self.median == 0.0 and self.p99 > 0.0):
+            raise ConfigError(
+                "must be 0 < median <= p99, or both 0", field="lognormal", received=(self.median, self.p99)
+            )
+
+    def draw(self, generator: np.random.Generator) -> float:
+        """One value."""
+        normal = float(generator.standard_normal())
+        if self.median == self.p99:
+            return self.median
+        return self.median * math.exp(normal * math.log(self.p99 / self.median) / _Z99)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkloadShape:
+    """What synthetic sessions look like. The defaults are the workload of the engine's benchmarks."""
+
+    num_sessions: int = 32
+    turns: LogNormal = LogNormal(6.0, 6.0)
+    prompt_tokens: tuple[int, int] = (200, 800)
+    """Uniform, both ends included; so are observations."""
+    output_tokens: LogNormal = LogNormal(40.0, 400.0)
+    observation_tokens: tuple[int, int] = (20, 200)
+    tool_s: LogNormal = LogNormal(0.0, 0.0)
+    max_turns: int = 200
+    max_output_tokens: int = 2000
+    """Longer draws are cut: what a client would ask for with max_tokens."""
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in (
+            ("prompt_tokens", self.prompt_tokens),
+            ("observation_tokens", self.observation_tokens),
+        ):
+            if not 1 <= low <= high:
+                raise ConfigError("must be 1 <= low <= high", field=name, received=(low, high))
+        for name in ("num_sessions", "max_turns", "max_output_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError("must be at least 1", field=name, received=getattr(self, name))
+
+
+def synthetic_sessions(shape: WorkloadShape, seed: int = 0) -> list[LoadSession]:
+    """The sessions of this shape and seed: the first n of a longer workload are those of a shorter one."""
+    return [_session(shape, seed, number) for number in range(shape.num_sessions)]
+
+
+def _session(shape: WorkloadShape, seed: int, number: int) -> LoadSession:
+    generator = np.random.default_rng((seed, number))
+    num_turns = _between(shape.turns.draw(generator), shape.max_turns)
+    turns: list[LoadTurn] = []
+    for turn in range(num_turns):
+        low, high = shape.prompt_tokens if turn == 0 else shape.observation_tokens
+        turns.append(
+            LoadTurn(
+                input_tokens=int(generator.integers(low, high + 1)),
+                output_tokens=_between(shape.output_tokens.draw(generator), shape.max_output_tokens),
+                tool_s=shape.tool_s.draw(generator),
+            )
+        )
+    return LoadSession(f"s{seed}-{number}", tuple(turns))
+
+
+def _between(value: float, highest: int) -> int:
+    return min(max(1, round(value)), highest)
+
+
+def total_output_tokens(sessions: Sequence[LoadSession]) -> int:
+    """Tokens that the sessions sample together."""
+    return sum(session.output_tokens for session in sessions)

@@ -1,0 +1,248 @@
+"""Several samplers as one: the routing policy in front of engines of this process, for rollouts.
+
+    stream() -> Router.begin -> replica.stream ──chunks──> caller
+                    ^                |
+                    └── other one <──┴─ the engine failed before its first chunk
+
+Its clock counts requests, not seconds, so that nothing here hangs on wall time. Which replica a session gets
+still hangs on the order in which requests come and end: with engines on a deterministic schedule it repeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.errors import InfrastructureError, PrefixMissError, SamplerError, WeightUpdateError
+from etude.inference.router.members import HealthConfig, Members
+from etude.inference.router.policy import Router
+from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
+from etude.protocols import KvPolicy, Sampler, WeightSink
+from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
+
+
+class SamplerReplica(Sampler, WeightSink, Protocol):
+    """What can be routed to: an engine's service, or anything else that samples and takes weights."""
+
+
+class RoutedSampler:
+    """A Sampler and a WeightSink over replicas that are both. Use within one event loop.
+
+    A replica that fails before its first chunk is left out and the request goes elsewhere; one that fails
+    later raises SamplerError to the caller. An error that names a field is about the request: it is raised
+    as it is and counts against nobody. A session that moves gets PrefixMissError from its new replica, as
+    the protocol says, and is sent whole.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[str, SamplerReplica],
+        pool: str = "rollout",
+        config: RoutingConfig | None = None,
+        health: HealthConfig | None = None,
+    ) -> None:
+        self.router = Router(replace(config or RoutingConfig(), learn_rates=False))
+        self.members = Members(self.router, health or HealthConfig(backoff_s=16.0, most_backoff_s=1024.0))
+        self._replicas: dict[str, SamplerReplica] = {}
+        self._pool = pool
+        self._clock = 0
+        self._open: dict[str, str] = {}
+        """Session -> the replica where it is open."""
+        self._lengths: dict[str, int] = {}
+        """Session -> its tokens after its last answer."""
+        self._asked: dict[str, str] = {}
+        """Request -> the replica that has it."""
+        self._staged: dict[PolicyVersion, set[str]] = {}
+        self._current: PolicyVersion | None = None
+        for name, replica in replicas.items():
+            self.join(name, replica)
+
+    def join(self, name: str, replica: SamplerReplica) -> None:
+        """Adds a replica; it gets requests once it serves a named version."""
+        self._replicas[name] = replica
+        current = replica.current()
+        self.members.join(name, self._pool, str(current) if current is not None else None)
+        self._current = current or self._current
+
+    def leave(self, name: str) -> None:
+        """Takes a replica out: what it has in flight ends there, its sessions go elsewhere."""
+        self.members.leave(name)
+
+    # ---- Sampler --------------------------------------------------------------------------------
+
+    def open(self, session_id: str) -> None:
+        """See Sampler.open."""
+        if session_id in self._open:
+            raise SamplerError("session is open already", field="session_id", received=session_id)
+        self._settle(session_id, self.router.place(session_id, self._now(), self._pool))
+
+    def close(self, session_id: str) -> None:
+        """See Sampler.close."""
+        name = self._open.pop(session_id, None)
+        if name is not None:
+            self._replicas[name].close(session_id)
+        self._lengths.pop(session_id, None)
+        self.router.close_session(session_id)
+
+    async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
+        """See Sampler.stream."""
+        failed: dict[str, SamplerError] = {}
+        while True:
+            self._look()
+            try:
+                name = self.router.begin(self._ask(request), self._now(), failed)
+            except NoReplicaError:
+                if failed:
+                    raise next(reversed(failed.values())) from None
+                raise
+            self._asked[request.id] = name
+            generated, held, begun = 0, None, False
+            try:
+                self._settle(request.session_id, name)
+                async with _closing(self._replicas[name].stream(request)) as chunks:
+                    async for chunk in chunks:
+                        begun = True
+                        generated += len(chunk.tokens)
+                        self.router.progress(request.id, generated)
+                        if chunk.finish is not None:
+                            held = self._lengths[request.session_id] = self._length(request) + generated
+                            self.members.served(name)
+                        yield chunk
+                return
+            except SamplerError as error:
+                if error.field is not None or isinstance(error, PrefixMissError):
+                    raise
+                self.members.failed(name, self._clock, str(error), fatal=True)
+                failed[name] = error
+                if begun:
+                    raise
+            finally:
+                self._asked.pop(request.id, None)
+                self.router.end(request.id, self._clock, generated, held)
+
+    async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
+        """See Sampler.score."""
+        ask = Ask(f"score-{self._now()}", len(tokens), 0, None, self._pool, frozenset({str(version)}))
+        name = self.router.begin(ask, self._clock)
+        try:
+            return await self._replicas[name].score(tokens, version)
+        finally:
+            self.router.end(ask.id, self._clock, 0)
+
+    def abort(self, request_id: str) -> None:
+        """See Sampler.abort."""
+        name = self._asked.get(request_id)
+        if name is not None:
+            self._replicas[name].abort(request_id)
+
+    # ---- WeightSink -----------------------------------------------------------------------------
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        """See WeightSink.stage: on every replica. Raises WeightUpdateError where none could take it."""
+        names = list(self.members.members)
+        results = await asyncio.gather(
+            *(self._replicas[name].stage(manifest) for name in names), return_exceptions=True
+        )
+        causes: dict[str, BaseException] = {}
+        for name, result in zip(names, results, strict=True):
+            if isinstance(result, BaseException):
+                if not isinstance(result, InfrastructureError):
+                    raise result
+                causes[name] = result
+        if len(causes) == len(names):
+            raise WeightUpdateError(
+                "no replica could stage the version",
+                field="version",
+                received=f"{manifest.version}: {next(iter(causes.values()), 'no replicas')}",
+            )
+        self._staged = {manifest.version: {name for name in names if name not in causes}}
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
+        """See WeightSink.activate. A replica that did not stage the version serves nothing until it has one.
+
+        Raises WeightUpdateError for a version that was not staged.
+        """
+        staged = self._staged.pop(version, None)
+        if staged is None:
+            raise WeightUpdateError("version is not staged", field="version", received=str(version))
+        for name in list(self.members.members):
+            if name in staged:
+                await self._replicas[name].activate(version, kv)
+                self.members.answered(name, self._clock, str(version))
+            else:
+                self.members.answered(name, self._clock, None)
+        self._current = version
+
+    def current(self) -> PolicyVersion | None:
+        """See WeightSink.current: the version that was activated last."""
+        return self._current
+
+    # ---- the books ------------------------------------------------------------------------------
+
+    def _now(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _look(self) -> None:
+        """Tries ejected replicas again, and forgets those that have left."""
+        for name in self.members.sweep():
+            gone = self._replicas.pop(name)
+            for session in [session for session, home in self._open.items() if home == name]:
+                del self._open[session]
+                gone.close(session)
+        for name in self.members.due(self._clock):
+            current = self._replicas[name].current()
+            if current is not None and current == self._current:
+                self.members.answered(name, self._clock, str(current))
+
+    def _settle(self, session_id: str, name: str) -> None:
+        """Opens a session where its next request goes, and closes it where it was."""
+        home = self._open.get(session_id)
+        if home == name:
+            return
+        if home is not None:
+            self._replicas[home].close(session_id)
+        self._replicas[name].open(session_id)
+        self._open[session_id] = name
+
+    def _ask(self, request: SampleRequest) -> Ask:
+        versions = None
+        if request.version is not None:
+            served = {name: replica.current() for name, replica in self._replicas.items()}
+            versions = frozenset(str(one) for one in served.values() if _serves(one, request))
+        return Ask(
+            request.id,
+            self._length(request),
+            request.params.max_tokens,
+            request.session_id,
+            request.pool,
+            versions,
+        )
+
+    def _length(self, request: SampleRequest) -> int:
+        """Tokens of the whole input."""
+        before = self._lengths.get(request.session_id, 0) if request.prefix_digest is not None else 0
+        return before + len(request.suffix)
+
+
+@asynccontextmanager
+async def _closing(chunks: AsyncIterator[SampleChunk]) -> AsyncIterator[AsyncIterator[SampleChunk]]:
+    """Ends a replica's stream with ours, so that nobody computes what nobody reads."""
+    try:
+        yield chunks
+    finally:
+        if isinstance(chunks, AsyncGenerator):
+            await chunks.aclose()
+
+
+def _serves(version: PolicyVersion | None, request: SampleRequest) -> bool:
+    wanted = request.version
+    if version is None or wanted is None or not request.version_is_minimum:
+        return version == wanted
+    return version.lineage == wanted.lineage and version.step >= wanted.step

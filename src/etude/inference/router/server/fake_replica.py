@@ -1,0 +1,242 @@
+"""A replica without a model: the server's API, made-up words at a fixed pace, and ways to fail.
+
+For tests, and to try the router out: `python -m etude.inference.router.server.fake_replica --port 8001`.
+A word is a token. What it says is a function of the conversation, so that any replica says the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from etude.errors import InfrastructureError
+
+_START_S = 10.0
+
+
+class _DeathError(InfrastructureError):
+    """The replica dies in the middle of an answer."""
+
+
+@dataclass(slots=True, eq=False)
+class FakeReplica:
+    """What it serves and how it fails; change the fields while it runs."""
+
+    version: str | None = "fake@0"
+    pool: str = "serve"
+    token_s: float = 0.0
+    """From token to token."""
+    prefill_token_s: float = 0.0
+    """Of input that it does not hold."""
+    cut_after: int | None = None
+    """Dies after so many events of a stream; answers that are no streams are cut in any case."""
+    refuse: bool = False
+    """Answers 503 to everything, as one that is about to end."""
+    running: int = 0
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    """Bodies of all requests, for tests."""
+    left: int = 0
+    """Streams whose client went away."""
+    held: dict[str, int] = field(default_factory=dict)
+    """Session -> tokens of its prefix."""
+    side_channel: set[str] = field(default_factory=set)
+    """Ids of the answers whose frames it holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One answer, decided."""
+
+    chat: bool
+    words: list[str]
+    prompt_tokens: int
+    cached_tokens: int
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": len(self.words),
+            "total_tokens": self.prompt_tokens + len(self.words),
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    def document(self, text: str | None, finish: str | None, delta: bool) -> dict[str, Any]:
+        """An answer or a piece of one in OpenAI's form."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
+        if self.chat:
+            choice["delta" if delta else "message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text or ""
+        kind = ("chat.completion" if self.chat else "text_completion") + (".chunk" if delta else "")
+        return {"id": "fake", "object": kind, "created": 0, "model": "fake", "choices": [choice]}
+
+
+def fake_app(replica: FakeReplica) -> FastAPI:
+    """The application over a fake replica."""
+    app = FastAPI(openapi_url=None)
+    app.state.replica = replica
+    app.add_api_route("/health", _ready, methods=["GET"])
+    app.add_api_route("/ready", _ready, methods=["GET"])
+    app.add_api_route("/v1/models", _models, methods=["GET"])
+    app.add_api_route("/v1/side_channel/{answer_id}", _side_channel, methods=["GET"])
+    app.add_api_route("/v1/chat/completions", _answer, methods=["POST"])
+    app.add_api_route("/v1/completions", _answer, methods=["POST"])
+    return app
+
+
+@asynccontextmanager
+async def fake_replica(replica: FakeReplica, port: int = 0) -> AsyncIterator[str]:
+    """The address of a fake replica that runs in this process until the end of the block."""
+    async with running_server(fake_app(replica), port) as url:
+        yield url
+
+
+@asynccontextmanager
+async def running_server(app: FastAPI, port: int = 0) -> AsyncIterator[str]:
+    """The address of an application on the loopback; cut off at the end of the block."""
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=port, log_level="critical", timeout_graceful_shutdown=0
+    )
+    server = uvicorn.Server(config)
+    running = asyncio.ensure_future(server.serve())
+    try:
+        async with asyncio.timeout(_START_S):
+            while not server.started:
+                if running.done():
+                    raise InfrastructureError("the server did not start", field="port", received=port)
+                await asyncio.sleep(0.005)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await running
+
+
+async def _ready(request: Request) -> Response:
+    replica: FakeReplica = request.app.state.replica
+    if replica.refuse:
+        return _refusal()
+    body = {
+        "version": replica.version,
+        "pool": replica.pool,
+        "running": replica.running,
+        "waiting": 0,
+        "outstanding_tokens": 0,
+    }
+    return JSONResponse(body, 200 if replica.version is not None else 503)
+
+
+async def _models() -> Response:
+    return JSONResponse({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+
+
+async def _answer(request: Request) -> Response:
+    replica: FakeReplica = request.app.state.replica
+    if replica.refuse:
+        return _refusal()
+    body = await request.json()
+    replica.requests.append(body)
+    plan = _plan(replica, body, request.url.path.endswith("chat/completions"), request.headers)
+    headers: dict[str, str] = {}
+    if request.headers.get("x-etude-extensions") == "tokens":
+        answer_id = uuid.uuid4().hex
+        replica.side_channel.add(answer_id)
+        headers["x-etude-side-channel"] = f"/v1/side_channel/{answer_id}"
+    if body.get("stream"):
+        return StreamingResponse(_events(replica, plan), headers=headers, media_type="text/event-stream")
+    if replica.cut_after is not None:
+        return StreamingResponse(_half(), media_type="application/json")
+    await _work(replica, plan)
+    answer = plan.document(" ".join(plan.words), "length", delta=False)
+    return JSONResponse({**answer, "usage": plan.usage}, headers=headers)
+
+
+async def _side_channel(request: Request) -> Response:
+    replica: FakeReplica = request.app.state.replica
+    answer_id = request.path_params["answer_id"]
+    return Response(answer_id.encode(), 200 if answer_id in replica.side_channel else 404)
+
+
+def _plan(replica: FakeReplica, body: dict[str, Any], chat: bool, headers: Any) -> _Plan:
+    if chat:
+        text = " ".join(str(message.get("content")) for message in body["messages"])
+    else:
+        text = str(body["prompt"])
+    prompt = len(text.split())
+    session = headers.get("x-session-id")
+    cached = min(replica.held.get(session, 0), max(0, prompt - 1)) if session else 0
+    words = [f"w{(prompt * 31 + n * 7) % 97}" for n in range(int(body.get("max_tokens") or 16))]
+    if session:
+        replica.held[session] = prompt + len(words)
+    return _Plan(chat, words, prompt, cached)
+
+
+async def _work(replica: FakeReplica, plan: _Plan) -> None:
+    replica.running += 1
+    try:
+        missing = plan.prompt_tokens - plan.cached_tokens
+        await asyncio.sleep(replica.prefill_token_s * missing + replica.token_s * len(plan.words))
+    finally:
+        replica.running -= 1
+
+
+async def _half() -> AsyncIterator[bytes]:
+    yield b'{"half":'
+    raise _DeathError("died in the middle of an answer")
+
+
+async def _events(replica: FakeReplica, plan: _Plan) -> AsyncIterator[bytes]:
+    replica.running += 1
+    whole = False
+    try:
+        await asyncio.sleep(replica.prefill_token_s * (plan.prompt_tokens - plan.cached_tokens))
+        for number, word in enumerate(plan.words):
+            if replica.cut_after is not None and number >= replica.cut_after:
+                yield b'data: {"half":'
+                raise _DeathError("died in the middle of an answer")
+            if replica.token_s:
+                await asyncio.sleep(replica.token_s)
+            text = word if number == 0 else f" {word}"
+            finish = "length" if number == len(plan.words) - 1 else None
+            yield _event(plan.document(text, finish, delta=True))
+        yield _event({**plan.document(None, None, delta=True), "choices": [], "usage": plan.usage})
+        yield b"data: [DONE]\n\n"
+        whole = True
+    finally:
+        replica.running -= 1
+        if not whole:
+            replica.left += 1
+
+
+def _event(document: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(document).encode() + b"\n\n"
+
+
+def _refusal() -> Response:
+    body = {"error": {"message": "about to end", "type": "server_error", "param": None, "code": "draining"}}
+    return JSONResponse(body, 503)
+
+
+def main() -> None:
+    """Serves a fake replica until a signal ends it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--token-s", type=float, default=0.005)
+    parser.add_argument("--prefill-token-s", type=float, default=0.0)
+    options = parser.parse_args()
+    replica = FakeReplica(token_s=options.token_s, prefill_token_s=options.prefill_token_s)
+    uvicorn.run(fake_app(replica), host="127.0.0.1", port=options.port, log_level="critical")
+
+
+if __name__ == "__main__":
+    main()

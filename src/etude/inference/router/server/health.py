@@ -1,0 +1,77 @@
+"""Probes replicas, lets go of drained ones, lends them between pools: the proxy's only background task."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+
+from etude.inference.router.members import MemberState
+from etude.inference.router.pools import DAY_S
+from etude.inference.router.server.proxy import Proxy
+
+_TICK_S = 0.05
+_EXPIRE_S = 1.0
+
+
+async def watch(proxy: Proxy) -> None:
+    """Runs until it is cancelled."""
+    probing: dict[str, asyncio.Task[None]] = {}
+    expired_s = 0.0
+    try:
+        while True:
+            now_s = time.monotonic()
+            probing = {name: task for name, task in probing.items() if not task.done()}
+            for name in proxy.members.due(now_s):
+                if name not in probing:
+                    probing[name] = asyncio.create_task(probe(proxy, name))
+            for name in proxy.members.sweep():
+                proxy.addresses.pop(name, None)
+            for move in proxy.lender.moves(proxy.router.replicas.values(), now_s, time.time() % DAY_S):
+                proxy.router.lend(move.replica, move.pool)
+                proxy.metrics.count("etude_router_moves", pool=move.pool)
+            if now_s - expired_s >= _EXPIRE_S:
+                proxy.router.expire(now_s)
+                expired_s = now_s
+            await asyncio.sleep(_TICK_S)
+    finally:
+        for task in probing.values():
+            task.cancel()
+        await asyncio.gather(*probing.values(), return_exceptions=True)
+
+
+async def probe(proxy: Proxy, name: str) -> None:
+    """Asks one replica whether it is ready, and notes the answer."""
+    address = proxy.addresses[name]
+    try:
+        async with asyncio.timeout(proxy.members.config.timeout_s):
+            response = await proxy.http.get(address.url.rstrip("/") + "/ready")
+    except (TimeoutError, httpx.TransportError) as error:
+        cause = f"{type(error).__name__}: {error}"
+        fatal = isinstance(error, httpx.ConnectError)
+        proxy.members.failed(name, time.monotonic(), cause, fatal=fatal)
+        return
+    said = _document(response) if response.status_code == 200 else {}
+    member = proxy.members.members.get(name)
+    pool = said.get("pool")
+    if member is not None and address.pool is None and member.state is MemberState.JOINING and pool:
+        replica = proxy.router.replicas[name]
+        replica.home = replica.pool = str(pool)
+    proxy.members.answered(name, time.monotonic(), _version(said.get("version")))
+
+
+def _document(response: httpx.Response) -> dict[str, Any]:
+    try:
+        found = response.json()
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _version(said: Any) -> str | None:
+    """A version's name, however the replica writes it."""
+    if isinstance(said, dict) and "lineage" in said:
+        return f"{said['lineage']}@{said.get('step', 0)}"
+    return said if isinstance(said, str) and said else None

@@ -1,0 +1,351 @@
+"""Sends each request to a replica, to another one if that fails before it answers, and tells of the rest.
+
+    client ──> open(): Router.begin ──> replica ──first bytes──> relay() ──> client
+                 ^                         |                        |
+                 └── not begun: next one ──┘      cut later: an error event, never silence
+
+An answer has begun when its first byte goes to the client: of a stream with its first event, of anything else
+when it is there whole. Until then a failed attempt is repeated elsewhere; sampling has no side effects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+import httpx
+
+from etude.errors import ConfigError, SamplerError, UserError
+from etude.inference.router.members import HealthConfig, Members
+from etude.inference.router.policy import Router
+from etude.inference.router.pools import Lender
+from etude.inference.router.server.events import EventGuard, error_event, usage_in
+from etude.inference.router.server.hints import Hints
+from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
+from etude.sandbox.server.metrics import Labels, Metrics
+
+SIDE_CHANNEL_HEADER = "x-etude-side-channel"
+_CONNECT_S = 2.0
+_MAX_PLACES = 20_000
+_DROPPED = frozenset(
+    (b"host", b"content-length", b"connection", b"transfer-encoding", b"accept-encoding", b"keep-alive")
+) | {b"expect"}
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+"""As they came: names in lower case, values in whatever encoding."""
+
+
+class ReplicaLostError(SamplerError):
+    """Every replica that was tried for a request failed before it answered."""
+
+
+class ReplicaSlowError(SamplerError):
+    """A replica sent nothing for longer than `answer_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaAddress:
+    """Where a replica is. `pool` None: it says so itself with its first answer to a probe."""
+
+    url: str
+    pool: str | None = None
+
+    def __post_init__(self) -> None:
+        parsed = httpx.URL(self.url)
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise ConfigError(
+                "is no address", field="replica", received=self.url, fix="give http://HOST:PORT"
+            )
+
+    @property
+    def name(self) -> str:
+        """Host and port."""
+        return httpx.URL(self.url).netloc.decode()
+
+
+@dataclass(frozen=True, slots=True)
+class ProxyConfig:
+    """How requests are handed on."""
+
+    answer_s: float = 600.0
+    """A replica that sends nothing for so long has lost its request."""
+    attempts: int = 3
+    """Replicas that are tried for one request, at most."""
+    body_bytes: int = 64 << 20
+    """Largest request."""
+    hedge_after_s: float | None = None
+    """Without a first byte for so long, ask a second replica as well and take who is first. None: never."""
+    pool: str = "serve"
+    """Of requests that name none."""
+
+
+class RouterMetrics(Metrics):
+    """As a sandbox server's, under names of its own."""
+
+    def text(self, gauges: Mapping[tuple[str, Labels], float]) -> str:
+        """See Metrics.text."""
+        return super().text(gauges).replace("etude_sandbox_", "etude_router_")
+
+
+@dataclass(slots=True, eq=False)
+class Opened:
+    """An answer that has begun: of a stream the first event, of anything else the whole body."""
+
+    ask: Ask
+    replica: str
+    response: httpx.Response
+    first: bytes
+    rest: AsyncIterator[bytes] | None
+    guard: EventGuard = field(default_factory=EventGuard)
+
+
+class Proxy:
+    """The router's state in one process: policy, health, connections, counters."""
+
+    def __init__(
+        self,
+        config: ProxyConfig | None = None,
+        routing: RoutingConfig | None = None,
+        health: HealthConfig | None = None,
+        arms: Mapping[str, float] | None = None,
+        lender: Lender | None = None,
+    ) -> None:
+        self.config = config or ProxyConfig()
+        self.router = Router(routing, arms)
+        self.members = Members(self.router, health)
+        self.lender = lender or Lender()
+        self.addresses: dict[str, ReplicaAddress] = {}
+        self.metrics = RouterMetrics()
+        self.draining = False
+        self.http = httpx.AsyncClient(
+            timeout=httpx.Timeout(self.config.answer_s, connect=_CONNECT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
+            trust_env=False,
+        )
+        self._places: OrderedDict[str, str] = OrderedDict()
+        """Path of an answer's side channel -> the replica that has it."""
+
+    def join(self, address: ReplicaAddress) -> str:
+        """Adds a replica, and returns its name. It gets requests after its first good probe."""
+        self.members.join(address.name, address.pool or self.config.pool)
+        self.addresses[address.name] = address
+        return address.name
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self.http.aclose()
+
+    # ---- attempts -------------------------------------------------------------------------------
+
+    async def open(self, hints: Hints, method: str, target: str, headers: RawHeaders, body: bytes) -> Opened:
+        """Asks replicas until one begins to answer.
+
+        Raises NoReplicaError before anything was tried, ReplicaLostError after failures, ReplicaSlowError,
+        UserError for headers that cannot be sent on.
+        """
+        sending = _Sending(method, target, _sendable(headers), body)
+        failed: dict[str, str] = {}
+        refusal: Opened | None = None
+        for attempt in range(self.config.attempts):
+            try:
+                opened = await self._hedged(hints, attempt, sending, failed)
+            except NoReplicaError:
+                if refusal is not None:
+                    return refusal
+                if failed:
+                    break
+                raise
+            if opened is None:
+                self.metrics.count("etude_router_retries")
+            elif opened.response.status_code == 503:
+                # It is about to end or has no weights: others may be better off.
+                self.members.answered(opened.replica, time.monotonic(), None)
+                failed[opened.replica], refusal = "answered 503", opened
+            else:
+                return opened
+        if refusal is not None:
+            return refusal
+        raise ReplicaLostError(
+            "the replicas failed before they answered", received=failed, fix="send the request again"
+        )
+
+    async def _hedged(
+        self, hints: Hints, attempt: int, sending: _Sending, failed: dict[str, str]
+    ) -> Opened | None:
+        """One attempt, or two at once where the first is slow and hedging is on."""
+        ask = hints.ask(2 * attempt)
+        name = self.router.begin(ask, time.monotonic(), failed)
+        first = asyncio.create_task(self._attempt(ask, name, sending, failed))
+        tasks, chosen = {first}, None
+        try:
+            if self.config.hedge_after_s is not None:
+                await asyncio.wait(tasks, timeout=self.config.hedge_after_s)
+                if not first.done():
+                    tasks |= self._second(hints, attempt, name, sending, failed)
+            chosen = await _first_opened(tasks)
+            return chosen
+        finally:
+            for task in tasks:
+                task.cancel()
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(result, Opened) and result is not chosen:
+                    await self.discard(result)
+
+    def _second(
+        self, hints: Hints, attempt: int, busy: str, sending: _Sending, failed: dict[str, str]
+    ) -> set[asyncio.Task[Opened | None]]:
+        # Not the session's: it stays where its prefix is, whoever wins.
+        ask = replace(hints.ask(2 * attempt + 1), session=None)
+        with suppress(NoReplicaError):
+            name = self.router.begin(ask, time.monotonic(), {busy, *failed})
+            self.metrics.count("etude_router_hedges")
+            return {asyncio.create_task(self._attempt(ask, name, sending, failed))}
+        return set()
+
+    async def _attempt(self, ask: Ask, name: str, sending: _Sending, failed: dict[str, str]) -> Opened | None:
+        """One replica's answer; None if it failed before it began. The policy's books are kept either way."""
+        url = self.addresses[name].url.rstrip("/") + sending.target
+        response: httpx.Response | None = None
+        opened: Opened | None = None
+        try:
+            request = self.http.build_request(
+                sending.method, url, headers=list(sending.headers), content=sending.body
+            )
+            response = await self.http.send(request, stream=True)
+            opened = await self._begin(ask, name, response)
+        except httpx.LocalProtocolError as error:
+            raise UserError(f"cannot be sent on: {error}", field="headers", fix="mend the request") from error
+        except httpx.ReadTimeout as error:
+            self._fail(name, error)
+            raise ReplicaSlowError(
+                "the replica sent nothing in time", field="answer_s", received=self.config.answer_s
+            ) from error
+        except httpx.TransportError as error:
+            self._fail(name, error)
+            failed[name] = type(error).__name__
+        finally:
+            if opened is None:
+                self.router.end(ask.id, time.monotonic(), 0)
+                if response is not None:
+                    await response.aclose()
+        return opened
+
+    async def _begin(self, ask: Ask, name: str, response: httpx.Response) -> Opened:
+        """Waits for the first event of a stream, or for the whole of anything else."""
+        place = response.headers.get(SIDE_CHANNEL_HEADER)
+        if place is not None:
+            self._places[place] = name
+            while len(self._places) > _MAX_PLACES:
+                self._places.popitem(last=False)
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            body = await response.aread()
+            self._end(ask, name, usage_in(body) if response.status_code == 200 else None, 0)
+            return Opened(ask, name, response, body, None)
+        rest = response.aiter_raw()
+        opened = Opened(ask, name, response, b"", rest)
+        async for data in rest:
+            opened.first += opened.guard.feed(data)
+            if opened.first:
+                return opened
+        raise httpx.RemoteProtocolError("the stream ended before its first event")
+
+    # ---- streams --------------------------------------------------------------------------------
+
+    async def relay(self, opened: Opened) -> AsyncIterator[bytes]:
+        """The stream's bytes, whole events each time; an error event where the replica's end is missing."""
+        assert opened.rest is not None
+        guard, cut = opened.guard, ""
+        served = False
+        try:
+            yield opened.first
+            try:
+                async for data in opened.rest:
+                    whole = guard.feed(data)
+                    if whole:
+                        self.router.progress(opened.ask.id, guard.num_events)
+                        yield whole
+                cut = "" if guard.ended else "the stream ended without its last event"
+            except httpx.TransportError as error:
+                cut = "" if guard.ended else str(error) or type(error).__name__
+            if cut:
+                self._fail(opened.replica, cut)
+                self.metrics.count("etude_router_cut_streams")
+                yield error_event(f"the answer was cut: the replica failed ({cut})", "replica_lost")
+            served = not cut
+        finally:
+            if served:
+                self._end(opened.ask, opened.replica, guard.usage, guard.num_events)
+            else:
+                self.router.end(opened.ask.id, time.monotonic(), guard.num_events)
+            await opened.response.aclose()
+
+    async def discard(self, opened: Opened) -> None:
+        """Lets go of an answer that nobody reads on. Idempotent; does nothing to one that was read."""
+        if opened.rest is not None:
+            self.router.end(opened.ask.id, time.monotonic(), opened.guard.num_events)
+            await opened.response.aclose()
+
+    def place_of(self, target: str) -> str | None:
+        """The replica whose answer's side channel this path is."""
+        name = self._places.get(target)
+        return name if name in self.addresses else None
+
+    async def fetch_from(self, name: str, target: str, headers: RawHeaders) -> httpx.Response:
+        """A GET that only this replica can answer. Raises ReplicaLostError."""
+        url = self.addresses[name].url.rstrip("/") + target
+        try:
+            return await self.http.get(url, headers=list(_sendable(headers)))
+        except httpx.TransportError as error:
+            self._fail(name, error)
+            raise ReplicaLostError(
+                "the replica that has this answer is gone", received=name, fix="send the request again"
+            ) from error
+
+    # ---- the books ------------------------------------------------------------------------------
+
+    def _end(self, ask: Ask, name: str, usage: Mapping[str, object] | None, num_events: int) -> None:
+        """An answer is whole: `usage` says exactly how long it was, its events about."""
+        self.members.served(name)
+        prompt, generated = (usage or {}).get("prompt_tokens"), (usage or {}).get("completion_tokens")
+        tokens = generated if isinstance(generated, int) else num_events
+        held = (prompt if isinstance(prompt, int) else ask.prompt_tokens) + tokens
+        self.router.end(ask.id, time.monotonic(), tokens, held if tokens else None)
+
+    def _fail(self, name: str, error: Exception | str) -> None:
+        # Nobody listens: no need for a second sign.
+        fatal = isinstance(error, httpx.ConnectError)
+        cause = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self.members.failed(name, time.monotonic(), cause, fatal=fatal)
+        self.metrics.count("etude_router_failures", replica=name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sending:
+    """A request as it is sent, to whichever replica."""
+
+    method: str
+    target: str
+    headers: RawHeaders
+    body: bytes
+
+
+def _sendable(headers: RawHeaders) -> RawHeaders:
+    return [*((k, v) for k, v in headers if k not in _DROPPED), (b"accept-encoding", b"identity")]
+
+
+async def _first_opened(tasks: set[asyncio.Task[Opened | None]]) -> Opened | None:
+    """The first attempt that begins an answer; None if all failed. Raises what the last one raised."""
+    left, error = set(tasks), None
+    while left:
+        done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            error = task.exception() or error
+            if task.exception() is None and task.result() is not None:
+                return task.result()
+    if error is not None:
+        raise error
+    return None

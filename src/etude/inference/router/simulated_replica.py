@@ -1,0 +1,159 @@
+"""A replica in virtual time: continuous batching, chunked prefill, a prefix cache of bounded size.
+
+It steps as the engine does: each step decodes one token of every running sequence and computes up to
+`prefill_tokens` of the inputs that wait; the step that ends an input samples its first token.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from etude.inference.load.workload import LoadTurn
+from etude.inference.router.step_cost import StepCost
+from etude.sandbox.fleet.flows import VirtualClock
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request."""
+
+    id: str
+    session: str
+    turn: LoadTurn
+    prompt_tokens: int
+    sent_s: float
+    attempts: int = 0
+    missing: int = 0
+    """Input tokens still to be computed where it runs."""
+    generated: int = 0
+    first_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSpec:
+    """What all simulated replicas have in common."""
+
+    cost: StepCost
+    max_running: int = 64
+    prefill_tokens: int = 2048
+    """Most input tokens of one step."""
+    cache_tokens: int = 400_000
+    """Prefixes kept, least recently used ones go first."""
+
+
+@dataclass(slots=True, eq=False)
+class SimulatedReplica:
+    """`ways` > 1: so many replicas in lockstep with one queue, one cache, and the work shared evenly at each
+    step. No routing can do better, so that is the ideal that a real policy is measured against."""
+
+    name: str
+    spec: ReplicaSpec
+    clock: VirtualClock
+    on_token: Callable[[Job], None]
+    on_done: Callable[[Job, int], None]
+    """(job, tokens that are held of its session now)"""
+    ways: int = 1
+    slowness: float = 1.0
+    """Its steps take so many times as long."""
+    alive: bool = True
+    busy_s: float = 0.0
+    computed_tokens: int = 0
+    """Input tokens computed."""
+    reused_tokens: int = 0
+    """Input tokens found in the cache."""
+    _waiting: deque[Job] = field(default_factory=deque)
+    _running: list[Job] = field(default_factory=list)
+    _cache: OrderedDict[str, int] = field(default_factory=OrderedDict)
+    _cached: int = 0
+    _stepping: bool = False
+    _life: int = 0
+    """Steps planned in an earlier life are void."""
+
+    def submit(self, job: Job) -> None:
+        """Takes a request in; it starts with the next step."""
+        self._waiting.append(job)
+        if not self._stepping:
+            self._step()
+
+    def kill(self) -> list[Job]:
+        """Loses everything; returns the requests that died."""
+        lost = [*self._running, *self._waiting]
+        self._running.clear()
+        self._waiting.clear()
+        self._cache.clear()
+        self._cached, self._stepping, self.alive = 0, False, False
+        self._life += 1
+        return lost
+
+    def forget(self, session: str) -> None:
+        """Frees the prefix of a session that has ended."""
+        self._cached -= self._cache.pop(session, 0)
+
+    def _step(self) -> None:
+        while self._waiting and len(self._running) < self.spec.max_running * self.ways:
+            self._admit(self._waiting.popleft())
+        self._stepping = bool(self._running)
+        if not self._running:
+            return
+        decoding = sum(job.missing == 0 for job in self._running)
+        left = budget = self.spec.prefill_tokens * self.ways
+        for job in self._running:
+            if job.missing and left:
+                part = min(job.missing, left)
+                job.missing -= part
+                left -= part
+                # Its first token comes with this step; before that, -1 keeps it from counting as decoding.
+                job.generated = -1 if job.missing else 0
+        prefilled = budget - left
+        elapsed_s = self.slowness * self._step_s(decoding, prefilled)
+        self.busy_s += elapsed_s
+        life = self._life
+        self.clock.after(elapsed_s, lambda: self._finish_step(life))
+
+    def _step_s(self, decoding: int, prefilled: int) -> float:
+        """Of `ways` replicas the inputs keep as few as possible from a pure decoding step."""
+        cost, ways = self.spec.cost, self.ways
+        at_prefill = min(ways, -(-prefilled // self.spec.prefill_tokens))
+        tokens_s = cost.decode_token_s * decoding + cost.prefill_token_s * prefilled
+        return cost.fixed_s + (tokens_s + cost.prefill_fixed_s * at_prefill) / ways
+
+    def _admit(self, job: Job) -> None:
+        held = min(self._cache.get(job.session, 0), job.prompt_tokens - 1)
+        if job.session in self._cache:
+            self._cache.move_to_end(job.session)
+        job.missing, job.generated = job.prompt_tokens - held, -1
+        self.computed_tokens += job.missing
+        self.reused_tokens += held
+        self._running.append(job)
+
+    def _finish_step(self, life: int) -> None:
+        if life != self._life:
+            return
+        done: list[Job] = []
+        for job in self._running:
+            if job.missing:
+                continue
+            job.generated = max(job.generated, 0) + 1
+            if job.generated == 1:
+                job.first_s = self.clock.now_s
+            self.on_token(job)
+            if job.generated >= job.turn.output_tokens:
+                done.append(job)
+        if done:
+            over = set(map(id, done))
+            self._running = [job for job in self._running if id(job) not in over]
+        for job in done:
+            # The last sampled token is computed with the next request.
+            self.on_done(job, self._keep(job.session, job.prompt_tokens + job.generated - 1))
+        self._step()
+
+    def _keep(self, session: str, tokens: int) -> int:
+        self.forget(session)
+        self._cache[session] = tokens
+        self._cached += tokens
+        while self._cached > self.spec.cache_tokens * self.ways and len(self._cache) > 1:
+            _, freed = self._cache.popitem(last=False)
+            self._cached -= freed
+        return tokens

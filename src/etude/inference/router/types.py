@@ -1,0 +1,130 @@
+"""What the routing policy is told and what it decides. No I/O anywhere in here."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from etude.errors import SamplerError
+
+_RATE_SHARE = 0.1
+"""Weight of the newest answer in a replica's rate."""
+
+
+class NoReplicaError(SamplerError):
+    """No replica may take this request now: none is ready in its pool, or none serves its version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request, as far as routing needs to know it."""
+
+    id: str
+    prompt_tokens: int
+    """The whole input, whatever may be cached of it."""
+    max_tokens: int
+    session: str | None = None
+    """Requests of one session share a growing prefix."""
+    pool: str = "serve"
+    versions: frozenset[str] | None = None
+    """Names of the policy versions that may answer; None: any, or what A/B shares say."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingConfig:
+    """The policy's constants. Work is counted in sampled tokens (an input token is a fraction of one)."""
+
+    prefill_weight: float = 0.05
+    """Cost of computing one input token in sampled tokens: the ratio of both in an engine step."""
+    spill_factor: float = 3.0
+    """A session leaves its replica when that has so many times the work of the best other one, the price of
+    computing the session's prefix anew counted as work of the other."""
+    spill_floor_tokens: float = 64.0
+    """Added to the other side: with little to do anywhere nothing moves."""
+    resident_weight: float = 0.02
+    """Share of the predicted rest of sessions that live on a replica, counted when a new one is placed."""
+    expected_output_tokens: float = 60.0
+    """Of one answer, until some have been seen."""
+    expected_session_tokens: float = 600.0
+    """Work of one session, until some have been seen."""
+    learn_rates: bool = True
+    """Count work for more on replicas whose answers come slower. Off where the clock is not wall time."""
+    session_idle_s: float = 1800.0
+    """A session unheard of for so long is taken for ended."""
+    max_sessions: int = 100_000
+    """Sessions that are remembered; the oldest are forgotten first."""
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("prefill_weight", self.prefill_weight >= 0.0, ">= 0"),
+            ("spill_factor", self.spill_factor >= 1.0, ">= 1"),
+            ("spill_floor_tokens", self.spill_floor_tokens >= 0.0, ">= 0"),
+            ("resident_weight", self.resident_weight >= 0.0, ">= 0"),
+            ("expected_output_tokens", self.expected_output_tokens > 0.0, "> 0"),
+            ("expected_session_tokens", self.expected_session_tokens > 0.0, "> 0"),
+            ("session_idle_s", self.session_idle_s > 0.0, "> 0"),
+            ("max_sessions", self.max_sessions >= 1, ">= 1"),
+        )
+        for name, holds, bound in checks:
+            if not holds:
+                raise ValueError(f"RoutingConfig.{name}: must be {bound}, received {getattr(self, name)}")
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One replica as the policy sees it."""
+
+    name: str
+    home: str
+    """The pool that it belongs to."""
+    pool: str
+    """The pool that it works for now: another than `home` while it is lent."""
+    version: str | None = None
+    """Name of the policy version that it serves; None until it has said."""
+    ready: bool = True
+    """False: ejected, draining, or without a version. Nothing new goes there."""
+    running: int = 0
+    """Requests in flight."""
+    work: int = 0
+    """Predicted rest of the requests in flight, in sampled tokens."""
+    resident: int = 0
+    """Predicted rest of the sessions that live here, in sampled tokens."""
+    sessions: set[str] = field(default_factory=set)
+    rate: float | None = None
+    """Tokens per second that its answers have lately got, each by itself; None: nothing seen yet."""
+
+    def note_rate(self, tokens: int, elapsed_s: float) -> None:
+        """Counts one answer in. Where the clock stands still there is nothing to learn."""
+        if tokens > 0 and elapsed_s > 0.0:
+            rate = tokens / elapsed_s
+            self.rate = rate if self.rate is None else self.rate + _RATE_SHARE * (rate - self.rate)
+
+
+class Routing(Protocol):
+    """Who gets which request. The proxy, the sampler and the simulation drive all policies through this.
+
+    `begin` and `end` come in pairs for each request id. Times are seconds of any one clock.
+    """
+
+    def begin(self, ask: Ask, now_s: float, exclude: Collection[str] = ()) -> str:
+        """The name of the replica that gets the request; it counts there from now on.
+
+        `exclude`: replicas that have failed this request already. Raises NoReplicaError.
+        """
+        ...
+
+    def progress(self, ask_id: str, generated_tokens: int) -> None:
+        """A request in flight has its input computed and so many tokens sampled. Unknown ids are ignored."""
+        ...
+
+    def end(self, ask_id: str, now_s: float, generated_tokens: int, held_tokens: int | None = None) -> None:
+        """A request is over. `held_tokens`: what the replica holds of the session now; None if it failed.
+
+        Unknown ids are ignored.
+        """
+        ...
+
+    def close_session(self, session: str) -> None:
+        """The session has ended. Unknown ones are ignored."""
+        ...

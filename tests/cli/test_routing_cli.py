@@ -1,0 +1,158 @@
+"""`etude bench serve` against a fake replica, and what `etude route` refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from etude.cli.bench import EXIT_ERRORS
+from etude.cli.exits import EXIT_MISTAKE
+from etude.inference.router.server.fake_replica import FakeReplica, fake_replica
+from etude.store import TrajectoryLog
+from tests.cli.commands import etude
+from tests.store.builders import make_group
+
+
+@contextlib.contextmanager
+def served(replica: FakeReplica) -> Iterator[str]:
+    """The replica's address; it runs in a thread of its own."""
+    started, ended = threading.Event(), threading.Event()
+    found: list[str] = []
+
+    async def work() -> None:
+        async with fake_replica(replica) as url:
+            found.append(url)
+            started.set()
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(work()))
+    thread.start()
+    try:
+        assert started.wait(20.0)
+        yield found[0]
+    finally:
+        ended.set()
+        thread.join(20.0)
+
+
+SMALL = ("--sessions", "4", "--turns", "2", "--prompt", "10-20", "--observation", "3-6", "--output", "4-8")
+
+
+def test_a_load_prints_a_table_and_json() -> None:
+    with served(FakeReplica(token_s=0.001)) as url:
+        shown = etude("bench", "serve", url, *SMALL)
+        assert shown.exit_code == 0, shown.output
+        assert "time to first token" in shown.stdout
+        assert "8 turns against fake" in shown.stderr
+        report = json.loads(etude("bench", "serve", url, *SMALL, "--json").stdout)
+    assert (report["turns"], report["errors"]) == (8, {})
+    assert report["output_tokens_per_s"] > 0
+    assert 0 < report["cache_hit_rate"] < 1
+
+
+def test_recorded_sessions_are_played(tmp_path: Path) -> None:
+    TrajectoryLog(tmp_path).append([make_group(size=2)])
+    with served(FakeReplica()) as url:
+        done = etude("bench", "serve", url, "--recorded", str(tmp_path), "--json")
+    assert json.loads(done.stdout)["errors"] == {}
+
+
+def test_turns_without_an_answer_are_counted_and_make_the_command_fail() -> None:
+    replica = FakeReplica()
+    with served(replica) as url:
+        replica.cut_after = 1
+        done = etude("bench", "serve", url, *SMALL, "--model", "fake")
+        assert done.exit_code != 0
+        replica.cut_after, replica.token_s = None, 0.5
+        done = etude("bench", "serve", url, *SMALL, "--turn-limit-s", "0.6")
+        assert done.exit_code == EXIT_ERRORS
+        assert "error timeout: 4 turns" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (("--output", "many"), "--output"),
+        (("--prompt", "9-3"), "prompt_tokens"),
+        (("--api", "soap"), "--api"),
+        (("--extra", "[1]"), "--extra"),
+        (("--recorded", "/nowhere/at/all"), "recorded"),
+        (("--key-file", "/nowhere/at/all"), "--key-file"),
+    ],
+)
+def test_mistakes_in_a_load_are_named(arguments: tuple[str, str], field: str) -> None:
+    done = etude("bench", "serve", "http://127.0.0.1:9", *arguments)
+    assert done.exit_code == EXIT_MISTAKE
+    assert field in done.stderr
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    done = etude("bench", "serve", "http://127.0.0.1:9", *SMALL)
+    assert done.exit_code == EXIT_MISTAKE
+    assert "url" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        (("--replica", "nowhere"), "replica"),
+        (("--replica", "http://h:1", "--arm", "run@1"), "--arm"),
+        (("--replica", "http://h:1", "--arm", "run@1=-2"), "--arm"),
+        (("--replica", "http://h:1", "--host", "0.0.0.0"), "host"),
+        (("--replica", "http://h:1", "--lend", "serve,rollout"), "--lend"),
+        (("--replica", "http://h:1", "--lend", "serve,rollout,1,25:00-06:00"), "LendingWindow"),
+        (("--replica", "http://h:1", "--lend-by-load", "serve,rollout,1,9"), "--lend-by-load"),
+        (("--replica", "http://h:1", "--lend-by-load", "serve,rollout,1,9-3"), "idle_tokens"),
+    ],
+)
+def test_mistakes_in_a_route_are_named(arguments: tuple[str, ...], field: str) -> None:
+    done = etude("route", *arguments)
+    assert done.exit_code == EXIT_MISTAKE
+    assert field in done.stderr
+
+
+@pytest.mark.slow
+def test_a_route_serves_a_load_and_ends_when_it_is_asked_to() -> None:
+    replicas = [FakeReplica(token_s=0.001), FakeReplica(token_s=0.001)]
+    with served(replicas[0]) as first, served(replicas[1]) as second, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        code = "from etude.cli import main; main()"
+        arguments = ["route", "--replica", first, "--replica", f"{second},serve", "--port", str(port)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        route = subprocess.Popen([sys.executable, "-c", code, *arguments], env=environment)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            end_s = time.monotonic() + 60.0
+            while time.monotonic() < end_s and not _ready(url):
+                time.sleep(0.1)
+            done = etude("bench", "serve", url, *SMALL, "--json")
+            assert json.loads(done.stdout)["errors"] == {}
+            assert all(replica.requests for replica in replicas)
+            route.send_signal(signal.SIGTERM)
+            assert route.wait(30.0) == 0
+        finally:
+            route.kill()
+            route.wait()
+
+
+def _ready(url: str) -> bool:
+    try:
+        rows = httpx.get(f"{url}/router/replicas", trust_env=False).json()["replicas"]
+    except httpx.TransportError:
+        return False
+    return all(row["state"] == "ready" for row in rows)

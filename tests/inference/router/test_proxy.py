@@ -1,0 +1,387 @@
+"""The proxy before fake replicas: answers pass through, failures are retried or told, nothing is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import ConfigError
+from etude.inference.router import HealthConfig
+from etude.inference.router.pools import Lender, LendingWindow
+from etude.inference.router.server import Proxy, ProxyConfig, ReplicaAddress, build_app
+from etude.inference.router.server.events import EventGuard
+from etude.inference.router.server.fake_replica import FakeReplica, fake_replica, running_server
+from etude.inference.router.server.hints import read_hints
+
+_LIMIT_S = 20.0
+HEALTH = HealthConfig(interval_s=0.05, timeout_s=1.0, backoff_s=0.05)
+
+
+def run(body: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(body, _LIMIT_S))
+
+
+@dataclass
+class Setting:
+    proxy: Proxy
+    url: str
+    http: httpx.AsyncClient
+    replicas: list[FakeReplica]
+    urls: list[str]
+
+    def chat(self, session: str = "s", stream: bool = False, **fields: Any) -> Any:
+        body = {"model": "fake", "messages": [{"role": "user", "content": "a b c"}], "max_tokens": 5}
+        headers = {"x-session-id": session}
+        return self.http.post(
+            "/v1/chat/completions", json={**body, "stream": stream, **fields}, headers=headers
+        )
+
+    async def ready(self, count: int) -> None:
+        """Waits until so many replicas are ready."""
+        while sum(r.ready for r in self.proxy.router.replicas.values()) != count:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def setting(
+    replicas: Sequence[FakeReplica], config: ProxyConfig | None = None, **options: Any
+) -> AsyncIterator[Setting]:
+    token = options.pop("admin_token", None)
+    async with AsyncExitStack() as stack:
+        urls = [await stack.enter_async_context(fake_replica(replica)) for replica in replicas]
+        proxy = Proxy(config, health=HEALTH, **options)
+        app = build_app(proxy, [ReplicaAddress(url) for url in urls], token)
+        url = await stack.enter_async_context(running_server(app))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10.0))
+        one = Setting(proxy, url, http, list(replicas), urls)
+        await one.ready(sum(replica.version is not None for replica in replicas))
+        yield one
+
+
+def events(text: str) -> list[Any]:
+    lines = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+# ---- passing through ----------------------------------------------------------------------------
+
+
+def test_openais_client_reads_answers_through_the_router() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica(), FakeReplica()]) as one:
+            client = openai.AsyncOpenAI(base_url=one.url + "/v1", api_key="k", max_retries=0)
+            messages: Any = [{"role": "user", "content": "one two"}]
+            whole = await client.chat.completions.create(model="fake", messages=messages, max_tokens=4)
+            stream = await client.chat.completions.create(
+                model="fake", messages=messages, max_tokens=4, stream=True
+            )
+            text = "".join([c.choices[0].delta.content or "" async for c in stream if c.choices])
+            assert text == whole.choices[0].message.content
+            assert [model.id async for model in client.models.list()] == ["fake"]
+            await client.close()
+
+    run(body())
+
+
+def test_a_session_goes_to_one_replica_and_finds_its_prefix() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica(), FakeReplica(), FakeReplica()]) as one:
+            for session in ("s", "t", "u"):
+                seen = {(await one.chat(session)).headers["x-etude-replica"] for _ in range(6)}
+                assert len(seen) == 1
+            cached = (await one.chat("s")).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert cached > 0
+            assert [len(replica.requests) for replica in one.replicas].count(0) == 0
+            assert one.proxy.router.num_in_flight == 0
+
+    run(body())
+
+
+def test_streams_come_as_they_are_made_and_end_with_done() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica(token_s=0.05)]) as one:
+            began = asyncio.get_running_loop().time()
+            first = None
+            request = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 10, "stream": True}
+            async with one.http.stream("POST", "/v1/chat/completions", json=request) as response:
+                parts = []
+                async for part in response.aiter_text():
+                    first = first or asyncio.get_running_loop().time() - began
+                    parts.append(part)
+            assert first is not None and first < 0.3
+            found = events("".join(parts))
+            assert found[-1] == "[DONE]"
+            assert len(found) == 12
+            assert one.proxy.router.num_in_flight == 0
+
+    run(body())
+
+
+def test_a_client_that_leaves_stops_the_replicas_work() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica(token_s=0.02)]) as one:
+            request = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1000, "stream": True}
+            async with one.http.stream("POST", "/v1/chat/completions", json=request) as response:
+                async for _ in response.aiter_text():
+                    break
+            waiting = asyncio.ensure_future(one.chat(max_tokens=1000))
+            await asyncio.sleep(0.1)
+            waiting.cancel()
+            while one.proxy.router.num_in_flight or one.replicas[0].running > 1:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert one.replicas[0].left == 1
+
+    run(body())
+
+
+def test_errors_of_a_replica_reach_the_client_as_they_are() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica()]) as one:
+            response = await one.http.get("/v1/nowhere")
+            assert response.status_code == 404
+            assert response.json() == {"detail": "Not Found"}
+
+    run(body())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_side_channel_is_fetched_from_the_replica_that_answered(stream: bool) -> None:
+    async def body() -> None:
+        async with setting([FakeReplica(), FakeReplica(), FakeReplica()]) as one:
+            body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "stream": stream}
+            for number in range(6):
+                headers = {"x-session-id": f"s{number}", "x-etude-extensions": "tokens"}
+                answer = await one.http.post("/v1/chat/completions", json=body, headers=headers)
+                path = answer.headers["x-etude-side-channel"]
+                frames = await one.http.get(path)
+                assert (frames.status_code, frames.text) == (200, path.rpartition("/")[2])
+            assert sum(bool(replica.side_channel) for replica in one.replicas) == 3
+
+    run(body())
+
+
+def test_pins_arms_and_lent_replicas_work_over_http() -> None:
+    lender = Lender([LendingWindow("serve", "rollout", 1, 0.0, 86_399.0)])
+
+    async def body() -> None:
+        versions = [FakeReplica(version=f"run@{n}") for n in (1, 1, 2)]
+        async with setting(versions, lender=lender, arms={"run@1": 1.0, "run@2": 0.0}) as one:
+            while not any(r.pool == "rollout" for r in one.proxy.router.replicas.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            pools = {r.name: r.pool for r in one.proxy.router.replicas.values()}
+            lent = next(name for name, pool in pools.items() if pool == "rollout")
+            version = one.proxy.router.replicas[lent].version
+            assert version is not None
+            body = {"messages": [], "max_tokens": 1}
+            headers = {"x-etude-pool": "rollout", "x-etude-version": version}
+            answer = await one.http.post("/v1/chat/completions", json=body, headers=headers)
+            assert answer.headers["x-etude-replica"] == lent
+            none = await one.http.post(
+                "/v1/chat/completions", json=body, headers={"x-etude-version": "run@9"}
+            )
+            assert (none.status_code, none.json()["error"]["param"]) == (503, "version")
+            served = {(await one.chat(f"s{n}")).headers["x-etude-replica"] for n in range(8)}
+            assert {one.proxy.router.replicas[name].version for name in served} == {"run@1"}
+            assert lent not in served
+
+    run(body())
+
+
+# ---- failures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("fault", [{"refuse": True}, {"cut_after": 0}])
+def test_a_replica_that_fails_before_it_answers_is_not_noticed_by_the_client(
+    stream: bool, fault: dict[str, Any]
+) -> None:
+    async def body() -> None:
+        async with setting([FakeReplica(), FakeReplica()]) as one:
+            home = (await one.chat("s")).headers["x-etude-replica"]
+            dead = next(r for r, url in zip(one.replicas, one.urls, strict=True) if url.endswith(home))
+            for name, value in fault.items():
+                setattr(dead, name, value)
+            response = await one.chat("s", stream)
+            assert response.status_code == 200
+            assert response.headers["x-etude-replica"] != home
+            assert "w" in response.text
+
+    run(body())
+
+
+def test_a_stream_that_is_cut_ends_with_an_error_event() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica(cut_after=3)]) as one:
+            response = await one.chat(stream=True)
+            *words, error = events(response.text)
+            assert len(words) == 3
+            assert error["error"]["code"] == "replica_lost"
+            client = openai.AsyncOpenAI(base_url=one.url + "/v1", api_key="k", max_retries=0)
+            messages: Any = [{"role": "user", "content": "one two"}]
+            stream = await client.chat.completions.create(model="fake", messages=messages, stream=True)
+            with pytest.raises(openai.APIError, match="cut"):
+                async for _ in stream:
+                    pass
+            await client.close()
+            assert one.proxy.router.num_in_flight == 0
+
+    run(body())
+
+
+def test_a_replica_that_is_gone_is_ejected_and_its_requests_go_elsewhere() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica()]) as one:
+            async with fake_replica(FakeReplica()) as url:
+                name = one.proxy.join(ReplicaAddress(url))
+                await one.ready(2)
+            answers = [await one.chat(f"s{n}") for n in range(8)]
+            assert {answer.status_code for answer in answers} == {200}
+            await one.ready(1)
+            assert not one.proxy.router.replicas[name].ready
+            port = httpx.URL(url).port
+            assert port is not None
+            async with fake_replica(FakeReplica(), port):
+                await one.ready(2)
+                seen = {(await one.chat(f"t{n}")).headers["x-etude-replica"] for n in range(8)}
+                assert name in seen, "it comes back and takes load"
+
+    run(body())
+
+
+def test_without_replicas_the_client_is_told_to_wait() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica(version=None)]) as one:
+            response = await one.chat()
+            assert response.status_code == 503
+            assert response.headers["retry-after"] == "1"
+            assert response.json()["error"]["code"] == "no_replica"
+            assert (await one.http.get("/ready")).status_code == 503
+            assert (await one.http.get("/health")).status_code == 200
+
+    run(body())
+
+
+def test_a_replica_that_says_nothing_in_time_is_told() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica(token_s=5.0)], ProxyConfig(answer_s=0.1)) as one:
+            response = await one.chat()
+            assert response.status_code == 504
+            assert response.json()["error"]["code"] == "replica_slow"
+
+    run(body())
+
+
+def test_when_all_replicas_refuse_the_refusal_is_handed_on() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica(), FakeReplica()]) as one:
+            for replica in one.replicas:
+                replica.refuse = True
+            response = await one.chat()
+            assert response.status_code == 503
+            assert "error" in response.json()
+
+    run(body())
+
+
+def test_hedging_asks_a_second_replica_only_when_it_is_on() -> None:
+    async def body(after_s: float | None) -> list[int]:
+        slow = [FakeReplica(token_s=0.3), FakeReplica(token_s=0.3)]
+        async with setting(slow, ProxyConfig(hedge_after_s=after_s)) as one:
+            assert (await one.chat(max_tokens=1)).status_code == 200
+            while one.proxy.router.num_in_flight:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            return sorted(len(replica.requests) for replica in one.replicas)
+
+    assert run(body(None)) == [0, 1]
+    assert run(body(0.05)) == [1, 1]
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+def test_large_bodies_and_foreign_names_are_refused() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica()], ProxyConfig(body_bytes=100)) as one:
+            large = await one.http.post("/v1/completions", content=b"x" * 200)
+            assert large.status_code == 413
+            assert large.json()["error"]["param"] == "body"
+            foreign = await one.http.get("/v1/models", headers={"host": "evil.example.org"})
+            assert foreign.status_code == 401
+            assert one.replicas[0].requests == []
+
+    run(body())
+
+
+def test_replicas_are_managed_with_the_admin_token_only() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica(), FakeReplica()], admin_token="secret-of-admin") as one:
+            assert (await one.http.get("/router/replicas")).status_code == 401
+            headers = {"authorization": "Bearer secret-of-admin"}
+            rows = (await one.http.get("/router/replicas", headers=headers)).json()["replicas"]
+            assert {row["state"] for row in rows} == {"ready"}
+            bad = await one.http.post("/router/replicas", json={"url": "nowhere"}, headers=headers)
+            assert (bad.status_code, bad.json()["error"]["param"]) == (400, "replica")
+            gone = await one.http.delete(f"/router/replicas/{rows[0]['name']}", headers=headers)
+            assert gone.status_code == 202
+            while rows[0]["name"] in one.proxy.members.members:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            left = (await one.http.delete("/router/replicas/nobody", headers=headers)).status_code
+            assert left == 404
+            again = await one.http.post("/router/replicas", json={"url": rows[0]["url"]}, headers=headers)
+            assert again.status_code == 201
+            await one.ready(2)
+            text = (await one.http.get("/metrics")).text
+            assert "etude_router_replica_ready" in text
+            assert "etude_sandbox" not in text
+
+    run(body())
+
+
+def test_an_address_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="address"):
+        ReplicaAddress("localhost:80")
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'{"messages": 3, "max_tokens": "x"}', b"\xff"])
+def test_bodies_of_any_kind_give_hints(raw: bytes) -> None:
+    hints = read_hints({}, raw)
+    assert hints.session is None
+    assert hints.max_tokens == 4096
+
+
+def test_a_conversation_without_a_name_is_known_by_its_opening() -> None:
+    opening = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    first = read_hints({}, json.dumps({"messages": opening}).encode())
+    later = read_hints({}, json.dumps({"messages": [*opening, {"role": "assistant"}]}).encode())
+    other = read_hints({}, json.dumps({"messages": [opening[0], {"role": "user", "content": "v"}]}).encode())
+    assert first.session == later.session != other.session
+    assert first.id != later.id
+    assert read_hints({"x-session-id": "mine"}, b"{}").session == "mine"
+    assert read_hints({}, b'{"prompt": [1, 2, 3], "prompt_cache_key": "k"}').prompt_tokens == 3
+
+
+@given(cuts=st.lists(st.integers(0, 400), max_size=12), end=st.integers(0, 400))
+def test_the_guard_hands_on_whole_events_whatever_the_pieces(cuts: list[int], end: int) -> None:
+    data = b"".join(b'data: {"n": %d}\n\n' % n for n in range(12)) + b": comment\r\n\r\ndata: [DONE]\n\n"
+    stream = data[:end]
+    places = sorted({0, *(min(cut, len(stream)) for cut in cuts), len(stream)})
+    guard = EventGuard()
+    handed = b""
+    for start, stop in itertools.pairwise(places):
+        handed += guard.feed(stream[start:stop])
+        assert handed == b"" or handed.endswith((b"\n\n", b"\r\n\r\n"))
+    assert stream.startswith(handed)
+    assert len(stream) - len(handed) < len(b'data: {"n": 11}\n\n')
+    assert guard.ended == (handed == data)
+    assert guard.num_events == handed.count(b'data: {"n"')
