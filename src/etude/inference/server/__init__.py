@@ -1,0 +1,38 @@
+"""OpenAI's API over any `Sampler`. Start at `app.build_app` and `process.serve`."""
+
+from __future__ import annotations
+
+from etude.errors import ConfigError
+
+try:
+    import fastapi as _fastapi
+    import uvicorn as _uvicorn
+except ImportError as error:
+    raise ConfigError(
+        "the inference server needs FastAPI and uvicorn",
+        field="serve",
+        received=str(error),
+        fix="pip install 'etude[serve]'",
+    ) from error
+
+from etude.inference.server.app import build_app
+from etude.inference.server.limits import KeyLimits, Keys, read_keys
+from etude.inference.server.process import DEFAULT_PORT, check_address, serve
+from etude.inference.server.schema import ServedModel
+from etude.inference.server.state import EngineView, ServerLimits, ServerState
+
+__all__ = [
+    "DEFAULT_PORT",
+    "EngineView",
+    "KeyLimits",
+    "Keys",
+    "ServedModel",
+    "ServerLimits",
+    "ServerState",
+    "build_app",
+    "check_address",
+    "read_keys",
+    "serve",
+]
+
+del _fastapi, _uvicorn

@@ -1,0 +1,92 @@
+"""The application: the routes, liveness and readiness, measurement, errors of any kind as OpenAI's object."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+
+from etude.inference.server import admin, routes
+from etude.inference.server.errors import document
+from etude.inference.server.requests import state_of
+from etude.inference.server.responding import refusal
+from etude.inference.server.state import ServerState
+
+_SWEEP_S = 15.0
+
+
+def build_app(state: ServerState) -> FastAPI:
+    """An ASGI application over a state; ends its conversations when it ends."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        sweep = asyncio.create_task(_sweep(state))
+        try:
+            yield
+        finally:
+            sweep.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await sweep
+            state.leases.close()
+
+    app = FastAPI(title="Étude", lifespan=lifespan, openapi_url=None)
+    app.state.serving = state
+    app.include_router(routes.router)
+    app.include_router(admin.router)
+    app.add_api_route("/health", _health)
+    app.add_api_route("/ready", _ready)
+    app.add_api_route("/metrics", _metrics)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_error)
+    return app
+
+
+async def _sweep(state: ServerState) -> None:
+    while True:
+        await asyncio.sleep(min(_SWEEP_S, max(state.limits.idle_s / 2, 0.05)))
+        state.leases.expire()
+
+
+async def _health(request: Request) -> Response:
+    """Whether the process lives, and its engine with it."""
+    failure = state_of(request).engine.failure()
+    if failure is not None:
+        return JSONResponse({"status": "failed", "cause": repr(failure)}, 500)
+    return JSONResponse({"status": "ok"})
+
+
+async def _ready(request: Request) -> Response:
+    """Whether requests are answered now, and how much there is to do."""
+    state = state_of(request)
+    version = state.sink.current()
+    row = {"version": None if version is None else str(version), "pool": state.pool, **state.load()}
+    row |= {"model": state.model.name, "draining": state.draining}
+    is_open = version is not None and not state.draining and state.engine.failure() is None
+    return JSONResponse(row, 200 if is_open else 503)
+
+
+async def _metrics(request: Request) -> Response:
+    """Prometheus' text format."""
+    state = state_of(request)
+    gauges = {f"etude_serve_{name}": float(value) for name, value in state.load().items()}
+    gauges["etude_serve_conversations"] = float(len(state.leases))
+    gauges["etude_serve_draining"] = float(state.draining)
+    version = state.sink.current()
+    if version is not None:
+        gauges["etude_serve_policy_step"] = float(version.step)
+    return PlainTextResponse(state.metrics.text({**gauges, **await state.engine.gauges()}))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    words = f"{error.detail}: {request.method} {request.url.path}"
+    return JSONResponse(document(words, "invalid_request_error", None, None), error.status_code)
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    return refusal(state_of(request), "other", error)

@@ -1,0 +1,96 @@
+"""What the server refuses, as OpenAI's error object: with the field, the value and the fix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from etude.errors import EtudeError, InfrastructureError, UserError
+from etude.tokens.chat.errors import ContextLengthError
+
+__all__ = [
+    "BodyTooLargeError",
+    "ForbiddenError",
+    "NoSuchAnswerError",
+    "NoSuchModelError",
+    "RateLimitError",
+    "RefusedKeyError",
+    "UnavailableError",
+    "error_document",
+]
+
+
+class BodyTooLargeError(UserError):
+    """A request body over the limit."""
+
+
+class RefusedKeyError(UserError):
+    """A key that is missing or unknown."""
+
+
+class ForbiddenError(UserError):
+    """A key that does not open this door."""
+
+
+class NoSuchModelError(UserError):
+    """A model that is not served here."""
+
+
+class NoSuchAnswerError(UserError):
+    """An answer whose side channel is not held, or not for this key."""
+
+
+class _LaterError(EtudeError):
+    """Something that may go well after `retry_after_s` seconds."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        field: str | None = None,
+        received: object = None,
+        fix: str | None = None,
+        retry_after_s: float = 1.0,
+    ) -> None:
+        super().__init__(message, field=field, received=received, fix=fix)
+        self.retry_after_s = retry_after_s
+
+
+class RateLimitError(_LaterError, UserError):
+    """A limit of the key's: later, or after something has ended."""
+
+
+class UnavailableError(_LaterError, InfrastructureError):
+    """The server answers no requests now: it is about to end, or has no weights yet."""
+
+
+_KINDS: tuple[tuple[type[EtudeError], int, str, str | None], ...] = (
+    (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
+    (RefusedKeyError, 401, "authentication_error", "invalid_api_key"),
+    (ForbiddenError, 403, "permission_error", "forbidden"),
+    (NoSuchModelError, 404, "invalid_request_error", "model_not_found"),
+    (NoSuchAnswerError, 404, "invalid_request_error", "answer_not_found"),
+    (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
+    (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (UserError, 400, "invalid_request_error", None),
+    (UnavailableError, 503, "server_error", "unavailable"),
+    (InfrastructureError, 503, "server_error", "engine_failed"),
+)
+
+
+def error_document(error: Exception) -> tuple[int, dict[str, Any], Mapping[str, str]]:
+    """HTTP status, body and headers for an error. What is not the client's doing is a 5xx, which clients try
+    again; of a defect of ours nothing but that is told."""
+    headers: dict[str, str] = {}
+    if isinstance(error, _LaterError):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    for kind, status, name, code in _KINDS:
+        if isinstance(error, kind):
+            return status, document(str(error), name, error.field, code), headers
+    return 500, document("the server failed", "server_error", None, "internal_error"), headers
+
+
+def document(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,133 @@
+"""From a told conversation to the tokens of its prompt, with answers as they were sampled.
+
+A client sends the whole conversation with each turn, as text. Encoding an answer anew would often give other
+tokens than were sampled: the engine's held keys and values would be missed, and the model would read what it
+never wrote. So the last answers are remembered, each by its key, its conversation and its content, and their
+sampled tokens stand in the next prompt. What is not remembered is encoded from its text.
+
+Reasoning that a client leaves out of the conversation stays in the prompt, as in training; one that it
+changes is taken as told.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from etude.tokens.chat.errors import BadRequestError
+from etude.tokens.chat.framing import Framing
+from etude.tokens.chat.messages import Answer, Message, Opening, content_key, same_reasoning
+from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.renderer import Renderer
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Remembered:
+    """One answer: what was served, and the tokens that were sampled, without the end token."""
+
+    answer: Answer
+    tokens: Tokens
+
+
+class AnswerMemory:
+    """The last answers of a server, bounded in tokens."""
+
+    def __init__(self, max_tokens: int = 1 << 22) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._answers: OrderedDict[bytes, Remembered] = OrderedDict()
+
+    def find(self, state: bytes) -> Remembered | None:
+        """The answer that was served last for a conversation that ends with it."""
+        found = self._answers.get(state)
+        if found is not None:
+            self._answers.move_to_end(state)
+        return found
+
+    def keep(self, state: bytes, answer: Answer, tokens: Tokens) -> None:
+        """Remembers an answer, which completes the conversation `state`."""
+        before = self._answers.pop(state, None)
+        self._num_tokens += len(tokens) - (0 if before is None else len(before.tokens))
+        self._answers[state] = Remembered(answer, tokens)
+        while self._num_tokens > self._max_tokens:
+            _, forgotten = self._answers.popitem(last=False)
+            self._num_tokens -= len(forgotten.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChatPrompt:
+    """A conversation, ready to be sampled from."""
+
+    tokens: Tokens
+    renderer: Renderer
+    state: bytes
+    """Names the conversation, for `ChatFrames.remember`."""
+
+
+@dataclass(slots=True, eq=False)
+class ChatFrames:
+    """Lays conversations out for one model. Threads may do so at the same time."""
+
+    shelf: RendererShelf
+    memory: AnswerMemory = field(default_factory=AnswerMemory)
+    _lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+    """Of the shelf and the memory; not held while text is encoded."""
+
+    def prompt(self, messages: Sequence[Message], key_name: str, open_answer: bool = True) -> ChatPrompt:
+        """The tokens of a conversation (its opening first), up to where the next answer begins.
+
+        `key_name`: whose conversation it is; answers of others are not seen. Raises BadRequestError.
+        """
+        opening = messages[0]
+        assert isinstance(opening, Opening), "a conversation begins with its opening"
+        with self._lock:
+            renderer = self.shelf.find(opening)
+        framing = Framing(renderer)
+        if open_answer and isinstance(messages[-1], Opening | Answer):
+            raise BadRequestError(
+                "the last message must be the user's or a tool's",
+                field="messages",
+                received=type(messages[-1]).__name__.lower(),
+                fix="answers cannot be begun for the model",
+            )
+        parts: list[Tokens] = []
+        state = blake3(key_name.encode()).digest()
+        for message in messages:
+            state = _next(state, message)
+            first = not any(len(part) for part in parts)
+            known = self._find(state) if isinstance(message, Answer) else None
+            if known and isinstance(message, Answer) and _as_served(known, message):
+                parts += [framing.answer_frame(first), known.tokens, framing.end]
+            else:
+                parts.append(framing.given(message, first))
+        if open_answer:
+            parts.append(framing.answer_frame(not any(len(part) for part in parts)))
+        return ChatPrompt(np.concatenate(parts), renderer, state)
+
+    def remember(self, prompt: ChatPrompt, answer: Answer, tokens: Tokens) -> None:
+        """Keeps an answer that was sampled from a prompt, for the conversation's next turn."""
+        if len(tokens) and int(tokens[-1]) == prompt.renderer.end_token:
+            tokens = tokens[:-1]
+        if len(tokens):
+            with self._lock:
+                self.memory.keep(_next(prompt.state, answer), answer, tokens)
+
+    def _find(self, state: bytes) -> Remembered | None:
+        with self._lock:
+            return self.memory.find(state)
+
+
+def _next(state: bytes, message: Message) -> bytes:
+    return blake3(state + content_key(message)).digest()
+
+
+def _as_served(known: Remembered, told: Answer) -> bool:
+    return same_reasoning(known.answer.reasoning, told.reasoning)

@@ -1,0 +1,164 @@
+"""Who may use the server, and how much: bearer tokens of named keys, each with limits of its own.
+
+The file has one line a key; what follows the token is optional and overrides the server's defaults:
+
+    alice:sk-5f0c...
+    rollout:sk-77aa... requests=512 tokens_per_minute=0
+"""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from etude.errors import ConfigError
+from etude.inference.server.errors import RateLimitError, RefusedKeyError
+
+_MIN_TOKEN_CHARACTERS = 16
+_OPEN_KEY = "anyone"
+
+
+@dataclass(frozen=True, slots=True)
+class KeyLimits:
+    """What one key may do. 0 is no limit."""
+
+    requests: int = 256
+    """At the same time; each of `n` samples and of several prompts counts."""
+    tokens_per_minute: int = 0
+    """Prompt and sampled tokens together. A whole minute's worth may come at once."""
+
+
+@dataclass(slots=True, eq=False)
+class Key:
+    """One key and what it uses. A token bucket: it holds what may be spent, and may fall below nothing, since
+    nobody knows the length of an answer beforehand."""
+
+    name: str
+    token: str
+    limits: KeyLimits
+    clock: Callable[[], float] = time.monotonic
+    running: int = 0
+    _level: float = field(init=False)
+    _filled_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._level, self._filled_s = float(self.limits.tokens_per_minute), self.clock()
+
+    def enter(self, num_requests: int) -> None:
+        """So many requests begin. Raises RateLimitError; then nothing has changed."""
+        limit = self.limits.requests
+        if limit and num_requests > limit:
+            raise RateLimitError(
+                "more samples in one request than the key may run at once",
+                field="n",
+                received=num_requests,
+                fix=f"at most {limit}",
+            )
+        if limit and self.running + num_requests > limit:
+            raise RateLimitError(
+                "too many requests at once",
+                field="Authorization",
+                received=self.running + num_requests,
+                fix=f"at most {limit} at the same time; wait for one to end",
+            )
+        self._fill()
+        rate = self.limits.tokens_per_minute
+        if rate and self._level <= 0:
+            raise RateLimitError(
+                "too many tokens in this minute",
+                field="Authorization",
+                received=round(rate - self._level),
+                fix=f"at most {rate} tokens a minute",
+                retry_after_s=(1 - self._level) * 60 / rate,
+            )
+        self.running += num_requests
+
+    def leave(self, num_requests: int) -> None:
+        """So many requests have ended."""
+        self.running -= num_requests
+
+    def spend(self, num_tokens: int) -> None:
+        """Tokens were computed for this key."""
+        if self.limits.tokens_per_minute:
+            self._fill()
+            self._level -= num_tokens
+
+    def _fill(self) -> None:
+        rate, now_s = self.limits.tokens_per_minute, self.clock()
+        self._level = min(float(rate), self._level + (now_s - self._filled_s) * rate / 60)
+        self._filled_s = now_s
+
+
+class Keys:
+    """All keys of a server; without any, everyone who reaches it is let in under one name."""
+
+    def __init__(self, keys: Mapping[str, Key], limits: KeyLimits | None = None) -> None:
+        """`keys`: by token; `limits`: of everyone together where there are none."""
+        self._keys = dict(keys)
+        self._open = Key(_OPEN_KEY, "", limits or KeyLimits(requests=0)) if not keys else None
+
+    def find(self, token: str) -> Key:
+        """The key of a bearer token. Raises RefusedKeyError."""
+        if self._open is not None:
+            return self._open
+        given = token.encode("utf-8", "surrogatepass")
+        found = [key for known, key in self._keys.items() if hmac.compare_digest(known.encode(), given)]
+        if not found:
+            raise RefusedKeyError(
+                "no such key" if token else "the key is missing",
+                field="Authorization",
+                fix="send `Authorization: Bearer TOKEN` with a token of the server's tokens file",
+            )
+        return found[0]
+
+
+def read_keys(path: Path, defaults: KeyLimits) -> Keys:
+    """The keys of a tokens file. Raises ConfigError for one that others may read, or that is malformed."""
+    try:
+        mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"cannot be read: {error}", field="--tokens-file", received=str(path), fix="name a readable file"
+        ) from error
+    if mode & 0o077:
+        raise ConfigError(
+            "others may read the tokens", field="--tokens-file", received=str(path), fix=f"chmod 600 {path}"
+        )
+    keys: dict[str, Key] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            key = _key(line, f"{path}:{number}", defaults)
+            if key.token in keys or any(key.name == other.name for other in keys.values()):
+                raise ConfigError(
+                    "a name or a token stands twice", field=f"{path}:{number}", received=key.name
+                )
+            keys[key.token] = key
+    if not keys:
+        raise ConfigError(
+            "holds no token", field="--tokens-file", received=str(path), fix="write lines of NAME:TOKEN"
+        )
+    return Keys(keys)
+
+
+def _key(line: str, place: str, defaults: KeyLimits) -> Key:
+    head, *options = line.split()
+    name, _, token = head.partition(":")
+    if not name or len(token) < _MIN_TOKEN_CHARACTERS:
+        raise ConfigError(
+            f"must be NAME:TOKEN, the token of at least {_MIN_TOKEN_CHARACTERS} characters",
+            field=place,
+            received=f"a name of {len(name)} and a token of {len(token)} characters",
+            fix="make one with `openssl rand -hex 24`",
+        )
+    limits = defaults
+    for option in options:
+        what, _, value = option.partition("=")
+        if what not in KeyLimits.__dataclass_fields__ or not value.isdecimal():
+            raise ConfigError(
+                "no such limit", field=place, received=option, fix="requests=N or tokens_per_minute=N"
+            )
+        limits = replace(limits, **{what: int(value)})
+    return Key(name, token, limits)

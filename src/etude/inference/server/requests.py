@@ -1,0 +1,101 @@
+"""What the routes share: the server's state, keys, bodies, conversations."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from etude.inference.server.errors import BodyTooLargeError, ForbiddenError, RefusedKeyError
+from etude.inference.server.limits import Key
+from etude.inference.server.side_channel import EXTENSIONS_HEADER
+from etude.inference.server.state import ServerState
+from etude.tokens.chat.fields import parse_body, unsupported, wrong
+
+SESSION_HEADER = "x-session-id"
+_MAX_SESSION_CHARACTERS = 256
+_LARGE_BYTES = 1 << 16
+T = TypeVar("T")
+
+
+def state_of(request: Request) -> ServerState:
+    """The state of the server that got the request."""
+    return request.app.state.serving
+
+
+def token_of(request: Request) -> str:
+    """The bearer token of a request; empty if there is none."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
+
+
+def key_of(request: Request) -> Key:
+    """The key that sends a request. Raises RefusedKeyError."""
+    return state_of(request).keys.find(token_of(request))
+
+
+def check_admin(request: Request) -> None:
+    """Raises RefusedKeyError without a token, ForbiddenError for another than the administrator's."""
+    token, wanted = token_of(request), state_of(request).admin_token
+    if not wanted:
+        raise ForbiddenError(
+            "this server has no administrator",
+            field="Authorization",
+            fix="start it with --admin-token-file",
+        )
+    if not token:
+        raise RefusedKeyError("the administrator's token is missing", field="Authorization")
+    if not hmac.compare_digest(token.encode("utf-8", "surrogatepass"), wanted.encode()):
+        raise ForbiddenError("not the administrator's token", field="Authorization")
+
+
+async def body_of(request: Request) -> dict[str, Any]:
+    """The JSON object of a request. Raises BodyTooLargeError and BadRequestError."""
+    return await with_body(request, lambda body: body)
+
+
+async def with_body(request: Request, work: Callable[[dict[str, Any]], T]) -> T:
+    """What `work` makes of a request's JSON object; of a large one in a thread, since a long conversation
+    takes its time to parse and to encode. Raises BodyTooLargeError, BadRequestError, what `work` raises."""
+    data = await _data_of(request)
+    if len(data) < _LARGE_BYTES:
+        return work(parse_body(data))
+    return await asyncio.to_thread(lambda: work(parse_body(data)))
+
+
+async def _data_of(request: Request) -> bytes:
+    limit = state_of(request).limits.body_bytes
+    fix = f"send at most {limit} bytes"
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise BodyTooLargeError("the body is too large", field="body", received=int(declared), fix=fix)
+    parts: list[bytes] = []
+    size = 0
+    async for part in request.stream():
+        size += len(part)
+        if size > limit:
+            raise BodyTooLargeError("the body is too large", field="body", received=f"over {limit}", fix=fix)
+        parts.append(part)
+    return b"".join(parts)
+
+
+def conversation_of(request: Request, key: Key) -> str | None:
+    """The conversation that a request goes on with, named within its key. Raises BadRequestError."""
+    name = request.headers.get(SESSION_HEADER)
+    if name is None:
+        return None
+    if not name or len(name) > _MAX_SESSION_CHARACTERS or not name.isprintable():
+        raise wrong(SESSION_HEADER, name[:32], f"1 to {_MAX_SESSION_CHARACTERS} printable characters")
+    return f"{key.name}\n{name}"
+
+
+def wants_tokens(request: Request) -> bool:
+    """Whether the side channel is asked for. Raises BadRequestError for extensions that there are not."""
+    names = [name.strip() for name in request.headers.get(EXTENSIONS_HEADER, "").split(",") if name.strip()]
+    for name in names:
+        if name != "tokens":
+            raise unsupported(EXTENSIONS_HEADER, name, "there is no such extension", "send: tokens")
+    return bool(names)

@@ -1,0 +1,159 @@
+"""The routes of clients: OpenAI's, tokenisation, and the side channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from etude.inference.server.chat import ChatAnswer, read_chat, read_conversation
+from etude.inference.server.completions import CompletionAnswer, read_completion, read_token_ids
+from etude.inference.server.errors import NoSuchModelError
+from etude.inference.server.limits import Key
+from etude.inference.server.requests import conversation_of, key_of, state_of, wants_tokens, with_body
+from etude.inference.server.responding import refusal, respond
+from etude.inference.server.schema import check_fields, check_model
+from etude.inference.server.side_channel import SIDE_CHANNEL_PATH
+from etude.inference.server.state import ServedAnswer, ServerState
+from etude.tokens.chat.fields import flag, text, wrong
+
+router = APIRouter()
+
+Build = Callable[[ServerState, Mapping[str, Any], Key, str | None], tuple[ServedAnswer, bool]]
+"""Reads a body; the answer that is to be sampled, and whether it is streamed."""
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(request: Request) -> Response:
+    """OpenAI's chat completions."""
+    return await _answer(request, "chat_completions", _build_chat)
+
+
+@router.post("/v1/completions")
+async def completions(request: Request) -> Response:
+    """OpenAI's completions."""
+    return await _answer(request, "completions", _build_completion)
+
+
+def _build_chat(
+    state: ServerState, body: Mapping[str, Any], key: Key, conversation: str | None
+) -> tuple[ServedAnswer, bool]:
+    read = read_chat(body, state.model)
+    return ChatAnswer(read, state.model, state.frames, key.name, conversation), read.sampling.stream
+
+
+def _build_completion(
+    state: ServerState, body: Mapping[str, Any], key: Key, conversation: str | None
+) -> tuple[ServedAnswer, bool]:
+    read = read_completion(body, state.model)
+    return CompletionAnswer(read, state.model, conversation), read.sampling.stream
+
+
+async def _answer(request: Request, endpoint: str, build: Build) -> Response:
+    state = state_of(request)
+    try:
+        key = key_of(request)
+        state.version()
+        conversation, with_tokens = conversation_of(request, key), wants_tokens(request)
+        answer, stream = await with_body(request, lambda body: build(state, body, key, conversation))
+        live = state.begin(answer, key, with_tokens)
+        return await respond(request, live, endpoint, stream)
+    except Exception as error:
+        return refusal(state, endpoint, error)
+
+
+async def _plain(
+    request: Request, endpoint: str, work: Callable[[ServerState, Mapping[str, Any]], dict[str, Any]]
+) -> Response:
+    """A request that samples nothing."""
+    state = state_of(request)
+    try:
+        key_of(request)
+        document = await with_body(request, lambda body: work(state, body))
+    except Exception as error:
+        return refusal(state, endpoint, error)
+    state.metrics.count("requests", endpoint=endpoint, status="200")
+    return JSONResponse(document)
+
+
+@router.post("/tokenize")
+async def tokenize(request: Request) -> Response:
+    """Token ids of a text, or of a conversation as a chat completion would send it."""
+    return await _plain(request, "tokenize", _tokenize)
+
+
+def _tokenize(state: ServerState, body: Mapping[str, Any]) -> dict[str, Any]:
+    model = state.model
+    check_model(body, model)
+    given = [name for name in ("prompt", "messages") if body.get(name) is not None]
+    if len(given) != 1:
+        raise wrong("prompt", ", ".join(given) or None, "either prompt (a text) or messages")
+    if given == ["prompt"]:
+        check_fields(body, {"model", "prompt"}, {"add_special_tokens": (False,)})
+        tokens = model.tokenizer.encode(text(body["prompt"], "prompt"))
+    else:
+        check_fields(body, {"model", "messages", "tools", "add_generation_prompt"}, {})
+        if state.frames is None:
+            raise NoSuchModelError(
+                "the model has no chat frame", field="messages", received=model.name, fix="send a prompt"
+            )
+        opened = flag(body, "add_generation_prompt", True)
+        tokens = state.frames.prompt(read_conversation(body)[0], "", opened).tokens
+    return {"count": len(tokens), "max_model_len": model.max_context_tokens, "tokens": tokens.tolist()}
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request) -> Response:
+    """The text of token ids, control tokens by their names."""
+    return await _plain(request, "detokenize", _detokenize)
+
+
+def _detokenize(state: ServerState, body: Mapping[str, Any]) -> dict[str, Any]:
+    check_model(body, state.model)
+    check_fields(body, {"model", "tokens"}, {})
+    tokenizer = state.model.tokenizer
+    return {"prompt": tokenizer.decode(read_token_ids(body.get("tokens"), tokenizer, "tokens"))}
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> Response:
+    """The one model that is served."""
+    state = state_of(request)
+    try:
+        key_of(request)
+    except Exception as error:
+        return refusal(state, "models", error)
+    return JSONResponse({"object": "list", "data": [_model_row(state)]})
+
+
+@router.get("/v1/models/{name:path}")
+async def model(request: Request, name: str) -> Response:
+    """One model by its name."""
+    state = state_of(request)
+    try:
+        key_of(request)
+        check_model({"model": name}, state.model)
+    except Exception as error:
+        return refusal(state, "models", error)
+    return JSONResponse(_model_row(state))
+
+
+def _model_row(state: ServerState) -> dict[str, Any]:
+    version, model = state.sink.current(), state.model
+    row = {"id": model.name, "object": "model", "created": model.created_s, "owned_by": "etude"}
+    more = {"max_model_len": model.max_context_tokens, "version": None if version is None else str(version)}
+    return {**row, **more}
+
+
+@router.get(SIDE_CHANNEL_PATH + "/{answer_id}")
+async def side_channel(request: Request, answer_id: str) -> Response:
+    """The tokens of an answer as binary frames."""
+    state = state_of(request)
+    try:
+        body = state.channel.get(answer_id, key_of(request).name)
+    except Exception as error:
+        return refusal(state, "side_channel", error)
+    state.metrics.count("requests", endpoint="side_channel", status="200")
+    return Response(body, media_type="application/octet-stream")

@@ -1,0 +1,225 @@
+"""What a server holds: its model, its sampler, its keys, and the requests that it is answering."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from etude.inference.server.answering import Answering, Ended, Event, Job, Sampled
+from etude.inference.server.documents import Writer
+from etude.inference.server.errors import UnavailableError
+from etude.inference.server.histories import ChatFrames
+from etude.inference.server.leases import Leases
+from etude.inference.server.limits import Key, Keys
+from etude.inference.server.metrics import ServeMetrics
+from etude.inference.server.schema import ServedModel
+from etude.inference.server.side_channel import ChoiceRecorder, SideChannel, encode
+from etude.protocols import Sampler, WeightSink
+from etude.records import PolicyVersion
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLimits:
+    """What a server takes from its clients. Those of single keys are in the tokens file."""
+
+    body_bytes: int = 32 << 20
+    requests: int = 1024
+    """Answers sampled or waiting at the same time, of all keys together."""
+    answer_s: float = 900.0
+    """Longest time of one answer."""
+    idle_s: float = 600.0
+    """Conversations (`x-session-id`) that nobody goes on with end after it."""
+    conversations: int = 1024
+    side_channel_s: float = 300.0
+    """How long the tokens of an answer can be fetched."""
+    side_channel_bytes: int = 256 << 20
+
+
+async def _nothing() -> Mapping[str, float]:
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """What the engine behind the sampler can tell of itself."""
+
+    gauges: Callable[[], Awaitable[Mapping[str, float]]] = _nothing
+    """By metric name, for `/metrics`."""
+    failure: Callable[[], BaseException | None] = lambda: None
+    """Why it will never answer again; None while it works."""
+
+
+class ServerState:
+    """One server. For one event loop."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        sampler: Sampler,
+        sink: WeightSink,
+        keys: Keys | None = None,
+        limits: ServerLimits | None = None,
+        admin_token: str = "",
+        pool: str = "serve",
+        engine: EngineView | None = None,
+    ) -> None:
+        """`admin_token` opens the routes of weights; empty: nothing does. `pool`: which pool this replica is
+        in, for the router."""
+        self.model = model
+        self.sampler = sampler
+        self.sink = sink
+        self.keys = keys or Keys({})
+        self.limits = limits or ServerLimits()
+        self.admin_token = admin_token
+        self.pool = pool
+        self.engine = engine or EngineView()
+        self.metrics = ServeMetrics()
+        self.frames = ChatFrames(model.shelf) if model.shelf is not None else None
+        self.channel = SideChannel(self.limits.side_channel_s, self.limits.side_channel_bytes)
+        self.leases = Leases(sampler, self.limits.idle_s, self.limits.conversations)
+        self.answering = Answering(sampler, self.leases, pool, self.limits.answer_s)
+        self.draining = False
+        self.live: set[LiveRequest] = set()
+
+    def version(self) -> PolicyVersion:
+        """The version in service. Raises UnavailableError where requests cannot be answered now."""
+        if self.draining:
+            raise UnavailableError("the server is about to end", fix="send the request to another replica")
+        if (failure := self.engine.failure()) is not None:
+            raise UnavailableError("the engine has failed", received=repr(failure), retry_after_s=30)
+        version = self.sink.current()
+        if version is None:
+            raise UnavailableError(
+                "the server has no weights yet", fix="try again, or send it some: POST /admin/weights"
+            )
+        return version
+
+    def begin(self, answer: ServedAnswer, key: Key, with_tokens: bool) -> LiveRequest:
+        """A request begins. Raises UnavailableError and RateLimitError; then nothing has changed."""
+        self.version()
+        num = len(answer.jobs)
+        if self.num_answers + num > self.limits.requests:
+            raise UnavailableError("the server is full", received=self.num_answers, retry_after_s=2)
+        key.enter(num)
+        key.spend(answer.usage.prompt_tokens)
+        self.metrics.count("prompt_tokens", answer.usage.prompt_tokens)
+        request = LiveRequest(self, answer, key, with_tokens)
+        self.live.add(request)
+        return request
+
+    @property
+    def num_answers(self) -> int:
+        """Answers that are sampled or waited for."""
+        return sum(request.num_left for request in self.live)
+
+    def load(self) -> dict[str, Any]:
+        """Running and waiting answers, and tokens that they may still take: at most."""
+        running = sum(request.num_running for request in self.live)
+        outstanding = sum(request.outstanding_tokens for request in self.live)
+        waiting = self.num_answers - running
+        return {"running": running, "waiting": waiting, "outstanding_tokens": outstanding}
+
+
+class ServedAnswer(Writer, Protocol):
+    """The answers to one request, of either endpoint."""
+
+    @property
+    def jobs(self) -> Sequence[Job]:
+        """What is to be sampled."""
+        ...
+
+    @property
+    def id(self) -> str:
+        """Of the response."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request while it is answered: it is measured, charged and recorded as its events pass."""
+
+    state: ServerState
+    answer: ServedAnswer
+    key: Key
+    with_tokens: bool
+    began_s: float = field(default_factory=time.monotonic)
+    _sampled: dict[int, int] = field(default_factory=dict[int, int])
+    """Tokens of each answer that has begun."""
+    _last_s: dict[int, float] = field(default_factory=dict[int, float])
+    _ended: set[int] = field(default_factory=set[int])
+    _recorders: list[ChoiceRecorder] = field(default_factory=list[ChoiceRecorder])
+    _left: bool = False
+
+    def __post_init__(self) -> None:
+        if self.with_tokens:
+            self._recorders = [ChoiceRecorder(job.prompt) for job in self.answer.jobs]
+
+    @property
+    def num_left(self) -> int:
+        """Answers that are not complete."""
+        return len(self.answer.jobs) - len(self._ended)
+
+    @property
+    def num_running(self) -> int:
+        """Of these, answers with a token already."""
+        return len(self._sampled) - len(self._ended & self._sampled.keys())
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens that may still be computed for it: prompts that wait, and what answers may still take."""
+        total = 0
+        for job in self.answer.jobs:
+            if job.index not in self._ended:
+                sampled = self._sampled.get(job.index, 0)
+                total += job.params.max_tokens - sampled + (0 if sampled else len(job.prompt))
+        return total
+
+    async def events(self) -> AsyncGenerator[Event]:
+        """Yields the events; closing it early aborts the request. Raises InfrastructureError."""
+        metrics = self.state.metrics
+        events = self.state.answering.events(self.answer.jobs)
+        try:
+            async for event in events:
+                self._measure(event)
+                yield event
+            if self._recorders:
+                body = encode([recorder.result() for recorder in self._recorders])
+                self.state.channel.put(self.answer.id, self.key.name, body)
+            metrics.observe("request", time.monotonic() - self.began_s)
+        except (GeneratorExit, asyncio.CancelledError):  # the client has left
+            metrics.count("aborted")
+            raise
+        finally:
+            self.leave()
+            await events.aclose()
+
+    def leave(self) -> None:
+        """The request has ended, in whatever way. Idempotent."""
+        if not self._left:
+            self._left = True
+            self.key.leave(len(self.answer.jobs))
+            self.state.metrics.count("cached_tokens", self.answer.usage.cached_tokens)
+            self.state.live.discard(self)
+
+    def _measure(self, event: Event) -> None:
+        if isinstance(event, Ended):
+            self._ended.add(event.index)
+            return
+        if self._recorders:
+            self._recorders[event.index].take(event.chunk)
+        if count := len(event.chunk.tokens):
+            self._measure_tokens(event, count)
+
+    def _measure_tokens(self, event: Sampled, count: int) -> None:
+        metrics, now_s = self.state.metrics, time.monotonic()
+        if event.index not in self._sampled:
+            metrics.observe("time_to_first_token", now_s - self.began_s)
+        else:
+            metrics.observe("inter_token", (now_s - self._last_s[event.index]) / count, count)
+        self._last_s[event.index] = now_s
+        self._sampled[event.index] = self._sampled.get(event.index, 0) + count
+        metrics.count("sampled_tokens", count)
+        self.key.spend(count)

@@ -1,0 +1,301 @@
+"""Chat completions by the official client, against a real server over a scripted sampler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etude.inference.server.histories import AnswerMemory
+from etude.records import ToolCall
+from tests.environment.recording.recording_builders import (
+    OPENAI_TOOLS,
+    answer_tokens,
+    call_text,
+    qwen_tokenizer,
+)
+from tests.inference.server.serving import (
+    MODEL,
+    PlayedSampler,
+    Served,
+    make_state,
+    replies,
+    serving,
+    wait_for,
+    xml_model,
+)
+
+openai = pytest.importorskip("openai", reason="the openai client is not installed")
+
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "You are a coding agent."},
+    {"role": "user", "content": "Fix lib/tally.py."},
+]
+FIRST = f"<think>\nlook\n</think>\n\nI read é.\n{call_text('a.py', 3)}\n{call_text('b.py')}"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with serving(make_state(PlayedSampler(lambda context: ""))) as running:
+        yield running
+
+
+@pytest.fixture
+def served(server: Served) -> Iterator[Served]:
+    """The server, as after its start."""
+    sampler = server.state.sampler
+    assert isinstance(sampler, PlayedSampler)
+    sampler.reset(replies([FIRST, "Done.", "More.", "And more."]))
+    yield server
+    server.state.leases.close()
+    assert server.state.frames is not None
+    server.state.frames.memory = AnswerMemory()
+
+
+@pytest.fixture
+def sampler(served: Served) -> PlayedSampler:
+    played = served.state.sampler
+    assert isinstance(played, PlayedSampler)
+    return played
+
+
+def ask(served: Served, **options: Any) -> Any:
+    client = served.openai()
+    return client.chat.completions.create(**({"model": MODEL, "messages": MESSAGES} | options))
+
+
+def joined(chunks: list[Any]) -> dict[str, Any]:
+    """The deltas of a stream, put together as a client does."""
+    whole: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "finish": None}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            whole["content"] += choice.delta.content or ""
+            whole["reasoning"] += getattr(choice.delta, "reasoning_content", None) or ""
+            for call in choice.delta.tool_calls or []:
+                if call.index == len(whole["calls"]):
+                    whole["calls"].append({"id": call.id, "name": call.function.name, "arguments": ""})
+                whole["calls"][call.index]["arguments"] += call.function.arguments or ""
+            whole["finish"] = choice.finish_reason or whole["finish"]
+    return whole
+
+
+def test_an_answer_has_text_reasoning_calls_and_usage(served: Served, sampler: PlayedSampler) -> None:
+    answer = ask(served, tools=OPENAI_TOOLS)
+    message = answer.choices[0].message
+    assert (message.content, answer.choices[0].finish_reason) == ("I read é.", "tool_calls")
+    assert message.reasoning_content.strip() == "look"
+    assert [json.loads(call.function.arguments) for call in message.tool_calls] == [
+        {"path": "a.py", "offset": 3},
+        {"path": "b.py"},
+    ]
+    assert len({call.id for call in message.tool_calls}) == 2
+    assert answer.usage.completion_tokens == len(answer_tokens(FIRST))
+    assert answer.usage.prompt_tokens == len(sampler.requests[0].suffix)
+    assert (answer.model, answer.system_fingerprint) == (MODEL, "scripted@0")
+    assert not sampler.open_sessions and not served.state.live
+
+
+def test_a_stream_adds_up_to_the_whole_answer(served: Served, sampler: PlayedSampler) -> None:
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    chunks = list(ask(served, tools=OPENAI_TOOLS, **options))
+    streamed = joined(chunks)
+    sampler.answers = replies([FIRST])
+    whole = ask(served, tools=OPENAI_TOOLS).choices[0]
+    assert streamed["content"] == whole.message.content
+    assert streamed["reasoning"] == whole.message.reasoning_content
+    assert streamed["finish"] == whole.finish_reason == "tool_calls"
+    assert [(call["name"], call["arguments"]) for call in streamed["calls"]] == [
+        (call.function.name, call.function.arguments) for call in whole.message.tool_calls
+    ]
+    assert chunks[-1].usage.completion_tokens == len(answer_tokens(FIRST))
+
+
+def test_the_arguments_of_a_call_come_while_they_are_written(served: Served, sampler: PlayedSampler) -> None:
+    sampler.answers = replies([call_text("a/very/long/path/to/some/file.py", 7)])
+    deltas = [
+        call.function.arguments
+        for chunk in ask(served, tools=OPENAI_TOOLS, stream=True)
+        for choice in chunk.choices
+        for call in choice.delta.tool_calls or []
+    ]
+    assert len(deltas) > 5, "several pieces, not one"
+    assert json.loads("".join(deltas)) == {"path": "a/very/long/path/to/some/file.py", "offset": 7}
+
+
+@pytest.mark.parametrize("value", ['say "hi" \\ and\n\ttabs, é 🙂', "", "}", '{"a": [1]}'])
+def test_any_text_is_carried_by_the_json_of_both_grammars(value: str) -> None:
+    model, renderer = xml_model()
+    xml = PlayedSampler(tokens=lambda context: renderer.message([ToolCall("read_file", {"path": value})]))
+    escaped = json.dumps(value, ensure_ascii=False)
+    text = f'<tool_call>\n{{"name": "read_file", "arguments": {{"path": {escaped}}}}}\n</tool_call>'
+    for state in (make_state(xml, model=model), make_state(PlayedSampler(lambda context: text))):
+        with serving(state) as served:
+            whole = ask(served, tools=OPENAI_TOOLS).choices[0].message.tool_calls[0].function
+            streamed = joined(list(ask(served, tools=OPENAI_TOOLS, stream=True)))
+        assert json.loads(whole.arguments) == {"path": value}
+        assert streamed["calls"][0]["arguments"] == whole.arguments
+
+
+def test_a_malformed_call_is_never_valid_json(served: Served, sampler: PlayedSampler) -> None:
+    cut = '<tool_call>\n{"name": "read_file", "arguments": {"path": "a.py", "offset": wrong}}\n</tool_call>'
+    sampler.answers = replies([cut, "<tool_call>\nnonsense\n</tool_call> and words", "</tool_call>x"])
+    answer = ask(served, tools=OPENAI_TOOLS).choices[0]
+    (call,) = answer.message.tool_calls
+    assert call.function.name == "read_file"
+    with pytest.raises(ValueError):
+        json.loads(call.function.arguments)
+    second = ask(served, tools=OPENAI_TOOLS).choices[0]
+    assert (second.finish_reason, second.message.tool_calls) == ("stop", None)
+    assert "nonsense" in second.message.content and "and words" in second.message.content
+    assert ask(served, tools=OPENAI_TOOLS).choices[0].message.tool_calls is None
+
+
+def test_calls_are_text_without_tools_or_with_tool_choice_none(
+    served: Served, sampler: PlayedSampler
+) -> None:
+    sampler.answers = replies([call_text("a.py")] * 2)
+    for options in ({}, {"tools": OPENAI_TOOLS, "tool_choice": "none"}):
+        answer = ask(served, **options).choices[0]
+        assert answer.message.tool_calls is None and "read_file" in answer.message.content
+
+
+def test_one_call_at_a_time_ends_with_the_first(served: Served, sampler: PlayedSampler) -> None:
+    answer = ask(served, tools=OPENAI_TOOLS, parallel_tool_calls=False)
+    (call,) = answer.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"path": "a.py", "offset": 3}
+    assert answer.usage.completion_tokens < len(answer_tokens(FIRST))
+    assert sampler.aborted == [sampler.requests[0].id]
+
+
+def test_the_next_turn_holds_the_sampled_tokens_themselves(served: Served, sampler: PlayedSampler) -> None:
+    history = list(MESSAGES)
+    answer = ask(served, tools=OPENAI_TOOLS).choices[0].message
+    told = answer.model_dump(exclude_none=True)
+    del told["reasoning_content"]  # as many clients do
+    history += [told, *({"role": "tool", "tool_call_id": c.id, "content": "ok"} for c in answer.tool_calls)]
+    ask(served, messages=history, tools=OPENAI_TOOLS)
+    first, second = (request.suffix for request in sampler.requests)
+    before = np.concatenate([first, answer_tokens(FIRST)])
+    assert second[: len(before)].tolist() == before.tolist()
+
+
+def test_answers_of_other_keys_or_other_conversations_are_not_seen(
+    served: Served, sampler: PlayedSampler
+) -> None:
+    sampler.answers = replies(["<think>\nsecret\n</think>\n\nDone.", "x", "y"])
+    ask(served)
+    ask(
+        served,
+        messages=[
+            {"role": "user", "content": "Other."},
+            {"role": "assistant", "content": "Done."},
+            MESSAGES[1],
+        ],
+    )
+    assert "secret" not in qwen_tokenizer().decode(sampler.requests[1].suffix)
+    ask(served, messages=[*MESSAGES, {"role": "assistant", "content": "Done."}, MESSAGES[1]])
+    assert "secret" in qwen_tokenizer().decode(sampler.requests[2].suffix)
+
+
+def test_a_conversation_sends_only_what_is_new(served: Served, sampler: PlayedSampler) -> None:
+    sampler.answers = replies(["One.", "Two.", "Three."])
+    named = {"extra_headers": {"x-session-id": "c1"}}
+    answer = ask(served, **named)
+    history = [*MESSAGES, {"role": "assistant", "content": "One."}, {"role": "user", "content": "On."}]
+    second = ask(served, messages=history, **named)
+    requests = sampler.requests
+    assert requests[0].session_id == requests[1].session_id and requests[1].prefix_digest
+    held = len(requests[0].suffix) + answer.usage.completion_tokens
+    assert len(requests[1].suffix) == second.usage.prompt_tokens - held
+    assert second.usage.prompt_tokens_details.cached_tokens == held
+    sampler.inner.forget(requests[0].session_id)
+    third = [*history, {"role": "assistant", "content": "Two."}, {"role": "user", "content": "On."}]
+    assert ask(served, messages=third, **named).choices[0].message.content == "Three."
+    assert len(served.state.leases) == 1 and len(sampler.open_sessions) == 1
+
+
+def test_conversations_end_when_nobody_goes_on() -> None:
+    sampler = PlayedSampler(lambda context: "Done.")
+    with serving(make_state(sampler, idle_s=0.1)) as served:
+        ask(served, extra_headers={"x-session-id": "c1"})
+        wait_for(lambda: not sampler.open_sessions)
+
+
+def test_a_busy_conversation_answers_beside_itself(served: Served, sampler: PlayedSampler) -> None:
+    sampler.answers, sampler.pause_s = replies(["One " * 12, "Two."]), 0.03
+    named = {"extra_headers": {"x-session-id": "c1"}}
+    stream = ask(served, stream=True, **named)
+    next(stream)
+    assert ask(served, **named).choices[0].message.content == "Two."
+    assert "One" in joined(list(stream))["content"]
+    assert len({request.session_id for request in sampler.requests}) == 2
+
+
+def test_samples_differ_by_their_noise_alone(served: Served, sampler: PlayedSampler) -> None:
+    sampler.answers = replies(["A.", "B.", "C."])
+    answer = ask(served, n=3, seed=7)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2]
+    assert {choice.message.content for choice in answer.choices} == {"A.", "B.", "C."}
+    assert sorted(request.rng_key for request in sampler.requests) == [(7, 0), (7, 1), (7, 2)]
+    assert len({request.suffix.tobytes() for request in sampler.requests}) == 1
+    assert answer.usage.prompt_tokens == len(sampler.requests[0].suffix)
+
+
+def test_sampling_parameters_reach_the_sampler(served: Served, sampler: PlayedSampler) -> None:
+    extra = {"top_k": 40, "min_p": 0.05, "user": "someone"}
+    ask(served, temperature=0.5, top_p=0.9, max_completion_tokens=11, extra_body=extra)
+    params, request = sampler.requests[0].params, sampler.requests[0]
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.5, 0.9, 40, 0.05)
+    assert params.max_tokens == 11 and request.streaming and request.pool == "serve"
+
+
+def test_max_tokens_cuts_and_says_so(served: Served) -> None:
+    answer = ask(served, max_tokens=4)
+    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("length", 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_across_tokens_ends_the_answer_before_it(
+    served: Served, sampler: PlayedSampler, stream: bool
+) -> None:
+    sampler.answers = replies(["Here it is. END of all, and more words."])
+    answer = ask(served, stop=["END of", "never"], stream=stream)
+    content = joined(list(answer))["content"] if stream else answer.choices[0].message.content
+    assert content == "Here it is."
+    assert sampler.aborted and not sampler.open_sessions
+
+
+def test_logprobs_come_for_each_token_with_alternatives_and_raw_ones(served: Served) -> None:
+    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "extra_body": {"raw_logprobs": True}}
+    answer = ask(served, **options)
+    rows = answer.choices[0].logprobs.content
+    assert len(rows) == answer.usage.completion_tokens
+    assert b"".join(bytes(row.bytes) for row in rows).startswith(b"<think>\nlook")
+    assert [row.logprob for row in rows[:3]] == [0.0, -1 / 64, -2 / 64]
+    assert rows[2].raw_logprob == pytest.approx(-1 - 2 / 64)
+    assert [len(row.top_logprobs) for row in rows] == [2] * len(rows)
+    assert rows[0].top_logprobs[0].token == rows[0].token
+
+
+def test_logprobs_of_a_stream_are_those_of_the_whole_answer(served: Served, sampler: PlayedSampler) -> None:
+    sampler.answers = replies(["Some words."] * 2)
+    chunks = list(ask(served, stream=True, logprobs=True))
+    rows = [row for chunk in chunks for one in chunk.choices if one.logprobs for row in one.logprobs.content]
+    assert rows == ask(served, logprobs=True).choices[0].logprobs.content
+
+
+def test_a_long_conversation_is_read_in_a_thread_as_a_short_one_is(
+    served: Served, sampler: PlayedSampler
+) -> None:
+    long = [{"role": "user", "content": f"{number} " + "word " * 12} for number in range(2000)]
+    tokens = served.http().post("/tokenize", json={"messages": long}).json()
+    short = served.http().post("/tokenize", json={"messages": long[:1]}).json()
+    assert tokens["count"] > 2000 * (short["count"] - 5)
+    end = short["count"] - 4  # without the frame of the answer
+    assert tokens["tokens"][:end] == short["tokens"][:end]
+    with pytest.raises(openai.BadRequestError) as caught:
+        ask(served, messages=long)
+    assert caught.value.code == "context_length_exceeded" and not sampler.requests

@@ -1,0 +1,139 @@
+"""Readers of answers, whatever the answer is and however it is cut."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from etude.inference.server.reading import CallHead, CallMore, ChatReader, Reader, ServedPart, TextReader
+from etude.records import ToolCall
+from etude.tokens import QWEN3_TEMPLATE, Renderer
+from etude.tokens.chat.client_tools import call_arguments
+from etude.tokens.chat.reader import CallPart, ReadingRules, TextPart
+from etude.tokens.grammar import HermesGrammar, Parameter, ToolSchema
+from tests.environment.recording.recording_builders import READ, qwen_tokenizer
+from tests.inference.server.serving import xml_model
+
+EDIT = ToolSchema(
+    "edit",
+    "Edit.",
+    (
+        Parameter("path", "file"),
+        Parameter("lines", "which", kind="array", schema={"items": {"type": "integer"}}),
+        Parameter("all", "whether", required=False, kind="boolean"),
+        Parameter("text", "new", required=False),
+    ),
+)
+
+
+@cache
+def hermes() -> Renderer:
+    return Renderer(qwen_tokenizer(), HermesGrammar([READ, EDIT]), QWEN3_TEMPLATE)
+
+
+@cache
+def xml() -> Renderer:
+    return xml_model()[1]
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+EDITS = st.builds(
+    lambda path, lines, every, text: ToolCall(
+        "edit",
+        {"path": path, "lines": json.dumps(lines), "all": "true" if every else "false", "text": text},
+    ),
+    TEXTS,
+    st.lists(st.integers(-99, 99), max_size=3),
+    st.booleans(),
+    TEXTS,
+)
+READS = st.builds(lambda path: ToolCall("read_file", {"path": path}), TEXTS)
+
+
+def cut(tokens: NDArray[np.int32], sizes: Sequence[int]) -> list[NDArray[np.int32]]:
+    places = list(itertools.takewhile(lambda place: place < len(tokens), itertools.accumulate(sizes)))
+    return np.split(tokens, places)
+
+
+def read(reader: Reader, chunks: Sequence[NDArray[np.int32]]) -> list[ServedPart]:
+    parts: list[ServedPart] = []
+    for chunk in chunks:
+        parts += reader.feed(chunk)[0]
+        if reader.ended:
+            break
+    return [*parts, *reader.finish()]
+
+
+def told_calls(parts: Sequence[ServedPart]) -> list[tuple[str, str]]:
+    calls: list[tuple[str, str]] = []
+    for part in parts:
+        assert not isinstance(part, CallPart), "calls come in pieces"
+        if isinstance(part, CallHead):
+            calls.append((part.name, ""))
+        elif isinstance(part, CallMore):
+            calls[-1] = (calls[-1][0], calls[-1][1] + part.text)
+    return calls
+
+
+def new_reader(renderer: Renderer, **rules: Any) -> ChatReader:
+    numbers = itertools.count()
+    return ChatReader(renderer, ReadingRules(**rules), lambda: f"call_{next(numbers)}")
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(READS | EDITS | st.sampled_from(["Some words.", "é "]), max_size=4),
+    st.lists(st.integers(1, 9), max_size=40),
+)
+def test_the_pieces_of_a_call_are_the_json_of_its_arguments(parts: list[Any], sizes: list[int]) -> None:
+    tokens = hermes().message(parts)
+    reader = new_reader(hermes())
+    found = told_calls(read(reader, cut(tokens, sizes)))
+    wanted = [(call.name, call_arguments(call, [READ, EDIT])) for call in hermes().parse(tokens)]
+    assert [(name, json.loads(text)) for name, text in found] == wanted
+    assert [(call.name, call.arguments) for call in reader.answer.calls] == wanted
+    assert len(wanted) == sum(isinstance(part, ToolCall) for part in parts)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 330), max_size=60), st.lists(st.integers(1, 9), max_size=40), st.booleans())
+def test_no_tokens_break_a_reader_and_no_cut_changes_what_is_served(
+    ids: list[int], sizes: list[int], is_xml: bool
+) -> None:
+    renderer = xml() if is_xml else hermes()
+    tokens = np.array([one % renderer.tokenizer.vocab_size for one in ids], dtype=np.int32)
+    whole = read(new_reader(renderer, stops=("ab",)), [tokens])
+    pieces = read(new_reader(renderer, stops=("ab",)), cut(tokens, sizes))
+    assert told_calls(whole) == told_calls(pieces)
+    texts = ["".join(p.text for p in parts if isinstance(p, TextPart)) for parts in (whole, pieces)]
+    assert texts[0] == texts[1] and "ab" not in texts[0]
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    st.text("abé🙂 ", max_size=30),
+    st.lists(st.text("abé ", min_size=1, max_size=3), max_size=3),
+    st.lists(st.integers(1, 5), max_size=40),
+)
+def test_a_completion_ends_before_its_first_stop_string(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
+    tokens = qwen_tokenizer().encode(text)
+    reader = TextReader(qwen_tokenizer(), stops)
+    shown = "".join(part.text for part in read(reader, cut(tokens, sizes)) if isinstance(part, TextPart))
+    ends = [text.find(stop) for stop in stops if stop in text]
+    # Where two stop strings are complete with the same token, the one that begins first counts.
+    whole = next((n for n in range(len(text) + 1) if any(stop in text[:n] for stop in stops)), None)
+    if whole is None:
+        assert shown == text and not reader.ended
+    else:
+        assert reader.ended and text.startswith(shown)
+        assert len(shown) in ends or not any(stop in shown for stop in stops)
