@@ -8,16 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+
+from environments import python_of
 
 from etude.sandbox.inside.kernel import MACHINE
 from etude.sandbox.inside.namespaces import HOST_DIRECTORIES
 from etude.sandbox.inside.seccomp import build_filter
 
-SWE_REX = "swe-rex==1.4.0"
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "etude" / "benchmarks"
 _SWE_REX_PROGRAM = """
 import asyncio, json, sys, time
 from swerex.deployment.local import LocalDeployment
@@ -105,9 +104,8 @@ class SweRex:
     @staticmethod
     async def measure(repetitions: int) -> dict[str, float]:
         """Medians of start + first command and of one command; empty where it cannot be installed."""
-        python = _CACHE / "swe-rex" / "bin" / "python"
         try:
-            await asyncio.to_thread(_install, python)
+            python = await asyncio.to_thread(python_of, "swe-rex")
             program = [python, "-c", _SWE_REX_PROGRAM, str(repetitions)]
             process = await asyncio.create_subprocess_exec(*program, stdout=asyncio.subprocess.PIPE)
             output, _ = await asyncio.wait_for(process.communicate(), 300)
@@ -116,12 +114,3 @@ class SweRex:
             print(f"\nswe-rex: left out: {error}")
             return {}
         return {key: sorted(row[key] for row in rows)[len(rows) // 2] for key in rows[0]}
-
-
-def _install(python: Path) -> None:
-    """An environment of its own: its dependencies are none of ours."""
-    if not python.exists():
-        base = Path(sysconfig.get_config_var("BINDIR") or "/usr/bin", "python3")
-        subprocess.run([base, "-m", "venv", python.parents[1]], check=True)
-    if not (python.parent / "swerex-remote").exists():
-        subprocess.run([python, "-m", "pip", "install", "-q", SWE_REX], check=True)

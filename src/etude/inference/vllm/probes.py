@@ -1,0 +1,122 @@
+"""Whether the weights in use are those that were meant: log-probabilities of a fixed sequence, compared with
+a freshly loaded model's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.errors import CheckpointError, WeightUpdateError
+from etude.model import LanguageModel
+from etude.model.huggingface import load_model
+from etude.model.scoring import score_sequences
+from etude.model.transformers_model import TransformersModel
+
+PROBE_TOKENS = 128
+_MEAN_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
+_LARGEST_FACTOR = 20.0
+"""How much further from the reference than the mean's tolerance a single token may be."""
+_SEED = 20
+
+AnyModel = LanguageModel | TransformersModel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Probe:
+    """A fixed sequence, and what a model says of it."""
+
+    tokens: NDArray[np.int32]
+    """[P]"""
+    logprobs: NDArray[np.float32]
+    """[P]; [0] is 0."""
+
+    @staticmethod
+    def of(model: AnyModel) -> Probe:
+        """The probe of a model: what a trainer scores when it publishes."""
+        limit = model.max_positions if isinstance(model, TransformersModel) else model.config.max_positions
+        tokens = probe_tokens(model.vocab_size, min(PROBE_TOKENS, limit - 1))
+        return Probe(tokens, score_sequences(cast(LanguageModel, model), [tokens])[0])
+
+    @staticmethod
+    def from_lists(tokens: Sequence[int], logprobs: Sequence[float]) -> Probe:
+        """From JSON. Raises ValueError."""
+        if len(tokens) != len(logprobs) or len(tokens) < 2:
+            raise ValueError("a probe has as many log-probabilities as tokens, and two at least")
+        return Probe(np.array(tokens, dtype=np.int32), np.array(logprobs, dtype=np.float32))
+
+    def to_lists(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"tokens": self.tokens.tolist(), "logprobs": self.logprobs.tolist()}
+
+
+def probe_tokens(vocab_size: int, length: int) -> NDArray[np.int32]:
+    """The sequence of every model with so many tokens: drawn evenly, so that most experts see some."""
+    return np.random.default_rng(_SEED).integers(0, vocab_size, length).astype(np.int32)
+
+
+def load_any_model(directory: Path) -> AnyModel:
+    """A model of ours where the architecture is defined here, otherwise transformers'. Raises
+    CheckpointError."""
+    try:
+        return load_model(directory)
+    except CheckpointError as error:
+        if error.field != "config.json: model_type":
+            raise
+    return TransformersModel.load(directory)
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """How far what is observed is from the reference, over the tokens of the probe."""
+
+    mean: float
+    largest: float
+    mean_to_previous: float | None
+    """Mean distance to the weights before, where there were any."""
+
+
+def check_probe(
+    observed: NDArray[np.float32],
+    expected: Probe,
+    previous: Probe | None,
+    dtype: str,
+    tolerance: float = 0.0,
+) -> Deviation:
+    """Compares log-probabilities of `expected.tokens`. `tolerance`: of the mean; 0: by number format.
+
+    Small updates move log-probabilities by less than bfloat16's noise, so what is observed must also be
+    nearer to the new weights than to the old. Raises WeightUpdateError.
+    """
+    bound = tolerance or _MEAN_TOLERANCE.get(dtype, _MEAN_TOLERANCE["bfloat16"])
+    if observed.shape != expected.logprobs.shape or not bool(np.isfinite(observed).all()):
+        raise WeightUpdateError(
+            "the probe's log-probabilities are not numbers", field="probe", received=observed.shape
+        )
+    distance = np.abs(observed[1:] - expected.logprobs[1:])
+    mean, largest = float(distance.mean()), float(distance.max())
+    before = None
+    if previous is not None and np.array_equal(previous.tokens, expected.tokens):
+        before = float(np.abs(observed[1:] - previous.logprobs[1:]).mean())
+    found = Deviation(mean, largest, before)
+    is_stale = before is not None and before < mean and _moved(expected, previous) > bound / 10
+    if mean > bound or largest > bound * _LARGEST_FACTOR or is_stale:
+        raise WeightUpdateError(
+            "vLLM does not compute what these weights say",
+            field="probe",
+            received=f"mean {mean:.2g}, largest {largest:.2g} from a freshly loaded model"
+            + ("; nearer to the version before" if is_stale else ""),
+            fix=f"allowed are {bound:g} and {bound * _LARGEST_FACTOR:g}",
+        )
+    return found
+
+
+def _moved(expected: Probe, previous: Probe | None) -> float:
+    """How far apart the two versions themselves are."""
+    if previous is None:
+        return 0.0
+    return float(np.abs(expected.logprobs[1:] - previous.logprobs[1:]).mean())

@@ -1,0 +1,410 @@
+"""One vLLM server and the weights in it.
+
+    stage ─> activate:  /pause keep ─> worker loads ─> progress, label ─> /resume ─> probe ─> in service
+                                 └───────────────── refused ──────────────┴─> back to the old snapshot
+    server gone ─> start again from the snapshot that was served ─> probe ─> in service
+
+Each activation has a label, which vLLM puts on the tokens that it samples. Tokens of a label are handed out
+only when the probe has shown that its weights are right. While the server is away nothing is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.errors import EtudeError, SamplerError, WeightUpdateError
+from etude.inference.vllm.answers import Part, read_part
+from etude.inference.vllm.client import VllmClient
+from etude.inference.vllm.probes import Deviation, Probe, check_probe, load_any_model
+from etude.inference.vllm.servers import VllmServer
+from etude.inference.vllm.snapshots import Snapshot, check_same_shapes, open_snapshot
+from etude.protocols import KvPolicy
+from etude.records import PolicyVersion, WeightManifest
+
+_LOG = logging.getLogger(__name__)
+_MAX_RESTARTS = 3
+T = TypeVar("T")
+
+ReferenceProbe = Callable[[Path], Probe]
+"""Scores a snapshot's probe with a freshly loaded model."""
+
+
+@dataclass(slots=True, eq=False)
+class Activation:
+    """One time that a version was brought in."""
+
+    label: str
+    version: PolicyVersion
+    kv: KvPolicy
+    verdict: asyncio.Future[bool]
+    """True: the probe agreed. False: nothing of this label may be used."""
+    progress: dict[str, int] = field(default_factory=dict[str, int])
+    """Positions of each stream that were computed with the weights before."""
+
+
+@dataclass(slots=True)
+class UpdateTimes:
+    """Where one update's time went."""
+
+    pause_s: float = 0.0
+    """No token was sampled."""
+    load_s: float = 0.0
+    """Of that, while vLLM loaded."""
+    probe_s: float = 0.0
+    """Until the probe agreed; meanwhile vLLM samples, and what it samples is held back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What the worker extension says of its vLLM."""
+
+    dtype: str
+    max_tokens: int
+    vocab_size: int
+    captures: bool
+    """Whether routes are to be had from `etude_take_routes`."""
+
+
+def reference_probe(directory: Path) -> Probe:
+    """The probe of the model in a directory, by our own arithmetic, or transformers'."""
+    return Probe.of(load_any_model(directory))
+
+
+class Replica:
+    """See the module. One of stage, activate and restart runs at a time."""
+
+    def __init__(
+        self,
+        server: VllmServer,
+        *,
+        capture_routes: bool = True,
+        tolerance: float = 0.0,
+        load_timeout_s: float = 600.0,
+        reference: ReferenceProbe = reference_probe,
+    ) -> None:
+        self._server = server
+        self._capture = capture_routes
+        self._tolerance = tolerance
+        self._load_timeout_s = load_timeout_s
+        self._reference = reference
+        self._lock = asyncio.Lock()
+        self._client: VllmClient | None = None
+        self._staged: Snapshot | None = None
+        self._held: Snapshot | None = None
+        """What the running server has, verified or not."""
+        self._served: Snapshot | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._serving = asyncio.Event()
+        self._settled = asyncio.Event()
+        self._settled.set()
+        self._failure: EtudeError | None = None
+        self._activations: dict[str, Activation] = {}
+        self.streams: set[str] = set()
+        """Names of the requests whose tokens are handed out one by one: how far they are when weights change
+        is asked for."""
+        self.history: list[Activation] = []
+        """Activations in their order."""
+        self.abilities: Abilities | None = None
+        self.times = UpdateTimes()
+        """Of the last update."""
+        self.deviation: Deviation | None = None
+        """Of the last probe."""
+        self.restarts = 0
+
+    # ---- weights --------------------------------------------------------------------------------
+
+    def current(self) -> PolicyVersion | None:
+        """The version in service; None while there is none."""
+        is_up = self._client is not None and self._serving.is_set()
+        return self._served.version if is_up and self._served is not None else None
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        """See WeightSink.stage: checks every byte, scores the probe, and starts the server if need be."""
+        await _to_its_end(self._stage(manifest))
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
+        """See WeightSink.activate. Raises WeightUpdateError; then the old version is in service again."""
+        await _to_its_end(self._activate(version, kv))
+
+    async def close(self) -> None:
+        """Ends everything."""
+        self._failure = self._failure or SamplerError("vLLM was stopped")
+        watcher = self._watcher
+        if watcher is not None:
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+        await self._take_down("vLLM was stopped")
+        await self._server.stop()
+        self._serving.set()  # wakes those who wait, who then find the failure
+
+    # ---- for requests ---------------------------------------------------------------------------
+
+    async def client(self) -> VllmClient:
+        """The server, once something is served. Raises SamplerError if nothing will be."""
+        while self._client is None or not self._serving.is_set():
+            if self._failure is not None:
+                raise SamplerError("vLLM is down", received=str(self._failure)) from self._failure
+            if self._served is None:
+                raise SamplerError("no weights yet", field="version", fix="stage and activate some")
+            await self._serving.wait()
+        return self._client
+
+    async def settled(self) -> None:
+        """Waits while weights are exchanged: how far requests were is known afterwards."""
+        await self._settled.wait()
+
+    async def verified(self, label: str) -> Activation:
+        """The activation behind a label, once the probe agreed. Raises SamplerError if it did not."""
+        activation = self._activations.get(label)
+        if activation is None:
+            raise SamplerError("vLLM samples from weights that nobody named", received=label)
+        if not await asyncio.shield(activation.verdict):
+            raise SamplerError("sampled from weights that were refused", received=label, fix="sample again")
+        return activation
+
+    async def score(self, tokens: NDArray[np.int32], name: str) -> Part:
+        """vLLM's own log-probabilities of `tokens`; the request is called `name`. Raises SamplerError."""
+        return await self._score(await self.client(), tokens, name)
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    async def _stage(self, manifest: WeightManifest) -> None:
+        async with self._lock:
+            self._staged = None
+            snapshot = await asyncio.to_thread(open_snapshot, manifest)
+            if self._served is not None:
+                check_same_shapes(self._served.manifest, manifest)
+            if snapshot.probe is None:
+                probe = await asyncio.to_thread(self._reference, snapshot.directory)
+                snapshot = Snapshot(snapshot.directory, manifest, probe)
+            if self._client is None and self._failure is None:
+                await self._start(snapshot)
+            self._staged = snapshot
+
+    async def _activate(self, version: PolicyVersion, kv: KvPolicy) -> None:
+        async with self._lock:
+            staged = self._staged
+            if staged is None or staged.version != version:
+                raise WeightUpdateError(
+                    "version is not staged",
+                    field="version",
+                    received=f"{version}; staged {staged.version if staged else None}",
+                )
+            if self._client is None:
+                raise WeightUpdateError("vLLM is down", field="vllm", received=str(self._failure))
+            activation = self._name(staged, kv)
+            try:
+                if self._held is not staged or self._served is not None:
+                    await self._exchange(self._client, staged, activation)
+                else:
+                    await self._client.set_weight_version(activation.label)
+                await self._verify(self._client, staged, activation)
+            except EtudeError as error:
+                activation.verdict.set_result(False)
+                with contextlib.suppress(EtudeError):  # kept in _failure, for those who ask
+                    await self._go_back()
+                raise WeightUpdateError(
+                    f"the update failed; in service is {self.current()}",
+                    field="version",
+                    received=str(version),
+                    fix=str(error),
+                ) from error
+            self._put_into_service(staged, activation)
+            self._staged = None
+
+    async def _exchange(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
+        """Loads weights between two steps. If it fails, what the server holds is unknown."""
+        self._settled.clear()
+        began = time.perf_counter()
+        try:
+            await client.pause()
+            self._held = None
+            loading = time.perf_counter()
+            activation.progress = await self._load(client, snapshot)
+            self.times = UpdateTimes(load_s=time.perf_counter() - loading)
+            if activation.kv == "recompute":
+                await client.reset_prefix_cache()
+            await client.set_weight_version(activation.label)
+            self._note(activation)
+            await client.resume()
+            self.times.pause_s = time.perf_counter() - began
+        finally:
+            self._settled.set()
+
+    async def _load(self, client: VllmClient, snapshot: Snapshot) -> dict[str, int]:
+        """Returns how far each stream was. Raises WeightUpdateError and SamplerError."""
+        directory, timeout_s = str(snapshot.directory), self._load_timeout_s
+        streams = sorted(self.streams)
+        answer = await client.call_workers("etude_load", directory, *streams, timeout_s=timeout_s)
+        if not isinstance(answer, dict) or answer.get("loaded") != directory:
+            raise WeightUpdateError("vLLM cannot load the weights", field="vllm", received=answer)
+        self._held = snapshot
+        return {str(name): int(count) for name, count in answer.get("progress", {}).items()}
+
+    async def _verify(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
+        """Raises WeightUpdateError unless vLLM computes what a freshly loaded model does."""
+        assert snapshot.probe is not None and self.abilities is not None
+        began = time.perf_counter()
+        part = await self._score(client, snapshot.probe.tokens, "")
+        self.times.probe_s = time.perf_counter() - began
+        if part.spans and {span.label for span in part.spans} != {activation.label}:
+            raise WeightUpdateError("vLLM names other weights", field="probe", received=part.spans)
+        assert part.prompt_logprobs is not None
+        previous = self._served.probe if self._served is not None else None
+        same = self._served is not None and self._served.version == snapshot.version
+        self.deviation = check_probe(
+            part.prompt_logprobs,
+            snapshot.probe,
+            None if same else previous,
+            self.abilities.dtype,
+            self._tolerance,
+        )
+
+    async def _score(self, client: VllmClient, tokens: NDArray[np.int32], name: str) -> Part:
+        body = {
+            "request_id": name or f"etude-{uuid4().hex}",
+            "token_ids": tokens.tolist(),
+            "sampling_params": {
+                "max_tokens": 1,
+                "temperature": 1.0,
+                "prompt_logprobs": 0,
+                "detokenize": False,
+                "ignore_eos": True,
+            },
+            "cache_salt": uuid4().hex,
+        }
+        try:
+            async with asyncio.timeout(self._load_timeout_s):
+                part = read_part(await client.generate(body), 0)
+        except TimeoutError:
+            raise SamplerError("vLLM did not score in time", received=f"{self._load_timeout_s:g} s") from None
+        if part.prompt_logprobs is None or len(part.prompt_logprobs) != len(tokens):
+            raise SamplerError("vLLM did not score the tokens", received=part.finish)
+        return part
+
+    def _name(self, snapshot: Snapshot, kv: KvPolicy) -> Activation:
+        version = snapshot.version
+        label = f"{version}:{version.digest[:16]}#{len(self._activations)}"
+        activation = Activation(label, version, kv, asyncio.get_running_loop().create_future())
+        self._activations[label] = activation
+        return activation
+
+    def _note(self, activation: Activation) -> None:
+        if activation not in self.history:
+            self.history.append(activation)
+
+    def _put_into_service(self, snapshot: Snapshot, activation: Activation) -> None:
+        self._note(activation)
+        self._served, self._held = snapshot, snapshot
+        activation.verdict.set_result(True)
+        self._serving.set()
+
+    # ---- the server's life ----------------------------------------------------------------------
+
+    async def _start(self, snapshot: Snapshot) -> None:
+        """Starts the server with a snapshot's weights; nothing is served yet. Raises SamplerError."""
+        url = await self._server.start(snapshot.directory)
+        client = VllmClient(url, self._server.key)
+        try:
+            await self._greet(client)
+            if not self._server.loads_at_start:
+                await client.pause()
+                await self._load(client, snapshot)
+                await client.reset_prefix_cache()
+                await client.resume()
+        except BaseException:
+            await client.close()
+            await self._server.stop()
+            raise
+        self._client, self._held = client, snapshot
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _greet(self, client: VllmClient) -> None:
+        answer = await client.call_workers("etude_prepare", "yes" if self._capture else "no")
+        if not isinstance(answer, dict) or "dtype" not in answer:
+            raise SamplerError(
+                "vLLM's workers lack Étude's extension",
+                field="engine.vllm",
+                received=answer,
+                fix="start it with --worker-extension-cls etude_vllm_worker.EtudeWorker",
+            )
+        self.abilities = Abilities(
+            str(answer["dtype"]),
+            int(answer["max_tokens"]),
+            int(answer["vocab_size"]),
+            bool(answer["captures"]),
+        )
+
+    async def _go_back(self) -> None:
+        """After a refused update: the server begins again with what was served before."""
+        await self._take_down("the update failed")
+        if self._served is not None:
+            await self._begin_again(self._served)
+
+    async def _take_down(self, reason: str) -> None:
+        if self._watcher is not None and self._watcher is not asyncio.current_task():
+            self._watcher.cancel()
+            self._watcher = None
+        self._serving.clear()
+        self._settled.set()
+        client, self._client, self._held = self._client, None, None
+        if client is not None:
+            _LOG.log(logging.INFO if self._failure else logging.WARNING, "vLLM goes down: %s", reason)
+            await client.close()
+        for activation in self._activations.values():
+            if not activation.verdict.done():
+                activation.verdict.set_result(False)
+
+    async def _begin_again(self, snapshot: Snapshot) -> None:
+        """Raises SamplerError when it failed too often; then nothing will be served."""
+        for attempt in range(1, _MAX_RESTARTS + 1):
+            self.restarts += 1
+            try:
+                await self._start(snapshot)
+                assert self._client is not None
+                activation = self._name(snapshot, "recompute")
+                await self._client.set_weight_version(activation.label)
+                await self._verify(self._client, snapshot, activation)
+                self._put_into_service(snapshot, activation)
+                return
+            except EtudeError as error:
+                await self._take_down(str(error))
+                if attempt == _MAX_RESTARTS:
+                    self._failure = error
+                    self._serving.set()  # wakes those who wait, who then find the failure
+                    raise
+
+    async def _watch(self) -> None:
+        """Begins again when the server has gone by itself."""
+        reason = await self._server.wait_for_end()
+        async with self._lock:
+            if self._client is None:
+                return
+            await self._take_down(reason)
+            if self._served is not None:
+                with contextlib.suppress(EtudeError):  # kept in _failure, for those who ask
+                    await self._begin_again(self._served)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Half an update would be worse than a late one: cancellation waits for it."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait((task,))
+        if not task.cancelled() and task.exception() is not None:
+            _LOG.warning("a cancelled update failed: %s", task.exception())
+        raise

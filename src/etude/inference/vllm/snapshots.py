@@ -1,0 +1,188 @@
+"""Weights that reach vLLM: directories in Hugging Face's format, with a manifest and a probe.
+
+The probe is a fixed sequence and the log-probabilities that the publisher's own model gives it. Whoever loads
+the weights computes them again, because neither a success status nor a version number proves what is in use.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from etude.errors import CheckpointError, StoreError, WeightUpdateError
+from etude.inference.vllm.probes import Probe
+from etude.records import PolicyVersion, TensorEntry, WeightManifest
+from etude.weights import check_tensors, describe_tensors
+
+_RECORD = "etude.json"
+_SCHEME = "file://"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """A checked directory."""
+
+    directory: Path
+    manifest: WeightManifest
+    probe: Probe | None
+    """None where the publisher has not scored one."""
+
+    @property
+    def version(self) -> PolicyVersion:
+        """Whose weights these are."""
+        return self.manifest.version
+
+
+class SnapshotDirectory:
+    """Keeps the last few published versions under one directory.
+
+    A version's directory appears under its name only when it is whole.
+    """
+
+    def __init__(self, root: Path, keep: int = 4, beside: Sequence[Path] = ()) -> None:
+        """`keep`: versions that stay; at least 3, since one is served, one staged and one to go back to.
+        `beside`: files that are copied into each, such as tokenizer.json."""
+        self._root = root.resolve()
+        self._keep = max(keep, 3)
+        self._beside = tuple(beside)
+        self._root.mkdir(parents=True, exist_ok=True)
+
+    def publish(
+        self, version: PolicyVersion, write: Callable[[Path], None], probe: Probe | None = None
+    ) -> WeightManifest:
+        """Writes a version with `write(directory)` and names it; its version carries the weights' digest.
+
+        Raises StoreError if it cannot be written; nothing half-written is left.
+        """
+        partial = self._root / f".{version.lineage}-{version.step}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir()
+            write(partial)
+            for path in self._beside:
+                shutil.copy2(path, partial / path.name)
+            described = describe_tensors(version, read_tensors(partial), "")
+            name = f"{version.lineage}-{version.step:08d}-{described.version.digest[:16]}"
+            final = self._root / name
+            manifest = WeightManifest(described.version, described.tensors, _SCHEME + str(final))
+            (partial / _RECORD).write_text(_dump(manifest, probe), encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+        except OSError as error:
+            raise StoreError(
+                f"a snapshot cannot be written: {error}", field="snapshots", received=str(self._root)
+            ) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+        self._forget_old(final)
+        return manifest
+
+    def _forget_old(self, newest: Path) -> None:
+        found = [path for path in self._root.iterdir() if not path.name.startswith(".")]
+        found.sort(key=lambda path: (path == newest, path.stat().st_mtime_ns))
+        for path in found[: -self._keep]:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def open_snapshot(manifest: WeightManifest) -> Snapshot:
+    """The directory that a manifest names, every byte of it checked. Reads all of it: call it in a thread.
+
+    Raises WeightUpdateError if it is not there, or is not what the manifest says, or is not finite.
+    """
+    if not manifest.url.startswith(_SCHEME) or manifest.base is not None:
+        raise WeightUpdateError(
+            "vLLM takes full snapshots in directories",
+            field="url",
+            received=manifest.url,
+            fix="publish with SnapshotDirectory",
+        )
+    directory = Path(manifest.url.removeprefix(_SCHEME))
+    try:
+        tensors = read_tensors(directory)
+        record = json.loads((directory / _RECORD).read_text(encoding="utf-8"))
+        probe = None if record["probe"] is None else Probe.from_lists(**record["probe"])
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+        raise WeightUpdateError(
+            f"the snapshot cannot be read: {error}",
+            field="url",
+            received=manifest.url,
+            fix="publish the current version again",
+        ) from error
+    check_tensors(manifest, tensors)
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise WeightUpdateError(
+                "holds values that are not finite",
+                field=name,
+                received=f"{int((~torch.isfinite(tensor)).sum())} of {tensor.numel()}",
+                fix="publish a version from before the training diverged",
+            )
+    return Snapshot(directory, manifest, probe)
+
+
+def check_same_shapes(served: WeightManifest, staged: WeightManifest) -> None:
+    """Raises WeightUpdateError unless both have the same tensors: vLLM would keep the old ones in silence."""
+    before = {entry.name: entry.shape for entry in served.tensors}
+    after = {entry.name: entry.shape for entry in staged.tensors}
+    if before != after:
+        differing = sorted(
+            name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
+        )
+        raise WeightUpdateError(
+            f"other tensors than those of {served.version}, which is served",
+            field="tensors",
+            received=differing[:4],
+            fix="start another replica for another model",
+        )
+
+
+def read_manifest(directory: Path) -> WeightManifest:
+    """The manifest that lies in a published directory. Raises StoreError."""
+    try:
+        values = json.loads((directory / _RECORD).read_text(encoding="utf-8"))
+        return WeightManifest(
+            PolicyVersion(**values["version"]),
+            tuple(
+                TensorEntry(entry["name"], tuple(entry["shape"]), entry["dtype"], entry["digest"])
+                for entry in values["tensors"]
+            ),
+            _SCHEME + str(directory.resolve()),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"no snapshot here: {error}", field=_RECORD, received=str(directory), fix="publish one"
+        ) from error
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a directory's safetensors files. Raises CheckpointError."""
+    tensors: dict[str, Tensor] = {}
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointError("there are no safetensors files", field="directory", received=str(directory))
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                tensors.update({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"cannot be read: {error}", field=path.name, received=str(path), fix="publish it again"
+            ) from error
+    return tensors
+
+
+def _dump(manifest: WeightManifest, probe: Probe | None) -> str:
+    values: Mapping[str, Any] = {
+        "version": asdict(manifest.version),
+        "tensors": [asdict(entry) for entry in manifest.tensors],
+        "probe": None if probe is None else probe.to_lists(),
+    }
+    return json.dumps(values) + "\n"

@@ -1,0 +1,34 @@
+"""Starts vLLM's OpenAI server so that none of its processes outlives the one that started it.
+
+Run by vLLM's own interpreter, with the server's arguments. Standard input is a pipe from the starter: when it
+closes, because the starter ended it or died, every process of this session is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import signal
+import sys
+import threading
+
+
+def _end_with_the_starter() -> None:
+    with contextlib.suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Becomes the server."""
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    threading.Thread(target=_end_with_the_starter, daemon=True).start()
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
+    sys.exit(0)

@@ -1,0 +1,238 @@
+"""What Étude adds to vLLM's workers: `--worker-extension-cls etude_vllm_worker.EtudeWorker`.
+
+This file runs inside vLLM's own environment, so it imports vLLM, torch and the standard library, and nothing
+of Étude. Its methods are called by `/collective_rpc`; arguments are strings, results are dictionaries.
+
+- `etude_load` puts a checkpoint directory's weights into the running model. On a CPU vLLM's own reload
+  reports success and computes nonsense, for two reasons that are mended here: expert weights are packed for
+  their kernel only when the model is made, and copied unpacked afterwards; and an output head that is tied to
+  the embedding keeps the packed copy of the old one. It also says how far each stream is: as vLLM is paused,
+  this tells which tokens came from the weights before.
+- On a CPU a seeded request whose prompt is computed in parts, or again, kills the engine: vLLM wants to wind
+  a generator back, and a CPU's has no offset. `_wind_generators_back` does it otherwise.
+- `etude_take_routes` hands out the experts of every computed position, through the routers' capture hook.
+  (`--enable-return-routed-experts` does it on GPUs, and needs Triton.)
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import base64
+import re
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import torch
+
+_REQUEST = re.compile(r"etude-[0-9a-f]{32}")
+_MAX_REQUESTS = 8192
+"""Requests of which something is kept; beyond, the oldest are forgotten."""
+
+if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
+    # Without it the first small bfloat16 product of the expert kernel dies with SIGILL.
+    torch.cpu._init_amx()
+
+
+class EtudeWorker:
+    """Mixed into vLLM's worker: `self` is the worker, with its `model_runner`."""
+
+    model_runner: Any
+    _etude_watch: _Watch | None = None
+    _etude_routes: _Routes | None = None
+
+    def etude_prepare(self, capture: str) -> dict[str, Any]:
+        """Mends what needs it and begins to watch steps; `capture` "yes": to record routes, too. Once is
+        enough, and more do no harm. Returns what this worker can do."""
+        model = self.model_runner.get_model()
+        layers = _expert_layers(model)
+        if self._etude_watch is None:
+            for layer in layers:
+                _prepare_experts_again(layer)
+            if self.model_runner.device.type == "cpu":
+                _wind_generators_back(self.model_runner)
+            self._etude_watch = _Watch(self.model_runner)
+        if capture == "yes" and layers and self._etude_routes is None:
+            self._etude_routes = _Routes(self.model_runner, layers)
+            self._etude_watch.routes = self._etude_routes
+        return {
+            "device": str(self.model_runner.device),
+            "expert_layers": len(layers),
+            "captures": self._etude_routes is not None,
+            "dtype": str(self.model_runner.model_config.dtype).removeprefix("torch."),
+            "max_tokens": int(self.model_runner.model_config.max_model_len),
+            "vocab_size": int(self.model_runner.model_config.get_vocab_size()),
+        }
+
+    def etude_load(self, directory: str, *streams: str) -> dict[str, Any]:
+        """Puts the weights of a Hugging Face directory into the model, in place. `error` says what failed;
+        the weights are then a mixture, and nothing may be served from them. `progress`: positions that have
+        been computed of each of `streams` that has begun."""
+        try:
+            self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]
+            _pack_heads_again(self.model_runner.get_model())
+        except Exception as error:  # reported, because an HTTP 500 would hide it
+            return {"error": f"{type(error).__name__}: {error}"}
+        progress = {} if self._etude_watch is None else self._etude_watch.progress
+        return {
+            "loaded": directory,
+            "progress": {name: progress[name] for name in streams if name in progress},
+        }
+
+    def etude_take_routes(self, *requests: str) -> dict[str, Any]:
+        """Routes of finished requests, which are then forgotten: `{request: {start, shape, dtype, data}}`,
+        `data` in base64, [positions, layers, top_k]. A request whose routes are not known is left out."""
+        routes = self._etude_routes
+        found = {} if routes is None else {name: routes.take(name) for name in requests}
+        return {name: document for name, document in found.items() if document is not None}
+
+
+def _expert_layers(model: Any) -> list[Any]:
+    """The routed feed-forward layers, from the first to the last."""
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    return [module for module in model.modules() if isinstance(module, MoERunner)]
+
+
+def _prepare_experts_again(layer: Any) -> None:
+    """Lets every reload prepare the experts' weights as the first load did, before vLLM copies them into the
+    storage that the kernel reads."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.platforms import current_platform
+
+    method = layer._quant_method
+    if not current_platform.is_cpu() or not isinstance(method, UnquantizedFusedMoEMethod):
+        return
+    set_up = method._setup_kernel
+
+    def set_up_and_prepare(layer: Any, w13: torch.Tensor, w2: torch.Tensor) -> None:
+        is_update = method.moe_kernel is not None
+        set_up(layer, w13, w2)
+        if is_update:
+            method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+    method._setup_kernel = set_up_and_prepare
+
+
+def _pack_heads_again(model: Any) -> None:
+    """Lets embeddings and heads make their packed copies anew: a tied head was not loaded itself."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        for module in model.modules():
+            if isinstance(module, VocabParallelEmbedding):
+                module.quant_method.process_weights_after_loading(module)
+
+
+def _wind_generators_back(runner: Any) -> None:
+    """What is drawn for a row whose token is thrown away costs its generator nothing."""
+    sample, keep_books = runner.sample_tokens, runner._bookkeeping_sync
+
+    def thrown_away() -> dict[int, torch.Generator]:
+        batch = runner.input_batch
+        mask = runner.discard_request_mask.np[: batch.num_reqs]
+        return {row: own for row, own in batch.generators.items() if row < len(mask) and mask[row]}
+
+    def sample_and_wind_back(*arguments: Any, **options: Any) -> Any:
+        states = [(own, own.get_state()) for own in thrown_away().values()]
+        result = sample(*arguments, **options)
+        for own, state in states:
+            own.set_state(state)
+        return result
+
+    def keep_books_without_them(*arguments: Any, **options: Any) -> Any:
+        hidden = thrown_away()
+        for row in hidden:
+            del runner.input_batch.generators[row]
+        try:
+            return keep_books(*arguments, **options)
+        finally:
+            runner.input_batch.generators.update(hidden)
+
+    runner.sample_tokens, runner._bookkeeping_sync = sample_and_wind_back, keep_books_without_them
+
+
+class _Watch:
+    """Stands around the runner's `execute_model` and keeps what each step computed."""
+
+    def __init__(self, runner: Any) -> None:
+        self.progress: OrderedDict[str, int] = OrderedDict()
+        """Finished requests are kept for a while: whoever reads their stream may be behind."""
+        self.routes: _Routes | None = None
+        self._execute = runner.execute_model
+        runner.execute_model = self._execute_and_note
+
+    def _execute_and_note(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
+        result = self._execute(scheduled, *arguments, **options)
+        if scheduled.total_num_scheduled_tokens:
+            starts = _starts(scheduled)
+            for request, start in starts.items():
+                name, end = _name(request), start + scheduled.num_scheduled_tokens.get(request, 0)
+                # After a preemption positions are computed again, and no sampled token is taken back.
+                self.progress[name] = max(end, self.progress.get(name, 0))
+                self.progress.move_to_end(name)
+            while len(self.progress) > _MAX_REQUESTS:
+                self.progress.popitem(last=False)
+            if self.routes is not None:
+                self.routes.note(scheduled, starts)
+        return result
+
+
+class _Routes:
+    """Experts of every position that was computed, request by request."""
+
+    def __init__(self, runner: Any, layers: list[Any]) -> None:
+        self._runner = runner
+        self._chosen: list[torch.Tensor | None] = [None] * len(layers)
+        self._dtype = torch.uint8
+        self._held: OrderedDict[str, list[tuple[int, torch.Tensor]]] = OrderedDict()
+        for index, layer in enumerate(layers):
+            if layer.router.global_num_experts > 255:
+                self._dtype = torch.uint16
+            layer.router.set_capture_fn(partial(self._capture, index))
+
+    def take(self, name: str) -> dict[str, Any] | None:
+        parts = self._held.pop(name, None)
+        if not parts:
+            return None
+        first = min(start for start, _ in parts)
+        end = max(start + len(rows) for start, rows in parts)
+        whole = torch.empty((end - first, *parts[0][1].shape[1:]), dtype=self._dtype)
+        for start, rows in parts:
+            whole[start - first : start - first + len(rows)] = rows
+        data = base64.b64encode(whole.numpy().tobytes()).decode()
+        dtype = str(self._dtype).removeprefix("torch.")
+        return {"start": first, "shape": list(whole.shape), "dtype": dtype, "data": data}
+
+    def note(self, scheduled: Any, starts: dict[str, int]) -> None:
+        """Rows of a step lie request after request, in the order of the runner's batch."""
+        total = scheduled.total_num_scheduled_tokens
+        rows = torch.stack([chosen[:total] for chosen in self._chosen if chosen is not None], dim=1)
+        rows = rows.to(device="cpu", dtype=self._dtype)
+        offset = 0
+        for request in self._runner.input_batch.req_ids:
+            count = scheduled.num_scheduled_tokens.get(request, 0)
+            if count and _REQUEST.search(request):
+                part = (starts[request], rows[offset : offset + count])
+                self._held.setdefault(_name(request), []).append(part)
+            offset += count
+        while len(self._held) > _MAX_REQUESTS:
+            self._held.popitem(last=False)
+
+    def _capture(self, index: int, chosen: torch.Tensor) -> None:
+        self._chosen[index] = chosen
+
+
+def _starts(scheduled: Any) -> dict[str, int]:
+    """First position that the step computes, of each request in it."""
+    cached = scheduled.scheduled_cached_reqs
+    starts = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    starts.update((new.req_id, new.num_computed_tokens) for new in scheduled.scheduled_new_reqs)
+    return {request: int(start) for request, start in starts.items()}
+
+
+def _name(request: str) -> str:
+    """The starter's own name of a request: vLLM puts more around it."""
+    found = _REQUEST.search(request)
+    return request if found is None else found.group()

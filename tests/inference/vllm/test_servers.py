@@ -1,0 +1,152 @@
+"""The process that vLLM runs in: started, watched and ended with all its children."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from etude.errors import ConfigError, SamplerError
+from etude.inference.vllm import ExternalServer, ManagedServer
+from etude.inference.vllm.servers import server_arguments
+
+_PROGRAM = """
+import http.server, pathlib, subprocess, sys, time
+mode, notes = {mode!r}, pathlib.Path({notes!r})
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+notes.write_text(str(child.pid))
+if mode == "ends":
+    sys.exit("no such model")
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): pass
+if mode == "hangs":
+    time.sleep(600)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+def server_of(folder: Path, mode: str, **options: float) -> tuple[ManagedServer, Path]:
+    notes, program = folder / "child", folder / "program.py"
+    program.write_text(_PROGRAM.format(mode=mode, notes=str(notes)))
+    return ManagedServer(Path(sys.executable), launcher=program, stop_timeout_s=2.0, **options), notes
+
+
+async def is_gone(notes: Path) -> bool:
+    """Whether the server's child has ended; it may take the kernel a moment."""
+    for _ in range(200):
+        if state_of(notes) in ("", "Z"):
+            return True
+        await asyncio.sleep(0.02)
+    return False
+
+
+def state_of(notes: Path) -> str:
+    """The letter of a process's state; empty if there is none."""
+    try:
+        return Path(f"/proc/{notes.read_text()}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def test_a_server_is_started_and_ended_with_its_children(tmp_path: Path) -> None:
+    async def main() -> None:
+        server, notes = server_of(tmp_path, "serves")
+        url = await server.start(tmp_path)
+        assert url.startswith("http://127.0.0.1:")
+        external = ExternalServer(url, start_timeout_s=5)
+        assert await external.start(tmp_path) == url
+        await server.stop()
+        assert await is_gone(notes)
+
+    asyncio.run(main())
+
+
+def test_a_server_that_ends_by_itself_is_noticed(tmp_path: Path) -> None:
+    async def main() -> None:
+        server, notes = server_of(tmp_path, "serves")
+        await server.start(tmp_path)
+        waiting = asyncio.create_task(server.wait_for_end())
+        await asyncio.sleep(0.05)
+        assert server._process is not None
+        os.kill(server._process.pid, 9)
+        assert "ended with -9" in await asyncio.wait_for(waiting, 10)
+        await server.stop()
+        assert await is_gone(notes)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("mode", "message"), [("ends", "no such model"), ("hangs", "not ready within")])
+def test_a_start_that_fails_leaves_nothing(tmp_path: Path, mode: str, message: str) -> None:
+    async def main() -> None:
+        server, notes = server_of(tmp_path, mode, start_timeout_s=1.0)
+        with pytest.raises(SamplerError, match=message):
+            await server.start(tmp_path)
+        assert await is_gone(notes)
+        assert server._log is None
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_start_leaves_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        server, notes = server_of(tmp_path, "hangs")
+        starting = asyncio.create_task(server.start(tmp_path))
+        while not notes.exists() or not notes.read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert await is_gone(notes)
+
+    asyncio.run(main())
+
+
+def test_the_launcher_kills_its_group_when_the_starter_dies(tmp_path: Path) -> None:
+    """The starter is killed with -9; the launcher's standard input closes."""
+    package = tmp_path / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    for folder in (package.parents[1], package.parents[0], package):
+        (folder / "__init__.py").write_text("")
+    notes = tmp_path / "child"
+    (package / "api_server.py").write_text(
+        "import subprocess, sys, time, pathlib\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(notes)!r}).write_text(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    launcher = ManagedServer(Path(sys.executable)).launcher
+    process = subprocess.Popen(
+        [sys.executable, launcher],
+        stdin=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        start_new_session=True,
+    )
+    assert process.stdin is not None
+
+    async def main() -> None:
+        while not notes.exists() or not notes.read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        process.stdin.close()  # type: ignore[union-attr]
+        assert await is_gone(notes)
+
+    asyncio.run(main())
+    assert process.wait(10) == -9
+
+
+def test_an_interpreter_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"engine\.vllm\.python"):
+        asyncio.run(ManagedServer(tmp_path / "python").start(tmp_path))
+
+
+def test_a_tokenizer_is_used_where_the_snapshot_has_one(tmp_path: Path) -> None:
+    assert "--skip-tokenizer-init" in server_arguments(tmp_path, 1)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "--skip-tokenizer-init" not in server_arguments(tmp_path, 1)
