@@ -27,6 +27,9 @@ from tests.controller.looping import StopAfter
 NUM_VALIDATION_TASKS = 96
 
 
+pytestmark = pytest.mark.slow
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a run came to."""
@@ -123,7 +126,6 @@ def test_the_same_run_twice_gives_the_same_weights(trained: Outcome, tmp_path: P
     assert again.digests == trained.digests[:4]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "algorithm"), [("eager", "policy_gradient"), ("auto", "rejection_sampling")]
 )

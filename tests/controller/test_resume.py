@@ -74,6 +74,7 @@ def test_mid_training_goes_on_bit_for_bit_after_a_kill_and_an_interrupt(tmp_path
     assert steps == list(range(10, 301, 10))
 
 
+@pytest.mark.slow
 def test_reinforcement_learning_goes_on_bit_for_bit_after_a_kill_and_an_interrupt(tmp_path: Path) -> None:
     undisturbed, report = run_here(learning_config(tmp_path / "whole"))
     initial = (learned() / "model.safetensors").read_bytes()

@@ -7,24 +7,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from etude.errors import PrefixMissError
-from etude.inference import Engine, FinishedRequest
+from etude.inference import Answer, Engine
 from etude.inference.engine import Kernels
 from etude.inference.native import find_compiler
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel, PackedAttention, RecordedRoutes
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
 from etude.weights import MemoryWeights
-from tests.model.builders import VOCAB, fresh_routes, random_tokens, small_config, small_model
+from tests.model.builders import VOCAB, random_tokens, small_config, small_model
 
 
 def version(step: int) -> PolicyVersion:
     return PolicyVersion("run", step)
 
 
-def serve(engine: Engine, model: Qwen3Moe, step: int, kv: Any = "keep") -> PolicyVersion:
+def serve(engine: Engine, model: LanguageModel, step: int, kv: Any = "keep") -> PolicyVersion:
     """Brings `model` into service as version `step`."""
     manifest = MemoryWeights().publish(version(step), dict(model.named_parameters()))
     engine.stage(manifest.version, {name: p.detach() for name, p in model.named_parameters()})
@@ -37,15 +38,16 @@ ALL_KERNELS = ["eager", pytest.param("native", marks=needs_compiler)]
 
 
 def small_engine(
-    model: Qwen3Moe | None = None,
-    num_slots: int = 4,
+    model: LanguageModel | None = None,
+    num_sessions: int = 4,
     max_tokens: int = 100,
     prefill_tokens: int = 256,
     kernels: Kernels = "eager",
+    **options: Any,
 ) -> Engine:
     """An engine that serves `model` as version 0."""
     model = model or small_model()
-    engine = Engine(model.config, VOCAB, num_slots, max_tokens, prefill_tokens, kernels)
+    engine = Engine(model.config, VOCAB, num_sessions, max_tokens, prefill_tokens, kernels, **options)
     serve(engine, model, 0)
     return engine
 
@@ -53,6 +55,15 @@ def small_engine(
 def empty_engine() -> Engine:
     """An engine without weights."""
     return Engine(small_config(), VOCAB, 2, 64)
+
+
+@torch.no_grad()
+def fresh_routes(model: LanguageModel, tokens: NDArray[np.int32]) -> NDArray[Any]:
+    """Routes [T, MoE layers, top_k] of one forward pass over the whole sequence."""
+    recorder = RecordedRoutes.of(model.config)
+    ids = torch.from_numpy(tokens.astype(np.int64))
+    model(ids, torch.arange(len(ids)), PackedAttention([len(ids)]), recorder)
+    return recorder.take(len(ids)).numpy()
 
 
 class Client:
@@ -63,7 +74,7 @@ class Client:
         self.tokens: list[int] = []
         self.sampled: list[bool] = []
         self.logprobs: list[float] = []
-        self.routes: dict[int, NDArray[np.uint8]] = {}
+        self.routes: dict[int, NDArray[Any]] = {}
         self.versions: dict[int, PolicyVersion] = {}
         self.kv_oldest: dict[int, PolicyVersion] = {}
         self.finish: str | None = None
@@ -76,7 +87,7 @@ class Client:
     def request(self, suffix: Sequence[int], /, **options: Any) -> SampleRequest:
         """The request that appends `suffix`; options of SamplingParams or of SampleRequest."""
         self._take_given(suffix)
-        params = {
+        params: dict[str, Any] = {
             name: options.pop(name) for name in tuple(options) if name in SamplingParams.__dataclass_fields__
         }
         self._requests += 1
@@ -84,7 +95,7 @@ class Client:
             "id": f"{self.name}:{self._requests}",
             "session_id": self.name,
             "suffix": np.array(self._unsent if self._digest is not None else self.tokens, dtype=np.int32),
-            "params": SamplingParams(**({"max_tokens": 6} | params)),
+            "params": SamplingParams(**{"max_tokens": 6, **params}),
             "stop_tokens": frozenset(),
             "rng_key": (self._key,),
             "prefix_digest": self._digest,
@@ -117,15 +128,19 @@ class Client:
         if chunk.finish is not None:
             self.finish, self._digest, self._unsent = chunk.finish, chunk.prefix_digest, []
 
-    def check(self, model: Qwen3Moe, temperature: float = 1.0) -> None:
+    def check(self, model: LanguageModel, temperature: float = 1.0) -> None:
         """Log-probabilities and routes are those of a fresh pass over the whole sequence."""
+        self.check_logprobs(model, temperature)
         tokens = np.array(self.tokens, dtype=np.int32)
-        sampled = np.array(self.sampled)
-        scores = score_sequences(model, [tokens], temperature=temperature)[0]
-        np.testing.assert_allclose(np.array(self.logprobs)[sampled], scores[sampled], atol=1e-5, rtol=0)
         assert sorted(self.routes) == list(range(len(tokens) - 1)), "all but the last position are computed"
         routes = np.stack([self.routes[position] for position in sorted(self.routes)])
         np.testing.assert_array_equal(routes, fresh_routes(model, tokens)[:-1])
+
+    def check_logprobs(self, model: LanguageModel, temperature: float = 1.0) -> None:
+        """Log-probabilities are those of a fresh pass over the whole sequence."""
+        tokens, sampled = np.array(self.tokens, dtype=np.int32), np.array(self.sampled)
+        scores = score_sequences(model, [tokens], temperature=temperature)[0]
+        np.testing.assert_allclose(np.array(self.logprobs)[sampled], scores[sampled], atol=1e-5, rtol=0)
 
     def _take_given(self, suffix: Sequence[int]) -> None:
         for token in suffix:
@@ -142,10 +157,10 @@ def prompt(length: int, seed: int) -> list[int]:
     return random_tokens(length, seed).tolist()
 
 
-def drain(engine: Engine, clients: Sequence[Client]) -> list[FinishedRequest]:
+def drain(engine: Engine, clients: Sequence[Client]) -> list[Answer]:
     """Steps until nothing is left to do; hands every answer to its client."""
     by_name = {client.name: client for client in clients}
-    finished: list[FinishedRequest] = []
+    finished: list[Answer] = []
     while engine.has_work:
         for answer in engine.step():
             deliver(by_name, answer)
@@ -153,6 +168,6 @@ def drain(engine: Engine, clients: Sequence[Client]) -> list[FinishedRequest]:
     return finished
 
 
-def deliver(by_name: dict[str, Client], answer: FinishedRequest) -> None:
+def deliver(by_name: dict[str, Client], answer: Answer) -> None:
     for chunk in answer.chunks:
         by_name[answer.request.session_id].take(chunk)

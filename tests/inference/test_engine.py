@@ -41,7 +41,7 @@ def test_sessions_of_many_turns_have_the_logprobs_and_routes_of_a_fresh_pass(
 @given(st.data())
 def test_any_order_of_turns_closings_and_aborts_leaves_every_session_right(data: st.DataObject) -> None:
     model = small_model(2)
-    engine = small_engine(model, num_slots=3, prefill_tokens=data.draw(st.integers(1, 9)))
+    engine = small_engine(model, num_sessions=3, prefill_tokens=data.draw(st.integers(1, 9)))
     clients = {f"s{i}": Client(f"s{i}", i) for i in range(5)}
     waiting: dict[str, str] = {}
     for number in range(data.draw(st.integers(5, 25))):
@@ -94,9 +94,9 @@ def test_closing_a_session_in_the_middle_moves_the_last_one_whole() -> None:
     assert engine.num_live_sessions == 3
 
 
-def test_more_sessions_than_slots_all_come_through_with_prefixes_sent_again() -> None:
+def test_more_sessions_than_places_all_come_through_with_prefixes_sent_again() -> None:
     model = small_model(4)
-    engine = small_engine(model, num_slots=2)
+    engine = small_engine(model, num_sessions=2)
     clients = [Client(f"s{i}", i) for i in range(5)]
     for turn in range(3):
         for i, client in enumerate(clients):
@@ -107,9 +107,9 @@ def test_more_sessions_than_slots_all_come_through_with_prefixes_sent_again() ->
         client.check(model)
 
 
-def test_a_queued_continuation_keeps_its_slot_against_a_new_session() -> None:
+def test_a_queued_continuation_keeps_its_place_against_a_new_session() -> None:
     model = small_model(5)
-    engine = small_engine(model, num_slots=1)
+    engine = small_engine(model, num_sessions=1)
     old, new = Client("old", 0), Client("new", 1)
     old.ask(engine, prompt(5, 0))
     drain(engine, [old])
@@ -122,7 +122,7 @@ def test_a_queued_continuation_keeps_its_slot_against_a_new_session() -> None:
 
 
 def test_an_evicted_prefix_is_a_miss_and_a_wrong_digest_too() -> None:
-    engine = small_engine(num_slots=1)
+    engine = small_engine(num_sessions=1)
     first, second = Client("first", 0), Client("second", 1)
     for client in (first, second):
         client.ask(engine, prompt(5, 0))
@@ -249,7 +249,7 @@ def test_nothing_is_served_before_the_first_activation() -> None:
 def test_an_abort_gives_what_was_sampled_and_the_session_goes_on() -> None:
     model = small_model(8)
     for steps in range(8):
-        engine = small_engine(model, num_slots=1, prefill_tokens=4)
+        engine = small_engine(model, num_sessions=1, prefill_tokens=4)
         client = Client("s", 0)
         request = client.ask(engine, prompt(10, 0), max_tokens=30)
         for _ in range(steps):
@@ -264,7 +264,7 @@ def test_an_abort_gives_what_was_sampled_and_the_session_goes_on() -> None:
 
 def test_aborting_a_queued_or_unknown_request_touches_no_other() -> None:
     model = small_model(8)
-    engine = small_engine(model, num_slots=1)
+    engine = small_engine(model, num_sessions=1)
     running, queued = Client("running", 0), Client("queued", 1)
     running.ask(engine, prompt(5, 0))
     engine.step()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from etude.errors import PrefixMissError, SamplerError, WeightUpdateError
-from etude.inference import Engine, EngineService, FinishedRequest
+from etude.inference import Answer, Engine, EngineService
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion, SampleRequest
 from etude.weights import MemoryWeights
@@ -68,10 +68,10 @@ class Played:
     work: tuple[int, int, int]
 
 
-async def play(delay_steps: int | None, num_slots: int, tool_s: Callable[[], float]) -> Played:
+async def play(delay_steps: int | None, num_sessions: int, tool_s: Callable[[], float]) -> Played:
     """Eight sessions at once; what they got, and how the engine's steps were cut."""
     model = small_model(1)
-    engine = small_engine(model, num_slots=num_slots, prefill_tokens=7)
+    engine = small_engine(model, num_sessions=num_sessions, prefill_tokens=7)
     clients = [Client(f"s{i}", i) for i in range(8)]
     async with service_of(engine, delay_steps) as service, asyncio.TaskGroup() as group:
         for number, client in enumerate(clients):
@@ -86,14 +86,14 @@ async def play(delay_steps: int | None, num_slots: int, tool_s: Callable[[], flo
     )
 
 
-@pytest.mark.parametrize("num_slots", [8, 3])
-def test_tools_of_any_speed_give_the_same_bits_and_the_same_steps(num_slots: int) -> None:
+@pytest.mark.parametrize("num_sessions", [8, 3])
+def test_tools_of_any_speed_give_the_same_bits_and_the_same_steps(num_sessions: int) -> None:
     randoms = [random.Random(seed) for seed in (1, 2)]
     slow = [
-        run(play(4, num_slots, lambda source=source: source.choice([0.0, 0.0, 0.003, 0.01])))
+        run(play(4, num_sessions, lambda source=source: source.choice([0.0, 0.0, 0.003, 0.01])))
         for source in randoms
     ]
-    instant = run(play(4, num_slots, lambda: 0.0))
+    instant = run(play(4, num_sessions, lambda: 0.0))
     assert slow[0] == slow[1] == instant
 
 
@@ -211,7 +211,7 @@ def test_score_serves_exactly_the_version_in_service() -> None:
 class _FailingEngine(Engine):
     """Fails at its third step, as a real one does for want of memory."""
 
-    def step(self) -> list[FinishedRequest]:
+    def step(self) -> list[Answer]:
         if self.counters.steps == 2:
             raise MemoryError("no memory for the third step")
         return super().step()

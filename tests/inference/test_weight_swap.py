@@ -11,8 +11,18 @@ from etude.inference import Engine
 from etude.inference.engine import Kernels
 from etude.model import Qwen3Moe
 from etude.model.scoring import score_sequences
-from tests.inference.builders import ALL_KERNELS, Client, deliver, drain, prompt, serve, small_engine, version
-from tests.model.builders import fresh_routes, small_model
+from tests.inference.builders import (
+    ALL_KERNELS,
+    Client,
+    deliver,
+    drain,
+    fresh_routes,
+    prompt,
+    serve,
+    small_engine,
+    version,
+)
+from tests.model.builders import small_model
 
 _BEFORE, _AFTER = 5, 7
 """Tokens sampled before and after the swap."""

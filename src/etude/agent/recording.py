@@ -8,9 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import SamplerError
-from etude.records import NATIVE_ROUTE, PolicyVersion, SampleChunk, TurnSpan, VersionSpan
+from etude.records import PolicyVersion, SampleChunk, TurnSpan, VersionSpan
 
 Spans = list[tuple[int, int, PolicyVersion]]
+Routes = NDArray[Any]
+"""[positions, layers, top_k] uint8, or uint16 where there are more than 255 experts."""
 
 
 class Recording:
@@ -27,7 +29,7 @@ class Recording:
         self._sampled = np.zeros(capacity, dtype=np.bool_)
         self._versions: Spans = []
         self._kv_oldest: Spans = []
-        self._routes: NDArray[np.uint8] | None = None
+        self._routes: Routes | None = None
         self._routed = 0
 
     @property
@@ -55,14 +57,16 @@ class Recording:
         """Oldest version that each sampled token attended to, neighbours merged."""
         return tuple(VersionSpan(*span) for span in self._kv_oldest)
 
-    def routes(self) -> NDArray[np.uint8] | None:
-        """[T, layers, top_k], NATIVE_ROUTE where nothing was computed; None for dense models.
+    def routes(self) -> Routes | None:
+        """[T, layers, top_k] as they were sampled; the type's largest value where nothing was computed. None
+        for dense models.
 
         The last sampled token of all is never computed: nothing was sampled after it.
         """
         if self._routes is None:
             return None
-        routes = np.full((self.length, *self._routes.shape[1:]), NATIVE_ROUTE, dtype=np.uint8)
+        missing, dtype = np.iinfo(self._routes.dtype).max, self._routes.dtype
+        routes = np.full((self.length, *self._routes.shape[1:]), missing, dtype=dtype)
         routes[: self._routed] = self._routes[: self._routed]
         return routes
 
@@ -101,10 +105,18 @@ class Recording:
         """All positions will be computed again: their new routes replace the old."""
         self._routed = 0
 
-    def _record_routes(self, routes: NDArray[np.uint8], start: int) -> None:
+    def _record_routes(self, routes: Routes, start: int) -> None:
         """Positions `start` on; what was computed again replaces what was recorded before."""
+        known = ("uint8", "uint16") if self._routes is None else (self._routes.dtype.name,)
+        if routes.dtype.name not in known:  # a cast would name other experts
+            raise SamplerError(
+                "routes are of another type",
+                field="chunk.routes",
+                received=routes.dtype.name,
+                fix=f"send {' or '.join(known)}",
+            )
         if self._routes is None:
-            self._routes = np.zeros((len(self._tokens), *routes.shape[1:]), dtype=np.uint8)
+            self._routes = np.zeros((len(self._tokens), *routes.shape[1:]), dtype=routes.dtype)
         end = start + len(routes)
         if end > self.length:
             raise SamplerError(

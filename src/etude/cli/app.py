@@ -8,6 +8,7 @@ import typer
 
 import etude
 from etude.cli.agent import agent_command
+from etude.cli.bench import bench_app
 from etude.cli.config import config_app
 from etude.cli.doctor import doctor_command
 from etude.cli.environment import env_app
@@ -15,7 +16,9 @@ from etude.cli.evaluate import eval_command
 from etude.cli.exits import ErrorReportingGroup
 from etude.cli.record import record_app
 from etude.cli.report import report_command
+from etude.cli.route import route_command
 from etude.cli.sandbox import sandbox_app
+from etude.cli.serve import serve_command
 from etude.cli.tasks import tasks_app
 from etude.cli.train import train_command
 from etude.cli.trajectory import trajectory_app
@@ -32,6 +35,8 @@ app = typer.Typer(
 app.command("train")(train_command)
 app.command("eval")(eval_command)
 app.command("agent")(agent_command)
+app.command("serve")(serve_command)
+app.command("route")(route_command)
 app.command("report")(report_command)
 app.command("doctor")(doctor_command)
 app.add_typer(trajectory_app)
@@ -40,6 +45,7 @@ app.add_typer(config_app)
 app.add_typer(sandbox_app)
 app.add_typer(record_app)
 app.add_typer(env_app)
+app.add_typer(bench_app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -31,7 +31,7 @@ def settle_compute(run: RunDirectory, config: RunConfig, observer: Observer) -> 
     threads = _begun_threads(run, config)
     kernels = config.engine.kernels
     begun = run.environment.get("kernels", "auto")
-    kernels = choose_kernels(begun if kernels == "auto" else kernels, observer)
+    kernels = choose_kernels(begun if kernels == "auto" else kernels, observer, config.model)
     run.update_environment({"compute_threads": threads, "kernels": kernels})
     return _settled(config, threads, kernels)
 
@@ -41,7 +41,7 @@ def settle_evaluation(run: RunDirectory) -> RunConfig:
     had, eager ones do."""
     config = run.config
     begun = run.environment.get("kernels", config.engine.kernels)
-    kernels = choose_kernels("eager" if begun == "eager" else "auto")
+    kernels = choose_kernels("eager" if begun == "eager" else "auto", model=config.model)
     return _settled(config, _begun_threads(run, config), kernels)
 
 
@@ -57,11 +57,13 @@ def _settled(config: RunConfig, threads: int, kernels: Kernels) -> RunConfig:
 
 
 def choose_kernels(
-    configured: Literal["auto", "eager", "native"], observer: Observer | None = None
+    configured: Literal["auto", "eager", "native"],
+    observer: Observer | None = None,
+    model: ModelConfig | None = None,
 ) -> Kernels:
-    """`native` where it compiles, if the choice is open; says why not. Raises ResourceError if it must be and
-    does not."""
-    if configured == "eager":
+    """`native` where it compiles and computes `model`, if the choice is open; says why not. Raises
+    ResourceError if it must be and does not compile."""
+    if configured == "eager" or (configured == "auto" and model is not None and model.is_latent):
         return "eager"
     try:
         load_library()

@@ -11,7 +11,7 @@ from etude.controller.backends import open_checked_backend
 from etude.controller.compute import choose_kernels
 from etude.controller.corpus import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
-from etude.inference import Engine, EngineService
+from etude.inference import Engine, EngineService, NgramLookup, pages_for
 from etude.observe.machine import available_cores
 from etude.store.blobs import MemoryBlobs
 from etude.tokens.renderer import Renderer
@@ -46,8 +46,11 @@ async def open_parts(
         config.engine.num_slots,
         config.agent.max_tokens + 1,
         config.engine.prefill_tokens,
-        choose_kernels(config.engine.kernels),
+        choose_kernels(config.engine.kernels, model=config.model),
         config.engine.native_threads or available_cores(),
+        num_pages=pages_for(config.engine.cache_tokens),
+        token_bytes=tokenizer.decode_bytes,
+        lookup=NgramLookup(config.engine.speculative_tokens) if config.engine.speculative_tokens else None,
     )
     delay = config.engine.tool_delay_steps if deterministic else None
     environment = Environment(

@@ -1,7 +1,56 @@
-"""Sampling: the engine, and the service that many sessions share."""
+"""Sampling: the engine, and the service that many sessions share.
 
-from etude.inference.engine import Engine, EngineCounters
-from etude.inference.service import EngineService, ServiceTimes, StepSums
-from etude.inference.slots import FinishedRequest
+Names are imported when they are first used: torch comes with the engine, and the router and the load
+generator below this package need none.
+"""
 
-__all__ = ["Engine", "EngineCounters", "EngineService", "FinishedRequest", "ServiceTimes", "StepSums"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from etude.inference.cache import page_bytes, pages_for
+    from etude.inference.engine import Engine, EngineCounters
+    from etude.inference.sequences import Answer
+    from etude.inference.service import EngineService
+    from etude.inference.speculation import NgramLookup
+    from etude.inference.times import EngineLoad, ServiceTimes, StepSums
+
+_MODULES = {
+    "Answer": "sequences",
+    "Engine": "engine",
+    "EngineCounters": "engine",
+    "EngineLoad": "times",
+    "EngineService": "service",
+    "NgramLookup": "speculation",
+    "ServiceTimes": "times",
+    "StepSums": "times",
+    "page_bytes": "cache",
+    "pages_for": "cache",
+}
+
+__all__ = [
+    "Answer",
+    "Engine",
+    "EngineCounters",
+    "EngineLoad",
+    "EngineService",
+    "NgramLookup",
+    "ServiceTimes",
+    "StepSums",
+    "page_bytes",
+    "pages_for",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,157 +1,116 @@
-"""Keys and values of running sessions, and attention over them."""
+"""Keys, values and routes in pages of 16 tokens, and how a step names the pages that it works on.
+
+A session's positions 16 i .. 16 i + 15 lie in the i-th page of its table, wherever that page is. Pages are
+shared between sessions with a common prefix; who owns which page is the business of `radix.py`.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.config import ModelConfig
 
+PAGE_TOKENS = 16
+"""Positions in a page."""
 
-class KvCache:
-    """One contiguous strip of keys and values per slot, layer and head.
 
-    Strips of slots 0..n-1 are one view, so a decode step over all live slots reads keys in place and
-    gathers nothing. The owner keeps live slots at the low end by moving the last slot into a hole.
-    """
+def pages_for(num_tokens: int) -> int | None:
+    """Pages that hold so many tokens; None for 0, which leaves the choice to the engine."""
+    return -(-num_tokens // PAGE_TOKENS) or None
 
-    def __init__(self, config: ModelConfig, num_slots: int, max_tokens: int) -> None:
-        shape = (config.num_layers, num_slots, config.num_kv_heads, max_tokens, config.head_dim)
-        self.keys = torch.zeros(shape)
-        self.values = torch.zeros(shape)
-        self.max_tokens = max_tokens
-        self.num_kv_heads = config.num_kv_heads
+
+def page_bytes(config: ModelConfig) -> int:
+    """Memory that one page's keys, values and routes take."""
+    width = config.key_dim + (0 if config.value_is_key_prefix else config.value_dim)
+    routes = config.num_moe_layers * config.routes_per_token * np.dtype(config.route_dtype).itemsize
+    return PAGE_TOKENS * (4 * config.num_layers * config.cache_heads * width + routes)
+
+
+class PagedCache:
+    """The storage: what each page holds of each of its positions."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """On a CPU memory is only taken for pages that are written. Routes are always the CPU's."""
+        shape = (config.num_layers, num_pages, config.cache_heads)
+        self.num_pages = num_pages
+        self.value_dim = config.value_dim
+        self.keys = torch.zeros((*shape, config.key_dim, PAGE_TOKENS), device=device, dtype=dtype)
+        """[layers, pages, cache_heads, key_dim, 16]: transposed, so that 16 scores are one vector."""
+        self.values: Tensor | None = None
+        """[layers, pages, cache_heads, 16, value_dim]; None where values are the first part of the keys."""
+        if not config.value_is_key_prefix:
+            value_shape = (*shape, PAGE_TOKENS, config.value_dim)
+            self.values = torch.zeros(value_shape, device=device, dtype=dtype)
+        route_shape = (num_pages, PAGE_TOKENS, config.num_moe_layers, config.routes_per_token)
+        self.routes: NDArray[Any] = np.zeros(route_shape, dtype=config.route_dtype)
+        """[pages, 16, MoE layers, top_k]: of the pass that computed the position's keys."""
 
     @property
     def num_bytes(self) -> int:
-        return 2 * self.keys.numel() * self.keys.element_size()
+        """Of keys and values, if all pages were written."""
+        stores = [store for store in (self.keys, self.values) if store is not None]
+        return sum(store.numel() * store.element_size() for store in stores)
 
-    def move(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` tokens of slot `source` over slot `target`."""
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies everything that page `source` holds over page `target`."""
         for store in (self.keys, self.values):
-            store[:, target, :, :length] = store[:, source, :, :length]
-
-    def row_index(self, slots: Tensor, positions: Tensor) -> Tensor:
-        """slots [T], positions [T] -> rows [T * kv_heads] of one layer's strips seen as [rows, dim]."""
-        heads = torch.arange(self.num_kv_heads)
-        return ((slots[:, None] * self.num_kv_heads + heads) * self.max_tokens + positions[:, None]).flatten()
-
-    def write(self, layer: int, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Stores key and value [T, kv_heads, dim] at `rows` of `row_index`."""
-        dim = key.shape[-1]
-        self.keys[layer].view(-1, dim).index_copy_(0, rows, key.reshape(-1, dim))
-        self.values[layer].view(-1, dim).index_copy_(0, rows, value.reshape(-1, dim))
+            if store is not None:
+                store[:, target] = store[:, source]
+        self.routes[target] = self.routes[source]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeRows:
-    """The first rows of a step's batch: one token of each of R slots."""
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRows:
+    """What one step computes: T rows, each one position of one of S sequences.
 
-    slots: Tensor
-    """[R]"""
-    num_live: int
-    """Slots 0..num_live-1 are read."""
-    length: int
-    """Positions 0..length-1 are read."""
-    mask: Tensor
-    """[num_live or R, 1, 1, length] 0 where seen, -inf where not."""
-    gather: bool
-    """Whether only the R slots are read (copied), because they are few among the live ones."""
+    Rows of one sequence are consecutive, their positions ascending. All arrays are C-contiguous.
+    """
+
+    tokens: NDArray[np.int64]
+    """[T]"""
+    positions: NDArray[np.int64]
+    """[T]"""
+    sequence: NDArray[np.int64]
+    """[T] row of `tables`."""
+    tables: NDArray[np.int32]
+    """[S, most pages of any] page of each 16 positions; what lies past a sequence's last page means nothing,
+    but is the number of some page."""
+    counts: NDArray[np.int64]
+    """[S] rows of each sequence, at least 1."""
+    starts: NDArray[np.int64]
+    """[S] first position that each sequence computes: those before are in the cache."""
 
     @staticmethod
-    def plan(slots: Tensor, lengths: Tensor, num_live: int) -> DecodeRows:
-        """`lengths` [R]: tokens that each slot sees, the new one included."""
-        longest = int(lengths.max())
-        gather = 2 * len(slots) < num_live
-        if gather:
-            seen = lengths
-        else:
-            seen = torch.ones(num_live, dtype=lengths.dtype)
-            seen[slots] = lengths
-        hidden = torch.arange(longest) >= seen[:, None]
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None, None]
-        return DecodeRows(slots, num_live, longest, mask, gather)
+    def plan(
+        tokens: NDArray[np.int64],
+        tables: NDArray[np.int32],
+        counts: NDArray[np.int64],
+        starts: NDArray[np.int64],
+    ) -> StepRows:
+        """The rows that `counts` and `starts` describe."""
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        first_row = np.cumsum(counts) - counts
+        positions = np.arange(len(sequence)) + (starts - first_row)[sequence]
+        return StepRows(tokens, positions, sequence, tables, counts, starts)
 
+    @property
+    def pages(self) -> NDArray[np.int32]:
+        """[T] page in which each row's keys are stored."""
+        return self.tables[self.sequence, self.positions // PAGE_TOKENS]
 
-@dataclass(frozen=True, slots=True)
-class PrefillRows:
-    """The remaining rows: a run of tokens of each of P slots."""
-
-    slots: Tensor
-    """[P]"""
-    source: Tensor
-    """[P * longest] row of each padded place; the row count for padding."""
-    place: Tensor
-    """[rows] padded place of each row."""
-    longest: int
-    mask: Tensor
-    """[P, 1, longest, length] 0 where seen, -inf where not."""
-
-    @staticmethod
-    def plan(slots: Tensor, starts: Tensor, counts: Tensor) -> PrefillRows:
-        """Slot p computes positions starts[p] .. starts[p] + counts[p] - 1. All [P]."""
-        longest, length = int(counts.max()), int((starts + counts).max())
-        column = torch.arange(longest)
-        inside = column < counts[:, None]
-        first_row = counts.cumsum(0) - counts
-        source = torch.where(inside, first_row[:, None] + column, int(counts.sum())).flatten()
-        place = inside.flatten().nonzero().flatten()
-        last_seen = starts[:, None] + column
-        hidden = torch.arange(length) > last_seen[..., None]
-        mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))[:, None]
-        return PrefillRows(slots, source, place, longest, mask)
-
-
-class CacheAttention:
-    """Attention of one engine step: stores the new keys and values, then attends to all up to them."""
-
-    def __init__(
-        self, cache: KvCache, rows: Tensor, decode: DecodeRows | None, prefill: PrefillRows | None
-    ) -> None:
-        """`rows`: where each token of the batch is stored (KvCache.row_index); decode rows come first."""
-        self._cache = cache
-        self._rows = rows
-        self._decode = decode
-        self._prefill = prefill
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]."""
-        self._cache.write(layer, self._rows, key, value)
-        num_decode = len(self._decode.slots) if self._decode is not None else 0
-        parts: list[Tensor] = []
-        if self._decode is not None:
-            parts.append(self._attend_decode(layer, self._decode, query[:num_decode]))
-        if self._prefill is not None:
-            parts.append(self._attend_prefill(layer, self._prefill, query[num_decode:]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _attend_decode(self, layer: int, plan: DecodeRows, query: Tensor) -> Tensor:
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        kv_heads, dim = keys.shape[1], keys.shape[3]
-        folded = query.view(len(query), kv_heads, -1, dim)
-        if plan.gather:
-            keys = keys[plan.slots, :, : plan.length]
-            values = values[plan.slots, :, : plan.length]
-        else:
-            keys = keys[: plan.num_live, :, : plan.length]
-            values = values[: plan.num_live, :, : plan.length]
-            spread = folded.new_zeros((plan.num_live, *folded.shape[1:]))
-            folded = spread.index_copy_(0, plan.slots, folded)
-        scores = torch.matmul(folded, keys.transpose(-1, -2)).mul_(dim**-0.5).add_(plan.mask)
-        out = torch.matmul(scores.softmax(dim=-1), values)
-        if not plan.gather:
-            out = out.index_select(0, plan.slots)
-        return out.view(query.shape)
-
-    def _attend_prefill(self, layer: int, plan: PrefillRows, query: Tensor) -> Tensor:
-        length = plan.mask.shape[-1]
-        keys = self._cache.keys[layer][plan.slots, :, :length]
-        values = self._cache.values[layer][plan.slots, :, :length]
-        heads, dim = query.shape[1], query.shape[2]
-        padded = torch.cat((query, query.new_zeros((1, heads, dim)))).index_select(0, plan.source)
-        padded = padded.view(len(plan.slots), plan.longest, heads, dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(padded, keys, values, attn_mask=plan.mask, enable_gqa=True)
-        return out.transpose(1, 2).reshape(-1, heads, dim).index_select(0, plan.place)
+    @property
+    def offsets(self) -> NDArray[np.int64]:
+        """[T] place within that page."""
+        return self.positions & (PAGE_TOKENS - 1)

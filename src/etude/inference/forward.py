@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -11,51 +10,25 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.inference.cache import CacheAttention, DecodeRows, KvCache, PrefillRows
+from etude.inference.cache import PagedCache, StepRows
+from etude.inference.paged_attention import PagedAttention
 from etude.inference.sampling import sample
-from etude.model import Qwen3Moe, RecordedRoutes
+from etude.model import LanguageModel, RecordedRoutes
 from etude.records import SamplingParams
 
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """What one step computes: a token of each decoding slot, then a run of tokens of each prefilling one."""
-
-    decode: NDArray[np.int64]
-    """[R] slots."""
-    prefill: NDArray[np.int64]
-    """[P] slots."""
-    starts: NDArray[np.int64]
-    """[R + P] first position that each slot computes."""
-    counts: NDArray[np.int64]
-    """[R + P] how many positions it computes; 1 for those that decode."""
-    num_live: int
-    """Slots 0..num_live-1 are in use."""
-
-    @property
-    def slots(self) -> NDArray[np.int64]:
-        """[T] slot of every row."""
-        return np.repeat(np.concatenate((self.decode, self.prefill)), self.counts)
-
-    @property
-    def positions(self) -> NDArray[np.int64]:
-        """[T] position of every row."""
-        first_row = np.cumsum(self.counts) - self.counts
-        return np.arange(int(self.counts.sum())) + np.repeat(self.starts - first_row, self.counts)
+__all__ = ["EagerForward", "ForwardPass", "StepRows"]
 
 
 class ForwardPass(Protocol):
     """Computes the rows of a step, with one model and one cache."""
 
     def load_weights(self) -> None:
-        """Called after the model's weights have changed."""
+        """Called after the model's weights have changed; perhaps in another thread, but never during a pass
+        of the same object."""
         ...
 
-    def __call__(
-        self, tokens: Tensor, slots: Tensor, positions: Tensor, rows: StepRows
-    ) -> tuple[Tensor, Tensor]:
-        """tokens, slots, positions [T] int64 -> final hidden states [T, width] and routes [T, layers, top_k]
-        uint8; stores keys and values."""
+    def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
+        """Final hidden states [T, width] and routes [T, MoE layers, top_k]; stores keys and values."""
         ...
 
     def sample(
@@ -64,38 +37,38 @@ class ForwardPass(Protocol):
         """See `etude.inference.sampling.sample`, from hidden states [N, width] on."""
         ...
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, width] -> [N, vocabulary] float32, from which raw and alternative log-probabilities
+        are taken."""
+        ...
+
 
 class EagerForward:
     """The trainer's own module, operator by operator."""
 
-    def __init__(self, model: Qwen3Moe, cache: KvCache) -> None:
+    def __init__(self, model: LanguageModel, cache: PagedCache) -> None:
         self._model = model
         self._cache = cache
-        self._recorder = RecordedRoutes(model.config.experts_per_token, model.config.num_layers)
+        self._recorder = RecordedRoutes.of(model.config)
 
     def load_weights(self) -> None:
         """See ForwardPass: the module's own tensors are used as they are."""
 
     @torch.no_grad()
-    def __call__(
-        self, tokens: Tensor, slots: Tensor, positions: Tensor, rows: StepRows
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """See ForwardPass."""
-        num_decode = len(rows.decode)
-        decode_rows = prefill_rows = None
-        if num_decode:
-            lengths = torch.from_numpy(rows.starts[:num_decode] + 1)
-            decode_rows = DecodeRows.plan(torch.from_numpy(rows.decode), lengths, rows.num_live)
-        if len(rows.prefill):
-            starts, counts = rows.starts[num_decode:], rows.counts[num_decode:]
-            prefill_rows = PrefillRows.plan(*(torch.from_numpy(x) for x in (rows.prefill, starts, counts)))
-        cache_rows = self._cache.row_index(slots, positions)
-        attention = CacheAttention(self._cache, cache_rows, decode_rows, prefill_rows)
+        tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
+        attention = PagedAttention(self._cache, rows)
         hidden = self._model(tokens, positions, attention, self._recorder)
-        return hidden, self._recorder.take()
+        return hidden, self._recorder.take(len(tokens))
 
     def sample(
         self, hidden: Tensor, params: Sequence[SamplingParams], draws: NDArray[np.float64]
     ) -> tuple[Tensor, Tensor]:
         """See ForwardPass."""
-        return sample(self._model.logits(hidden), params, draws)
+        return sample(self.logits(hidden), params, draws)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ForwardPass."""
+        return self._model.logits(hidden)

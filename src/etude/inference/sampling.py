@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,24 +49,66 @@ def sample(
     logits [N, vocabulary] float32 -> tokens [N] int64 and their log-probabilities [N] under the processed
     distribution. A greedy row (temperature 0) reports the log-probability at temperature 1.
     """
-    temperatures = [param.temperature for param in params]
-    if any(temperature not in (0.0, 1.0) for temperature in temperatures):
-        scale = torch.tensor([temperature or 1.0 for temperature in temperatures])
-        logits = logits / scale[:, None]
-    truncated = [row for row, param in enumerate(params) if param.truncated and param.temperature > 0]
-    if truncated:
-        logits = logits.clone()
-        for row in truncated:
-            logits[row] = _truncate(logits[row], params[row])
-    log_distribution = logits.log_softmax(dim=-1)
-    if all(temperature == 0.0 for temperature in temperatures):
+    log_distribution = process(logits, params)
+    greedy = [row for row, param in enumerate(params) if param.temperature == 0.0]
+    if len(greedy) == len(params):
         tokens = log_distribution.argmax(dim=-1)
     else:
-        tokens = _invert(log_distribution, torch.from_numpy(draws))
-        greedy = [row for row, temperature in enumerate(temperatures) if temperature == 0.0]
+        tokens = _invert(log_distribution, torch.from_numpy(draws).to(logits.device))
         if greedy:
             tokens[greedy] = log_distribution[greedy].argmax(dim=-1)
     return tokens, log_distribution.gather(-1, tokens[:, None]).squeeze(-1)
+
+
+def process(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """logits [N, vocabulary] -> log-probabilities of the distributions that `params` ask for; greedy rows
+    have that of temperature 1."""
+    temperatures = [param.temperature for param in params]
+    if any(temperature not in (0.0, 1.0) for temperature in temperatures):
+        scale = torch.tensor([temperature or 1.0 for temperature in temperatures], device=logits.device)
+        logits = logits / scale[:, None]
+    truncated = [row for row, param in enumerate(params) if param.truncated and param.temperature > 0]
+    if len(truncated) == len(params):
+        logits = _truncate(logits, params)
+    elif truncated:
+        logits = logits.clone()
+        logits[truncated] = _truncate(logits[truncated], [params[row] for row in truncated])
+    return logits.log_softmax(dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """What a request asked to know of one sampled token, beside its log-probability."""
+
+    raw_logprob: float
+    tokens: NDArray[np.int32]
+    """[k] likeliest first; -1 where fewer than k are possible."""
+    logprobs: NDArray[np.float32]
+    """[k]"""
+
+    @staticmethod
+    def of(logits: Tensor, params: Sequence[SamplingParams], tokens: Tensor) -> list[Alternatives]:
+        """logits [N, vocabulary], tokens [N] that were sampled from them."""
+        raw = logits.log_softmax(dim=-1).gather(-1, tokens[:, None]).squeeze(-1).tolist()
+        widest = min(max(param.top_logprobs for param in params), logits.shape[1])
+        logprobs, best = process(logits, params).topk(widest, dim=-1)
+        best = best.masked_fill(logprobs.isneginf(), -1).to(torch.int32).numpy()
+        rows = zip(raw, params, best, logprobs.numpy(), strict=True)
+        return [Alternatives(r, b[: p.top_logprobs], x[: p.top_logprobs]) for r, p, b, x in rows]
+
+    @staticmethod
+    def columns(rows: Sequence[Alternatives], params: SamplingParams) -> dict[str, Any]:
+        """The fields of a SampleChunk whose tokens these are; none where nothing was asked for."""
+        columns: dict[str, Any] = {}
+        if params.raw_logprobs:
+            columns["raw_logprobs"] = np.array([row.raw_logprob for row in rows], dtype=np.float32)
+        if params.top_logprobs:
+            shape = (len(rows), -1 if rows else params.top_logprobs)
+            columns["top_tokens"] = np.array([row.tokens for row in rows], dtype=np.int32).reshape(shape)
+            columns["top_logprobs"] = np.array([row.logprobs for row in rows], dtype=np.float32).reshape(
+                shape
+            )
+        return columns
 
 
 def _invert(log_distribution: Tensor, draws: Tensor) -> Tensor:
@@ -74,15 +118,21 @@ def _invert(log_distribution: Tensor, draws: Tensor) -> Tensor:
     return torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1)
 
 
-def _truncate(logits: Tensor, params: SamplingParams) -> Tensor:
-    """logits [vocabulary] with -inf where top-k, top-p or min-p cut."""
-    ordered, order = logits.sort(descending=True, stable=True)
-    probabilities = ordered.softmax(dim=-1)
-    keep = torch.ones_like(ordered, dtype=torch.bool)
-    if params.top_k:
-        keep[params.top_k :] = False
-    if params.top_p < 1.0:
-        keep &= probabilities.cumsum(-1) - probabilities < params.top_p
-    if params.min_p > 0.0:
-        keep &= probabilities >= params.min_p * probabilities[0]
-    return torch.full_like(logits, float("-inf")).scatter(0, order[keep], ordered[keep])
+def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """logits [N, vocabulary] with -inf where each row's top-k, top-p or min-p cut."""
+    vocabulary, device = logits.shape[1], logits.device
+    limits = [min(param.top_k or vocabulary, vocabulary) for param in params]
+    top_k = torch.tensor(limits, device=device)
+    top_p = torch.tensor([param.top_p if param.top_p < 1.0 else 2.0 for param in params], device=device)
+    min_p = torch.tensor([param.min_p for param in params], device=device)
+    widest = max(limits)
+    if widest < vocabulary:
+        ordered, order = logits.topk(widest, dim=-1)
+    else:
+        ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    probabilities = (ordered - logits.logsumexp(dim=-1, keepdim=True)).exp()
+    keep = torch.arange(widest, device=device) < top_k[:, None]
+    keep &= probabilities.cumsum(dim=-1) - probabilities < top_p[:, None]
+    keep &= probabilities >= min_p[:, None] * probabilities[:, :1]
+    kept = ordered.masked_fill(~keep, float("-inf"))
+    return torch.full_like(logits, float("-inf")).scatter_(-1, order, kept)

@@ -9,6 +9,10 @@ wall time decide it. Each time a session leaves the engine (its message is compl
 is due a fixed number of steps later. At that step the loop waits until the session has come back (with its
 next request, or by closing), and takes it in, in ticket order. Meanwhile other sessions decode, so tools
 overlap with sampling and nothing depends on which tool was faster.
+
+Without such a schedule (for interactive use) steps run in a thread of their own, so that a long one does not
+keep the process from answering. What touches the engine then waits for the end of the step: requests come in
+and sessions close in the loop anyway, between two steps; aborts are put off until then.
 """
 
 from __future__ import annotations
@@ -17,8 +21,9 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +31,29 @@ from torch import Tensor
 
 from etude.errors import EtudeError, SamplerError
 from etude.inference.engine import Engine
-from etude.inference.slots import FinishedRequest
+from etude.inference.sequences import Answer
+from etude.inference.times import EngineLoad, ServiceTimes
 from etude.model.scoring import score_sequences
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 
 WeightFetcher = Callable[[WeightManifest], Mapping[str, Tensor]]
+
+
+@dataclass(slots=True, eq=False)
+class _Reply:
+    """What a stream waits for: answers, of which the last ends it, or an error."""
+
+    items: asyncio.Queue[Answer | EtudeError] = field(default_factory=asyncio.Queue[Answer | EtudeError])
+    is_closed: bool = False
+    """Whether nothing more will come, or nobody listens any more."""
+
+    def put(self, item: Answer | EtudeError) -> None:
+        """Hands one item over; what comes after the last is dropped."""
+        if self.is_closed:
+            return
+        self.is_closed = not isinstance(item, Answer) or item.is_last
+        self.items.put_nowait(item)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,50 +63,8 @@ class _Ticket:
     session_id: str
     due_step: int
     request: SampleRequest | None = None
-    answer: asyncio.Future[FinishedRequest] | None = None
+    reply: _Reply | None = None
     returned: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-@dataclass(slots=True)
-class StepSums:
-    """What engine steps cost, summed so that a regression over all of them needs none of them."""
-
-    gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((4, 4)))
-    """Sum of f f^T, where f = (1, decoded tokens, whether it prefilled, prefilled tokens)."""
-    moment: NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
-    """Sum of f times the step's seconds."""
-    decode_s: float = 0.0
-    """Of steps that only decoded."""
-    mixed_s: float = 0.0
-    """Of steps that did both."""
-    mixed_steps: int = 0
-    mixed_decode_tokens: int = 0
-
-    def add(self, decode_tokens: int, prefill_tokens: int, elapsed_s: float) -> None:
-        """Counts one step in."""
-        features = np.array((1.0, decode_tokens, prefill_tokens > 0, prefill_tokens))
-        self.gram += np.outer(features, features)
-        self.moment += features * elapsed_s
-        if decode_tokens and prefill_tokens:
-            self.mixed_s += elapsed_s
-            self.mixed_steps += 1
-            self.mixed_decode_tokens += decode_tokens
-        elif decode_tokens:
-            self.decode_s += elapsed_s
-
-    def since(self, earlier: StepSums) -> StepSums:
-        """The steps that were counted after `earlier`."""
-        return StepSums(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
-
-
-@dataclass(slots=True)
-class ServiceTimes:
-    """Where the loop's wall time went, in seconds."""
-
-    step_s: float = 0.0
-    steps: StepSums = field(default_factory=StepSums)
-    waiting_s: float = 0.0
-    """Waiting for sessions that were due and still away."""
 
 
 class EngineService:
@@ -92,7 +72,7 @@ class EngineService:
 
     def __init__(self, engine: Engine, fetch_weights: WeightFetcher, delay_steps: int | None = 6) -> None:
         """`delay_steps`: steps until a session is waited for; None takes requests as they come (for
-        interactive use, where reproducible timing means nothing)."""
+        interactive use, where reproducible timing means nothing), and steps in a thread."""
         self.engine = engine
         self.times = ServiceTimes()
         self._fetch_weights = fetch_weights
@@ -102,8 +82,22 @@ class EngineService:
         self._away: dict[str, _Ticket] = {}
         self._in_flight: dict[str, str] = {}
         """Session -> its request, from stream() until the answer."""
-        self._answers: dict[str, asyncio.Future[FinishedRequest]] = {}
+        self._replies: dict[str, _Reply] = {}
+        """Request -> who waits for it, once the engine has it."""
+        self._thread = ThreadPoolExecutor(1, "etude-engine") if delay_steps is None else None
+        self._between_steps = asyncio.Event()
+        """Cleared while a step runs in the thread."""
+        self._between_steps.set()
+        self._put_off: list[str] = []
+        """Requests to abort once the step has ended."""
+        self._closing: set[str] = set()
+        """Sessions to close once their request has ended."""
+        self._last_load = EngineLoad(0, 0, 0, engine.num_free_pages, engine.num_pages)
         self._wake = asyncio.Event()
+        self._staging = asyncio.Lock()
+        self._unheld = asyncio.Event()
+        """Cleared while steps must wait, because a reproducible schedule stages weights."""
+        self._unheld.set()
         self._loop_task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
@@ -114,8 +108,12 @@ class EngineService:
     async def __aexit__(self, *_: object) -> None:
         assert self._loop_task is not None
         self._loop_task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._loop_task
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._loop_task
+        finally:
+            if self._thread is not None:
+                await asyncio.to_thread(self._thread.shutdown)
         self._failure = SamplerError("the engine was stopped")
         self._fail_waiting(self._failure)
 
@@ -133,13 +131,18 @@ class EngineService:
         request_id = self._in_flight.get(session_id)
         if request_id is not None:
             self.abort(request_id)
+            if session_id in self._in_flight:
+                self._closing.add(session_id)
+                return
         ticket = self._away.pop(session_id, None)
         if ticket is not None:
             ticket.returned.set()
             self._wake.set()
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
-        """See Sampler.stream. Chunks come when the message is complete, one per policy version."""
+        """See Sampler.stream. Chunks come when the message is complete, one per policy version; if the
+        request is `streaming`, after each step. A stream that is not read to its end aborts its request, and
+        so does `deadline_s`, counted from here."""
         if self._failure is not None:
             raise SamplerError("the engine has failed", received=repr(self._failure))
         ticket = self._away.pop(request.session_id, None)
@@ -151,16 +154,37 @@ class EngineService:
                 fix="call open() first, and wait for the last answer",
             )
         self._in_flight[request.session_id] = request.id
-        ticket.request = request
-        ticket.answer = asyncio.get_running_loop().create_future()
+        ticket.request, ticket.reply = request, _Reply()
         ticket.returned.set()
         self._wake.set()
-        finished = await ticket.answer
-        for chunk in finished.chunks:
-            yield chunk
+        async with contextlib.aclosing(self._listen(request, ticket.reply)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _listen(self, request: SampleRequest, reply: _Reply) -> AsyncGenerator[SampleChunk]:
+        deadline: asyncio.TimerHandle | None = None
+        if request.deadline_s is not None:
+            deadline = asyncio.get_running_loop().call_later(request.deadline_s, self.abort, request.id)
+        try:
+            while True:
+                item = await reply.items.get()
+                if not isinstance(item, Answer):
+                    raise item
+                for chunk in item.chunks:
+                    yield chunk
+                if item.is_last:
+                    return
+        finally:
+            if deadline is not None:
+                deadline.cancel()
+            if not reply.is_closed:
+                reply.is_closed = True
+                self.abort(request.id)
+                await self._between_steps.wait()
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
         """See Sampler.score."""
+        await self._between_steps.wait()
         current = self.engine.current()
         if version != current:
             raise SamplerError(
@@ -174,6 +198,9 @@ class EngineService:
             if ticket.request is not None and ticket.request.id == request_id:
                 self._take_back(ticket, ticket.request)
                 return
+        if not self._between_steps.is_set():
+            self._put_off.append(request_id)
+            return
         finished = self.engine.abort(request_id)
         if finished is not None:
             self._deliver(finished)
@@ -181,25 +208,78 @@ class EngineService:
     # ---- WeightSink -----------------------------------------------------------------------------
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """See WeightSink.stage."""
+        """See WeightSink.stage. Fetching, checks and copies run in a thread, while the engine goes on.
+
+        Under a reproducible schedule no step is taken meanwhile: how many there were must not depend on how
+        long the thread takes. Cancelled, it returns once the thread is done.
+        """
+        async with self._staging:
+            if self._delay_steps is not None:
+                self._unheld.clear()
+            began = time.perf_counter()
+            work = asyncio.ensure_future(asyncio.to_thread(self._stage, manifest))
+            try:
+                await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait((work,))
+                raise
+            finally:
+                self.times.stage_s += time.perf_counter() - began
+                self._unheld.set()
+
+    def _stage(self, manifest: WeightManifest) -> None:
         self.engine.stage(manifest.version, self._fetch_weights(manifest))
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        """See WeightSink.activate. Runs between two steps, because steps never suspend."""
+        """See WeightSink.activate. Runs between two steps."""
+        await self._between_steps.wait()
+        began = time.perf_counter()
         self.engine.activate(version, kv)
+        elapsed = time.perf_counter() - began
+        self.times.swap_s += elapsed
+        self.times.longest_swap_s = max(self.times.longest_swap_s, elapsed)
 
     def current(self) -> PolicyVersion | None:
         """See WeightSink.current."""
         return self.engine.version
+
+    # ---- for routers and metrics ----------------------------------------------------------------
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why nothing will ever be answered again; None while it works."""
+        return self._failure
+
+    @property
+    def load(self) -> EngineLoad:
+        """How busy the engine is, or was before the step that is running. Requests that have come and are
+        not due yet count as waiting."""
+        if self._between_steps.is_set():
+            self._last_load = self._measure_load()
+        return self._last_load
+
+    def _measure_load(self) -> EngineLoad:
+        engine = self.engine
+        coming = [ticket.request for ticket in self._tickets if ticket.request is not None]
+        tokens = sum(len(request.suffix) + request.params.max_tokens for request in coming)
+        return EngineLoad(
+            engine.num_running,
+            engine.num_waiting + len(coming),
+            engine.outstanding_tokens + tokens,
+            engine.num_free_pages,
+            engine.num_pages,
+        )
 
     # ---- the loop -------------------------------------------------------------------------------
 
     async def _run(self) -> None:
         try:
             while True:
+                await self._unheld.wait()
                 await self._take_in()
+                await self._unheld.wait()
                 if self.engine.has_work:
-                    self._step()
+                    await self._step()
                     await asyncio.sleep(0)
                 elif self._tickets:
                     self._clock = max(self._clock, self._tickets[0].due_step)
@@ -231,61 +311,83 @@ class EngineService:
             began = time.perf_counter()
             while not ticket.returned.is_set():  # an abort may have taken the request back meanwhile
                 await ticket.returned.wait()
+                await self._unheld.wait()
             self.times.waiting_s += time.perf_counter() - began
             self._tickets.popleft()
             self._admit(ticket)
 
     def _admit(self, ticket: _Ticket) -> None:
-        if ticket.request is None or ticket.answer is None:
+        if ticket.request is None or ticket.reply is None:
             self.engine.close(ticket.session_id)
-            return
-        if ticket.answer.cancelled():
-            self._leave(ticket.session_id)
             return
         try:
             self.engine.submit(ticket.request)
         except EtudeError as error:
             self._leave(ticket.session_id)
-            ticket.answer.set_exception(error)
+            ticket.reply.put(error)
             return
-        self._answers[ticket.request.id] = ticket.answer
+        self._replies[ticket.request.id] = ticket.reply
 
-    def _step(self) -> None:
+    async def _step(self) -> None:
         began = time.perf_counter()
         counters = self.engine.counters
         decoded, prefilled = counters.decode_tokens, counters.prefill_tokens
-        finished = self.engine.step()
+        answers = await self._compute_step()
         elapsed = time.perf_counter() - began
         self.times.step_s += elapsed
         self.times.steps.add(counters.decode_tokens - decoded, counters.prefill_tokens - prefilled, elapsed)
         self._clock += 1
-        for request in finished:
-            self._deliver(request)
+        for answer in answers:
+            self._deliver(answer)
+        put_off, self._put_off = self._put_off, []
+        for request_id in put_off:
+            self.abort(request_id)
 
-    def _deliver(self, finished: FinishedRequest) -> None:
-        self._leave(finished.request.session_id)
-        answer = self._answers.pop(finished.request.id, None)
-        if answer is not None and not answer.done():
-            answer.set_result(finished)
+    async def _compute_step(self) -> list[Answer]:
+        """One step; in the thread, if there is one. Whoever waits for its end runs before the next begins."""
+        if self._thread is None:
+            return self.engine.step()
+        self._last_load = self._measure_load()
+        self._between_steps.clear()
+        work = asyncio.get_running_loop().run_in_executor(self._thread, self.engine.step)
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await asyncio.wait((work,))
+            raise
+        finally:
+            self._between_steps.set()
+
+    def _deliver(self, answer: Answer) -> None:
+        reply = self._replies.get(answer.request.id)
+        if answer.is_last:
+            self._leave(answer.request.session_id)
+            self._replies.pop(answer.request.id, None)
+        if reply is not None:
+            reply.put(answer)
 
     def _take_back(self, ticket: _Ticket, request: SampleRequest) -> None:
         """Aborts a request that has not reached the engine: its session is away as before."""
-        answer, ticket.request, ticket.answer = ticket.answer, None, None
+        reply, ticket.request, ticket.reply = ticket.reply, None, None
         ticket.returned.clear()
         self._in_flight.pop(ticket.session_id, None)
         self._away[ticket.session_id] = ticket
-        if answer is None or answer.done():
+        if reply is None or reply.is_closed:
             return
         try:
-            answer.set_result(self.engine.give_up(request))
+            reply.put(self.engine.give_up(request))
         except SamplerError as error:
-            answer.set_exception(error)
+            reply.put(error)
 
     def _leave(self, session_id: str) -> None:
         self._in_flight.pop(session_id, None)
         ticket = _Ticket(session_id, self._due_step())
         self._tickets.append(ticket)
-        self._away[session_id] = ticket
+        if session_id in self._closing:
+            self._closing.discard(session_id)
+            ticket.returned.set()
+        else:
+            self._away[session_id] = ticket
 
     def _due_step(self) -> int:
         """The next multiple of the delay that is at least the delay away: sessions come back in batches,
@@ -294,8 +396,7 @@ class EngineService:
         return -(-(self._clock + delay) // delay) * delay if delay else self._clock
 
     def _fail_waiting(self, error: BaseException) -> None:
-        waiting = [*self._answers.values(), *(t.answer for t in self._tickets if t.answer is not None)]
-        for answer in waiting:
-            if not answer.done():
-                answer.set_exception(SamplerError("the engine failed", received=repr(error)))
-        self._answers.clear()
+        waiting = [*self._replies.values(), *(t.reply for t in self._tickets if t.reply is not None)]
+        for reply in waiting:
+            reply.put(SamplerError("the engine failed", received=repr(error)))
+        self._replies.clear()

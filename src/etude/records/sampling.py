@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,11 @@ from numpy.typing import NDArray
 from etude.records.policy import PolicyVersion
 
 NATIVE_ROUTE = 255
-"""Expert index that says: nothing was recorded here, let the router choose."""
+"""Expert index that says: nothing was recorded here, let the router choose. In uint16 routes it is
+65,535: always the largest of the type."""
+
+MAX_TOP_LOGPROBS = 128
+"""Most alternatives that are reported with a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,11 @@ class SamplingParams:
     """Keep the k likeliest tokens; 0 keeps all."""
     min_p: float = 0.0
     max_tokens: int = 256
+    raw_logprobs: bool = False
+    """Also report each token's log-probability under the model's own distribution: temperature 1, nothing
+    cut."""
+    top_logprobs: int = 0
+    """Also report the so many likeliest tokens of the processed distribution at each place."""
 
     def __post_init__(self) -> None:
         checks = (
@@ -31,6 +41,7 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, ">= 0"),
             ("min_p", 0.0 <= self.min_p < 1.0, "in [0, 1)"),
             ("max_tokens", self.max_tokens >= 1, ">= 1"),
+            ("top_logprobs", 0 <= self.top_logprobs <= MAX_TOP_LOGPROBS, f"in 0..{MAX_TOP_LOGPROBS}"),
         )
         for name, holds, bound in checks:
             if not holds:
@@ -65,6 +76,16 @@ class SampleRequest:
     """Serve exactly this version, or (with `version_is_minimum`) this or a later one."""
     version_is_minimum: bool = False
     deadline_s: float | None = None
+    streaming: bool = False
+    """A chunk after every engine step that sampled for this request; otherwise all come at the end."""
+    stop_texts: tuple[str, ...] = ()
+    """Sampling ends with the token that completes one of these in the bytes of the sampled tokens (never in
+    the prompt). To stop at a tool call, name the grammar's closing tag. The token is part of the answer, and
+    may carry bytes behind the text: whoever shows it cuts them."""
+
+    def __post_init__(self) -> None:
+        if any(not text for text in self.stop_texts):
+            raise ValueError("SampleRequest.stop_texts: must not be empty texts, received ''")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,15 +98,26 @@ class SampleChunk:
     """[n] under the processed distribution."""
     version: PolicyVersion
     kv_oldest: PolicyVersion
-    routes: NDArray[np.uint8] | None = None
-    """[p, layers, top_k]: of every position whose keys were computed since the last chunk, the prefill
-    included. The last sampled token of a message is computed, and so routed, with the next request."""
+    routes: NDArray[Any] | None = None
+    """[p, layers that route, top_k]: of every position whose keys were computed since the last chunk, the
+    prefill included. uint8, or uint16 where there are more than 255 experts; None for a dense model. The last
+    sampled token of a message is computed, and so routed, with the next request."""
     routes_start: int = 0
     """Position of the first row of `routes`. Where keys were computed again, later rows replace earlier."""
     finish: str | None = None
     """None while more may come; then `stop`, `length` or `abort`."""
     prefix_digest: str = ""
     """With `finish`: names all tokens of the session so far, for the next request."""
+    raw_logprobs: NDArray[np.float32] | None = None
+    """[n] under the model's own distribution, where SamplingParams.raw_logprobs asked for them."""
+    top_tokens: NDArray[np.int32] | None = None
+    """[n, k] the likeliest tokens, k = SamplingParams.top_logprobs, best first; -1 where fewer are
+    possible."""
+    top_logprobs: NDArray[np.float32] | None = None
+    """[n, k] their log-probabilities under the processed distribution."""
+    cached_tokens: int | None = None
+    """With the first chunk of a request: tokens of its whole input, prefix and suffix, whose keys were there
+    already. None in later chunks, and from samplers that do not tell."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,4 +126,4 @@ class Scores:
 
     logprobs: NDArray[np.float32]
     version: PolicyVersion
-    routes: NDArray[np.uint8] | None = field(default=None)
+    routes: NDArray[Any] | None = field(default=None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +28,9 @@ class TrainingSequence:
     logprobs: NDArray[np.float32]
     """[T] as sampled."""
     advantage: float
-    routes: NDArray[np.uint8] | None
-    """[T, layers, top_k]; None where the router chooses."""
+    routes: NDArray[Any] | None
+    """[T, layers, top_k] uint8, or uint16 where there are more than 255 experts; None where the router
+    chooses."""
 
 
 def training_sequences(
@@ -113,7 +115,11 @@ def _sequence(
                 received=segment.id,
                 fix="record routes, or set rl.router_replay=false",
             )
-        routes = fetch_routes(segment.routes).astype(np.uint8, copy=False)
+        routes = fetch_routes(segment.routes)
+        if routes.dtype not in (np.uint8, np.uint16):  # a cast would name other experts
+            raise ConfigError(
+                "routes must be uint8 or uint16", field="routes", received=f"{segment.id}: {routes.dtype}"
+            )
     return TrainingSequence(segment.tokens, trained, segment.logprobs, advantage, routes)
 
 

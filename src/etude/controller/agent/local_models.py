@@ -32,7 +32,7 @@ from etude.weights import MemoryWeights
 _TURNS = 200
 """Of a conversation with a model that was trained with fewer in one session."""
 _PREFILL_TOKENS = 2048
-_NUM_SLOTS = 2
+_NUM_SESSIONS = 2
 
 
 @contextlib.asynccontextmanager
@@ -85,11 +85,12 @@ async def open_model(choice: ModelChoice) -> AsyncIterator[Policy]:
     engine = Engine(
         model.config,
         tokenizer.vocab_size,
-        _NUM_SLOTS,
+        _NUM_SESSIONS,
         limits.max_tokens + 1,
         _PREFILL_TOKENS,
-        choose_kernels("auto"),
+        choose_kernels("auto", model=model.config),
         available_cores(),
+        token_bytes=tokenizer.decode_bytes,
     )
     async with EngineService(engine, weights.fetch, None) as service:
         manifest = weights.publish(PolicyVersion(name, 0), dict(model.named_parameters()))

@@ -1,0 +1,255 @@
+"""Which pages hold which tokens: a radix tree over whole pages, and the pool that its pages come from.
+
+A path from the root spells the tokens of a prefix, one page per node; what hangs at its end may be part of a
+page. Only pages that were computed under the version in service are in the tree: it is emptied when weights
+change, so no new request ever attends to another version's keys.
+
+A page is free, or some session uses it, or the tree keeps it for whoever comes next (or both). A page that
+only the tree keeps is given up, least recently used first, leaves before what they hang on.
+
+A node is put in before its page is computed (`ready` False), so that whoever has the same prompt can see that
+it is coming, and wait for it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.inference.cache import PAGE_TOKENS
+
+MIN_COPIED = 4
+"""A page of which fewer tokens agree is computed rather than copied."""
+_TOKEN_BYTES = 4
+_PAGE_BYTES = PAGE_TOKENS * _TOKEN_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One page of the tree."""
+
+    page: int
+    key: bytes
+    """Its tokens, int32; fewer than a page's where it is a tail."""
+    parent: Node | None
+    ready: bool
+    """Whether keys and values of all its tokens are there."""
+    last_used: int = 0
+    alive: bool = True
+    """Whether it is still in the tree."""
+    children: dict[bytes, Node] = field(default_factory=dict[bytes, "Node"])
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What the tree holds of a prompt."""
+
+    nodes: tuple[Node, ...] = ()
+    """Of whole pages, from the first on."""
+    tail: Node | None = None
+    """A page whose first `tail_tokens` tokens agree: to be copied, since the rest differs."""
+    tail_tokens: int = 0
+    coming: Node | None = None
+    """A page that somebody is computing just now: worth waiting for."""
+
+
+class PageTree:
+    """Pool and tree. Clocks are engine steps: any number that never falls."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.root = Node(-1, b"", None, ready=True)
+        self.uses = np.zeros(num_pages, dtype=np.int32)
+        """[pages] sessions that use each."""
+        self._node_of: list[Node | None] = [None] * num_pages
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._leaves: list[tuple[int, int, Node]] = []
+        """Heap of (last used, tie-breaker, node); entries may be out of date."""
+        self._pushed = 0
+
+    # ---- pages ----------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Pages that hold nothing."""
+        return len(self._free)
+
+    @property
+    def num_kept(self) -> int:
+        """Pages that only the tree keeps."""
+        return sum(node is not None and not self.uses[page] for page, node in enumerate(self._node_of))
+
+    def take(self, count: int) -> list[int]:
+        """Pages for one session. There must be as many: see `make_room`."""
+        pages = [self._free.pop() for _ in range(count)]
+        self.uses[pages] = 1
+        return pages
+
+    def make_room(self, count: int) -> bool:
+        """Gives up what the tree alone keeps until `count` pages are free; False if that is not enough."""
+        while len(self._free) < count:
+            if not self._evict_leaf():
+                return False
+        return True
+
+    def retain(self, pages: Sequence[int]) -> None:
+        """One more session uses each of these pages."""
+        self.uses[[*pages]] += 1
+
+    def release(self, pages: Sequence[int], clock: int) -> None:
+        """A session no longer uses these pages; what the tree does not keep is free."""
+        self.uses[[*pages]] -= 1
+        left = self.uses[[*pages]].tolist()
+        assert min(left, default=0) >= 0, "a page is released once by each who took it"
+        for page, uses in zip(reversed(pages), reversed(left), strict=True):
+            if uses:
+                continue
+            node = self._node_of[page]
+            if node is None:
+                self._free.append(page)
+            else:
+                node.last_used = clock
+                self._push_leaf(node)
+
+    # ---- prefixes -------------------------------------------------------------------------------
+
+    def match(self, tokens: NDArray[np.int32], limit: int, clock: int) -> Match:
+        """What is held of the first `limit` of `tokens`. Touches what it finds; takes nothing."""
+        data = tokens[:limit].tobytes()
+        nodes: list[Node] = []
+        node = self.root
+        while (len(nodes) + 1) * _PAGE_BYTES <= len(data):
+            at = len(nodes) * _PAGE_BYTES
+            child = node.children.get(data[at : at + _PAGE_BYTES])
+            if child is None:
+                break
+            if not child.ready:
+                return Match(tuple(nodes), coming=child)
+            child.last_used = clock
+            nodes.append(child)
+            node = child
+        rest = data[len(nodes) * _PAGE_BYTES :]
+        tail, common = _closest(node, rest)
+        if tail is None:
+            return Match(tuple(nodes))
+        if not tail.ready:
+            whole = common * _TOKEN_BYTES == len(rest)
+            return Match(tuple(nodes), coming=tail if whole else None)
+        tail.last_used = clock
+        return Match(tuple(nodes), tail, common)
+
+    def insert(self, parent: Node, page: int, key: bytes, *, ready: bool, clock: int) -> Node:
+        """The child of `parent` with `key`: a new one that holds `page`, or the one that is there."""
+        assert parent.alive
+        node = parent.children.get(key)
+        if node is not None:
+            return node
+        assert self._node_of[page] is None, "a page is in the tree once"
+        node = Node(page, key, parent, ready, clock)
+        parent.children[key] = node
+        self._node_of[page] = node
+        return node
+
+    def remove(self, node: Node) -> None:
+        """Takes a node and all below it out of the tree; unknown ones are ignored."""
+        if not node.alive or node.parent is None:
+            return
+        parent = node.parent
+        del parent.children[node.key]
+        below = [node]
+        while below:
+            gone = below.pop()
+            gone.alive = False
+            below.extend(gone.children.values())
+            self._node_of[gone.page] = None
+            if not self.uses[gone.page]:
+                self._free.append(gone.page)
+        self._push_leaf(parent)
+
+    def clear(self) -> None:
+        """Forgets all prefixes: pages that sessions use remain theirs."""
+        for node in tuple(self.root.children.values()):
+            self.remove(node)
+        self._leaves.clear()
+
+    # ---- eviction -------------------------------------------------------------------------------
+
+    def _push_leaf(self, node: Node) -> None:
+        if node.parent is None or node.children or self.uses[node.page]:
+            return
+        self._pushed += 1
+        heapq.heappush(self._leaves, (node.last_used, self._pushed, node))
+        if len(self._leaves) > 4 * self.num_pages + 64:
+            current = {node: (node.last_used, order, node) for _, order, node in sorted(self._leaves)}
+            self._leaves = [entry for entry in current.values() if self._is_idle_leaf(entry[2])]
+            heapq.heapify(self._leaves)
+
+    def _is_idle_leaf(self, node: Node) -> bool:
+        return node.alive and not node.children and not self.uses[node.page]
+
+    def _evict_leaf(self) -> bool:
+        """Gives up the leaf that was used longest ago; False if there is none."""
+        while self._leaves:
+            last_used, _, node = heapq.heappop(self._leaves)
+            if not self._is_idle_leaf(node):
+                continue
+            if node.last_used != last_used:
+                self._push_leaf(node)
+                continue
+            self.remove(node)
+            return True
+        return False
+
+    # ---- invariants -----------------------------------------------------------------------------
+
+    def check(self, tables: Iterable[Sequence[int]]) -> None:
+        """Asserts that every page is free or accounted for, given the pages that each session uses."""
+        counted = [0] * self.num_pages
+        for table in tables:
+            for page in table:
+                counted[page] += 1
+        assert counted == self.uses.tolist(), "a page's uses are the sessions that have it"
+        kept = {page for page, node in enumerate(self._node_of) if node is not None}
+        assert len(set(self._free)) == len(self._free), "a page is free once"
+        used = set(np.flatnonzero(self.uses).tolist())
+        assert not (used | kept) & set(self._free), "a page is free only if nobody uses or keeps it"
+        assert len(used | kept) + len(self._free) == self.num_pages, "no page is lost"
+        reachable, below = 0, [self.root]
+        while below:
+            node = below.pop()
+            assert node.alive
+            reachable += 1
+            below.extend(node.children.values())
+        assert reachable == len(kept) + 1, "every page that is kept can be found"
+        candidates = {id(node) for _, _, node in self._leaves}
+        for node in self._node_of:
+            if node is not None and self._is_idle_leaf(node):
+                assert id(node) in candidates, "every idle leaf can be given up"
+
+
+def _closest(parent: Node, rest: bytes) -> tuple[Node | None, int]:
+    """The child that agrees with `rest` longest, and in how many tokens; None below `MIN_COPIED`."""
+    best: Node | None = None
+    longest = MIN_COPIED - 1
+    start = rest[: MIN_COPIED * _TOKEN_BYTES]
+    if len(start) < MIN_COPIED * _TOKEN_BYTES:
+        return None, 0
+    for child in parent.children.values():
+        if not child.key.startswith(start):
+            continue
+        common = _common_tokens(child.key, rest)
+        if common > longest or (common == longest and best is not None and child.ready and not best.ready):
+            best, longest = child, common
+    return best, longest if best is not None else 0
+
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    size = min(len(a), len(b))
+    differing = np.flatnonzero(
+        np.frombuffer(a, np.int32, size // _TOKEN_BYTES) != np.frombuffer(b, np.int32, size // _TOKEN_BYTES)
+    )
+    return int(differing[0]) if len(differing) else size // _TOKEN_BYTES

@@ -1,0 +1,47 @@
+"""Drafts for speculative decoding, looked up in the session's own tokens.
+
+Agents repeat what they have read: paths, code, arguments. The tokens that followed the last occurrence of
+the current n-gram are a cheap guess of what comes next (prompt lookup decoding, Saxena 2023). The engine
+verifies a draft in one pass, by drawing at every place what it would have drawn without it: see `drawing`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class NgramLookup:
+    """How drafts are found."""
+
+    num_drafts: int = 4
+    """Most tokens guessed at once."""
+    longest: int = 3
+    """Tokens of context that must agree, at first."""
+    shortest: int = 2
+    """Tokens of context that must agree, at least."""
+
+    def __post_init__(self) -> None:
+        if self.num_drafts < 1 or not 1 <= self.shortest <= self.longest:
+            raise ValueError(
+                f"NgramLookup: needs num_drafts >= 1 and 1 <= shortest <= longest, received {self}"
+            )
+
+    def propose(self, tokens: NDArray[np.int32], most: int) -> NDArray[np.int32]:
+        """Up to `most` tokens that may follow `tokens` [n]; none where nothing like their end came before."""
+        most = min(most, self.num_drafts)
+        for size in range(self.longest, self.shortest - 1, -1):
+            if most < 1 or len(tokens) <= size:
+                continue
+            ending = tokens[-size:]
+            found = tokens[size - 1 : -1] == ending[-1]
+            for back in range(1, size):
+                found &= tokens[size - 1 - back : -1 - back] == ending[-1 - back]
+            places = np.flatnonzero(found)
+            if len(places):
+                after = int(places[-1]) + size
+                return tokens[after : after + most]
+        return tokens[:0]

@@ -1,0 +1,70 @@
+"""Where a service's wall time went, and how busy its engine is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(slots=True)
+class StepSums:
+    """What engine steps cost, summed so that a regression over all of them needs none of them."""
+
+    gram: NDArray[np.float64] = field(default_factory=lambda: np.zeros((4, 4)))
+    """Sum of f f^T, where f = (1, decoded tokens, whether it prefilled, prefilled tokens)."""
+    moment: NDArray[np.float64] = field(default_factory=lambda: np.zeros(4))
+    """Sum of f times the step's seconds."""
+    decode_s: float = 0.0
+    """Of steps that only decoded."""
+    mixed_s: float = 0.0
+    """Of steps that did both."""
+    mixed_steps: int = 0
+    mixed_decode_tokens: int = 0
+
+    def add(self, decode_tokens: int, prefill_tokens: int, elapsed_s: float) -> None:
+        """Counts one step in."""
+        features = np.array((1.0, decode_tokens, prefill_tokens > 0, prefill_tokens))
+        self.gram += np.outer(features, features)
+        self.moment += features * elapsed_s
+        if decode_tokens and prefill_tokens:
+            self.mixed_s += elapsed_s
+            self.mixed_steps += 1
+            self.mixed_decode_tokens += decode_tokens
+        elif decode_tokens:
+            self.decode_s += elapsed_s
+
+    def since(self, earlier: StepSums) -> StepSums:
+        """The steps that were counted after `earlier`."""
+        return StepSums(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+
+@dataclass(slots=True)
+class ServiceTimes:
+    """Where the loop's wall time went, in seconds."""
+
+    step_s: float = 0.0
+    steps: StepSums = field(default_factory=StepSums)
+    waiting_s: float = 0.0
+    """Waiting for sessions that were due and still away."""
+    swap_s: float = 0.0
+    """Exchanging weights: no step runs meanwhile."""
+    longest_swap_s: float = 0.0
+    """Of one exchange."""
+    stage_s: float = 0.0
+    """Fetching, checking and copying the next weights, in a thread of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """How busy an engine is, for routers and metrics."""
+
+    running: int
+    """Requests that are being computed."""
+    waiting: int
+    """Requests that have come and are not."""
+    outstanding_tokens: int
+    """Tokens that all these have yet to compute, if they sample as many as they may."""
+    free_pages: int
+    num_pages: int

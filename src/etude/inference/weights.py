@@ -1,0 +1,105 @@
+"""The weights in service and those beside them, so that a swap is an exchange of two references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etude.config import ModelConfig
+from etude.errors import WeightUpdateError
+from etude.inference.forward import ForwardPass
+from etude.model import LanguageModel, build_model
+from etude.records import PolicyVersion
+
+MakeForward = Callable[[LanguageModel], ForwardPass]
+
+
+@dataclass(frozen=True, slots=True)
+class Runner:
+    """A model and what computes it."""
+
+    model: LanguageModel
+    compute: ForwardPass
+
+
+class DoubleWeights:
+    """Two runners over one cache: one serves, the other takes the next version.
+
+    Staging touches nothing that serves, so it may run in another thread than the engine's steps. The second
+    runner is made when it is first needed.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab_size: int,
+        make_forward: MakeForward,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`device` and `dtype`: where and how the models lie."""
+        self._config = config
+        self._vocab_size = vocab_size
+        self._make_forward = make_forward
+        self._device = device
+        self._dtype = dtype
+        self.active = self._make_runner()
+        self.version: PolicyVersion | None = None
+        self._spare: Runner | None = self.active
+        self._staged: PolicyVersion | None = None
+
+    def stage(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None:
+        """Takes the next weights beside the current ones. Raises WeightUpdateError if they do not fit; then
+        nothing is staged."""
+        self._staged = None
+        check_tensors_fit(self.active.model, tensors)
+        if self._spare is None:
+            self._spare = self._make_runner()
+            self._spare.model.ops = self.active.model.ops
+        with torch.no_grad():
+            for name, parameter in self._spare.model.named_parameters():
+                parameter.copy_(tensors[name])
+        self._spare.compute.load_weights()
+        self._staged = version
+
+    def activate(self, version: PolicyVersion) -> None:
+        """Puts the staged version into service. Raises WeightUpdateError if it is not staged."""
+        if self._staged is None or self._staged != version or self._spare is None:
+            raise WeightUpdateError(
+                "version is not staged", field="version", received=f"{version}; staged {self._staged}"
+            )
+        served, self.active = self.active, self._spare
+        self._spare = None if served is self.active else served
+        self.version, self._staged = version, None
+
+    def _make_runner(self) -> Runner:
+        model = build_model(self._config, self._vocab_size).requires_grad_(requires_grad=False)
+        model = model.to(self._device)
+        if self._dtype != torch.float32:
+            model.cast(self._dtype)
+        return Runner(model, self._make_forward(model))
+
+
+def check_tensors_fit(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
+    """Raises WeightUpdateError unless `tensors` are the model's, by name and shape, and all finite."""
+    own = dict(model.named_parameters())
+    if own.keys() != tensors.keys():
+        differing = sorted(own.keys() ^ tensors.keys())
+        raise WeightUpdateError("other tensors than the model's", field="tensors", received=differing)
+    for name, tensor in tensors.items():
+        if tensor.shape != own[name].shape:
+            raise WeightUpdateError(
+                f"shape differs from the model's {tuple(own[name].shape)}",
+                field=name,
+                received=tuple(tensor.shape),
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise WeightUpdateError(
+                "holds values that are not finite",
+                field=name,
+                received=f"{int((~torch.isfinite(tensor)).sum())} of {tensor.numel()}",
+                fix="publish a version from before the training diverged",
+            )
