@@ -47,6 +47,8 @@ def free_names(tree: ast.Module) -> set[str]:
             made.add(node.name)
         elif isinstance(node, ast.arg):
             made.add(node.arg)
+        elif isinstance(node, ast.ExceptHandler) and node.name:
+            made.add(node.name)
     return used - made
 
 
