@@ -26,9 +26,10 @@ pytestmark = needs_runsc
 SERVER = """
 import socket
 state = bytearray(b"x" * (8 << 20))
+inner = socket.create_server(("127.0.0.1", 0))
+client = socket.create_connection(inner.getsockname())
+kept, _ = inner.accept()
 listener = socket.create_server(("127.0.0.1", 5555))
-client = socket.create_connection(("127.0.0.1", 5555))
-kept, _ = listener.accept()
 count = 0
 while True:
     asker, _ = listener.accept()
