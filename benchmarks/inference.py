@@ -1,7 +1,8 @@
 """Our engine beside its peers on agent sessions, and what it does alone.
 
     python benchmarks/inference.py [--only ours,vllm] [--scenarios moe,dense,large] [--parts peers,own,router]
-                                   [--choices FILE] [--rounds 3] [--slow-turns N] [--quick] [--json FILE]
+                                   [--choices FILE] [--rounds 3] [--slow-turns N] [--coefficients FILE]
+                                   [--quick] [--json FILE]
 
 Every peer is a process that has the same checkpoint loaded; in each round all of them play the same new
 workload one after the other (A B C, B C A, ...), and a ratio is the median of the ratios round by round.
@@ -34,6 +35,8 @@ import torch
 from common import Figures, median_figures, median_ratio, print_table, write_result
 from inference_peers import PEERS, PeerFailedError, Played, Variant, Worker, variants
 from inference_work import Scenario, longest_tokens, scenarios
+
+from etude.inference.router.step_cost import read_step_cost
 
 _CHOOSING, _WARMING = 0, 1
 """Seeds of workloads that do not count; rounds have those that follow."""
@@ -230,13 +233,16 @@ def own_figures(scenario: Scenario, quick: bool) -> Figures:
     return figures
 
 
-def router_figures(quick: bool) -> Figures:
-    """The router's, over step costs measured now: medians over seeds."""
-    cost = asyncio.run(inference_router.measure_step_cost())
+def router_figures(quick: bool, coefficients: Path | None) -> Figures:
+    """The router's, over step costs measured now or read from a file: medians over seeds."""
+    if coefficients is None:
+        cost = asyncio.run(inference_router.measure_step_cost())
+    else:
+        cost = read_step_cost(coefficients)
     blocks: list[Figures] = []
-    for seed in range(1 if quick else 3):
+    for seed in range(1 if quick else 5):
         shape = inference_router.WorkloadShape(
-            100 if quick else 500, inference_router.SHAPE.turns, tool_s=inference_router.SHAPE.tool_s
+            100 if quick else 700, inference_router.SHAPE.turns, tool_s=inference_router.SHAPE.tool_s
         )
         sessions = inference_router.synthetic_sessions(shape, seed)
         blocks.append(inference_router.play(cost, sessions, seed)[0])
@@ -263,7 +269,7 @@ def main() -> None:
         figures |= own_figures(found["moe"], options.quick)
         keep()
     if "router" in options.parts:
-        figures |= router_figures(options.quick)
+        figures |= router_figures(options.quick, options.coefficients)
         keep()
     with tempfile.TemporaryDirectory(prefix="etude-inference-") as directory:
         for name in options.scenarios if "peers" in options.parts else ():
@@ -296,6 +302,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parts", type=several, default=["peers", "own", "router"])
     parser.add_argument("--choices", type=Path, help="JSON: {scenario: {peer: label of its settings}}")
     parser.add_argument("--slow-turns", type=int, help="turns of each session that transformers plays")
+    parser.add_argument("--coefficients", type=Path, help="JSON of step costs for the router's simulation")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="short workloads: to see that all of it runs")
     parser.add_argument("--json", type=Path)

@@ -155,7 +155,7 @@ class Played:
 class Worker:
     """A process that has loaded a model and plays workloads. Use as a context manager."""
 
-    def __init__(self, variant: Variant, checkpoint: Path, log: Path, start_limit_s: float = 150.0) -> None:
+    def __init__(self, variant: Variant, checkpoint: Path, log: Path, start_limit_s: float = 600.0) -> None:
         """Raises PeerFailedError if it is not ready in time; then no process is left."""
         self.variant = variant
         self._log = log

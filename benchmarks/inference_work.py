@@ -91,7 +91,7 @@ def scenarios(quick: bool) -> dict[str, Scenario]:
     )
     moe, dense = ModelConfig(max_positions=8192), ModelConfig(architecture="qwen3", max_positions=8192)
     return {
-        "moe": Scenario("moe", moe, 1024, small, 40.0),
-        "dense": Scenario("dense", dense, 1024, small, 40.0),
-        "large": Scenario("large", LARGE, 16_384, large, 60.0),
+        "moe": Scenario("moe", moe, 1024, small, 120.0),
+        "dense": Scenario("dense", dense, 1024, small, 120.0),
+        "large": Scenario("large", LARGE, 16_384, large, 200.0),
     }

@@ -22,7 +22,7 @@ class Lengths(StoppingCriteria):
     def __init__(self, start: int, lengths: Tensor) -> None:
         self._ends = start + lengths
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         return input_ids.shape[1] >= self._ends
 
 
