@@ -167,7 +167,7 @@ class Workspace:
         try:
             return kernel.open_beneath(self._directory, path, _READ_FLAGS)
         except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.ENOSYS):
+            if error.errno != errno.EXDEV:
                 raise
         return self._open(self._resolve(path), _READ_FLAGS)
 
@@ -186,12 +186,9 @@ class Workspace:
         try:
             return kernel.open_beneath(self._directory, os.path.relpath(full, self.root), flags, mode)
         except OSError as error:
-            if error.errno == errno.EXDEV:
-                raise Fault(*faults.OUTSIDE) from error
-            if error.errno != errno.ENOSYS:
+            if error.errno != errno.EXDEV:
                 raise
-        # gVisor has no openat2: there, a race leads to what the agent may open by itself anyway.
-        return os.open(full, flags, mode)
+            raise Fault(*faults.OUTSIDE) from error
 
     def _template_status(self, path: str) -> os.stat_result | None:
         try:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import platform
 import socket
+import stat
 import struct
 
 NEWNS, NEWCGROUP, NEWUTS, NEWIPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
@@ -170,7 +172,45 @@ def raise_loopback() -> None:
 
 
 def open_beneath(directory: int, path: str, flags: int, mode: int = 0) -> int:
-    """openat2(2) that never leaves `directory`, whatever links are put in the way meanwhile: EXDEV then."""
+    """openat2(2) that never leaves `directory`, whatever links are put in the way meanwhile: EXDEV then.
+
+    Where the kernel has no such call (gVisor), every link on the way is EXDEV: resolve the path first.
+    """
     how = struct.pack("QQQ", flags, mode, _RESOLVE_BENEATH | _RESOLVE_NO_MAGICLINKS)
     size = ctypes.c_size_t(len(how))
-    return _syscall("openat2", ctypes.c_int(directory), path.encode(errors="surrogateescape"), how, size)
+    try:
+        return _syscall("openat2", ctypes.c_int(directory), path.encode(errors="surrogateescape"), how, size)
+    except OSError as error:
+        if error.errno != errno.ENOSYS:
+            raise
+    return open_without_links(directory, path, flags, mode)
+
+
+def open_without_links(directory: int, path: str, flags: int, mode: int = 0) -> int:
+    """Opens `path` (normalised) name by name from `directory`. Raises OSError, EXDEV for a link or `..`."""
+    folder = directory
+    *above, last = path.split("/")
+    try:
+        for name in above:
+            inner = _open_name(folder, name, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            if folder != directory:
+                os.close(folder)
+            folder = inner
+        return _open_name(folder, last, flags, mode)
+    finally:
+        if folder != directory:
+            os.close(folder)
+
+
+def _open_name(folder: int, name: str, flags: int, mode: int = 0) -> int:
+    if name == "..":
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), name)
+    try:
+        return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        if not stat.S_ISLNK(status.st_mode):
+            raise
+        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), name) from error
