@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from etude.config import ModelConfig
-from etude.config.training import OptimizerConfig
+from etude.config.optimizer import OptimizerConfig
 from etude.model import LanguageModel, build_model
 from etude.model.scoring import PackedSequences, packed_logprobs
 from etude.records import PolicyVersion

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from etude.config import LossConfig, MidtrainConfig, OptimizerConfig, RlConfig
-from etude.config.training import MidtrainOptimizerConfig
+from etude.config.optimizer import MidtrainOptimizerConfig
 from etude.model import Qwen3Moe
 from etude.model.scoring import score_sequences
 from etude.records import (

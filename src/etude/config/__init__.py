@@ -1,18 +1,20 @@
 """Typed configuration: defaults < TOML file < dotted overrides. Imports neither torch nor ray."""
 
 from etude.config.base import Section
+from etude.config.engine import EngineConfig
 from etude.config.loading import dump_config, load_config, parse_config
+from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
+from etude.config.optimizer import OptimizerConfig
+from etude.config.reinforcement import LossConfig, RewardConfig, RlConfig
 from etude.config.run import (
     AgentConfig,
     CheckpointConfig,
-    EngineConfig,
     EvaluationConfig,
     RunConfig,
     SandboxConfig,
     TasksConfig,
 )
-from etude.config.training import LossConfig, MidtrainConfig, OptimizerConfig, RewardConfig, RlConfig
 
 __all__ = [
     "AgentConfig",

@@ -1,4 +1,4 @@
-"""How weights are updated: optimisers, mid-training and reinforcement learning."""
+"""Reinforcement learning: the loss, the reward, the stage."""
 
 from __future__ import annotations
 
@@ -7,70 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from etude.config.base import Section
-
-
-class OptimizerConfig(Section):
-    """Muon for the matrices (if named), AdamW for the rest, under one schedule."""
-
-    matrix_optimizer: Literal["adamw", "muon"] = "adamw"
-    """Which rule updates the weight matrices of the blocks."""
-    matrix_learning_rate: float = Field(default=0.02, gt=0, le=1)
-    """Peak learning rate of Muon; unused with AdamW."""
-    learning_rate: float = Field(default=5e-4, ge=0, le=1)
-    """Peak learning rate of AdamW; 0 is a control that must not learn."""
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of AdamW's first moment."""
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of AdamW's second moment."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay on AdamW's matrices; Muon has none."""
-    clip_norm: float = Field(default=0.5, gt=0)
-    """Gradients are scaled down to this global norm."""
-    warmup_steps: int = Field(default=4, ge=0)
-    """Optimiser steps of linear warm-up."""
-    decay_share: float = Field(default=0.3, ge=0, le=1)
-    """Share of the steps, at the end, over which the rate falls linearly to `final_share`."""
-    final_share: float = Field(default=0.05, ge=0, le=1)
-    """Learning rate at the end over the peak's."""
-
-
-class MidtrainOptimizerConfig(OptimizerConfig):
-    """The optimiser's defaults for mid-training: larger steps, Muon for the matrices."""
-
-    matrix_optimizer: Literal["adamw", "muon"] = "muon"
-    learning_rate: float = Field(default=3e-3, ge=0, le=1)
-    clip_norm: float = Field(default=1.0, gt=0)
-    warmup_steps: int = Field(default=20, ge=0)
-    decay_share: float = Field(default=0.5, ge=0, le=1)
-
-
-class MidtrainConfig(Section):
-    """Next-token training on code and on sessions of a scripted expert that errs."""
-
-    num_sessions: int = Field(default=16_000, ge=1)
-    """Expert sessions in the corpus."""
-    num_code_documents: int = Field(default=8_000, ge=0)
-    """Plain code documents in the corpus."""
-    num_fix_documents: int = Field(default=16_000, ge=0)
-    """Fixes in the corpus: a broken file, then the line that mends it, without any tool calls."""
-    num_rewrite_documents: int = Field(default=8_000, ge=0)
-    """Rewrites in the corpus: a file with up to three bugs, then its function's body as it should be."""
-    num_steps: int = Field(default=1_000, ge=0)
-    """Optimiser steps."""
-    tokens_per_step: int = Field(default=4_096, ge=64)
-    """Tokens per optimiser step, observations included."""
-    agent_weight: float = Field(default=1.0, ge=0)
-    """Loss weight of what the agent writes."""
-    observation_weight: float = Field(default=0.3, ge=0)
-    """Loss weight of prompts and tool results; 0 masks them out."""
-    code_weight: float = Field(default=0.5, ge=0)
-    """Loss weight of plain code documents."""
-    fix_weight: float = Field(default=4.0, ge=0)
-    """Loss weight of the line that mends a broken file; the file itself has `code_weight`."""
-    balance_weight: float = Field(default=0.01, ge=0)
-    """Weight of the router's load-balancing loss."""
-    optimizer: MidtrainOptimizerConfig = MidtrainOptimizerConfig()
-    """Optimiser of this stage."""
+from etude.config.optimizer import OptimizerConfig
 
 
 class LossConfig(Section):

@@ -1,0 +1,75 @@
+"""The inference engine of a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from etude.config.base import Section
+
+
+class VllmConfig(Section):
+    """vLLM, where `engine.backend` is `vllm`. See docs/vllm.md."""
+
+    python: str = ""
+    """Interpreter of the environment in which vLLM is installed: a server is started there, and ended with
+    the run."""
+    url: str = ""
+    """Instead: a server that somebody else runs, with the arguments that docs/vllm.md names."""
+    key_file: str = ""
+    """File with the server's `--api-key`, if it has one."""
+    arguments: tuple[str, ...] = ()
+    """More arguments of a server that is started, such as `--tensor-parallel-size 8`, word by word."""
+    environment: tuple[str, ...] = ()
+    """More environment variables of it, each as `NAME=value`."""
+    record_routes: bool = True
+    """Whether the experts of every position are recorded, in a mixture of experts."""
+    probe_tolerance: float = Field(default=0.0, ge=0)
+    """Mean distance from a freshly loaded model, in log-probability, that is allowed after an update; 0: by
+    the number format (0.001 for float32, 0.05 for bfloat16)."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    """A server that is not ready by then is given up."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> VllmConfig:
+        if self.python and self.url:
+            raise ValueError(f"url: either a server is started or one is named, received {self.url!r} too")
+        for setting in self.environment:
+            if "=" not in setting:
+                raise ValueError(f"environment: must be NAME=value, received {setting!r}")
+        return self
+
+
+class EngineConfig(Section):
+    """The inference engine."""
+
+    backend: Literal["etude", "vllm"] = "etude"
+    """`etude`: the engine in this process. `vllm`: vLLM, for large models on GPUs."""
+    vllm: VllmConfig = VllmConfig()
+    """vLLM."""
+    num_slots: int = Field(default=256, ge=1)
+    """Sessions that are held at once."""
+    cache_tokens: int = Field(default=0, ge=0)
+    """Tokens whose keys and values are held, of all sessions together; where they do not suffice, the session
+    that was idle longest loses its own, and then the youngest request has to wait. 0: enough for all
+    sessions at their longest."""
+    prefill_tokens: int = Field(default=2048, ge=16)
+    """Most prompt and observation tokens computed in one step."""
+    speculative_tokens: int = Field(default=0, ge=0, le=64)
+    """Most tokens that are guessed from what the session has read and verified in one step; 0: none. Tokens
+    are the same either way: it saves steps where sessions repeat themselves, and costs some otherwise."""
+    kernels: Literal["auto", "eager", "native"] = "auto"
+    """What computes a step. `eager`: the trainer's module, operator by operator. `native`: one call of
+    compiled code, several times faster for small models; needs a C compiler (`CC`, cc, gcc or clang; the
+    library is kept under `XDG_CACHE_HOME` or ~/.cache). `auto`: `native` where it compiles. The choice is
+    stored with the run, in `environment.json`; a resumed run must have it again, or name another."""
+    native_threads: int = Field(default=0, ge=0)
+    """Most threads of a native step with many rows; they sleep between steps and change no bit; 0: all
+    cores."""
+    num_threads: int = Field(default=1, ge=0)
+    """Compute threads while sampling, where sandboxes want the other cores; 0: as many as in training."""
+    tool_delay_steps: int = Field(default=4, ge=0)
+    """A session whose message is finished comes back with its tool results at the next multiple of so many
+    engine steps that is at least as many steps away: a fixed time makes the schedule, and so the run,
+    reproducible however long the tools take."""

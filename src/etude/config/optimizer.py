@@ -1,0 +1,44 @@
+"""The optimisers of all training stages."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from etude.config.base import Section
+
+
+class OptimizerConfig(Section):
+    """Muon for the matrices (if named), AdamW for the rest, under one schedule."""
+
+    matrix_optimizer: Literal["adamw", "muon"] = "adamw"
+    """Which rule updates the weight matrices of the blocks."""
+    matrix_learning_rate: float = Field(default=0.02, gt=0, le=1)
+    """Peak learning rate of Muon; unused with AdamW."""
+    learning_rate: float = Field(default=5e-4, ge=0, le=1)
+    """Peak learning rate of AdamW; 0 is a control that must not learn."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of AdamW's second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay on AdamW's matrices; Muon has none."""
+    clip_norm: float = Field(default=0.5, gt=0)
+    """Gradients are scaled down to this global norm."""
+    warmup_steps: int = Field(default=4, ge=0)
+    """Optimiser steps of linear warm-up."""
+    decay_share: float = Field(default=0.3, ge=0, le=1)
+    """Share of the steps, at the end, over which the rate falls linearly to `final_share`."""
+    final_share: float = Field(default=0.05, ge=0, le=1)
+    """Learning rate at the end over the peak's."""
+
+
+class MidtrainOptimizerConfig(OptimizerConfig):
+    """The optimiser's defaults for mid-training: larger steps, Muon for the matrices."""
+
+    matrix_optimizer: Literal["adamw", "muon"] = "muon"
+    learning_rate: float = Field(default=3e-3, ge=0, le=1)
+    clip_norm: float = Field(default=1.0, gt=0)
+    warmup_steps: int = Field(default=20, ge=0)
+    decay_share: float = Field(default=0.5, ge=0, le=1)
