@@ -20,7 +20,7 @@ from common import print_table, write_result
 from environments import python_of
 
 from etude.config import ModelConfig
-from etude.config.run import VllmConfig
+from etude.config.engine import VllmConfig
 from etude.inference import Engine, EngineService
 from etude.inference.vllm import Probe, SnapshotDirectory, VllmSampler, make_vllm_sampler
 from etude.model import LanguageModel, build_model

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from etude.config import RunConfig
-from etude.config.run import EngineConfig, VllmConfig
+from etude.config.engine import EngineConfig, VllmConfig
 from etude.errors import ConfigError
 from etude.inference.vllm import ExternalServer, ManagedServer, make_vllm_sampler
 from tests.inference.vllm.builders import tiny_config

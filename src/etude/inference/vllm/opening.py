@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from etude.config import ModelConfig
-from etude.config.run import VllmConfig
+from etude.config.engine import VllmConfig
 from etude.errors import ConfigError
 from etude.inference.vllm.replica import Replica
 from etude.inference.vllm.sampler import VllmSampler
