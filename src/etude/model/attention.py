@@ -33,12 +33,15 @@ class PackedAttention:
     padded to its own longest, so that little is computed for nothing.
     """
 
-    def __init__(self, lengths: Sequence[int], waste: float = 0.15) -> None:
-        """`lengths`: tokens of each sequence, falling. `waste`: padding share at which a bucket is closed."""
+    def __init__(
+        self, lengths: Sequence[int], waste: float = 0.15, device: torch.device | str | None = None
+    ) -> None:
+        """`lengths`: tokens of each sequence, falling. `waste`: padding share at which a bucket is closed.
+        `device`: of the rows that will attend, by default the CPU."""
         assert all(a >= b for a, b in itertools.pairwise(lengths)), "lengths must fall"
         self.lengths = tuple(lengths)
         """Tokens of each sequence."""
-        self._buckets = [_make_bucket(bucket) for bucket in _split(lengths, waste)]
+        self._buckets = [_make_bucket(bucket, device) for bucket in _split(lengths, waste)]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim] -> [T, heads,
@@ -82,11 +85,12 @@ def _split(lengths: Sequence[int], waste: float) -> list[list[int]]:
     return buckets
 
 
-def _make_bucket(lengths: Sequence[int]) -> _Bucket:
+def _make_bucket(lengths: Sequence[int], device: torch.device | str | None) -> _Bucket:
+    """Its indices are found on the CPU: on a GPU, counting what is inside would wait for it."""
     longest, num_rows = lengths[0], sum(lengths)
     starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
     column = torch.arange(longest)
     inside = column[None] < torch.tensor(lengths)[:, None]
     source = torch.where(inside, starts[:, None] + column[None], num_rows).flatten()
     place = inside.flatten().nonzero().flatten()
-    return _Bucket(len(lengths), longest, source, place, num_rows)
+    return _Bucket(len(lengths), longest, source.to(device), place.to(device), num_rows)

@@ -8,12 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from etude.model.attention import PackedAttention
 from etude.model.feed_forward import RouterStatistics
 from etude.model.language_model import LanguageModel
 from etude.model.routes import ReplayedRoutes
+from etude.protocols import Routes
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's weights lie, and with them what it computes from."""
+    return next(model.parameters()).device
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,20 +37,26 @@ class PackedSequences:
     """`starts[i]`: first row of the sequence at place i."""
 
     @staticmethod
-    def pack(sequences: Sequence[NDArray[np.int32]]) -> PackedSequences:
-        """Packs sequences of at least one token each."""
+    def pack(
+        sequences: Sequence[NDArray[np.int32]], device: torch.device | str | None = None
+    ) -> PackedSequences:
+        """Packs sequences of at least one token each; all tensors lie on `device`, by default the CPU."""
         order = sorted(range(len(sequences)), key=lambda i: -len(sequences[i]))
         lengths = [len(sequences[i]) for i in order]
         starts = np.concatenate(([0], np.cumsum(lengths)[:-1])).tolist()
         tokens = np.concatenate([sequences[i] for i in order]).astype(np.int64)
         positions = np.concatenate([np.arange(length) for length in lengths])
         return PackedSequences(
-            torch.from_numpy(tokens), torch.from_numpy(positions), PackedAttention(lengths), order, starts
+            torch.from_numpy(tokens).to(device),
+            torch.from_numpy(positions).to(device),
+            PackedAttention(lengths, device=device),
+            order,
+            starts,
         )
 
     def pack_rows(self, rows: Sequence[NDArray[np.generic]]) -> Tensor:
-        """Per-token values of each given sequence, [T_i, ...] -> [T, ...] in packed order."""
-        return torch.from_numpy(np.concatenate([rows[i] for i in self.order]))
+        """Values of each given sequence, [T_i, ...] -> [T, ...] in packed order on the same device."""
+        return torch.from_numpy(np.concatenate([rows[i] for i in self.order])).to(self.tokens.device)
 
     def unpack(self, values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
         """[T] in packed order -> one array per given sequence, in the given order."""
@@ -61,16 +73,17 @@ def packed_logprobs(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    routes: Tensor | None = None,
+    routes: Tensor | Routes[Tensor] | None = None,
     statistics: RouterStatistics | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability [N] and entropy [N] at each of `targets` [N].
 
     `targets` are rows of the packed batch whose token is to be scored given those before it: never the
-    first row of a sequence. `routes` [T, layers, top_k] replays recorded experts. Differentiable.
+    first row of a sequence. `routes` [T, layers, top_k] replays recorded experts, or chooses them itself, the last
+    layer's for the rows `targets` - 1 only. Differentiable.
     """
     wanted = targets - 1
-    replay = ReplayedRoutes(routes, wanted) if routes is not None else None
+    replay = ReplayedRoutes(routes, wanted) if isinstance(routes, Tensor) else routes
     attention = model.ops.packed_attention(batch.attention)
     logits = model.logits(model(batch.tokens, batch.positions, attention, replay, statistics, wanted=wanted))
     if temperature != 1.0:
@@ -91,12 +104,12 @@ def score_sequences(
     routes: Sequence[NDArray[np.uint8]] | None = None,
 ) -> list[NDArray[np.float32]]:
     """Log-probabilities [T_i] of each sequence; entry 0 is 0."""
-    batch = PackedSequences.pack(sequences)
+    batch = PackedSequences.pack(sequences, device_of(model))
     first = torch.zeros(len(batch.tokens), dtype=torch.bool)
     first[batch.starts] = True
-    targets = (~first).nonzero().flatten()
+    targets = (~first).nonzero().flatten().to(batch.tokens.device)
     packed_routes = batch.pack_rows(routes) if routes is not None else None
     scored, _ = packed_logprobs(model, batch, targets, temperature=temperature, routes=packed_routes)
-    values = torch.zeros(len(batch.tokens))
+    values = scored.new_zeros(len(batch.tokens))
     values[targets] = scored
-    return batch.unpack(values.numpy())
+    return batch.unpack(values.cpu().numpy())
