@@ -14,6 +14,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.config import ModelConfig
@@ -25,13 +26,14 @@ from etude.inference.gpu import GpuForward
 from etude.inference.native import NativeForward
 from etude.inference.sampling import Alternatives, uniforms
 from etude.inference.scheduler import Scheduler, StepPlan
+from etude.inference.scoring import score_tokens
 from etude.inference.sequences import Answer, TokenBytes
 from etude.inference.speculation import NgramLookup
 from etude.inference.weights import DoubleWeights
 from etude.model import LanguageModel
 from etude.model.kernels.native.matrices import WeightType
 from etude.protocols import KvPolicy
-from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
+from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams, Scores
 
 Kernels = Literal["eager", "native", "gpu"]
 
@@ -99,6 +101,7 @@ class Engine:
         self._scheduler = Scheduler(self._cache, num_sessions, max_tokens, prefill_tokens, lookup)
         self._sequences = self._scheduler.sequences
         self._token_bytes = token_bytes
+        self._step_tokens = prefill_tokens
 
         def make_forward(model: LanguageModel) -> ForwardPass:
             if kernels == "native":
@@ -181,6 +184,30 @@ class Engine:
         if row is not None:
             self._scheduler.close(row)
 
+    def score(self, tokens: NDArray[np.int32]) -> Scores:
+        """Log-probabilities at temperature 1 of `tokens` [T] under the version in service, and their routes:
+        computed as a prompt is, by the kernels that sample, through pages that are free again afterwards.
+        Between two steps only. Raises SamplerError, and then nothing has changed."""
+        version, vocab_size = self.current(), self.model.vocab_size
+        _check_vocabulary(tokens, vocab_size, "tokens")
+        longest = self._sequences.max_tokens
+        if not 0 < len(tokens) <= longest:
+            raise SamplerError(f"must be 1 to {longest} tokens", field="tokens", received=len(tokens))
+        pages = self._scheduler.borrow(-(-len(tokens) // PAGE_TOKENS))
+        if pages is None:
+            raise SamplerError(
+                "too few pages are free for scoring",
+                field="tokens",
+                received=f"{len(tokens)} tokens; {self.num_free_pages} pages of {PAGE_TOKENS}",
+                fix="score between rollouts, or raise engine.cache_tokens",
+            )
+        try:
+            compute = self._weights.active.compute
+            scored = score_tokens(compute, self._cache, pages, tokens, self._step_tokens, vocab_size)
+        finally:
+            self._scheduler.give_back(pages)
+        return Scores(scored[0], version, scored[1])
+
     def check(self) -> None:
         """Asserts the invariants of sessions and pages."""
         self._scheduler.check()
@@ -205,12 +232,7 @@ class Engine:
                 received=request.stop_texts,
                 fix="make the engine with token_bytes=tokenizer.decode_bytes, or use stop_tokens",
             )
-        vocab_size = self.model.vocab_size
-        outside = request.suffix[(request.suffix < 0) | (request.suffix >= vocab_size)]
-        if len(outside):
-            raise SamplerError(
-                f"tokens must be in 0..{vocab_size - 1}", field="suffix", received=int(outside[0])
-            )
+        _check_vocabulary(request.suffix, self.model.vocab_size, "suffix")
         self._check_length(request, row)
 
     def _check_length(self, request: SampleRequest, row: int | None) -> None:
@@ -383,6 +405,12 @@ class Engine:
         if reason is not None:
             return self._scheduler.finish(row, reason)
         return sequences.deliver(row) if state.request.streaming else None
+
+
+def _check_vocabulary(tokens: NDArray[np.int32], vocab_size: int, field: str) -> None:
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(outside):
+        raise SamplerError(f"tokens must be in 0..{vocab_size - 1}", field=field, received=int(outside[0]))
 
 
 def _serves(current: PolicyVersion, wanted: PolicyVersion, wanted_is_minimum: bool) -> bool:

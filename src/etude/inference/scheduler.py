@@ -153,6 +153,15 @@ class Scheduler:
             page = int(sequences.tables[row, number])
             state.path.append(self.tree.insert(parent, page, key, ready=True, clock=self._clock))
 
+    def borrow(self, count: int) -> list[int] | None:
+        """Pages for work that belongs to no session, to be given back before the next step; None if so many
+        are not to be had without preempting anybody."""
+        return self.tree.take(count) if self._make_room(count) else None
+
+    def give_back(self, pages: list[int]) -> None:
+        """Ends a loan."""
+        self.tree.release(pages, self._clock)
+
     def check(self) -> None:
         """Asserts that no page is lost and none has two owners who write to it."""
         sequences = self.sequences

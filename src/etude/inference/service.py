@@ -33,7 +33,6 @@ from etude.errors import EtudeError, SamplerError
 from etude.inference.engine import Engine
 from etude.inference.sequences import Answer
 from etude.inference.times import EngineLoad, ServiceTimes
-from etude.model.scoring import score_sequences
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 
@@ -190,7 +189,7 @@ class EngineService:
             raise SamplerError(
                 "version is not served", field="version", received=f"{version}; serving {current}"
             )
-        return Scores(score_sequences(self.engine.model, [tokens])[0], current)
+        return self.engine.score(tokens)
 
     def abort(self, request_id: str) -> None:
         """See Sampler.abort."""

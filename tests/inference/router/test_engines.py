@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
 from etude.errors import SamplerError
@@ -122,9 +123,10 @@ def test_scores_come_from_an_engine_with_the_version() -> None:
         async with two_engines() as routed:
             current = routed.current()
             assert current is not None
-            scores = await routed.score(prompt(9, 0), current)  # type: ignore[arg-type]
+            tokens = np.array(prompt(9, 0), dtype=np.int32)
+            scores = await routed.score(tokens, current)
             assert scores.version == current
             with pytest.raises(SamplerError):
-                await routed.score(prompt(9, 0), version(7))  # type: ignore[arg-type]
+                await routed.score(tokens, version(7))
 
     run(body())
