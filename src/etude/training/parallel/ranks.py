@@ -1,0 +1,145 @@
+"""What a trainer knows of the other processes that train the same model with it.
+
+A trainer is written once, for one process. It asks its `Ranks` for its share of a batch, trains on it as if
+there were no others, and lets the optimiser add up the gradients:
+
+    plan = pack_sequences(lengths, max_tokens, num_ranks=ranks.world_size)    every rank plans the same
+    for share in ranks.share(plan): loss(share.indices) * share.weight -> backward
+    optimizer.step()                                                          sums gradients, clips, updates
+
+Losses are divided by what the *whole* batch counts, which every rank knows because every rank plans the whole
+batch: gradients are then summed over ranks, never averaged. `SingleRank` is the whole of it in one process.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor, nn
+
+from etude.training.parallel.layout import Layout, WholeLayout
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One micro-batch of one rank."""
+
+    indices: tuple[int, ...]
+    """Which sequences of the batch it holds."""
+    weight: float = 1.0
+    """What its loss is multiplied by: 1, or 0 where the rank has nothing left to train on and only keeps
+    step with the others, whose forward passes need it. Such a share belongs in no metric."""
+
+
+class Ranks(Protocol):
+    """The processes that train one model. All of them call the same methods in the same order.
+
+    Ranks that hold parts of the same sequences (context parallelism) count as one here.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Place among those that train on different data."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """How many train on different data."""
+        ...
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process is the one that writes files and reports."""
+        ...
+
+    def share(self, plan: Sequence[Sequence[Sequence[int]]]) -> list[Share]:
+        """This rank's micro-batches of `plan` (indices by rank and micro-batch): as many on every rank."""
+        ...
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Replaces `tensor` by its sum over ranks, added in the order of ranks; returns it."""
+        ...
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """rows [N, ...], where N may differ between ranks -> those of all ranks, in the order of ranks."""
+        ...
+
+    def layout(self, model: nn.Module) -> Layout:
+        """Which part of each parameter lies here: what the optimiser works with."""
+        ...
+
+    def reduce_gradients(self, model: nn.Module) -> None:
+        """Adds up the gradients of all ranks, in the order of ranks, in place. `Optimizer.step` calls it."""
+        ...
+
+    def whole_model(self, model: ModelT) -> ModelT:
+        """The model with all of its weights in this process: what is published, saved and exported.
+
+        In one process it is the model itself; otherwise a copy.
+        """
+        ...
+
+    def load_whole(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Puts whole weights, by name, into the parts that lie here."""
+        ...
+
+    def frozen_copy(self, model: ModelT) -> ModelT:
+        """A copy that is spread over the ranks as the model is and does not learn."""
+        ...
+
+
+class SingleRank:
+    """One process that has everything. Implements Ranks."""
+
+    rank = 0
+    world_size = 1
+    is_main = True
+
+    def share(self, plan: Sequence[Sequence[Sequence[int]]]) -> list[Share]:
+        """See Ranks."""
+        return shares_of(plan, 0)
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """See Ranks."""
+        return tensor
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """See Ranks."""
+        return rows
+
+    def layout(self, model: nn.Module) -> Layout:
+        """See Ranks."""
+        return WholeLayout(model)
+
+    def reduce_gradients(self, model: nn.Module) -> None:
+        """See Ranks."""
+
+    def whole_model(self, model: ModelT) -> ModelT:
+        """See Ranks."""
+        return model
+
+    def load_whole(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """See Ranks."""
+        model.load_state_dict(weights)
+
+    def frozen_copy(self, model: ModelT) -> ModelT:
+        """See Ranks."""
+        return copy.deepcopy(model).requires_grad_(requires_grad=False)
+
+
+def shares_of(plan: Sequence[Sequence[Sequence[int]]], rank: int) -> list[Share]:
+    """The micro-batches of `rank`, filled up to the largest number that any rank has.
+
+    What it is filled up with is the smallest micro-batch of the plan, with weight 0.
+    """
+    own = [Share(tuple(indices)) for indices in plan[rank]]
+    longest = max(len(batches) for batches in plan)
+    if len(own) < longest:
+        smallest = min((batch for batches in plan for batch in batches), key=len)
+        own += [Share(tuple(smallest), 0.0)] * (longest - len(own))
+    return own
