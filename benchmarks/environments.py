@@ -123,6 +123,17 @@ def _install_vllm(python: Path, pip: Pip) -> None:
     pip(*(line for line in wanted if _name_of(line) not in _LEFT_OUT), _VLLM[0], _VLLM[3])
 
 
+_TRL = ("torch==2.13.0", "transformers==5.23.0", "trl==1.16.0")
+
+
+def _install_trl(python: Path, pip: Pip) -> None:
+    """PyTorch's build first: TRL would take any, and a CPU has no use for that of CUDA."""
+    del python
+    index = os.environ.get("TORCH_INDEX")
+    pip(_TRL[0], *(("--extra-index-url", index) if index else ()))
+    pip(*_TRL)
+
+
 def _name_of(requirement: str) -> str:
     return re.split(r"[^A-Za-z0-9_.-]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
@@ -130,6 +141,7 @@ def _name_of(requirement: str) -> str:
 RECIPES: Mapping[str, Recipe] = {
     "llama-cpp": _plain("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0"),
     "swe-rex": _plain("swe-rex==1.4.0"),
+    "trl": Recipe(_TRL, _install_trl),
     "vllm": Recipe(_VLLM, _install_vllm),
 }
 """Every environment by name."""
