@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from etude.agent.index.semantic.records import make_record, read_record, write_record
@@ -54,6 +54,7 @@ def test_a_record_comes_back_as_it_was() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
+@example(20, 4)  # the flag that says that a checksum follows
 @settings(max_examples=150, deadline=None)
 def test_a_damaged_record_is_refused(place: int, change: int) -> None:
     data = bytearray(write_record(make_record("a.py", SOURCE)))

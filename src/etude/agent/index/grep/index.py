@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from etude.agent.index.grep.builder import Progress, plan_jobs, read_file, run_jobs, sample_ranks
 from etude.agent.index.grep.manifest import (
@@ -33,7 +34,7 @@ from etude.agent.index.grep.query import GrepQuery, GrepResult
 from etude.agent.index.grep.ripgrep import Ripgrep, sort_key
 from etude.agent.index.grep.search import Base, Searcher
 from etude.agent.index.grep.segment import Flags, Segment
-from etude.agent.index.grep.tree import scan, stat_file, walk_flags
+from etude.agent.index.grep.tree import Tree, scan, stat_file, walk_flags
 from etude.errors import StoreError
 
 __all__ = ["GrepIndex"]
@@ -123,9 +124,9 @@ class GrepIndex:
         root = Path(old.root)
         with writing(self.directory):
             scanned_ns = time.time_ns()
-            tree = await scan(self._ripgrep, root, walk_flags(old.hidden, old.no_ignore))
             suspects = None if changed is None else {os.fsencode(path) for path in changed}
-            state = await asyncio.to_thread(_compare, self._contents, root, tree.files, suspects)
+            tree, statuses = await self._look(root, suspects)
+            state = await asyncio.to_thread(_compare, self._contents, root, tree.files, statuses)
             fresh, entries = await asyncio.to_thread(_merge_small, self._contents, *state)
             jobs = await asyncio.to_thread(
                 plan_jobs, root, sorted(fresh, key=sort_key), lambda: self.directory / new_name("segment")
@@ -145,14 +146,21 @@ class GrepIndex:
         Looks at the whole tree: every file's size and time, the content where those leave doubt.
         """
         contents = self._contents
-        tree = await scan(self._ripgrep, self.root, self._searcher.base.flags)
-        fresh, entries = await asyncio.to_thread(_compare, contents, self.root, tree.files, None)
+        tree, statuses = await self._look(self.root, None)
+        fresh, entries = await asyncio.to_thread(_compare, contents, self.root, tree.files, statuses)
         stale = set(fresh)
         for entry, old, segment in zip(entries, contents.manifest.segments, contents.segments, strict=True):
             stale |= {segment.document_path(number) for number in set(entry.dead) - set(old.dead)}
         stale |= set(tree.rules) ^ set(self._searcher.base.tree.rules)
         stale |= await asyncio.to_thread(_newer_rules, self.root, tree.rules, contents.manifest.scanned_ns)
         return sorted(map(os.fsdecode, stale)), sorted(map(os.fsdecode, tree.directories))
+
+    async def _look(self, root: Path, suspects: set[bytes] | None) -> tuple[Tree, list[_Statuses]]:
+        """The tree as it is now, and the status of every document that may have changed, looked up while
+        ripgrep lists."""
+        flags = self._searcher.base.flags
+        looking = asyncio.to_thread(_look_up, self._contents, os.fsencode(root), suspects)
+        return await asyncio.gather(scan(self._ripgrep, root, flags), looking)
 
     def overlay(self) -> Overlay:
         """A place for the edits of one session, searched together with this index as it is now."""
@@ -214,15 +222,31 @@ def _entries(paths: Iterable[Path]) -> list[SegmentEntry]:
     ]
 
 
+_Statuses = list[os.stat_result | Literal["trusted"] | None]
+"""Per document: its file's status, None if there is none; `trusted` where it cannot have changed."""
+
+
+def _look_up(contents: Contents, root: bytes, suspects: set[bytes] | None) -> list[_Statuses]:
+    """The statuses of every segment's documents. `suspects`: only these, and what lies below them."""
+
+    def status_of(path: bytes) -> os.stat_result | Literal["trusted"] | None:
+        if suspects is not None and path not in suspects and suspects.isdisjoint(above_paths(path)):
+            return "trusted"
+        return stat_file(root, path)
+
+    return [[status_of(path) for path in segment.paths()] for segment in contents.segments]
+
+
 def _compare(
-    contents: Contents, root: Path, files: tuple[bytes, ...], suspects: set[bytes] | None
+    contents: Contents, root: Path, files: tuple[bytes, ...], statuses: list[_Statuses]
 ) -> tuple[list[bytes], list[SegmentEntry]]:
     """Files to index anew, and the segments with the documents that these or removals replace marked dead."""
     listed = set(files)
     known: set[bytes] = set()
     entries: list[SegmentEntry] = []
-    for entry, segment in zip(contents.manifest.segments, contents.segments, strict=True):
-        same = _same(segment, os.fsencode(root), contents.manifest.scanned_ns, listed, suspects)
+    segments = zip(contents.manifest.segments, contents.segments, statuses, strict=True)
+    for entry, segment, found in segments:
+        same = _same(segment, os.fsencode(root), contents.manifest.scanned_ns, listed, found)
         known |= {path for path, is_same in same if is_same}
         dead = {number for number, (_, is_same) in enumerate(same) if not is_same}
         entries.append(replace(entry, dead=tuple(sorted(dead))))
@@ -230,18 +254,19 @@ def _compare(
 
 
 def _same(
-    segment: Segment, root: bytes, scanned_ns: int, listed: set[bytes], suspects: set[bytes] | None
+    segment: Segment, root: bytes, scanned_ns: int, listed: set[bytes], statuses: _Statuses
 ) -> list[tuple[bytes, bool]]:
     """Each document and whether it is alive, listed and as it was: by size and time, by its hash in doubt."""
     sizes_bytes, mtimes_ns = segment.sizes_bytes.tolist(), segment.mtimes_ns.tolist()
+    safe_ns = scanned_ns - _RACY_NS
 
     def is_same(number: int, path: bytes) -> bool:
-        if suspects is not None and path not in suspects and suspects.isdisjoint(above_paths(path)):
+        status = statuses[number]
+        if status == "trusted":
             return True
-        status = stat_file(root, path)
         if status is None or status.st_size != sizes_bytes[number]:
             return False
-        if status.st_mtime_ns == mtimes_ns[number] and status.st_mtime_ns < scanned_ns - _RACY_NS:
+        if status.st_mtime_ns == mtimes_ns[number] and status.st_mtime_ns < safe_ns:
             return True
         found, document = read_file(root, path), segment.document(number)
         return found is not None and found[0].digest == document.digest and not document.flags & Flags.ALWAYS

@@ -53,8 +53,10 @@ def walk_flags(hidden: bool, no_ignore: bool) -> list[str]:
 
 def is_rule_path(path: bytes) -> bool:
     """Whether a change of `path` may change which other files count."""
-    name = path.rsplit(b"/", 1)[-1]
-    return name in IGNORE_NAMES or name == b".git" or path == GIT_EXCLUDE or path.endswith(b"/" + GIT_EXCLUDE)
+    name = path.rpartition(b"/")[2]
+    if name == b"exclude":
+        return path == GIT_EXCLUDE or path.endswith(b"/" + GIT_EXCLUDE)
+    return name == b".git" or name in IGNORE_NAMES
 
 
 async def list_files(
@@ -104,7 +106,7 @@ def _paths(listing: bytes) -> list[bytes]:
 def _surroundings(root: Path, files: list[bytes], skipped: set[bytes]) -> Tree:
     """Looks into each directory that holds a listed file, and into those that were entered for nothing."""
     listed = set(files)
-    directories = {b""} | {path[:at] for path in files for at in _slashes(path)}
+    directories = _directories_of(files)
     queue = list(directories)
     shadows: list[bytes] = []
     rules: list[bytes] = []
@@ -125,11 +127,15 @@ def _surroundings(root: Path, files: list[bytes], skipped: set[bytes]) -> Tree:
     return Tree(tuple(files), frozenset(directories), tuple(sorted(shadows)), tuple(sorted(rules)))
 
 
-def _slashes(path: bytes) -> Iterable[int]:
-    at = path.find(b"/")
-    while at >= 0:
-        yield at
-        at = path.find(b"/", at + 1)
+def _directories_of(files: Iterable[bytes]) -> set[bytes]:
+    """All directories above the files, the root included. Each chain is climbed once only."""
+    found = {b""}
+    for parent in {path.rpartition(b"/")[0] for path in files}:
+        directory = parent
+        while directory not in found:
+            found.add(directory)
+            directory = directory.rpartition(b"/")[0]
+    return found
 
 
 def _entries(root: Path, directory: bytes) -> list[tuple[bytes, bool]]:
