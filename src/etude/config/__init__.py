@@ -6,6 +6,7 @@ from etude.config.loading import dump_config, load_config, parse_config
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
 from etude.config.optimizer import OptimizerConfig
+from etude.config.parity import ParityConfig
 from etude.config.reinforcement import LossConfig, RewardConfig, RlConfig
 from etude.config.run import (
     AgentConfig,
@@ -25,6 +26,7 @@ __all__ = [
     "MidtrainConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "ParityConfig",
     "RewardConfig",
     "RlConfig",
     "RunConfig",

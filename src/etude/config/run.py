@@ -10,6 +10,7 @@ from etude.config.base import Section
 from etude.config.engine import EngineConfig
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
+from etude.config.parity import ParityConfig
 from etude.config.reinforcement import RlConfig
 
 
@@ -102,6 +103,10 @@ class RunConfig(Section):
     """`local`: every part in this process, on a deterministic schedule."""
     num_threads: int = Field(default=0, ge=0)
     """Compute threads of training; 0 probes which count is fastest and stores it with the run."""
+    numerics: Literal["fast", "invariant"] = "fast"
+    """`fast`: whatever computes a thing fastest. `invariant`: in reinforcement learning every sum has a fixed
+    order, in the trainer as in the engine, so that both give a token the same bits, whatever else is in the
+    batch; float32 on a CPU, with a C compiler. See docs/parity.md."""
     max_wall_s: float = Field(default=0.0, ge=0)
     """Ends mid-training and RL at the next step after so many seconds, evaluation follows; 0: never."""
     initial_checkpoint: str | None = None
@@ -122,6 +127,8 @@ class RunConfig(Section):
     """Mid-training."""
     rl: RlConfig = RlConfig()
     """Reinforcement learning."""
+    parity: ParityConfig = ParityConfig()
+    """The gate between trainer and engine."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -129,6 +136,8 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
+        if self.numerics == "invariant":
+            self._check_invariant()
         if self.engine.backend == "vllm":
             raise ValueError(
                 "engine.backend: runs sample with their own engine so far, received 'vllm'; "
@@ -145,3 +154,13 @@ class RunConfig(Section):
                 f"received {self.agent.max_message_tokens}"
             )
         return self
+
+    def _check_invariant(self) -> None:
+        for field, received, fix in (
+            ("backend", self.engine.backend, "etude"),
+            ("kernels", self.engine.kernels, "native"),
+        ):
+            if received not in (fix, "auto"):
+                raise ValueError(
+                    f'engine.{field}: must be {fix!r} with numerics="invariant", received {received!r}'
+                )

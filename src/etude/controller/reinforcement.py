@@ -3,10 +3,11 @@
     produce:  admit ── collect groups ── log (fsync) ── put
                 ^                                        |
                 |                                        v
-    consume:  trained <── activate <── publish <── step ── take
+    consume:  trained <── gate <── activate <── publish <── step ── take
 
 The producer waits for `trained` before it samples what would be too stale; the consumer waits for batches.
-With staleness bound 0 they alternate. Neither knows where the parts run.
+With staleness bound 0 they alternate. Neither knows where the parts run. Nothing is sampled for training, and
+nothing saved, with weights that did not pass the parity gate.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from etude.controller.parity import ParityGate
 from etude.evaluation.suite import check_infrastructure
 from etude.observe import MetricSink, Observer, summarize_behaviour
 from etude.protocols import Handle, Trainer, WeightSink
-from etude.records import BlobRef, Group, Trajectory
+from etude.records import BlobRef, Group, PolicyVersion, Trajectory
 from etude.rollout.buffer import RolloutBuffer
 from etude.rollout.collect import Collected, CollectorState, GroupCollector
 from etude.rollout.together import run_together
 from etude.store.trajectories import TrajectoryLog
 
 KIND = "rl"
+PARITY_KIND = "parity"
 
 
 class BlobDiscarder(Protocol):
@@ -62,6 +65,7 @@ class LoopTimes:
     rollout_s: float = 0.0
     train_s: float = 0.0
     publish_s: float = 0.0
+    parity_s: float = 0.0
     train_tokens: float = 0.0
 
 
@@ -78,12 +82,14 @@ class ReinforcementLoop:
         metrics: MetricSink,
         observer: Observer,
         stop: Stop,
+        gate: ParityGate | None = None,
     ) -> None:
+        """`gate`: looks at each publication; none is looked at without it."""
         self.times = LoopTimes()
         self.first_step = 0
         self.parity = {"k3": 0.0, "max_abs_dlogp": 0.0}
-        """Worst over all publications: the trainer's log-probabilities against the engine's, same weights.
-        A resumed run puts in what earlier sittings found."""
+        """Worst over all steps: the trainer's log-probabilities against those that were sampled, at the first
+        update, when both have the same weights. A resumed run puts in what earlier sittings found."""
         self._trainer = trainer
         self._sink = sink
         self._collector = collector
@@ -92,6 +98,7 @@ class ReinforcementLoop:
         self._metrics = metrics
         self._observer = observer
         self._stop = stop
+        self._gate = gate
         self._committed = copy.copy(collector.state)
 
     @property
@@ -100,12 +107,23 @@ class ReinforcementLoop:
         return asdict(self._committed)
 
     async def publish(self) -> None:
-        """Brings the trainer's weights into service."""
+        """Brings the trainer's weights into service. Raises ParityError where they do not pass the gate."""
         began = time.perf_counter()
         manifest = await self._trainer.call("publish")
         await self._sink.stage(manifest)
         await self._sink.activate(manifest.version, "recompute")
-        self.times.publish_s += time.perf_counter() - began
+        served = time.perf_counter()
+        self.times.publish_s += served - began
+        if self._gate is not None:
+            await self._pass_gate(self._gate, manifest.version)
+            self.times.parity_s += time.perf_counter() - served
+
+    async def _pass_gate(self, gate: ParityGate, version: PolicyVersion) -> None:
+        figures = await gate.measure(version)
+        if figures is not None:
+            values = {**figures.to_json(), "wall_s": self._stop.elapsed_s}
+            self._metrics.write(PARITY_KIND, version.step, values)
+            gate.judge(figures, version)
 
     async def run(self, num_steps: int, after_step: AfterStep) -> int:
         """Goes on from `first_step`; returns how many steps are taken in all. `after_step` saves."""
@@ -133,6 +151,8 @@ class ReinforcementLoop:
         step = self.first_step
         while (batch := await buffer.take()) is not None:
             trained = await self._trainer.call("step", batch.collected.trained)
+            if self._gate is not None:
+                self._gate.hold(batch.collected.trajectories)
             await self.publish()
             self._committed = batch.state_after
             step = batch.step + 1

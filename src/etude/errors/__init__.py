@@ -16,7 +16,8 @@
         ├── SamplerError          the engine failed or no longer holds what a request names
         │   └── PrefixMissError   the engine does not hold the named prefix: send all tokens again
         ├── StoreError            the trajectory store or the weight store failed
-        └── WeightUpdateError     a weight update whose base, digest or shape does not fit
+        ├── WeightUpdateError     a weight update whose base, digest or shape does not fit
+        └── ParityError           trainer and engine give the same tokens other log-probabilities
 
 An error says which field is wrong, what was received and how to mend it.
 """
@@ -30,6 +31,7 @@ __all__ = [
     "EtudeError",
     "InfrastructureError",
     "MalformedCallError",
+    "ParityError",
     "PrefixMissError",
     "ResourceError",
     "RunDirectoryError",
@@ -137,3 +139,7 @@ class StoreError(InfrastructureError):
 
 class WeightUpdateError(InfrastructureError):
     """A weight update whose base, digest or shapes do not fit what is loaded."""
+
+
+class ParityError(InfrastructureError):
+    """Trainer and engine give the same tokens, under the same weights, too different log-probabilities."""

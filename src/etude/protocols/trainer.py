@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,11 @@ class Trainer(Protocol):
         """Makes the current weights fetchable and names them."""
         ...
 
-    def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[Scores]:
-        """Log-probabilities at temperature 1 of each sequence [T_i] under the current weights."""
+    def score(
+        self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
+    ) -> list[Scores]:
+        """Log-probabilities at temperature 1 of each sequence [T_i] under the current weights; with the
+        experts that `routes`, [T_i, MoE layers, top_k] each, names, or else those of the router."""
         ...
 
     def save(self, directory: Path) -> None:

@@ -78,9 +78,12 @@ class RlTrainer:
         self._version = manifest.version
         return manifest
 
-    def score(self, sequences: Sequence[NDArray[np.int32]]) -> list[Scores]:
+    def score(
+        self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
+    ) -> list[Scores]:
         """See Trainer.score."""
-        return [Scores(logprobs, self._version) for logprobs in score_sequences(self.model, sequences)]
+        scored = score_sequences(self.model, sequences, routes=routes)
+        return [Scores(logprobs, self._version) for logprobs in scored]
 
     def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
         """See Trainer.save. `extra`: plain values of the caller's, stored beside the trainer's state."""

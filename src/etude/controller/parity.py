@@ -1,0 +1,106 @@
+"""The parity gate: trainer and engine score the same sequences, and must agree.
+
+    publish ── stage ── activate ── score (engine) ─┐
+                                  ─ score (trainer) ┴─ figures ── metrics ── stop, warn, go on
+
+What is compared are the latest rollouts, and before there are any, prompts of the tasks that come next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.config import ParityConfig, RunConfig
+from etude.errors import ParityError
+from etude.observe import Observer
+from etude.protocols import Handle, Sampler, Trainer
+from etude.records import PolicyVersion, Scores, Trajectory
+from etude.training.parity import ParityFigures, choose_sequences, compare_logprobs
+
+_CAUSES = (
+    "look for weights that did not arrive whole (compare digests), another number format on one side, "
+    "experts that are chosen anew instead of replayed, or a kernel that computes wrongly: "
+    "`etude doctor parity CHECKPOINT` tries each alone; a gap that is understood may be let through with "
+    "parity.limit or parity.on_failure"
+)
+_CAUSES_EXACT = (
+    'numerics="invariant" promises equal bits: look for weights that differ, or an operation that went past '
+    'model.ops; numerics="fast" does without the promise'
+)
+
+
+class ParityGate:
+    """Compares the two sides of one run, a bounded number of tokens at a time."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        trainer: Handle[Trainer],
+        sampler: Sampler,
+        observer: Observer,
+        prompts: Sequence[NDArray[np.int32]] = (),
+    ) -> None:
+        """`prompts`: what is scored until there are rollouts."""
+        self.worst: dict[str, float] = {}
+        """Largest figures of all checks, how many there were and how many failed. A resumed run puts in what
+        earlier sittings found."""
+        self._config: ParityConfig = config.parity
+        self._exact = config.numerics == "invariant"
+        self._replays = config.rl.router_replay == "r3"
+        self._trainer = trainer
+        self._sampler = sampler
+        self._observer = observer
+        self._sequences = self._choose(prompts)
+
+    def hold(self, trajectories: Sequence[Trajectory]) -> None:
+        """Scores these from now on, if there is anything in them."""
+        candidates = [segment.tokens for one in trajectories for segment in one.segments]
+        self._sequences = self._choose(candidates) or self._sequences
+
+    async def measure(self, version: PolicyVersion) -> ParityFigures | None:
+        """Figures of the held sequences under `version`, which both sides must have; None where the gate is
+        off or nothing is held."""
+        if not self._sequences:
+            return None
+        engine = [await self._sampler.score(tokens, version) for tokens in self._sequences]
+        routes = [scores.routes for scores in engine if scores.routes is not None] if self._replays else []
+        trainer: list[Scores] = await self._trainer.call("score", self._sequences, routes or None)
+        if any(scores.version != version for scores in trainer):
+            raise ParityError(
+                "the trainer's weights are of another version than those in service",
+                field="version",
+                received=f"{trainer[0].version}; serving {version}",
+            )
+        figures = compare_logprobs([s.logprobs for s in trainer], [s.logprobs for s in engine])
+        self._note(figures)
+        return figures
+
+    def judge(self, figures: ParityFigures, version: PolicyVersion) -> None:
+        """Raises ParityError, or says so and goes on, where the figures do not pass."""
+        if figures.exact if self._exact else figures.passes(self._config.limit):
+            return
+        self.worst["failed"] = self.worst.get("failed", 0.0) + 1
+        error = ParityError(
+            f"trainer and engine are too far apart at {version}: k3 {figures.k3:.3g}, 99 % within "
+            f"{figures.p99:.3g}, at most {figures.max:.3g}, over {figures.num_tokens} tokens",
+            field="numerics" if self._exact else "parity.limit",
+            received="invariant" if self._exact else self._config.limit,
+            fix=_CAUSES_EXACT if self._exact else _CAUSES,
+        )
+        if self._config.on_failure == "stop":
+            raise error
+        self._observer.say(f"warning: {error}")
+
+    def _choose(self, candidates: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int32]]:
+        return choose_sequences(candidates, self._config.num_sequences, self._config.max_tokens)
+
+    def _note(self, figures: ParityFigures) -> None:
+        for name in ("k3", "p99", "max"):
+            value = getattr(figures, name)
+            if math.isfinite(value):  # the report's JSON has no other numbers; `failed` counts such checks
+                self.worst[name] = max(value, self.worst.get(name, 0.0))
+        self.worst["checks"] = self.worst.get("checks", 0.0) + 1
