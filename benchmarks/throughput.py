@@ -54,7 +54,8 @@ from etude.store.trajectories import TrajectoryLog
 from etude.tasks.generator import TaskGenerator
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import MidtrainTrainer, RlTrainer
-from etude.training.batches import split_updates, training_sequences
+from etude.training.batches import split_updates
+from etude.training.intake import ModelLimits, take_groups
 
 STUDY = {"decode_tokens_per_s": 2_100.0, "prefill_tokens_per_s": 7_900.0, "training_tokens_per_s": 6_300.0}
 """In-loop figures of the feasibility study that the project began with, on a machine of the same kind."""
@@ -210,9 +211,10 @@ def _messages(segment: Segment) -> list[tuple[int, int]]:
 
 def _updates(groups: Sequence[Group], config: RunConfig) -> tuple[list[list[dict[str, Tensor]]], int]:
     """What the trainer trained on, for the baseline, and the number of its tokens."""
-    grouped = training_sequences(
-        groups, config.rl.model_copy(update={"router_replay": False}), lambda ref: np.zeros(0)
-    )
+    rl = config.rl.model_copy(update={"router_replay": "off"})
+    limits = ModelLimits(config.tokenizer.vocab_size, config.model.max_positions)
+    version = PolicyVersion(config.name, 0)
+    intake = take_groups(groups, rl, limits, version, lambda ref: np.zeros(0))
     updates = [
         [
             {
@@ -224,7 +226,7 @@ def _updates(groups: Sequence[Group], config: RunConfig) -> tuple[list[list[dict
             for s in update
             if s.advantage != 0.0
         ]
-        for update in split_updates(grouped, config.rl.updates_per_step)
+        for update in split_updates(intake.groups, rl.loss, rl.updates_per_step)
     ]
     updates = [update for update in updates if update]
     return updates, sum(len(sequence["tokens"]) for update in updates for sequence in update)
@@ -322,7 +324,7 @@ async def measure(config: RunConfig, checkpoint: Path, num_steps: int) -> Measur
     tokenizer, model = Tokenizer.load(checkpoint), load_model(checkpoint)
     described = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory() as directory, StopSignal(SilentObserver()) as stop:
-        async with open_parts(config, tokenizer) as parts:
+        async with open_parts(config, tokenizer, model) as parts:
             trainer = RlTrainer(model, config.rl, config.name, parts.weights, parts.blobs.get)
             blocks = Blocks(config, parts, trainer, Baseline(described, to_huggingface(model)))
             loop = ReinforcementLoop(

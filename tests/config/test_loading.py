@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.config import RunConfig, TasksConfig, dump_config, load_config, parse_config
+from etude.config import (
+    RlConfig,
+    RunConfig,
+    StreamConfig,
+    TasksConfig,
+    dump_config,
+    load_config,
+    parse_config,
+)
 from etude.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +40,7 @@ trees = st.fixed_dictionaries(
         "rl": st.fixed_dictionaries(
             {},
             optional={
-                "normalize_std": st.booleans(),
+                "baseline": st.sampled_from(["group_mean", "group_mean_std", "leave_one_out"]),
                 "level_weights": st.lists(positive, min_size=3, max_size=3),
                 "loss": st.fixed_dictionaries({}, optional={"kind": st.sampled_from(["cispo", "clip"])}),
             },
@@ -51,7 +59,8 @@ def test_what_is_dumped_loads_equal(tmp_path_factory: pytest.TempPathFactory, tr
 
 def test_every_field_is_dumped() -> None:
     tasks = TasksConfig(trail_lengths_at_end=(10, 100))
-    config = RunConfig(initial_checkpoint="x", tasks=tasks)
+    rl = RlConfig(stream=StreamConfig(max_step=3))
+    config = RunConfig(initial_checkpoint="x", tasks=tasks, rl=rl)
     assert tomllib.loads(dump_config(config)) == config.model_dump(mode="json")
 
 

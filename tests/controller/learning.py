@@ -78,6 +78,7 @@ CONFIG = RunConfig.model_validate(
             "group_size": 8,
             "updates_per_step": 1,
             "max_refill_rounds": 0,
+            "loss": {"kind": "cispo", "normalizer": "tokens"},
             "optimizer": {"learning_rate": 2e-3, "warmup_steps": 1},
         },
     }

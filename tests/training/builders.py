@@ -89,12 +89,13 @@ def as_group(members: Sequence[Trajectory]) -> Group:
 def rl_config(
     loss: Mapping[str, Any] | None = None, optimizer: Mapping[str, Any] | None = None, **changes: Any
 ) -> RlConfig:
-    """One update per step at a rate that moves a small model visibly."""
+    """CISPO over tokens, one update per step at a rate that moves a small model visibly."""
+    plain: dict[str, Any] = {"kind": "cispo", "normalizer": "tokens"}
     defaults: dict[str, Any] = {"learning_rate": 1e-2, "warmup_steps": 0, "decay_share": 0.0}
     values: dict[str, Any] = {
         "num_steps": 10,
         "updates_per_step": 1,
-        "loss": LossConfig(**(loss or {})),
+        "loss": LossConfig(**(plain | dict(loss or {}))),
         "optimizer": OptimizerConfig(**(defaults | dict(optimizer or {}))),
     }
     return RlConfig(**(values | changes))

@@ -27,6 +27,7 @@ from etude.records import (
     VersionSpan,
 )
 from etude.training import RlTrainer
+from etude.weights import MemoryWeights
 from tests.model.builders import small_model
 from tests.training.builders import Rollouts, as_group, rl_config, trainer_of
 
@@ -92,7 +93,7 @@ def written_out(model: Qwen3Moe, rollouts: Rollouts, members: Sequence[Trajector
     return total
 
 
-@pytest.mark.parametrize("normalizer", ["tokens", "sequences", "constant"])
+@pytest.mark.parametrize("normalizer", ["tokens", "sequences", "group_constant"])
 @pytest.mark.parametrize("kl_weight", [0.0, 0.5])
 def test_the_gradient_is_that_of_the_loss_written_out(normalizer: str, kl_weight: float) -> None:
     """Rollouts of another policy, so that ratios and divergences are not trivial."""
@@ -126,11 +127,17 @@ def test_micro_batches_do_not_multiply_the_balance_loss() -> None:
     """Micro-batches of equal content have equal statistics: then the gradients must be equal too."""
     rollouts = Rollouts(small_model(0))
     member = rollouts.member(1.0, 24)
-    group = as_group([member, replace(member, reward=RewardBreakdown(0.0))] * 2)
+    group = as_group([_again(member, number, reward) for number, reward in enumerate([1.0, 0.0] * 2)])
     config = rl_config({"balance_weight": 10.0})
     whole = gradients_of_step(trainer_of(config, rollouts), [group])
     single = gradients_of_step(trainer_of(config, rollouts, micro_batch_tokens=24), [group])
     assert_equal_gradients(single, whole)
+
+
+def _again(member: Trajectory, number: int, reward: float) -> Trajectory:
+    """The same session under another id."""
+    segments = tuple(replace(segment, id=f"{segment.id}~{number}") for segment in member.segments)
+    return replace(member, segments=segments, reward=RewardBreakdown(reward))
 
 
 def test_a_step_raises_what_was_good_and_lowers_what_was_bad() -> None:
@@ -214,7 +221,8 @@ def test_a_group_without_variance_changes_no_weight() -> None:
     trainer = trainer_of(rl_config(), rollouts)
     metrics = trainer.step([rollouts.group([1.0, 1.0, 1.0]), rollouts.group([0.0, 0.0])])
     assert_same_weights(trainer.model, small_model(0))
-    assert metrics.keys() == {"train_s", "train_tokens", "skipped_updates"}
+    assert metrics.keys() == {"train_s", "train_tokens", "skipped_updates", "skipped_no_variance"}
+    assert metrics["skipped_no_variance"] == 2
 
 
 def test_sessions_that_ended_before_the_first_sampled_token_carry_no_gradient() -> None:
@@ -228,18 +236,21 @@ def test_sessions_that_ended_before_the_first_sampled_token_carry_no_gradient() 
         assert metrics["skipped_updates"] == 0
         assert np.isfinite(list(metrics.values())).all()
     trainer = trainer_of(rl_config(), rollouts)
-    trainer.step([as_group([silent, replace(silent, reward=RewardBreakdown(1.0))])])
+    trainer.step([as_group([silent, _again(silent, 1, 1.0)])])
     assert_same_weights(trainer.model, small_model(0))
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted() -> None:
     rollouts = Rollouts(small_model(0))
     good = rollouts.group([1.0, 0.0])
-    bad = rollouts.member(0.0, 20, logprobs=np.full(20, np.nan, dtype=np.float32))
     trainer = trainer_of(rl_config(), rollouts)
-    metrics = trainer.step([as_group([rollouts.member(1.0), bad])])
+    with torch.no_grad():
+        trainer.model.final_norm[0] = float("inf")
+    metrics = trainer.step([rollouts.group([1.0, 0.0])])
     assert metrics["skipped_updates"] == 1
     assert not np.isfinite(metrics["grad_norm"])
+    with torch.no_grad():
+        trainer.model.final_norm[0] = small_model(0).final_norm[0]
     assert_same_weights(trainer.model, small_model(0))
     fresh = trainer_of(rl_config(), rollouts)
     assert trainer.step([good])["skipped_updates"] == 1
@@ -305,19 +316,20 @@ def test_routes_are_replayed_and_only_with_router_replay() -> None:
     members = rollouts.group([1.0, 0.0]).members
     unrouted = [replace(member, segments=(replace(member.segments[0], routes=None),)) for member in members]
     replayed = gradients_of_step(trainer_of(rl_config(), rollouts), [as_group(members)])
-    native = gradients_of_step(trainer_of(rl_config(router_replay=False), rollouts), [as_group(unrouted)])
+    native = gradients_of_step(trainer_of(rl_config(router_replay="off"), rollouts), [as_group(unrouted)])
     name = "blocks.0.experts.down"
     assert (replayed[name] - native[name]).abs().max() > 1e-4, "another policy's routes are others"
 
 
 def test_publishing_names_the_weights_and_later_steps_do_not_reach_them() -> None:
     rollouts = Rollouts(small_model(0))
-    trainer = trainer_of(rl_config(), rollouts)
+    weights = MemoryWeights()
+    trainer = RlTrainer(small_model(0), rl_config(), "run", weights, rollouts.blobs.get)
     manifest = trainer.publish()
     assert trainer.version == manifest.version
     assert manifest.version.digest
     trainer.step([rollouts.group([1.0, 0.0])])
-    fetched = trainer._weights.fetch(manifest)
+    fetched = weights.fetch(manifest)
     for name, parameter in small_model(0).named_parameters():
         assert torch.equal(fetched[name], parameter), name
     assert trainer.publish().version.digest != manifest.version.digest

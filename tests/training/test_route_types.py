@@ -11,9 +11,11 @@ from etude.agent.recording import Recording
 from etude.config import RlConfig
 from etude.errors import ConfigError, SamplerError
 from etude.inference import Engine
+from etude.model import Qwen3Moe
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
-from etude.training.batches import TrainingSequence, training_sequences
+from etude.training.batches import TrainingSequence
+from etude.training.intake import ModelLimits, take_groups
 from tests.model.builders import VOCAB, random_tokens, small_model
 from tests.training.builders import Rollouts, as_group, rl_config
 
@@ -21,7 +23,9 @@ VERSION = PolicyVersion("run", 0)
 PROMPT, SAMPLED = 12, 20
 
 
-def sequences(rollouts: Rollouts, recording: Recording, config: RlConfig) -> list[TrainingSequence]:
+def sequences(
+    model: Qwen3Moe, rollouts: Rollouts, recording: Recording, config: RlConfig
+) -> list[TrainingSequence]:
     routes = recording.routes()
     assert routes is not None
     member = rollouts.member(
@@ -33,7 +37,9 @@ def sequences(rollouts: Rollouts, recording: Recording, config: RlConfig) -> lis
         kv_oldest_spans=recording.kv_oldest_spans,
         routes=rollouts.blobs.put(routes),
     )
-    return training_sequences([as_group([member])], config, rollouts.blobs.get)[0]
+    limits = ModelLimits.of(model)
+    intake = take_groups([as_group([member])], config, limits, VERSION, rollouts.blobs.get)
+    return list(intake.groups[0].chains[0])
 
 
 def test_experts_beyond_255_are_sampled_recorded_and_replayed() -> None:
@@ -51,7 +57,7 @@ def test_experts_beyond_255_are_sampled_recorded_and_replayed() -> None:
         recording.sample(chunk)
     recording.end_message(PROMPT)
 
-    (sequence,) = sequences(Rollouts(small_model()), recording, rl_config())
+    (sequence,) = sequences(model, Rollouts(small_model()), recording, rl_config())
     assert sequence.routes is not None and sequence.routes.dtype == np.uint16
     computed = sequence.routes[:-1]
     assert 255 < computed.max() < 300
@@ -79,4 +85,10 @@ def test_routes_of_another_type_are_refused_and_never_cast() -> None:
     rollouts = Rollouts(small_model())
     blob = rollouts.blobs.put(np.zeros((20, 2, 2), dtype=np.int32))
     with pytest.raises(ConfigError, match="uint8 or uint16"):
-        training_sequences([as_group([rollouts.member(1.0, routes=blob)])], rl_config(), rollouts.blobs.get)
+        take_groups(
+            [as_group([rollouts.member(1.0, routes=blob)])],
+            rl_config(),
+            ModelLimits.of(small_model()),
+            VERSION,
+            rollouts.blobs.get,
+        )

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from etude.algorithms.baselines import BASELINES
+from etude.config import Baseline
 from etude.records import RewardBreakdown
 
 MALFORMED = "malformed"
@@ -22,22 +24,17 @@ def has_task_variance(rewards: Sequence[RewardBreakdown]) -> bool:
 
 
 def group_advantages(
-    rewards: Sequence[RewardBreakdown], *, normalize_std: bool = False
+    rewards: Sequence[RewardBreakdown], baseline: Baseline = "group_mean"
 ) -> NDArray[np.float32]:
-    """Reward minus the group's mean, [members].
+    """Each member's advantage under the named baseline, [members]. Rewards must be finite.
 
-    Without dividing by the standard deviation this is Dr.GRPO (Liu et al. 2025); with it, GRPO (Shao et
-    al. 2024). Where the task's verdict is the same for all, only malformed calls carry advantage: in a
-    group that failed as a whole, a penalty for effort would teach the policy to give up. Equal rewards give
-    exactly 0.
+    Where the task's verdict is the same for all, only malformed calls carry advantage: in a group that failed
+    as a whole, a penalty for effort would teach the policy to give up. Equal rewards give exactly 0.
     """
     if has_task_variance(rewards):
         values = np.array([reward.total for reward in rewards], dtype=np.float64)
     else:
         values = np.array([reward.terms.get(MALFORMED, 0.0) for reward in rewards], dtype=np.float64)
-    if np.ptp(values) < _ROUNDING:
+    if len(values) == 0 or np.ptp(values) < _ROUNDING:
         return np.zeros(len(values), dtype=np.float32)
-    advantages = values - values.mean()
-    if normalize_std:
-        advantages = advantages / values.std()
-    return advantages.astype(np.float32)
+    return BASELINES[baseline](values).astype(np.float32)

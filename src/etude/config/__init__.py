@@ -7,7 +7,16 @@ from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
 from etude.config.optimizer import OptimizerConfig
 from etude.config.parity import ParityConfig
-from etude.config.reinforcement import LossConfig, RewardConfig, RlConfig
+from etude.config.reinforcement import (
+    Baseline,
+    CorrectionConfig,
+    FeedbackConfig,
+    LossConfig,
+    Normalizer,
+    RewardConfig,
+    RlConfig,
+    StreamConfig,
+)
 from etude.config.run import (
     AgentConfig,
     CheckpointConfig,
@@ -19,12 +28,16 @@ from etude.config.run import (
 
 __all__ = [
     "AgentConfig",
+    "Baseline",
     "CheckpointConfig",
+    "CorrectionConfig",
     "EngineConfig",
     "EvaluationConfig",
+    "FeedbackConfig",
     "LossConfig",
     "MidtrainConfig",
     "ModelConfig",
+    "Normalizer",
     "OptimizerConfig",
     "ParityConfig",
     "RewardConfig",
@@ -32,6 +45,7 @@ __all__ = [
     "RunConfig",
     "SandboxConfig",
     "Section",
+    "StreamConfig",
     "TasksConfig",
     "TokenizerConfig",
     "dump_config",

@@ -1,34 +1,119 @@
-"""Reinforcement learning: the loss, the reward, the stage."""
+"""Reinforcement learning: the loss, its corrections, router replay, the reward, the stage."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field, model_validator
 
 from etude.config.base import Section
 from etude.config.optimizer import OptimizerConfig
 
+Baseline = Literal["group_mean", "group_mean_std", "leave_one_out"]
+Normalizer = Literal["group_constant", "tokens", "sequences"]
+RouterReplay = Literal["r3", "r2", "off"]
+
+_RENAMED = {
+    "normalize_std": ("baseline", {False: "group_mean", True: "group_mean_std"}),
+    "router_replay": ("router_replay", {False: "off", True: "r3"}),
+}
+"""Keys of runs that were begun before these had names; their directories are still read."""
+
+
+class CorrectionConfig(Section):
+    """Corrections against the log-probabilities that the engine sampled with. All off by default.
+
+    Each compares the trainer's policy at the step's start with the sampled one; with any of them on, the loss
+    bounds the step from there. A bound of 0 is off.
+    """
+
+    tis_cap: float = Field(default=0.0, ge=0)
+    """Truncated importance sampling: a token's loss times min(ratio, this). Usual: 2."""
+    token_low: float = Field(default=0.0, ge=0, lt=1)
+    """Tokens whose ratio is below this are masked (IcePop). Usual: 0.5."""
+    token_high: float = Field(default=0.0, ge=0)
+    """Tokens whose ratio is above this are masked (IcePop). Usual: 5."""
+    sequence_low: float = Field(default=0.0, ge=0, lt=1)
+    """Sequences are masked whose ratio, as a geometric mean over their tokens, is below this. Usual: 0.99."""
+    sequence_high: float = Field(default=0.0, ge=0)
+    """Sequences are masked whose geometric mean ratio is above this. Usual: 1.01."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether any correction is on."""
+        return any(value > 0 for value in self.model_dump().values())
+
+    @model_validator(mode="after")
+    def _bounds_hold_one(self) -> CorrectionConfig:
+        for name in ("token_high", "sequence_high"):
+            if 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name}: must be 0 (off) or above 1, received {getattr(self, name)}")
+        return self
+
 
 class LossConfig(Section):
     """The policy-gradient loss."""
 
-    kind: Literal["cispo", "clip"] = "cispo"
-    """`cispo`: the importance ratio, capped and detached, weights log p. `clip`: clipped surrogate."""
+    kind: Literal["clip", "cispo", "gspo", "decoupled"] = "clip"
+    """`clip`: clipped surrogate. `cispo`: the importance ratio, capped and detached, weights log p. `gspo`:
+    clipped surrogate of one ratio per sequence. `decoupled`: clipped against the trainer's policy at the
+    step's start, weighted by that over the policy that sampled."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """`clip`, `decoupled`: lowest ratio is 1 - this."""
+    clip_high: float = Field(default=0.28, gt=0)
+    """`clip`, `decoupled`: highest ratio is 1 + this."""
     cispo_cap: float = Field(default=5.0, gt=1)
     """Largest importance ratio of `cispo`."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """`clip`: lowest ratio is 1 - this."""
-    clip_high: float = Field(default=0.28, gt=0)
-    """`clip`: highest ratio is 1 + this."""
-    normalizer: Literal["tokens", "constant", "sequences"] = "tokens"
-    """What the summed loss is divided by: trained tokens, group size times `constant_tokens`, sequences."""
+    gspo_clip_low: float = Field(default=3e-4, gt=0, lt=1)
+    """`gspo`: lowest ratio of a sequence is 1 - this."""
+    gspo_clip_high: float = Field(default=4e-4, gt=0)
+    """`gspo`: highest ratio of a sequence is 1 + this."""
+    normalizer: Normalizer = "group_constant"
+    """What the summed loss is divided by. `group_constant`: trajectories of the group times
+    `constant_tokens`, then the mean over groups. `tokens`: trained tokens of the update. `sequences`: own
+    tokens, then the mean over trajectories. A trajectory of many segments weighs what one sequence of its
+    tokens would."""
     constant_tokens: int = Field(default=256, ge=1)
-    """Tokens that a trajectory counts for under `constant`."""
+    """Tokens that a trajectory counts for under `group_constant`."""
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    """How the divergence from the policy that RL began with is paid for: `k1` off the advantage, detached;
+    `k2` or `k3` in the loss."""
     kl_weight: float = Field(default=0.0, ge=0)
-    """Weight of the k3 penalty against the policy that RL began with."""
+    """Weight of that divergence; 0: none, and no reference is kept."""
     balance_weight: float = Field(default=0.0, ge=0)
     """Weight of the router's load-balancing loss."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Corrections against the sampled log-probabilities."""
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether the loss asks for the trainer's own log-probabilities at the step's start."""
+        return self.kind == "decoupled" or self.correction.enabled
+
+
+class FeedbackConfig(Section):
+    """Textual feedback: at a faulty turn the policy that is told what is wrong teaches the one that is
+    not."""
+
+    weight: float = Field(default=0.0, ge=0)
+    """Weight of the mean divergence per token; 0: off."""
+    max_hints_per_trajectory: int = Field(default=2, ge=1)
+    """Faulty turns of one trajectory that are taught, the first ones."""
+
+
+class StreamConfig(Section):
+    """Training on trajectories that were recorded earlier, in the order of their storage."""
+
+    source: str = ""
+    """A run directory or a trajectory log to train on instead of sampling; empty: sample."""
+    min_step: int = Field(default=0, ge=0)
+    """Only groups whose oldest policy version is of this step or later."""
+    max_step: int | None = Field(default=None, ge=0)
+    """Only groups whose oldest policy version is of this step or earlier; unset: any."""
+    repeat_prompts: bool = False
+    """Whether a prompt that was trained on may be trained on again."""
+    wait_s: float = Field(default=0.0, ge=0)
+    """How long to wait at the log's end for what another process may still append."""
 
 
 class RewardConfig(Section):
@@ -60,10 +145,16 @@ class RlConfig(Section):
     """How often groups without variance are replaced by new ones before the step goes on without."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of rollouts."""
-    normalize_std: bool = False
-    """Divide advantages by the group's standard deviation (GRPO) instead of not (Dr.GRPO)."""
-    router_replay: bool = True
-    """Train with the experts that the engine recorded."""
+    baseline: Baseline = "group_mean"
+    """What a trajectory's reward is compared with. `group_mean`: the group's mean (Dr.GRPO).
+    `group_mean_std`: the same, over the group's standard deviation (GRPO). `leave_one_out`: the mean of the
+    others (RLOO)."""
+    router_replay: RouterReplay = "r3"
+    """Which experts a mixture of experts trains with. `r3`: those that the engine recorded. `r2`: those of
+    the trainer's own forward pass at the step's start. `off`: whichever the router chooses."""
+    replay_min_share: float = Field(default=0.0, ge=0, le=1)
+    """A replayed expert whose score is below this share of the router's own last choice is replaced by the
+    router's best that is not replayed; 0: never."""
     level_weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """How often tasks of each level are drawn."""
     train_summaries: bool = True
@@ -72,10 +163,25 @@ class RlConfig(Section):
     """`rejection_sampling` fine-tunes on solved trajectories only: a control."""
     loss: LossConfig = LossConfig()
     """The loss."""
+    feedback: FeedbackConfig = FeedbackConfig()
+    """Textual feedback."""
+    stream: StreamConfig = StreamConfig()
+    """Recorded trajectories."""
     reward: RewardConfig = RewardConfig()
     """The reward."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimiser of this stage."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_older_names(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        taken = dict(cast("dict[str, Any]", values))
+        for old, (new, meanings) in _RENAMED.items():
+            if isinstance(taken.get(old), bool):
+                taken[new] = meanings[taken.pop(old)]
+        return taken
 
     @model_validator(mode="after")
     def _fits_together(self) -> RlConfig:

@@ -17,6 +17,7 @@
         │   └── PrefixMissError   the engine does not hold the named prefix: send all tokens again
         ├── StoreError            the trajectory store or the weight store failed
         ├── WeightUpdateError     a weight update whose base, digest or shape does not fit
+        ├── RouteReplayError      expert routes that were replayed twice, or not at all
         └── ParityError           trainer and engine give the same tokens other log-probabilities
 
 An error says which field is wrong, what was received and how to mend it.
@@ -34,6 +35,7 @@ __all__ = [
     "ParityError",
     "PrefixMissError",
     "ResourceError",
+    "RouteReplayError",
     "RunDirectoryError",
     "SamplerError",
     "SandboxError",
@@ -139,6 +141,10 @@ class StoreError(InfrastructureError):
 
 class WeightUpdateError(InfrastructureError):
     """A weight update whose base, digest or shapes do not fit what is loaded."""
+
+
+class RouteReplayError(InfrastructureError):
+    """Expert routes were replayed twice, or not at all: each record belongs to exactly one update."""
 
 
 class ParityError(InfrastructureError):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from etude.config import ModelConfig
+from etude.errors import RouteReplayError
 
 RouteDtype = Literal["uint8", "uint16"]
 
@@ -53,27 +54,40 @@ class RecordedRoutes:
         self._chosen.append(chosen)
         return chosen
 
-    def take(self, num_rows: int = 0) -> Tensor:
-        """The routes of one forward pass, [T, layers, top_k]; forgets them. `num_rows`: T, which a dense
-        model's record does not tell."""
+    def take(self, num_rows: int = 0, wanted: Tensor | None = None) -> Tensor:
+        """The routes of one forward pass, [T, layers, top_k]; forgets them.
+
+        `num_rows`: T, which a dense model's record does not tell. `wanted` [N]: the rows that the last layer
+        computed, where not all; the others are missing there.
+        """
         assert len(self._chosen) == self._num_layers, "one record per layer and forward pass"
         if not self._chosen:
             return torch.zeros((num_rows, 0, 0), dtype=self._dtype)
+        if wanted is not None:
+            computed = self._chosen[-1]
+            rows = computed.new_full((num_rows, computed.shape[1]), missing_route(self._dtype))
+            self._chosen[-1] = rows.index_copy(0, wanted, computed)
         routes = torch.stack(self._chosen, dim=1).to(self._dtype)
         self._chosen = []
         return routes
 
 
 class ReplayedRoutes:
-    """Returns the experts that were recorded in sampling; the router chooses where nothing was.
+    """Returns the experts that were recorded; the router chooses where nothing was.
 
-    The trainer's own gate weights are applied to the replayed experts, so gradients reach the router
-    (rollout routing replay, R3: Ma et al. 2025).
+    The trainer's own gate weights are applied to the replayed experts, so gradients reach the router.
+    Recorded by the engine in sampling this is R3 (Ma et al. 2025); by the trainer at the step's start, R2
+    (Zheng et al. 2025).
     """
 
-    def __init__(self, recorded: Tensor, wanted: Tensor | None = None) -> None:
+    def __init__(self, recorded: Tensor, wanted: Tensor | None = None, min_share: float = 0.0) -> None:
         """recorded [T, layers, top_k] uint8 or uint16, `missing_route` where the router is to choose;
-        `wanted` [N]: the rows that the last layer computes, where not all."""
+        `wanted` [N]: the rows that the last layer computes, where not all.
+
+        `min_share`: a replayed expert whose score is below this share of the router's own k-th best (where
+        that is positive) is replaced by the router's best that is not replayed. 0 replays whatever is
+        recorded.
+        """
         missing = missing_route(recorded.dtype)
         by_layer = [routes.long() for routes in recorded.unbind(1)]
         if wanted is not None and by_layer:
@@ -81,11 +95,39 @@ class ReplayedRoutes:
         self._recorded = by_layer
         self._missing = [(routes == missing).any(dim=-1) for routes in by_layer]
         self._all_recorded = not any(bool(rows.any()) for rows in self._missing)
+        self._min_share = min_share
+        self._uses = [0] * len(by_layer)
 
     def select(self, layer: int, scores: Tensor) -> Tensor:
         """scores [T, experts] -> [T, top_k], in the recorded order."""
-        recorded = self._recorded[layer]
-        if self._all_recorded:
-            return recorded
-        native = scores.topk(recorded.shape[-1], dim=-1).indices
-        return torch.where(self._missing[layer][:, None], native, recorded)
+        chosen = self._recorded[layer]
+        self._uses[layer] += 1
+        if not self._all_recorded:
+            native = scores.topk(chosen.shape[-1], dim=-1).indices
+            chosen = torch.where(self._missing[layer][:, None], native, chosen)
+        return _plausible(chosen, scores, self._min_share) if self._min_share > 0 else chosen
+
+    def check_consumed(self) -> None:
+        """To be called after the forward pass, before its backward pass, which may compute layers again.
+
+        Raises RouteReplayError unless every layer's record was used exactly once.
+        """
+        if any(uses != 1 for uses in self._uses):
+            raise RouteReplayError(
+                "each layer's routes must be replayed exactly once per forward pass",
+                field="routes",
+                received=self._uses,
+                fix="give each forward pass its own ReplayedRoutes",
+            )
+
+
+def _plausible(chosen: Tensor, scores: Tensor, min_share: float) -> Tensor:
+    """chosen [T, top_k] with implausible experts replaced, places kept; scores [T, experts]."""
+    top_k = chosen.shape[-1]
+    last = scores.topk(top_k, dim=-1).values[:, -1:]
+    bound = torch.where(last > 0, min_share * last, float("-inf"))
+    implausible = scores.gather(1, chosen) < bound
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, ~implausible)
+    best = scores.masked_fill(kept, float("-inf")).topk(top_k, dim=-1).indices
+    place = (implausible.cumsum(dim=1) - 1).clamp(min=0)
+    return torch.where(implausible, best.gather(1, place), chosen)

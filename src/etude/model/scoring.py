@@ -79,8 +79,8 @@ def packed_logprobs(
     """Log-probability [N] and entropy [N] at each of `targets` [N].
 
     `targets` are rows of the packed batch whose token is to be scored given those before it: never the
-    first row of a sequence. `routes` [T, layers, top_k] replays recorded experts, or chooses them itself, the last
-    layer's for the rows `targets` - 1 only. Differentiable.
+    first row of a sequence. `routes` [T, layers, top_k] replays recorded experts; or it chooses itself, in the
+    last layer for the rows `targets` - 1 only. Differentiable.
     """
     wanted = targets - 1
     replay = ReplayedRoutes(routes, wanted) if isinstance(routes, Tensor) else routes

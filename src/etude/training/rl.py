@@ -1,8 +1,12 @@
-"""The RL step: policy gradients on graded groups, exact about what was sampled."""
+"""The RL step: policy gradients on graded groups, exact about what was sampled.
+
+groups -> take_groups (checked, nothing changed yet) -> split_updates
+          for the 2nd update on, where the loss or R2 asks for it: old policy's logprobs and routes
+          per update: micro-batches -> forward (routes replayed) -> policy_loss -> backward; optimiser
+"""
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,50 +15,51 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from etude.algorithms import LossTerms, cispo, clipped_surrogate, k3
 from etude.config import RlConfig
 from etude.errors import CheckpointError
 from etude.model import Qwen3Moe, RouterStatistics
-from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
+from etude.model.scoring import PackedSequences, device_of, packed_logprobs, score_sequences
 from etude.records import Group, PolicyVersion, Scores, WeightManifest
-from etude.training.batches import (
-    RouteFetcher,
-    TrainingSequence,
-    micro_batches,
-    split_updates,
-    training_sequences,
-)
+from etude.training.batches import TrainingSequence, Update, split_updates
 from etude.training.checkpoint import load_checkpoint, save_checkpoint
+from etude.training.intake import ModelLimits, RouteFetcher, take_groups
+from etude.training.loss import Rows, policy_loss
+from etude.training.meter import StepMeter
 from etude.training.optimizer import Optimizer
-from etude.weights import MemoryWeights
+from etude.training.packing import pack_sequences
+from etude.training.parallel.ranks import Ranks, Share, SingleRank
+from etude.training.replay import RouteLedger, replayed_routes, with_old_policy
+from etude.weights import WeightPublisher
 
 MICRO_BATCH_TOKENS = 8192
 
 
 class RlTrainer:
-    """Implements the Trainer protocol for one process."""
+    """Implements the Trainer protocol for one process, or for one of several ranks."""
 
     def __init__(
         self,
         model: Qwen3Moe,
         config: RlConfig,
         lineage: str,
-        weights: MemoryWeights,
+        weights: WeightPublisher,
         fetch_routes: RouteFetcher,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
+        ranks: Ranks | None = None,
     ) -> None:
         """`lineage` names the run; version 0 is the model as given. `micro_batch_tokens`: most tokens in one
-        forward pass (or one sequence); it decides memory and speed, not the update."""
+        forward pass (or one sequence); it decides memory and speed, not the update. `ranks`: the processes
+        that train the same model; every one of them takes the same groups."""
         self.model = model
         self._config = config
         self._weights = weights
         self._fetch_routes = fetch_routes
         self._micro_batch_tokens = micro_batch_tokens
+        self._ranks: Ranks = ranks or SingleRank()
         self._optimizer = Optimizer(model, config.optimizer, config.num_steps * config.updates_per_step)
         self._version = PolicyVersion(lineage, 0)
-        self._reference = _frozen_copy(model) if config.loss.kl_weight > 0 else None
+        self._reference = self._ranks.frozen_copy(model) if config.loss.kl_weight > 0 else None
 
     @property
     def version(self) -> PolicyVersion:
@@ -62,19 +67,34 @@ class RlTrainer:
         return self._version
 
     def step(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """See Trainer.step. Metrics: means over trained tokens, times in seconds."""
+        """See Trainer.step. Metrics: means over trained tokens, times in seconds, `skipped_*` counts.
+
+        Raises ConfigError for groups that cannot be trained on, before anything has changed.
+        """
         began = time.perf_counter()
-        grouped = training_sequences(groups, self._config, self._fetch_routes)
-        meter = _Meter()
-        for update in split_updates(grouped, self._config.updates_per_step):
-            self._update(update, meter)
-            meter.same_version = False
+        limits = ModelLimits.of(self.model)
+        intake = take_groups(groups, self._config, limits, self._version, self._fetch_routes)
+        updates = split_updates(intake.groups, self._config.loss, self._config.updates_per_step)
+        meter = StepMeter(updates)
+        updates = [[s for s in update if self._has_gradient(s)] for update in updates]
+        ledger = RouteLedger(sequence.segment_id for update in updates for sequence in update)
+        later = [self._with_old_policy(update) for update in updates[1:]]
+        for update in [*updates[:1], *later]:
+            if update:
+                self._update(update, meter, ledger)
+        ledger.close()
         self._version = PolicyVersion(self._version.lineage, self._version.step + 1)
-        return meter.summary(time.perf_counter() - began, self._optimizer.num_skipped)
+        return {
+            "train_s": time.perf_counter() - began,
+            "skipped_updates": float(self._optimizer.num_skipped),
+            **{f"skipped_{reason}": float(count) for reason, count in sorted(intake.skipped.items())},
+            **meter.summary(self._ranks.all_reduce_),
+        }
 
     def publish(self) -> WeightManifest:
         """See Trainer.publish."""
-        manifest = self._weights.publish(self._version, dict(self.model.named_parameters()))
+        whole = self._ranks.whole_model(self.model)
+        manifest = self._weights.publish(self._version, dict(whole.named_parameters()))
         self._version = manifest.version
         return manifest
 
@@ -94,8 +114,10 @@ class RlTrainer:
             "step": self._version.step,
         }
         if self._reference is not None:
-            state["reference"] = self._reference.state_dict()
-        save_checkpoint(directory, self.model, state)
+            state["reference"] = self._ranks.whole_model(self._reference).state_dict()
+        whole = self._ranks.whole_model(self.model)
+        if self._ranks.is_main:
+            save_checkpoint(directory, whole, state)
 
     def restore(self, directory: Path) -> None:
         """See Trainer.restore."""
@@ -105,145 +127,82 @@ class RlTrainer:
         if model.config != self.model.config or model.vocab_size != self.model.vocab_size:
             raise CheckpointError("is of another architecture", field="checkpoint", received=model.config)
         self._optimizer.load_state_dict(state["optimizer"])
-        self.model.load_state_dict(model.state_dict())
+        self._ranks.load_whole(self.model, model.state_dict())
         self._version = PolicyVersion(state["lineage"], state["step"])
         if self._reference is not None and "reference" in state:
-            self._reference.load_state_dict(state["reference"])
+            self._ranks.load_whole(self._reference, state["reference"])
 
-    def _update(self, sequences: Sequence[TrainingSequence], meter: _Meter) -> None:
-        """One optimiser update on `sequences`."""
-        normalizer = self._normalizer(sequences)
-        trained = [sequence for sequence in sequences if self._has_gradient(sequence)]
-        if not trained:
-            return
-        num_tokens = sum(len(sequence.tokens) for sequence in trained)
-        for batch in micro_batches(trained, self._micro_batch_tokens):
-            share = sum(len(sequence.tokens) for sequence in batch) / num_tokens
-            self._accumulate(batch, normalizer, share, meter)
-        meter.norms.append(self._optimizer.step())
+    def _update(self, update: Update, meter: StepMeter, ledger: RouteLedger) -> None:
+        """One optimiser update."""
+        num_tokens = sum(len(sequence.tokens) for sequence in update)
+        shares = self._shares(update)
+        own = {index for share in shares if share.weight for index in share.indices}
+        for index in set(range(len(update))) - own:
+            ledger.consume(update[index].segment_id)  # another rank's
+        for share in shares:
+            sequences = [update[index] for index in share.indices]
+            if share.weight:
+                for sequence in sequences:
+                    ledger.consume(sequence.segment_id)
+            batch_share = sum(len(sequence.tokens) for sequence in sequences) / num_tokens
+            self._accumulate(sequences, share.weight, batch_share, meter)
+        meter.add_update(self._optimizer.step(), num_tokens)
+
+    def _shares(self, update: Update) -> list[Share]:
+        """This rank's micro-batches."""
+        lengths = [len(sequence.tokens) for sequence in update]
+        plan = pack_sequences(lengths, self._micro_batch_tokens, self._ranks.world_size)
+        return self._ranks.share(plan)
 
     def _has_gradient(self, sequence: TrainingSequence) -> bool:
         matters = sequence.advantage != 0.0 or self._config.loss.kl_weight > 0
-        return matters and bool(sequence.sampled.any())
+        return matters and sequence.num_trained > 0
 
-    def _normalizer(self, sequences: Sequence[TrainingSequence]) -> float:
-        loss = self._config.loss
-        if loss.normalizer == "tokens":
-            return float(sum(int(sequence.sampled.sum()) for sequence in sequences))
-        if loss.normalizer == "sequences":
-            return float(len(sequences))
-        return float(len(sequences) * loss.constant_tokens)
+    def _with_old_policy(self, update: Update) -> Update:
+        """A later update's sequences, with what the weights make of them before the first update."""
+        replays_own = self._config.router_replay == "r2" and ModelLimits.of(self.model).routes is not None
+        if not update or not (self._config.loss.needs_proximal or replays_own):
+            return update
+        known = list(update)
+        for share in self._shares(update):
+            scored = with_old_policy(self.model, [update[i] for i in share.indices], self._config)
+            for index, sequence in zip(share.indices, scored, strict=True):
+                known[index] = sequence
+        return known
 
     def _accumulate(
-        self, sequences: Sequence[TrainingSequence], normalizer: float, batch_share: float, meter: _Meter
+        self, sequences: Sequence[TrainingSequence], weight: float, batch_share: float, meter: StepMeter
     ) -> None:
-        """Adds the gradient of one micro-batch, which holds `batch_share` of the update's tokens."""
-        loss_config = self._config.loss
-        batch = PackedSequences.pack([sequence.tokens for sequence in sequences])
-        sampled = batch.pack_rows([sequence.sampled for sequence in sequences])
-        targets = sampled.nonzero().flatten()
-        old = batch.pack_rows([sequence.logprobs for sequence in sequences])[targets]
-        shares = batch.pack_rows([_shares(s, loss_config.normalizer) for s in sequences])[targets]
-        advantages = batch.pack_rows([_advantages(s) for s in sequences])[targets]
-        routes = None
-        if self._config.router_replay:
-            routes = batch.pack_rows([s.routes for s in sequences if s.routes is not None])
-        statistics = RouterStatistics([], []) if loss_config.balance_weight > 0 else None
+        """Adds the gradient of one micro-batch, which holds `batch_share` of the update's tokens.
+
+        With weight 0 it only keeps step with other ranks.
+        """
+        config = self._config
+        batch = PackedSequences.pack([s.tokens for s in sequences], device_of(self.model))
+        rows, targets = Rows.of(sequences, batch)
+        routes = replayed_routes(sequences, batch, targets, config.replay_min_share)
+        statistics = RouterStatistics([], []) if config.loss.balance_weight > 0 else None
         logprobs, entropy = packed_logprobs(
             self.model,
             batch,
             targets,
-            temperature=self._config.temperature,
+            temperature=config.temperature,
             routes=routes,
             statistics=statistics,
         )
-        terms = self._loss_terms(logprobs, old, advantages)
-        total = (shares * terms.per_token).sum() / normalizer
+        if routes is not None:
+            routes.check_consumed()
+        reference = None
         if self._reference is not None:
             with torch.no_grad():
+                replayed = replayed_routes(sequences, batch, targets, config.replay_min_share)
                 reference, _ = packed_logprobs(
-                    self._reference, batch, targets, temperature=self._config.temperature, routes=routes
+                    self._reference, batch, targets, temperature=config.temperature, routes=replayed
                 )
-            total = total + loss_config.kl_weight * (shares * k3(logprobs, reference)).sum() / normalizer
+        loss = policy_loss(config, logprobs, rows, reference)
+        total = loss.total
         if statistics is not None:
-            total = total + loss_config.balance_weight * batch_share * statistics.balance_loss()
-        total.backward()
-        meter.add(batch, logprobs.detach(), old, entropy, terms)
-
-    def _loss_terms(self, logprobs: Tensor, old: Tensor, advantages: Tensor) -> LossTerms:
-        loss = self._config.loss
-        if self._config.algorithm == "rejection_sampling":
-            ratio = (logprobs.detach() - old).exp()
-            return LossTerms(-advantages * logprobs, ratio, torch.zeros_like(ratio, dtype=torch.bool))
-        if loss.kind == "cispo":
-            return cispo(logprobs, old, advantages, loss.cispo_cap)
-        return clipped_surrogate(logprobs, old, advantages, loss.clip_low, loss.clip_high)
-
-
-class _Meter:
-    """Sums what the micro-batches of one step report."""
-
-    def __init__(self) -> None:
-        self.norms: list[float] = []
-        self.same_version = True
-        """Whether the weights are still those that sampled: then differences are the engine's, not drift."""
-        self._parity: list[Tensor] = []
-        self._tokens = 0
-        self._ratios: list[Tensor] = []
-        self._log_ratios: list[Tensor] = []
-        self._entropies: list[Tensor] = []
-        self._clipped: list[Tensor] = []
-
-    def add(
-        self, batch: PackedSequences, logprobs: Tensor, old: Tensor, entropy: Tensor, terms: LossTerms
-    ) -> None:
-        self._tokens += len(batch.tokens)
-        self._ratios.append(terms.ratio)
-        self._log_ratios.append(logprobs - old)
-        self._entropies.append(entropy)
-        self._clipped.append(terms.clipped)
-        if self.same_version:
-            self._parity.append(logprobs - old)
-
-    def summary(self, elapsed_s: float, num_skipped: int) -> dict[str, float]:
-        base = {
-            "train_s": elapsed_s,
-            "train_tokens": float(self._tokens),
-            "skipped_updates": float(num_skipped),
-        }
-        if not self._ratios:
-            return base
-        log_ratios = torch.cat(self._log_ratios)
-        ratios = torch.cat(self._ratios)
-        parity = torch.cat(self._parity) if self._parity else log_ratios.new_zeros(1)
-        return base | {
-            "parity_k3": float((parity.exp() - 1 - parity).mean()),
-            "parity_max": float(parity.abs().max()),
-            "grad_norm": sum(self.norms) / len(self.norms),
-            "ratio_p99": _quantile(ratios, 0.99),
-            "ratio_max": float(ratios.max()),
-            "clipped_share": float(torch.cat(self._clipped).float().mean()),
-            "k1": float(-log_ratios.mean()),
-            "k3": float((log_ratios.exp() - 1 - log_ratios).mean()),
-            "entropy": float(torch.cat(self._entropies).mean()),
-        }
-
-
-def _shares(sequence: TrainingSequence, normalizer: str) -> NDArray[np.float32]:
-    """What each token's loss counts for, [T]: 1, or 1 over their number when sequences count alike."""
-    share = 1.0 / int(sequence.sampled.sum()) if normalizer == "sequences" else 1.0
-    return np.full(len(sequence.tokens), share, dtype=np.float32)
-
-
-def _advantages(sequence: TrainingSequence) -> NDArray[np.float32]:
-    """[T] the trajectory's advantage on every token."""
-    return np.full(len(sequence.tokens), sequence.advantage, dtype=np.float32)
-
-
-def _frozen_copy(model: Qwen3Moe) -> Qwen3Moe:
-    return copy.deepcopy(model).requires_grad_(requires_grad=False)
-
-
-def _quantile(values: Tensor, share: float) -> float:
-    """The value that `share` of `values` [N] do not exceed; for any N, unlike torch.quantile."""
-    return float(values.kthvalue(max(1, round(share * len(values)))).values)
+            total = total + config.loss.balance_weight * batch_share * statistics.balance_loss()
+        (total * weight).backward()
+        if weight:
+            meter.add(rows, logprobs, entropy, loss)

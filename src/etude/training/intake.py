@@ -1,0 +1,273 @@
+"""From graded groups to sequences to train on: what cannot be trained on is refused, or skipped and counted.
+
+Refused, with ConfigError and before anything has changed, is what would be wrong in every step: another
+vocabulary, another sampling distribution, routes that are missing or belong to another model. Skipped and
+counted is what can happen to one trajectory. What was skipped for its tokens keeps its reward in the group's
+baseline: it is a real outcome. What was skipped for its reward is left out of everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from etude.algorithms import group_advantages
+from etude.config import RlConfig
+from etude.errors import ConfigError, RouteReplayError
+from etude.model import LanguageModel
+from etude.records import (
+    UNKNOWN_FORMAT,
+    BlobRef,
+    Group,
+    PolicyVersion,
+    Relation,
+    RewardBreakdown,
+    Segment,
+    Status,
+    Trajectory,
+)
+from etude.training.batches import UNKNOWN_LAG, TrainingGroup, TrainingSequence
+
+RouteFetcher = Callable[[BlobRef], NDArray[np.generic]]
+
+_LOGPROB_ROUNDING = 1e-3
+"""Log-probabilities may be above 0 by so much: engines round."""
+
+
+class Skipped(StrEnum):
+    """Why something was not trained on. Metrics count them as `skipped_<reason>`."""
+
+    INFRASTRUCTURE = "infrastructure"
+    """A trajectory that we failed."""
+    UNGRADED = "ungraded"
+    """A trajectory without a reward."""
+    REWARD = "reward"
+    """A trajectory whose reward is not a finite number."""
+    EMPTY_GROUP = "empty_group"
+    """A group without any graded member."""
+    NO_VARIANCE = "no_variance"
+    """A group whose members have equal advantages: it moves nothing."""
+    TOO_LONG = "too_long"
+    """A segment longer than the model's window."""
+    LOGPROBS = "logprobs"
+    """A segment whose sampled tokens lack log-probabilities: not finite, or above 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What a model can be trained on."""
+
+    vocab_size: int
+    max_positions: int
+    routes: tuple[int, int] | None = None
+    """(layers that route, experts per token); None where nothing is replayed: dense models, and architectures
+    that are not ours."""
+    num_experts: int = 0
+
+    @staticmethod
+    def of(model: nn.Module) -> ModelLimits:
+        """Those of a LanguageModel, or of another model with `vocab_size` and `max_positions`."""
+        if not isinstance(model, LanguageModel):
+            return ModelLimits(int(getattr(model, "vocab_size")), int(getattr(model, "max_positions")))  # noqa: B009
+        config = model.config
+        routes = (config.num_moe_layers, config.routes_per_token) if config.num_moe_layers else None
+        return ModelLimits(model.vocab_size, config.max_positions, routes, config.num_experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """What one step trains on, and what it does not."""
+
+    groups: tuple[TrainingGroup, ...]
+    skipped: Counter[Skipped]
+
+
+def take_groups(
+    groups: Sequence[Group],
+    config: RlConfig,
+    limits: ModelLimits,
+    version: PolicyVersion,
+    fetch_routes: RouteFetcher,
+) -> Intake:
+    """Checks and converts the groups of one step, which the trainer takes from `version`.
+
+    Raises ConfigError for what cannot be trained on at all, RouteReplayError for a segment that comes twice.
+    """
+    reader = _Reader(config, limits, version, fetch_routes)
+    taken = tuple(group for group in map(reader.read, groups) if group is not None)
+    return Intake(taken, reader.skipped)
+
+
+class _Reader:
+    """Reads the groups of one step."""
+
+    def __init__(
+        self, config: RlConfig, limits: ModelLimits, version: PolicyVersion, fetch_routes: RouteFetcher
+    ) -> None:
+        self.skipped: Counter[Skipped] = Counter()
+        self._config, self._limits, self._version = config, limits, version
+        self._fetch_routes = fetch_routes
+        self._replays = config.router_replay == "r3" and limits.routes is not None
+        self._seen: set[str] = set()
+
+    def read(self, group: Group) -> TrainingGroup | None:
+        """The group's graded members; None where there are none."""
+        graded = [(member, reward) for member in group.members if (reward := self._graded(member))]
+        if not graded:
+            self.skipped[Skipped.EMPTY_GROUP] += 1
+            return None
+        advantages = self._advantages([reward for _, reward in graded])
+        if not advantages.any():
+            self.skipped[Skipped.NO_VARIANCE] += 1
+        pairs = zip(graded, advantages, strict=True)
+        return TrainingGroup(tuple(self._chain(member, float(value)) for (member, _), value in pairs))
+
+    def _graded(self, member: Trajectory) -> RewardBreakdown | None:
+        if member.status is Status.INFRASTRUCTURE:
+            self.skipped[Skipped.INFRASTRUCTURE] += 1
+        elif member.reward is None:
+            self.skipped[Skipped.UNGRADED] += 1
+        elif not all(math.isfinite(term) for term in (member.reward.task, *member.reward.terms.values())):
+            self.skipped[Skipped.REWARD] += 1
+        else:
+            return member.reward
+        return None
+
+    def _advantages(self, rewards: list[RewardBreakdown]) -> NDArray[np.float32]:
+        if self._config.algorithm == "rejection_sampling":
+            return np.array([float(reward.task == 1.0) for reward in rewards], dtype=np.float32)
+        return group_advantages(rewards, self._config.baseline)
+
+    def _chain(self, member: Trajectory, advantage: float) -> tuple[TrainingSequence, ...]:
+        masks = _trained(member.segments, self._config.train_summaries)
+        read = (self._sequence(*pair, advantage) for pair in zip(member.segments, masks, strict=True))
+        return tuple(sequence for sequence in read if sequence is not None)
+
+    def _sequence(
+        self, segment: Segment, trained: NDArray[np.bool_], advantage: float
+    ) -> TrainingSequence | None:
+        _check_sampling(segment, self._config)
+        self._check_once(segment)
+        _check_tokens(segment, self._limits)
+        if len(segment.tokens) > self._limits.max_positions:
+            self.skipped[Skipped.TOO_LONG] += 1
+            return None
+        logprobs = segment.logprobs[trained]
+        if not bool((np.isfinite(logprobs) & (logprobs <= _LOGPROB_ROUNDING)).all()):
+            self.skipped[Skipped.LOGPROBS] += 1
+            return None
+        return TrainingSequence(
+            segment.tokens,
+            trained,
+            segment.logprobs,
+            advantage,
+            self._routes(segment) if self._replays else None,
+            _lags(segment, self._version),
+            segment.id,
+        )
+
+    def _check_once(self, segment: Segment) -> None:
+        if segment.id in self._seen:
+            raise RouteReplayError(
+                "a segment comes twice in one step: its record belongs to one update",
+                field="segment",
+                received=segment.id,
+                fix="give every trajectory an id of its own",
+            )
+        self._seen.add(segment.id)
+
+    def _routes(self, segment: Segment) -> NDArray[Any]:
+        if segment.routes is None:
+            raise ConfigError(
+                "rl.router_replay = 'r3' needs recorded routes",
+                field="routes",
+                received=segment.id,
+                fix="record routes, or set rl.router_replay to 'r2' or 'off'",
+            )
+        routes: NDArray[Any] = self._fetch_routes(segment.routes)
+        if routes.dtype not in (np.uint8, np.uint16):  # a cast would name other experts
+            raise ConfigError(
+                "routes must be uint8 or uint16", field="routes", received=f"{segment.id}: {routes.dtype}"
+            )
+        expected = (len(segment.tokens), *(self._limits.routes or ()))
+        known = routes[routes != np.iinfo(routes.dtype).max]
+        if routes.shape != expected or bool((known >= self._limits.num_experts).any()):
+            raise ConfigError(
+                "routes of another model",
+                field="routes",
+                received=f"{segment.id}: {routes.shape}, experts up to {known.max(initial=0)}",
+                fix=f"train the model that sampled, of {self._limits.num_experts} experts: {expected}",
+            )
+        return routes
+
+
+def _trained(segments: Sequence[Segment], summaries: bool) -> list[NDArray[np.bool_]]:
+    """Which tokens of each segment are trained on: those sampled, with or without summaries.
+
+    A segment's summary is the message at which another one left it.
+    """
+    ends = {one.parent for one in segments if one.relation is Relation.SUMMARY}
+    masks: list[NDArray[np.bool_]] = []
+    for segment in segments:
+        mask = segment.sampled
+        if not summaries and (segment.id, len(segment.tokens)) in ends:
+            mask = mask.copy()
+            mask[segment.turn_spans[-1].start :] = False
+        masks.append(mask)
+    return masks
+
+
+def _lags(segment: Segment, version: PolicyVersion) -> NDArray[np.int32]:
+    """[T] steps from a token's version to `version`; UNKNOWN_LAG for another lineage, or a later one."""
+    lags = np.zeros(len(segment.tokens), dtype=np.int32)
+    for span in segment.version_spans:
+        lag = version.step - span.version.step
+        known = span.version.lineage == version.lineage and lag >= 0
+        lags[span.start : span.end] = lag if known else UNKNOWN_LAG
+    return lags
+
+
+def _check_tokens(segment: Segment, limits: ModelLimits) -> None:
+    if segment.sampled[:1].any():
+        raise ConfigError("the first token cannot be a sampled one", field="segment", received=segment.id)
+    tokens = segment.tokens
+    if len(tokens) == 0 or (int(tokens.min()) >= 0 and int(tokens.max()) < limits.vocab_size):
+        return
+    raise ConfigError(
+        f"tokens must be in 0..{limits.vocab_size - 1}: they are of another tokenizer",
+        field="tokens",
+        received=f"{segment.id}: {int(tokens.min())}..{int(tokens.max())}",
+        fix="train with the model and tokenizer that sampled",
+    )
+
+
+def _check_sampling(segment: Segment, config: RlConfig) -> None:
+    if any(span.version.format == UNKNOWN_FORMAT for span in segment.version_spans):
+        raise ConfigError(
+            "tokens of a model that is not ours cannot be trained on: their logprobs are not known",
+            field="version_spans",
+            received=segment.id,
+            fix="train on sessions that our own engine sampled",
+        )
+    if segment.sampling.truncated:
+        raise ConfigError(
+            "truncated sampling cannot be trained on: the loss is over the whole vocabulary",
+            field="sampling",
+            received=segment.sampling,
+            fix="sample with top_p=1, top_k=0, min_p=0",
+        )
+    if segment.sampling.temperature != config.temperature:
+        raise ConfigError(
+            f"must be sampled at rl.temperature={config.temperature} to be trained on",
+            field="sampling.temperature",
+            received=segment.sampling.temperature,
+            fix="sample rollouts at the temperature that they are trained at",
+        )

@@ -1,0 +1,139 @@
+"""The loss of one micro-batch: what the configuration names, put together from `etude.algorithms`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etude.algorithms import (
+    LossTerms,
+    cispo,
+    clipped_surrogate,
+    decoupled,
+    geometric_mask,
+    gspo,
+    k1,
+    k2,
+    k3,
+    rejection_sampling,
+    token_mask,
+    truncated_weights,
+)
+from etude.config import CorrectionConfig, RlConfig
+from etude.model.scoring import PackedSequences
+from etude.training.batches import TrainingSequence
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What is known of the N trained tokens of a micro-batch. All tensors are [N]."""
+
+    rollout: Tensor
+    """Log-probabilities as sampled."""
+    proximal: Tensor | None
+    """Those of the trainer at the step's start; None where they are the present ones."""
+    advantages: Tensor
+    weights: Tensor
+    """Each token's share under the normaliser."""
+    sequence: Tensor
+    """int64: which sequence of the micro-batch, from 0 in packed order."""
+    places: Tensor
+    """int64: number of the token among all of the step's."""
+
+    @staticmethod
+    def of(sequences: Sequence[TrainingSequence], batch: PackedSequences) -> tuple[Rows, Tensor]:
+        """The rows of packed sequences, and the targets [N]: where they lie in the batch."""
+        targets = batch.pack_rows([s.sampled for s in sequences]).nonzero().flatten()
+        device = targets.device
+        ordered = [sequences[i] for i in batch.order]
+        counts = torch.tensor([s.num_trained for s in ordered], device=device)
+
+        def spread(values: list[float]) -> Tensor:
+            return torch.tensor(values, dtype=torch.float32, device=device).repeat_interleave(counts)
+
+        proximal = [s.proximal for s in sequences if s.proximal is not None]
+        rows = Rows(
+            rollout=batch.pack_rows([s.logprobs for s in sequences])[targets],
+            proximal=batch.pack_rows(proximal)[targets] if len(proximal) == len(sequences) else None,
+            advantages=spread([s.advantage for s in ordered]),
+            weights=spread([s.weight for s in ordered]),
+            sequence=torch.arange(len(ordered), device=device).repeat_interleave(counts),
+            places=batch.pack_rows([s.places for s in sequences])[targets],
+        )
+        return rows, targets
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """What one micro-batch adds to the update."""
+
+    total: Tensor
+    """Scalar, differentiable: summed over micro-batches it is the update's loss."""
+    terms: LossTerms
+    masked: Tensor
+    """[N] bool: tokens that a correction took out."""
+
+
+def policy_loss(
+    config: RlConfig, logprobs: Tensor, rows: Rows, reference_logprobs: Tensor | None = None
+) -> PolicyLoss:
+    """The loss of N tokens with present log-probabilities [N].
+
+        sum over tokens of  weight * (correction * surrogate(ratio, advantage) + kl_weight * KL)
+
+    `reference_logprobs` [N] of the policy that RL began with, where the divergence from it is paid for.
+    """
+    loss = config.loss
+    advantages = rows.advantages
+    penalty = None
+    if reference_logprobs is not None and loss.kl == "k1":
+        advantages = advantages - loss.kl_weight * k1(logprobs.detach(), reference_logprobs)
+    elif reference_logprobs is not None:
+        penalty = (k2 if loss.kl == "k2" else k3)(logprobs, reference_logprobs)
+    terms = _terms(config, logprobs, rows, advantages)
+    proximal = _proximal(logprobs, rows)
+    correction, kept = _correction(loss.correction, proximal, rows)
+    per_token = torch.where(kept, correction * terms.per_token, 0.0)
+    if penalty is not None:
+        per_token = per_token + loss.kl_weight * penalty
+    return PolicyLoss((rows.weights * per_token).sum(), terms, ~kept)
+
+
+def _terms(config: RlConfig, logprobs: Tensor, rows: Rows, advantages: Tensor) -> LossTerms:
+    loss = config.loss
+    if config.algorithm == "rejection_sampling":
+        return rejection_sampling(logprobs, rows.rollout, advantages)
+    anchor = _proximal(logprobs, rows) if loss.needs_proximal else rows.rollout
+    match loss.kind:
+        case "cispo":
+            return cispo(logprobs, anchor, advantages, loss.cispo_cap)
+        case "gspo":
+            bounds = loss.gspo_clip_low, loss.gspo_clip_high
+            return gspo(logprobs, anchor, advantages, rows.sequence, *bounds)
+        case "decoupled" if not loss.correction.tis_cap:
+            return decoupled(logprobs, anchor, rows.rollout, advantages, loss.clip_low, loss.clip_high)
+        case _:
+            # With a cap, the weight of `decoupled` is the correction's, truncated.
+            return clipped_surrogate(logprobs, anchor, advantages, loss.clip_low, loss.clip_high)
+
+
+def _proximal(logprobs: Tensor, rows: Rows) -> Tensor:
+    """The trainer's policy at the step's start: in the first update it is the present one."""
+    return logprobs.detach() if rows.proximal is None else rows.proximal
+
+
+def _correction(config: CorrectionConfig, proximal: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
+    """What the corrections multiply each token's loss by, [N], and which tokens they keep, [N] bool."""
+    weights = torch.ones_like(proximal)
+    kept = torch.ones_like(proximal, dtype=torch.bool)
+    if config.tis_cap:
+        weights = truncated_weights(proximal, rows.rollout, config.tis_cap)
+    if config.token_low or config.token_high:
+        kept = token_mask(proximal, rows.rollout, config.token_low, config.token_high or float("inf"))
+    if config.sequence_low or config.sequence_high:
+        high = config.sequence_high or float("inf")
+        kept = kept & geometric_mask(proximal, rows.rollout, rows.sequence, config.sequence_low, high)
+    return weights, kept
