@@ -2,5 +2,6 @@
 
 from etude.weights.manifest import check_tensors, describe_tensors
 from etude.weights.memory import MemoryWeights
+from etude.weights.publisher import WeightPublisher
 
-__all__ = ["MemoryWeights", "check_tensors", "describe_tensors"]
+__all__ = ["MemoryWeights", "WeightPublisher", "check_tensors", "describe_tensors"]

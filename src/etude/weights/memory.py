@@ -24,7 +24,7 @@ class MemoryWeights:
 
     def publish(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> WeightManifest:
         """Copies `tensors` and names them; the returned manifest's version carries their digest."""
-        snapshot = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        snapshot = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
         url = f"memory:weights/{version.lineage}/{version.step}"
         manifest = describe_tensors(version, snapshot, url)
         self._snapshots.pop(url, None)

@@ -1,0 +1,61 @@
+"""Models of any architecture: our own definition where there is one, otherwise transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import transformers
+
+from etude.config import ModelConfig
+from etude.errors import CheckpointError
+from etude.model.huggingface import load_model, save_model
+from etude.model.huggingface.fields import read_fields
+from etude.model.language_model import LanguageModel
+from etude.model.transformers_model import TransformersModel
+
+AnyModel = LanguageModel | TransformersModel
+_FOREIGN = "config.json: model_type"
+
+
+def load_any_model(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
+    """A model of ours where the architecture is defined here, otherwise transformers'. Raises
+    CheckpointError."""
+    if read_architecture(directory) is None:
+        return TransformersModel.load(directory, dtype)
+    return load_model(directory, dtype)
+
+
+def save_any_model(model: AnyModel, directory: Path) -> None:
+    """Writes a Hugging Face directory that transformers, vLLM and `load_any_model` read."""
+    if isinstance(model, TransformersModel):
+        model.save(directory)
+    else:
+        save_model(model, directory)
+
+
+def read_architecture(directory: Path) -> ModelConfig | None:
+    """What `config.json` says of one of our own architectures; None for another. Raises CheckpointError."""
+    try:
+        return read_fields(directory / "config.json").config
+    except CheckpointError as error:
+        if error.field != _FOREIGN:
+            raise
+    return None
+
+
+def read_window(directory: Path) -> int:
+    """Longest sequence, in tokens, of the model in a Hugging Face directory. Raises CheckpointError."""
+    own = read_architecture(directory)
+    if own is not None:
+        return own.max_positions
+    try:
+        config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+        return int(config.get_text_config().max_position_embeddings)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"says no longest sequence that transformers understands: {error}",
+            field="config.json",
+            received=str(directory),
+            fix="use a causal language model that this version of transformers knows",
+        ) from error
