@@ -12,8 +12,12 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
+import numpy as np
+
+from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
+from etude.inference.gpu import Compute, GpuForward, run_uncaptured
 from tests.inference.builders import Client, drain, prompt, small_engine
-from tests.model.builders import small_model
+from tests.model.builders import random_tokens, small_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LATENT = {
@@ -44,3 +48,93 @@ def test_turns_on_the_device_have_the_logprobs_and_routes_of_a_fresh_pass(change
         if model.config.num_moe_layers:
             client.check(model)
     assert len(clients[2].tokens) > 20
+
+
+class CountedCaptures:
+    """A Capture without graphs that counts what it captured and what was repeated."""
+
+    def __init__(self) -> None:
+        self.captured = self.repeated = 0
+
+    def __call__(self, compute: Compute) -> Compute:
+        self.captured += 1
+
+        def repeat() -> None:
+            self.repeated += 1
+            compute()
+
+        return repeat
+
+
+def filled_cache(model: Any, num_pages: int = 12) -> PagedCache:
+    """A cache whose pages all hold something."""
+    cache = PagedCache(model.config, num_pages, torch.device(DEVICE))
+    generator = torch.Generator().manual_seed(5)
+    for store in (cache.keys, cache.values):
+        if store is not None:
+            store.copy_(torch.randn(store.shape, generator=generator))
+    return cache
+
+
+def decode_rows(lengths: list[int], counts: list[int] | None = None, seed: int = 0) -> StepRows:
+    """The last tokens of sequences of `lengths`, in pages that are dealt out in turn."""
+    taken = np.array(counts or [1] * len(lengths))
+    tables = np.zeros((len(lengths), max(-(-n // PAGE_TOKENS) for n in lengths)), dtype=np.int32)
+    free = iter(range(100))
+    for row, length in zip(tables, lengths, strict=True):
+        for page in range(-(-length // PAGE_TOKENS)):
+            row[page] = next(free)
+    tokens = random_tokens(int(taken.sum()), seed).astype(np.int64)
+    return StepRows.plan(tokens, tables, taken, np.array(lengths) - taken)
+
+
+@pytest.mark.parametrize("changes", [{}, LATENT], ids=["grouped queries", "latent attention"])
+def test_a_step_from_fixed_buffers_computes_what_a_plain_one_does(changes: dict[str, Any]) -> None:
+    model = small_model(2, **changes).to(DEVICE)
+    for rows in (decode_rows([20, 3, 40]), decode_rows([18, 50], [3, 1], seed=1)):
+        plain, fixed = filled_cache(model), filled_cache(model)
+        hidden, routes = GpuForward(model, plain, max_captured_rows=0)(rows)
+        captured, captured_routes = GpuForward(model, fixed, run_uncaptured)(rows)
+        assert torch.allclose(captured, hidden, atol=1e-5) and torch.equal(captured_routes, routes)
+        assert torch.allclose(fixed.keys, plain.keys, atol=1e-5)
+
+
+def test_rows_that_fill_the_buffers_write_into_no_page() -> None:
+    model = small_model(2).to(DEVICE)
+    cache = filled_cache(model)
+    before, rows = cache.keys.clone(), decode_rows([20, 3, 40])
+    GpuForward(model, cache, run_uncaptured)(rows)
+    written = (cache.keys != before).any(dim=(0, 2, 3)).cpu()
+    expected = torch.zeros_like(written)
+    expected[torch.from_numpy(rows.pages.astype(np.int64)), torch.from_numpy(rows.offsets)] = True
+    assert torch.equal(written, expected)
+
+
+def test_each_size_of_step_is_captured_once_and_repeated_with_what_the_next_step_brings() -> None:
+    model, captures = small_model(2).to(DEVICE), CountedCaptures()
+    cache, fresh = filled_cache(model), filled_cache(model)
+    forward = GpuForward(model, cache, captures)
+    forward(decode_rows([20, 3, 40]))
+    later = decode_rows([21, 4, 41, 7], seed=3)
+    hidden, routes = forward(later)
+    assert (captures.captured, captures.repeated) == (1, 2)
+    GpuForward(model, fresh, run_uncaptured)(decode_rows([20, 3, 40]))
+    expected, expected_routes = GpuForward(model, fresh, run_uncaptured)(later)
+    assert torch.equal(hidden, expected) and torch.equal(routes, expected_routes)
+    forward(decode_rows([22]))
+    assert captures.captured == 2
+
+
+def test_captured_steps_compute_with_the_weights_that_are_staged_into_them() -> None:
+    model, cache, rows = small_model(2).to(DEVICE), filled_cache(small_model(2)), decode_rows([20, 3])
+    forward = GpuForward(model, cache, run_uncaptured)
+    before = forward(rows)[0].clone()
+    other = small_model(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(dict(other.named_parameters())[name])
+    forward.load_weights()
+    after = forward(rows)[0].clone()
+    assert not torch.allclose(after, before)
+    expected = GpuForward(other.to(DEVICE), filled_cache(other), run_uncaptured)(rows)[0]
+    assert torch.equal(after, expected)

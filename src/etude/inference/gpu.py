@@ -1,19 +1,28 @@
-"""The forward pass on a GPU: the trainer's own module there, with Triton's attention over the paged cache.
+"""The forward pass on a GPU: the trainer's own module there, with Triton's kernels over the paged cache.
 
-Tokens, positions and tables go over once per step; routes and what was drawn come back. All tiles have one
-shape, so a row's attention does not depend on what else is in the step. Steps are not captured as graphs.
+What a step needs goes over in one copy; routes and what was drawn come back. Tiles have one shape per way of
+computing, so a row's attention does not depend on what else is in the step.
+
+Steps of few rows, as decoding is, are launched as a whole: their inputs lie in fixed buffers, made for a
+number of rows and of pages (both rounded up, so that there are few), and what computes from these buffers is
+captured as a CUDA graph when it is first needed. Rows that only fill a buffer are at position -1: they are
+stored nowhere and see nothing. On a CPU, under Triton's interpreter, the same buffers are computed from
+without a graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from etude.config import ModelConfig
 from etude.errors import ResourceError
 from etude.inference.cache import PagedCache, StepRows
 from etude.inference.sampling import sample
@@ -22,35 +31,84 @@ from etude.records import SamplingParams
 
 _TILE_ROWS = 16
 """Rows of one product: query heads that share a head of the cache, times positions."""
+_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""Rows of the steps that are captured."""
+_PAGE_BUCKET, _PAGE_GROWTH = 64, 4
+"""Pages of the shortest tables, and of each longer one as a multiple of the one before."""
+_MOST_PER_SEQUENCE = 16
+"""Rows of one sequence in a captured step: each reads the keys on its own, which suits drafts, no prompts."""
+
+Compute = Callable[[], None]
+Capture = Callable[[Compute], Compute]
+"""Takes what computes from fixed buffers into fixed buffers; returns what repeats it. May call it."""
+
+
+def run_uncaptured(compute: Compute) -> Compute:
+    """A Capture that records nothing: for devices without graphs."""
+    return compute
+
+
+class CudaGraphs:
+    """Captures as CUDA graphs, which share one pool of memory: one of them runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Compute) -> Compute:
+        """Computes twice beforehand: kernels are compiled and libraries set up outside of a capture."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                compute()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Another thread may be staging weights: its allocations are none of this capture's business.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            compute()
+        return graph.replay
 
 
 class GpuForward:
     """Implements ForwardPass with a model and a cache of one device."""
 
-    def __init__(self, model: LanguageModel, cache: PagedCache) -> None:
-        """Raises ResourceError without Triton."""
+    def __init__(
+        self,
+        model: LanguageModel,
+        cache: PagedCache,
+        capture: Capture | None = None,
+        max_captured_rows: int = _ROW_BUCKETS[-1],
+    ) -> None:
+        """`capture`: by default CUDA graphs where the cache is on a GPU; `max_captured_rows`: of the largest
+        step that is captured, 0 for none. Raises ResourceError without Triton."""
         self._model = model
         self._cache = cache
-        self._kernel = _load_kernel()
-        self._recorder = RecordedRoutes.of(model.config)
+        self._kernels = _load_kernels()
+        model.ops = self._kernels.ops.GpuOps()
+        if capture is None:
+            capture = CudaGraphs() if cache.keys.is_cuda else run_uncaptured
+        self._capture = capture
+        self._max_captured_rows = min(max_captured_rows, _ROW_BUCKETS[-1])
+        self._captured: dict[tuple[int, int], _CapturedStep] = {}
 
     def load_weights(self) -> None:
-        """See ForwardPass: the module's own tensors are used as they are."""
+        """See ForwardPass: the module's own tensors are used as they are, by captured steps too."""
 
     @torch.no_grad()
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
-        """See ForwardPass; the hidden states stay on the device."""
-        device = self._cache.keys.device
-        tokens, positions = (torch.from_numpy(a).to(device) for a in (rows.tokens, rows.positions))
-        attention = GpuPagedAttention(self._cache, rows, positions, self._kernel)
-        hidden = self._model(tokens, positions, attention, self._recorder)
-        return hidden, self._recorder.take(len(tokens)).cpu()
+        """See ForwardPass; the hidden states stay on the device, and until the next call."""
+        if len(rows.tokens) <= self._max_captured_rows and int(rows.counts.max()) <= _MOST_PER_SEQUENCE:
+            hidden, routes = self._captured_step(rows).run(rows)
+        else:
+            hidden, routes = self._compute(DeviceRows.of(rows, self._model.config, self._cache))
+        return hidden, routes.cpu()
 
     def sample(
         self, hidden: Tensor, params: Sequence[SamplingParams], draws: NDArray[np.float64]
     ) -> tuple[Tensor, Tensor]:
         """See ForwardPass."""
-        tokens, logprobs = sample(self._model.logits(hidden), params, draws)
+        with torch.no_grad():
+            tokens, logprobs = sample(self._model.logits(hidden), params, draws)
         return tokens.cpu(), logprobs.cpu()
 
     @torch.no_grad()
@@ -58,49 +116,148 @@ class GpuForward:
         """See ForwardPass."""
         return self._model.logits(hidden).cpu()
 
+    def _compute(self, rows: DeviceRows) -> tuple[Tensor, Tensor]:
+        """Hidden states [T, width] and routes [T, MoE layers, top_k]; waits for nothing where the model's
+        blocks do not."""
+        recorder = RecordedRoutes.of(self._model.config)
+        attention = GpuPagedAttention(self._cache, rows, self._kernels.paged_attention)
+        hidden = self._model(rows.tokens, rows.positions.clamp_min(0), attention, recorder)
+        return hidden, recorder.take(len(rows.tokens))
+
+    def _captured_step(self, rows: StepRows) -> _CapturedStep:
+        """The step of the smallest buffers that hold `rows`."""
+        num_rows = next(size for size in _ROW_BUCKETS if size >= len(rows.tokens))
+        num_pages = _PAGE_BUCKET
+        while num_pages < rows.tables.shape[1]:
+            num_pages *= _PAGE_GROWTH
+        key = (num_rows, num_pages)
+        if key not in self._captured:
+            inputs = StepBuffers(num_rows, num_pages, self._cache.keys.device)
+            self._captured[key] = _CapturedStep(inputs, self._compute, self._capture)
+        return self._captured[key]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRows:
+    """StepRows on a device. Positions of -1 mark rows that only fill a buffer."""
+
+    tokens: Tensor
+    """[T] int64"""
+    positions: Tensor
+    """[T] int64"""
+    sequence: Tensor
+    """[T] int32 row of `tables`."""
+    tables: Tensor
+    """[S, pages] int32"""
+    tiles: Any
+    """`Tiles` of the attention kernel."""
+
+    @staticmethod
+    def of(rows: StepRows, config: ModelConfig, cache: PagedCache) -> DeviceRows:
+        """Rows with tiles of several positions, where the heads leave room for them."""
+        device, (num_sequences, num_pages) = cache.keys.device, rows.tables.shape
+        flat = (rows.tokens, rows.positions, rows.sequence, rows.tables.reshape(-1))
+        packed = torch.from_numpy(np.concatenate(flat, dtype=np.int32, casting="unsafe")).to(device)
+        tokens, positions, sequence, tables = packed.split([len(part) for part in flat])
+        positions_of_tile = max(1, _TILE_ROWS // (config.num_heads // config.cache_heads))
+        tiles = _load_kernels().paged_attention.Tiles.plan(rows.counts, positions_of_tile, device)
+        shaped = tables.view(num_sequences, num_pages)
+        return DeviceRows(tokens.long(), positions.long(), sequence, shaped, tiles)
+
+
+class StepBuffers:
+    """Fixed inputs for up to `num_rows` rows, each with a table of its own, of up to `num_pages` pages."""
+
+    def __init__(self, num_rows: int, num_pages: int, device: torch.device) -> None:
+        """Holds no row yet."""
+        self.num_rows = num_rows
+        self._packed = torch.zeros((num_rows, 2 + num_pages), dtype=torch.int32, device=device)
+        """[rows, token | position | pages]: one copy brings all of them."""
+        self._packed[:, 1] = -1
+        places = torch.arange(num_rows, dtype=torch.int32, device=device)
+        kernel = _load_kernels().paged_attention
+        self._tiles = kernel.Tiles(places, torch.ones_like(places), places, rows_per_tile=1)
+
+    def fill(self, rows: StepRows) -> None:
+        """Puts `rows` in, and padding behind them. Does not wait for the device."""
+        count, num_pages = len(rows.tokens), rows.tables.shape[1]
+        packed = np.zeros((self.num_rows, 2 + num_pages), dtype=np.int32)
+        packed[:count, 0] = rows.tokens
+        packed[:, 1] = -1
+        packed[:count, 1] = rows.positions
+        packed[:count, 2:] = rows.tables[rows.sequence]
+        self._packed[:, : 2 + num_pages].copy_(torch.from_numpy(packed))
+
+    def view(self) -> DeviceRows:
+        """What the buffers hold when it is computed from."""
+        tokens, positions = self._packed[:, 0].long(), self._packed[:, 1].long()
+        return DeviceRows(tokens, positions, self._tiles.sequence, self._packed[:, 2:], self._tiles)
+
+
+class _CapturedStep:
+    """A step of one size, from fixed inputs to fixed outputs."""
+
+    def __init__(
+        self,
+        inputs: StepBuffers,
+        compute: Callable[[DeviceRows], tuple[Tensor, Tensor]],
+        capture: Capture,
+    ) -> None:
+        self._inputs = inputs
+        self._compute = compute
+        self._capture = capture
+        self._outputs: tuple[Tensor, Tensor] | None = None
+        self._repeat: Compute | None = None
+
+    def run(self, rows: StepRows) -> tuple[Tensor, Tensor]:
+        """Hidden states and routes of `rows`, which the next run overwrites."""
+        self._inputs.fill(rows)
+        if self._repeat is None:
+            self._repeat = self._capture(self._into_outputs)
+        self._repeat()
+        assert self._outputs is not None
+        hidden, routes = self._outputs
+        return hidden[: len(rows.tokens)], routes[: len(rows.tokens)]
+
+    def _into_outputs(self) -> None:
+        computed = self._compute(self._inputs.view())
+        if self._outputs is None:
+            self._outputs = computed[0].clone(), computed[1].clone()
+        for output, value in zip(self._outputs, computed, strict=True):
+            output.copy_(value)
+
 
 class GpuPagedAttention:
     """Attention of one engine step: stores the new keys and values, then attends to all up to them."""
 
-    def __init__(self, cache: PagedCache, rows: StepRows, positions: Tensor, kernel: ModuleType) -> None:
-        """`positions` [T]: the rows' own, on the cache's device."""
-        device = cache.keys.device
+    def __init__(self, cache: PagedCache, rows: DeviceRows, kernel: ModuleType) -> None:
         self._cache = cache
-        self._positions = positions
+        self._rows = rows
         self._kernel = kernel
-        self._pages = torch.from_numpy(rows.pages.astype(np.int64)).to(device)
-        self._offsets = torch.from_numpy(rows.offsets).to(device)
-        self._tables = torch.from_numpy(rows.tables).to(device)
-        self._counts = rows.counts
-        self._tiles = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """See Attention."""
-        cache = self._cache
+        cache, rows = self._cache, self._rows
         keys, values = cache.keys[layer], None if cache.values is None else cache.values[layer]
-        keys[self._pages, :, :, self._offsets] = key
-        if values is not None:
-            values[self._pages, :, self._offsets] = value
-        if self._tiles is None:
-            positions_of_tile = max(1, _TILE_ROWS // (query.shape[1] // keys.shape[1]))
-            self._tiles = self._kernel.Tiles.plan(self._counts, positions_of_tile, keys.device)
+        self._kernel.store_rows(key, value, keys, values, rows.tables, rows.sequence, rows.positions)
+        scale = query.shape[2] ** -0.5
         return self._kernel.paged_attention(
-            query.contiguous(),
-            keys,
-            values,
-            self._tables,
-            self._positions,
-            self._tiles,
-            query.shape[2] ** -0.5,
-            cache.value_dim,
+            query, keys, values, rows.tables, rows.positions, rows.tiles, scale, cache.value_dim
         )
 
 
-def _load_kernel() -> ModuleType:
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    paged_attention: ModuleType
+    ops: ModuleType
+
+
+def _load_kernels() -> _Kernels:
+    """Imported here alone: Triton is not installed everywhere. Raises ResourceError."""
     try:
-        from etude.model.kernels.gpu import paged_attention
+        from etude.model.kernels.gpu import ops, paged_attention
     except ImportError as error:
         raise ResourceError(
             "Triton is missing", field="engine.kernels", received="gpu", fix="pip install triton"
         ) from error
-    return paged_attention
+    return _Kernels(paged_attention, ops)

@@ -130,7 +130,9 @@ class TorchOps(Ops):
         order = flat.argsort(stable=True)
         inverse = torch.empty_like(order)
         inverse[order] = torch.arange(len(order), device=order.device)
-        ends = torch.bincount(flat, minlength=len(gate_up)).cumsum(0).to(torch.int32)
+        # Not bincount: on a GPU it waits for the device.
+        experts = torch.arange(len(gate_up), device=flat.device)
+        ends = torch.searchsorted(flat[order], experts, right=True, out_int32=True)
         rows = dispatch(x, order, inverse, top_k)
         gate, up = F.grouped_mm(rows, gate_up, offs=ends).chunk(2, dim=-1)
         mixed = F.grouped_mm(self.silu_gate(gate, up), down, offs=ends)

@@ -84,6 +84,32 @@ def test_bits_of_a_row_do_not_depend_on_its_neighbours(monkeypatch):
         assert torch.allclose(together[:20], torch.cat(one_by_one), atol=1e-6)
 
 
+def test_rows_that_only_fill_a_buffer_are_stored_nowhere_and_get_zeros():
+    query, keys, values, tables, positions, _ = case([33, 20], [1, 1])
+    tables, positions = tables[[0, 0, 1]], torch.tensor([32, -1, 19])
+    key, value = torch.randn(3, 5, 32)[:, 1:3], torch.randn(3, 2, 32)
+    sequence = torch.arange(3, dtype=torch.int32)
+    before = keys.clone(), values.clone()
+    given = [x.to(DEVICE) for x in (key, value, keys, values, tables, sequence, positions)]
+    kernel.store_rows(*given)
+    keys, values = given[2].cpu(), given[3].cpu()
+    for row, position in ((0, 32), (2, 19)):
+        page, place = int(tables[row, position // 16]), position % 16
+        assert torch.equal(keys[page, :, :, place], key[row])
+        assert torch.equal(values[page, :, place], value[row])
+        before[0][page, :, :, place], before[1][page, :, place] = key[row], value[row]
+    assert torch.equal(keys, before[0]) and torch.equal(values, before[1])
+    out = attend(query[[0, 0, 1]], keys, values, tables, positions, [1, 1, 1], rows_per_tile=1)
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    alone = attend(query, keys, values, tables[[0, 2]], positions[[0, 2]], [1, 1], rows_per_tile=1)
+    assert torch.equal(out[[0, 2]], alone)
+
+
+def test_more_query_heads_than_a_tile_holds_are_cut():
+    given = case([37, 18], [2, 1], heads=40, kv_heads=2)
+    assert torch.allclose(attend(*given, rows_per_tile=1).double(), expected(*given), atol=2e-5)
+
+
 def test_tiles_stay_within_their_sequences():
     tiles = kernel.Tiles.plan(np.array([9, 1, 4, 8]), 4, torch.device("cpu"))
     assert tiles.sequence.tolist() == [0, 0, 0, 1, 2, 3, 3]

@@ -1,9 +1,11 @@
 """Attention of one engine step over a paged cache, prefilling and decoding rows alike.
 
-A program takes a tile: a few consecutive rows of one sequence, and one head of the cache with all query
-heads that read it. Keys are walked page by page in one order that depends on the row's position alone. Long
-sequences are cut into splits of a fixed number of pages, whose results are joined in order (flash decoding),
-so a row's bits depend neither on the batch nor on how long other sequences are.
+A program takes a tile: a few consecutive rows of one sequence, and up to 16 query heads that read one head of
+the cache. Keys are walked page by page in one order that depends on the row's position alone. Long sequences
+are cut into splits of a fixed number of pages, whose results are joined in order (flash decoding), so a row's
+bits depend neither on the batch nor on how long other sequences are.
+
+A row at position -1 is padding: it is stored nowhere, sees nothing and gets zeros.
 
 Online softmax after Milakov and Gimelshein (2018); tiling after FlashAttention-2 (Dao 2023) and flash
 decoding (Dao and others 2023); paging after vLLM (Kwon and others 2023).
@@ -23,9 +25,13 @@ from torch import Tensor
 PAGE_TOKENS = 16
 SPLIT_PAGES = 64
 """Pages of one split: 1,024 tokens."""
+MAX_TILE_HEADS = 16
+"""Query heads of one tile: more would not fit into the registers with the widest values."""
 _BLOCK_PAGES = 4
 _MIN_ROWS = 16
 """Rows of the smallest matrix product that tensor cores take."""
+_WIDE_KEY = 256
+"""Keys wider than this are loaded one block ahead instead of two, to fit into shared memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,45 @@ class Tiles:
         return Tiles(*tensors, rows_per_tile)
 
 
+def store_rows(
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor | None,
+    tables: Tensor,
+    sequence: Tensor,
+    positions: Tensor,
+) -> None:
+    """Puts each row's key and value into its page; rows at position -1 go nowhere.
+
+    key [T, kv_heads, key_dim] and value [T, kv_heads, value_dim] may have any strides but the last; keys and
+    values as in `paged_attention`; sequence [T]: each row's table; positions [T].
+    """
+    num_rows, heads, key_dim = key.shape
+    value_dim = 1 if values is None else value.shape[2]
+    _store[(num_rows, heads)](
+        key,
+        value,
+        keys,
+        keys if values is None else values,
+        tables,
+        sequence,
+        positions,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        tables.stride(0),
+        HEADS=heads,
+        KEY=key_dim,
+        VALUE=value_dim,
+        KEY_BLOCK=triton.next_power_of_2(key_dim),
+        VALUE_BLOCK=triton.next_power_of_2(value_dim),
+        HAS_VALUES=values is not None,
+        PAGE=PAGE_TOKENS,
+    )
+
+
 def paged_attention(
     query: Tensor,
     keys: Tensor,
@@ -64,23 +109,24 @@ def paged_attention(
 ) -> Tensor:
     """Attention of every row to positions 0 .. its own. Nothing waits for the device.
 
-    query [T, heads, key_dim]; keys [pages, kv_heads, key_dim, 16]; values [pages, kv_heads, 16, value_dim],
-    or None where a value is the first `value_dim` entries of its key; tables [S, max_pages] int32;
-    positions [T]. Returns [T, heads, value_dim] in the query's dtype; sums are float32.
+    query [T, heads, key_dim], rows of any stride; keys [pages, kv_heads, key_dim, 16]; values [pages,
+    kv_heads, 16, value_dim], or None where a value is the first `value_dim` entries of its key; tables [S,
+    max_pages] int32, rows of any stride; positions [T]. Returns [T, heads, value_dim] in the query's dtype;
+    sums are float32.
 
     Raises ValueError for head widths that the tiles cannot take.
     """
     num_rows, heads, key_dim = query.shape
     kv_heads, group = keys.shape[1], heads // keys.shape[1]
+    main_dim, tail_dim = _cut_key(key_dim, value_dim, values is None)
+    if query.stride(2) != 1 or query.stride(1) != key_dim:
+        query = query.contiguous()
     splits = -(-tables.shape[1] // SPLIT_PAGES)
     out = torch.empty((num_rows, heads, value_dim), dtype=query.dtype, device=query.device)
     partial = torch.empty((splits, num_rows, heads, value_dim), dtype=torch.float32, device=query.device)
     statistics = torch.empty((splits, num_rows, heads, 2), dtype=torch.float32, device=query.device)
-    main_dim = value_dim if values is None else 1 << (key_dim.bit_length() - 1)
-    tail_dim = key_dim - main_dim
-    if any(dim & (dim - 1) for dim in (main_dim, tail_dim, value_dim)):
-        raise ValueError(f"head widths must be powers of two, or keys two of them: {key_dim}, {value_dim}")
-    _attend[(len(tiles.sequence), kv_heads, splits)](
+    tile_heads = min(group, MAX_TILE_HEADS)
+    _attend[(len(tiles.sequence), kv_heads * triton.cdiv(group, tile_heads), splits)](
         query,
         keys,
         keys if values is None else values,
@@ -92,11 +138,13 @@ def paged_attention(
         partial,
         statistics,
         num_rows,
-        tables.shape[1],
+        query.stride(0),
+        tables.stride(0),
         scale,
         KV_HEADS=kv_heads,
         GROUP=group,
-        TILE=max(_MIN_ROWS, triton.next_power_of_2(tiles.rows_per_tile * group)),
+        TILE_HEADS=tile_heads,
+        TILE=max(_MIN_ROWS, triton.next_power_of_2(tiles.rows_per_tile * tile_heads)),
         MAIN=main_dim,
         TAIL=tail_dim,
         VALUE=value_dim,
@@ -104,9 +152,56 @@ def paged_attention(
         PAGE=PAGE_TOKENS,
         BLOCK=_BLOCK_PAGES * PAGE_TOKENS,
         SPLIT=SPLIT_PAGES * PAGE_TOKENS,
+        num_stages=2 if key_dim > _WIDE_KEY else 3,
     )
     _join[(num_rows, heads)](partial, statistics, out, num_rows, splits, HEADS=heads, VALUE=value_dim)
     return out
+
+
+def _cut_key(key_dim: int, value_dim: int, value_in_key: bool) -> tuple[int, int]:
+    """A key's width as two powers of two, the second perhaps 0. Raises ValueError."""
+    main_dim = value_dim if value_in_key else 1 << (key_dim.bit_length() - 1)
+    tail_dim = key_dim - main_dim
+    if any(dim & (dim - 1) for dim in (main_dim, tail_dim, value_dim)):
+        raise ValueError(f"head widths must be powers of two, or keys two of them: {key_dim}, {value_dim}")
+    return main_dim, tail_dim
+
+
+@triton.jit
+def _store(
+    key,
+    value,
+    keys,
+    values,
+    tables,
+    sequence,
+    positions,
+    key_row,
+    key_head,
+    value_row,
+    value_head,
+    table_stride,
+    HEADS: tl.constexpr,
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
+    HAS_VALUES: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """One row and head of the cache."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    position = tl.load(positions + row)
+    if position >= 0:
+        table = tables + tl.load(sequence + row).to(tl.int64) * table_stride
+        page = tl.load(table + position // PAGE).to(tl.int64) * HEADS + head
+        columns = tl.arange(0, KEY_BLOCK)
+        k = tl.load(key + row * key_row + head * key_head + columns, mask=columns < KEY)
+        tl.store(keys + (page * KEY + columns) * PAGE + position % PAGE, k, mask=columns < KEY)
+        if HAS_VALUES:
+            places = tl.arange(0, VALUE_BLOCK)
+            v = tl.load(value + row * value_row + head * value_head + places, mask=places < VALUE)
+            tl.store(values + (page * PAGE + position % PAGE) * VALUE + places, v, mask=places < VALUE)
 
 
 @triton.jit
@@ -122,10 +217,12 @@ def _attend(
     partial,
     statistics,
     total_rows,
-    max_pages,
+    query_stride,
+    table_stride,
     scale,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
     TILE: tl.constexpr,
     MAIN: tl.constexpr,
     TAIL: tl.constexpr,
@@ -136,58 +233,77 @@ def _attend(
     SPLIT: tl.constexpr,
 ):
     """One tile, one head of the cache, one split -> its unnormalised sums, and their maximum and weight."""
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    KEY: tl.constexpr = MAIN + TAIL
+    CHUNKS: tl.constexpr = (GROUP + TILE_HEADS - 1) // TILE_HEADS
+    tile, kv_head, split = tl.program_id(0), tl.program_id(1) // CHUNKS, tl.program_id(2)
     member = tl.arange(0, TILE)
-    inside = member < tl.load(num_rows + tile) * GROUP
-    row = (tl.load(first_row + tile) + member // GROUP).to(tl.int64)
-    head = kv_head * GROUP + member % GROUP
+    place_in_group = tl.program_id(1) % CHUNKS * TILE_HEADS + member % TILE_HEADS
+    inside = (member < tl.load(num_rows + tile) * TILE_HEADS) & (place_in_group < GROUP)
+    row = (tl.load(first_row + tile) + member // TILE_HEADS).to(tl.int64)
+    head = kv_head * GROUP + place_in_group
     position = tl.load(positions + row, mask=inside, other=-1)
     end = tl.minimum(tl.max(position, axis=0) + 1, (split + 1) * SPLIT)
-
-    queries = query + (row * KV_HEADS * GROUP + head) * KEY
-    main = tl.arange(0, MAIN)
-    q_main = tl.load(queries[:, None] + main[None, :], mask=inside[:, None], other=0.0)
+    queries = query + row * query_stride + head * (MAIN + TAIL)
+    q_main = _load_queries(queries, inside, 0, MAIN)
+    q_tail = q_main
     if TAIL > 0:
-        tail = MAIN + tl.arange(0, TAIL)
-        q_tail = tl.load(queries[:, None] + tail[None, :], mask=inside[:, None], other=0.0)
-
+        q_tail = _load_queries(queries, inside, MAIN, TAIL)
     best = tl.full([TILE], float("-inf"), tl.float32)
     weight = tl.zeros([TILE], tl.float32)
     total = tl.zeros([TILE, VALUE], tl.float32)
-    table = tables + tl.load(sequence + tile).to(tl.int64) * max_pages
+    table = tables + tl.load(sequence + tile).to(tl.int64) * table_stride
     for start in range(split * SPLIT, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
         held = place < end
-        page = tl.load(table + place // PAGE, mask=held, other=0).to(tl.int64)
-        strip = (page * KV_HEADS + kv_head) * KEY * PAGE + place % PAGE
-        k_main = tl.load(keys + strip[None, :] + main[:, None] * PAGE, mask=held[None, :], other=0.0)
-        scores = tl.dot(q_main, k_main, input_precision="ieee")
-        if TAIL > 0:
-            k_tail = tl.load(keys + strip[None, :] + tail[:, None] * PAGE, mask=held[None, :], other=0.0)
-            scores += tl.dot(q_tail, k_tail, input_precision="ieee")
+        page = tl.load(table + place // PAGE, mask=held, other=0).to(tl.int64) * KV_HEADS + kv_head
+        k_main, scores = _score_block(
+            q_main, q_tail, keys + page * (MAIN + TAIL) * PAGE + place % PAGE, held, MAIN, TAIL, PAGE
+        )
         seen = held[None, :] & (place[None, :] <= position[:, None])
-        scores = tl.where(seen, scores * scale, float("-inf"))
-        higher = tl.maximum(best, tl.max(scores, axis=1))
-        # A row that has seen nothing yet has no maximum: its terms are all 0, not 0/0.
-        anchor = tl.where(higher == float("-inf"), 0.0, higher)
-        shares = tl.exp(scores - anchor[:, None])
-        fade = tl.exp(best - anchor)
         if VALUE_IN_KEY:
             v = tl.trans(k_main)
         else:
-            rows = (page * KV_HEADS + kv_head) * PAGE + place % PAGE
-            columns = tl.arange(0, VALUE)
-            v = tl.load(values + rows[:, None] * VALUE + columns[None, :], mask=held[:, None], other=0.0)
-        total = total * fade[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
-        weight = weight * fade + tl.sum(shares, axis=1)
-        best = higher
-
+            strips = values + (page * PAGE + place % PAGE) * VALUE
+            v = tl.load(strips[:, None] + tl.arange(0, VALUE)[None, :], mask=held[:, None], other=0.0)
+        scores = tl.where(seen, scores * scale, float("-inf"))
+        best, weight, total = _absorb(scores, v, best, weight, total)
     place_out = (split * total_rows + row) * KV_HEADS * GROUP + head
-    columns_out = tl.arange(0, VALUE)
-    tl.store(partial + place_out[:, None] * VALUE + columns_out[None, :], total, mask=inside[:, None])
     tl.store(statistics + place_out * 2, best, mask=inside)
     tl.store(statistics + place_out * 2 + 1, weight, mask=inside)
+    if split * SPLIT < end:
+        columns = tl.arange(0, VALUE)
+        tl.store(partial + place_out[:, None] * VALUE + columns[None, :], total, mask=inside[:, None])
+
+
+@triton.jit
+def _load_queries(queries, inside, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Columns FIRST .. FIRST + WIDTH of a tile's queries; zeros for members outside."""
+    columns = FIRST + tl.arange(0, WIDTH)
+    return tl.load(queries[:, None] + columns[None, :], mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def _score_block(q_main, q_tail, strips, held, MAIN: tl.constexpr, TAIL: tl.constexpr, PAGE: tl.constexpr):
+    """Products of a tile's queries with a block of keys, before the scale; and the keys' first part."""
+    main = tl.arange(0, MAIN)
+    k_main = tl.load(strips[None, :] + main[:, None] * PAGE, mask=held[None, :], other=0.0)
+    scores = tl.dot(q_main, k_main, input_precision="ieee")
+    if TAIL > 0:
+        tail = MAIN + tl.arange(0, TAIL)
+        k_tail = tl.load(strips[None, :] + tail[:, None] * PAGE, mask=held[None, :], other=0.0)
+        scores += tl.dot(q_tail, k_tail, input_precision="ieee")
+    return k_main, scores
+
+
+@triton.jit
+def _absorb(scores, v, best, weight, total):
+    """The online softmax's step: takes one block of scores and values into maximum, weight and sums."""
+    higher = tl.maximum(best, tl.max(scores, axis=1))
+    # A row that has seen nothing yet has no maximum: its terms are all 0, not 0/0.
+    anchor = tl.where(higher == float("-inf"), 0.0, higher)
+    shares = tl.exp(scores - anchor[:, None])
+    fade = tl.exp(best - anchor)
+    total = total * fade[:, None] + tl.dot(shares.to(v.dtype), v, input_precision="ieee")
+    return higher, weight * fade + tl.sum(shares, axis=1), total
 
 
 @triton.jit
@@ -207,4 +323,5 @@ def _join(partial, statistics, out, total_rows, splits, HEADS: tl.constexpr, VAL
             total = total * fade + tl.load(partial + place * VALUE + columns) * gain
             weight = weight * fade + share * gain
             best = higher
-    tl.store(out + (row * HEADS + head) * VALUE + columns, (total / weight).to(out.dtype.element_ty))
+    mean = total / tl.where(weight > 0.0, weight, 1.0)
+    tl.store(out + (row * HEADS + head) * VALUE + columns, mean.to(out.dtype.element_ty))
