@@ -6,14 +6,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from etude.config import RunConfig
-from etude.controller.compute import settle_compute
+from etude.controller.compute import (
+    Place,
+    choose_place,
+    place_model,
+    settle_compute,
+    settle_evaluation,
+)
 from etude.controller.starting import check_start
-from etude.errors import ConfigError, ResourceError
+from etude.errors import ConfigError, ResourceError, UserError
 from etude.inference.native import load_library
 from etude.observe import RunDirectory
 from etude.observe.observer import RecordingObserver
+from tests.model.builders import small_model
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @pytest.fixture
@@ -65,3 +75,61 @@ def test_what_would_end_a_run_at_once_is_refused_before_it_has_a_directory(
     with pytest.raises(ResourceError):
         check_start(RunConfig.model_validate({"engine": {"kernels": "native"}}))
     check_start(RunConfig())
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(
+    ("options", "error", "field"),
+    [
+        ({"device": "cuda"}, ResourceError, "device"),
+        ({"device": "cuda", "numerics": "invariant"}, ConfigError, "device"),
+        ({"dtype": "bfloat16"}, ConfigError, "dtype"),
+        ({"kernels": "gpu"}, ConfigError, "engine.kernels"),
+        ({"device": "cpu", "kernels": "gpu"}, ConfigError, "engine.kernels"),
+    ],
+)
+def test_what_does_not_fit_together_or_cannot_be_had_is_refused_by_its_field(
+    options: dict[str, str], error: type[UserError], field: str
+) -> None:
+    with pytest.raises(error) as caught:
+        choose_place(**options)
+    assert caught.value.field == field and caught.value.fix
+
+
+def test_kernels_of_a_cpu_choose_the_cpu() -> None:
+    assert choose_place(kernels="eager") == Place("cpu", "float32", "eager")
+
+
+def test_device_and_number_format_are_stored_with_the_run_and_kept(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    asked = run.config.model_copy(update={"device": "cpu"})
+    settled = settle_compute(run, asked, RecordingObserver())
+    assert (settled.device, settled.dtype) == ("cpu", "float32")
+    assert (run.environment["device"], run.environment["dtype"]) == ("cpu", "float32")
+    assert settle_compute(run, run.config, RecordingObserver()).device == "cpu"
+
+
+def test_a_run_from_before_there_was_a_choice_stays_on_the_cpu(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.update_environment({"kernels": "eager", "compute_threads": 1})
+    assert settle_compute(run, run.config, RecordingObserver()).device == "cpu"
+
+
+@needs_no_gpu
+def test_a_run_that_began_on_a_gpu_goes_on_there_only_but_can_be_judged_elsewhere(tmp_path: Path) -> None:
+    run = new_run(tmp_path)
+    run.update_environment({"device": "cuda", "dtype": "bfloat16", "kernels": "gpu", "compute_threads": 1})
+    with pytest.raises(ResourceError) as caught:
+        settle_compute(run, run.config, RecordingObserver())
+    assert caught.value.field == "device"
+    judged = settle_evaluation(run)
+    assert (judged.device, judged.dtype) == ("cpu", "float32")
+    assert judged.engine.kernels in ("eager", "native")
+
+
+def test_on_a_cpu_a_model_stays_as_it_is() -> None:
+    model = small_model()
+    ops, before = model.ops, {name: p.data_ptr() for name, p in model.named_parameters()}
+    assert place_model(model, RunConfig(device="cpu")) is model
+    assert model.ops is ops
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before

@@ -59,11 +59,12 @@ class EngineConfig(Section):
     speculative_tokens: int = Field(default=0, ge=0, le=64)
     """Most tokens that are guessed from what the session has read and verified in one step; 0: none. Tokens
     are the same either way: it saves steps where sessions repeat themselves, and costs some otherwise."""
-    kernels: Literal["auto", "eager", "native"] = "auto"
+    kernels: Literal["auto", "eager", "native", "gpu"] = "auto"
     """What computes a step. `eager`: the trainer's module, operator by operator. `native`: one call of
     compiled code, several times faster for small models; needs a C compiler (`CC`, cc, gcc or clang; the
-    library is kept under `XDG_CACHE_HOME` or ~/.cache). `auto`: `native` where it compiles. The choice is
-    stored with the run, in `environment.json`; a resumed run must have it again, or name another."""
+    library is kept under `XDG_CACHE_HOME` or ~/.cache). `gpu`: the module on a GPU, with Triton's kernels and
+    captured decoding steps. `auto`: `gpu` on a GPU, else `native` where it compiles. The choice is stored
+    with the run, in `environment.json`; a resumed run must have it again, or name another."""
     native_threads: int = Field(default=0, ge=0)
     """Most threads of a native step with many rows; they sleep between steps and change no bit; 0: all
     cores."""

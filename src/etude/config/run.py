@@ -103,6 +103,12 @@ class RunConfig(Section):
     """`local`: every part in this process, on a deterministic schedule."""
     num_threads: int = Field(default=0, ge=0)
     """Compute threads of training; 0 probes which count is fastest and stores it with the run."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model is trained and sampled from. `cuda`: the first GPU that CUDA shows, see docs/gpu.md.
+    `auto`: there if it can be had with Triton, otherwise `cpu`."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format of weights, keys and values. `bfloat16`: on a GPU only; the router, the output head and
+    the sum over experts are float32 all the same. `auto`: `bfloat16` on a GPU, `float32` on a CPU."""
     numerics: Literal["fast", "invariant"] = "fast"
     """`fast`: whatever computes a thing fastest. `invariant`: in reinforcement learning every sum has a fixed
     order, in the trainer as in the engine, so that both give a token the same bits, whatever else is in the

@@ -27,10 +27,13 @@ from etude.errors import ResourceError
 from etude.inference.cache import PagedCache, StepRows
 from etude.inference.sampling import sample
 from etude.model import LanguageModel, RecordedRoutes
+from etude.protocols import Attention
 from etude.records import SamplingParams
 
-_TILE_ROWS = 16
-"""Rows of one product: query heads that share a head of the cache, times positions."""
+_TILE_ROWS, _WIDE_TILE_ROWS = 64, 16
+"""Rows of one product, query heads that share a head of the cache times positions: for prompts, and where
+values are so wide that more sums would not fit into the registers."""
+_WIDE_VALUE = 128
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Rows of the steps that are captured."""
 _PAGE_BUCKET, _PAGE_GROWTH = 64, 4
@@ -116,6 +119,11 @@ class GpuForward:
         """See ForwardPass."""
         return self._model.logits(hidden).cpu()
 
+    def attention(self, cache: PagedCache, rows: StepRows) -> Attention[Tensor]:
+        """See ForwardPass."""
+        placed = DeviceRows.of(rows, self._model.config, cache)
+        return GpuPagedAttention(cache, placed, self._kernels.paged_attention)
+
     def _compute(self, rows: DeviceRows) -> tuple[Tensor, Tensor]:
         """Hidden states [T, width] and routes [T, MoE layers, top_k]; waits for nothing where the model's
         blocks do not."""
@@ -156,11 +164,15 @@ class DeviceRows:
     def of(rows: StepRows, config: ModelConfig, cache: PagedCache) -> DeviceRows:
         """Rows with tiles of several positions, where the heads leave room for them."""
         device, (num_sequences, num_pages) = cache.keys.device, rows.tables.shape
+        kernel = _load_kernels().paged_attention
         flat = (rows.tokens, rows.positions, rows.sequence, rows.tables.reshape(-1))
         packed = torch.from_numpy(np.concatenate(flat, dtype=np.int32, casting="unsafe")).to(device)
         tokens, positions, sequence, tables = packed.split([len(part) for part in flat])
-        positions_of_tile = max(1, _TILE_ROWS // (config.num_heads // config.cache_heads))
-        tiles = _load_kernels().paged_attention.Tiles.plan(rows.counts, positions_of_tile, device)
+        tile_rows = _TILE_ROWS if cache.value_dim <= _WIDE_VALUE else _WIDE_TILE_ROWS
+        positions_of_tile = max(
+            1, tile_rows // min(config.num_heads // config.cache_heads, kernel.MAX_TILE_HEADS)
+        )
+        tiles = kernel.Tiles.plan(rows.counts, positions_of_tile, device)
         shaped = tables.view(num_sequences, num_pages)
         return DeviceRows(tokens.long(), positions.long(), sequence, shaped, tiles)
 
