@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from etude.config import MidtrainConfig
 from etude.model import Qwen3Moe, RouterStatistics
-from etude.model.scoring import PackedSequences, packed_logprobs
+from etude.model.scoring import PackedSequences, device_of, packed_logprobs
 from etude.training.optimizer import Optimizer
 
 
@@ -52,7 +52,7 @@ class MidtrainTrainer:
         """One optimiser step; returns metrics (losses in nats per token)."""
         began = time.perf_counter()
         documents = self._draw()
-        batch = PackedSequences.pack([document.tokens for document in documents])
+        batch = PackedSequences.pack([document.tokens for document in documents], device_of(self.model))
         weights = batch.pack_rows([document.weights for document in documents])
         agent = batch.pack_rows([document.agent for document in documents])
         weights[batch.starts] = 0.0
@@ -104,7 +104,7 @@ class MidtrainTrainer:
 
 def evaluate_loss(model: Qwen3Moe, documents: Sequence[Document]) -> float:
     """Mean loss in nats per agent token."""
-    batch = PackedSequences.pack([document.tokens for document in documents])
+    batch = PackedSequences.pack([document.tokens for document in documents], device_of(model))
     agent = batch.pack_rows([document.agent for document in documents])
     agent[batch.starts] = False
     with torch.no_grad():
