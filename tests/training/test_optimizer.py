@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import copy
+import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from etude.config import OptimizerConfig
 from etude.errors import CheckpointError
 from etude.model import Qwen3Moe
-from etude.training.optimizer import Muon, Optimizer, orthogonalise
+from etude.training.optimizer import Muon, OffendingBatches, Optimizer, orthogonalise
+from etude.training.optimizer.rounding import Rounding
+from etude.training.optimizer.schedules import schedule_factor
+from etude.training.parallel.layout import WholeLayout
 from tests.model.builders import small_model
 
 
@@ -45,12 +53,13 @@ def test_muon_is_nesterov_momentum_orthogonalised_matrix_by_matrix() -> None:
     parameters = [nn.Parameter(_matrices(*shape)) for shape in shapes]
     plain = [parameter.detach().clone() for parameter in parameters]
     buffers = [torch.zeros_like(matrix) for matrix in plain]
-    muon = Muon(parameters, momentum=0.9)
+    layout = WholeLayout(nn.ParameterList(parameters))
+    muon = Muon(layout, list(layout.parts), momentum=0.9)
     for step in range(3):
         gradients = [_matrices(*shape) * (step + 1) + index for index, shape in enumerate(shapes)]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
-        muon.step(0.1)
+        muon.step(layout.gradients(), 0.1, Rounding(step, 0))
         for matrix, buffer, gradient in zip(plain, buffers, gradients, strict=True):
             buffer.mul_(0.9).add_(gradient, alpha=0.1)
             update = 0.1 * gradient + 0.9 * buffer
@@ -87,6 +96,31 @@ def test_without_warm_up_and_decay_the_rate_is_constant() -> None:
     assert _factors(_optimizer(num_steps=3), 6) == [1.0] * 6
 
 
+def test_a_line_and_half_a_cosine_end_at_the_final_share() -> None:
+    shape = {"num_steps": 10, "warmup_steps": 2, "final_share": 0.2}
+    line = _factors(_optimizer(schedule="linear", **shape), 12)
+    assert line == pytest.approx([1 / 3, 2 / 3, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.2])
+    cosine = _factors(_optimizer(schedule="cosine", **shape), 12)
+    expected = [0.2 + 0.4 * (1 + math.cos(math.pi * i / 8)) for i in range(9)]
+    assert cosine == pytest.approx([1 / 3, 2 / 3, *expected, 0.2])
+    assert _factors(_optimizer(schedule="constant", **shape), 12) == pytest.approx([1 / 3, 2 / 3, *[1] * 10])
+
+
+@given(
+    schedule=st.sampled_from(["wsd", "linear", "cosine", "constant"]),
+    num_steps=st.integers(1, 50),
+    warmup_steps=st.integers(0, 60),
+    decay_share=st.floats(0, 1),
+    final_share=st.floats(0, 1),
+)
+def test_every_schedule_stays_between_nothing_and_the_peak(num_steps: int, **changes: Any) -> None:
+    config = OptimizerConfig(**changes)
+    factors = [schedule_factor(config, step, num_steps) for step in range(num_steps + 5)]
+    assert all(0 <= factor <= 1 for factor in factors)
+    after = factors[changes["warmup_steps"] :]
+    assert after == sorted(after, reverse=True), "after the warm-up a rate never rises"
+
+
 @pytest.mark.parametrize("matrix_optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_gradient_that_is_not_finite_changes_nothing(matrix_optimizer: str, value: float) -> None:
@@ -107,16 +141,46 @@ def test_a_gradient_that_is_not_finite_changes_nothing(matrix_optimizer: str, va
 
 
 def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_returned() -> None:
-    parameter = nn.Linear(2, 2, bias=False)
+    """AdamW's first mean is (1 - beta1) times the gradient that it was given."""
     for clip, expected in ((1.0, 0.5), (10.0, 2.0)):
-        caught: list[Tensor] = []
-        optimizer = _optimizer(parameter, clip_norm=clip)
-        optimizer._adamw.register_step_pre_hook(
-            lambda *_, into=caught: into.append(parameter.weight.grad.clone())  # type: ignore[union-attr]
-        )
-        parameter.weight.grad = torch.full((2, 2), 2.0)
+        model = nn.Linear(2, 2, bias=False)
+        optimizer = _optimizer(model, clip_norm=clip)
+        model.weight.grad = torch.full((2, 2), 2.0)
         assert optimizer.step() == pytest.approx(4.0)
-        torch.testing.assert_close(caught[0], torch.full((2, 2), expected), rtol=1e-4, atol=0)
+        mean = optimizer.state_dict()["adamw"]["weight"]["exp_avg"] / 0.1
+        torch.testing.assert_close(mean, torch.full((2, 2), expected), rtol=1e-4, atol=0)
+
+
+def test_the_offending_batch_is_kept_and_only_the_newest_few(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    config = OptimizerConfig(clip_norm=1.0)
+    offending = OffendingBatches(tmp_path / "offending", keep=2)
+    optimizer = Optimizer(model, config, 10, offending=offending)
+    for step, value in enumerate([1.0, float("nan"), float("inf"), 1.0, float("nan")]):
+        model.weight.grad = torch.full((2, 2), value)
+        optimizer.step(lambda step=step: {"tokens": torch.tensor([step])})
+    assert optimizer.num_skipped == 3
+    kept = [torch.load(path, weights_only=True) for path in offending.kept()]
+    assert [(batch["step"], batch["tokens"].item()) for batch in kept] == [(2, 2), (4, 4)]
+    assert math.isinf(kept[0]["grad_norm"])
+    assert math.isnan(kept[1]["grad_norm"])
+    assert {path.suffix for path in (tmp_path / "offending").iterdir()} == {".pt"}
+
+
+def test_a_good_batch_is_never_described() -> None:
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.ones(2, 2)
+    Optimizer(model, OptimizerConfig(), 10).step(lambda: pytest.fail("described"))
+
+
+def test_frozen_parameters_have_no_state_and_stay() -> None:
+    model = small_model(0)
+    model.embedding.requires_grad_(False)
+    optimizer = _optimizer(model, matrix_optimizer="muon", weight_decay=0.5)
+    _set_gradients(model)
+    optimizer.step()
+    assert "embedding" not in optimizer.state_dict()["adamw"]
+    assert torch.equal(model.embedding, small_model(0).embedding)
 
 
 def test_weight_decay_spares_vectors_and_muons_matrices() -> None:
@@ -131,14 +195,16 @@ def test_weight_decay_spares_vectors_and_muons_matrices() -> None:
             torch.testing.assert_close(parameter, old * 0.95 if shrinks else old, msg=name)
 
 
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("matrix_optimizer", ["adamw", "muon"])
-def test_a_restored_state_goes_on_bit_for_bit(matrix_optimizer: str) -> None:
+def test_a_restored_state_goes_on_bit_for_bit(matrix_optimizer: str, state_dtype: str) -> None:
     model, twin = small_model(0), small_model(0)
-    first = _optimizer(model, matrix_optimizer=matrix_optimizer, warmup_steps=4)
+    options = {"matrix_optimizer": matrix_optimizer, "state_dtype": state_dtype, "warmup_steps": 4}
+    first = _optimizer(model, **options)
     for seed in range(3):
         _set_gradients(model, seed)
         first.step()
-    second = _optimizer(twin, matrix_optimizer=matrix_optimizer, warmup_steps=4)
+    second = _optimizer(twin, **options)
     twin.load_state_dict(model.state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
     for optimizer, other in ((first, model), (second, twin)):
@@ -156,11 +222,18 @@ def test_a_state_of_another_rule_or_model_is_refused_and_changes_nothing() -> No
         _optimizer(small_model(0), matrix_optimizer="adamw"),
         _optimizer(small_model(0, num_layers=1), matrix_optimizer="muon"),
         _optimizer(small_model(0, expert_size=32), matrix_optimizer="muon"),
+        _optimizer(small_model(0), matrix_optimizer="muon", state_dtype="bfloat16"),
     ):
         with pytest.raises(CheckpointError) as caught:
             optimizer.load_state_dict(other.state_dict())
         assert caught.value.field == "optimizer"
         assert str(optimizer.state_dict()) == before
+
+
+@pytest.mark.parametrize("state", [{}, {"adamw": {"state": {}, "param_groups": [{}]}, "muon": []}])
+def test_what_is_no_state_is_refused(state: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError):
+        _optimizer(small_model(0)).load_state_dict(state)
 
 
 def _set_gradients(model: Qwen3Moe, seed: int = 0) -> None:

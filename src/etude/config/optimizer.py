@@ -26,12 +26,20 @@ class OptimizerConfig(Section):
     """Decoupled weight decay on AdamW's matrices; Muon has none."""
     clip_norm: float = Field(default=0.5, gt=0)
     """Gradients are scaled down to this global norm."""
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of moments and momentum; `bfloat16`, rounded stochastically, takes half the memory."""
+    schedule: Literal["wsd", "constant", "linear", "cosine"] = "wsd"
+    """What follows the warm-up. `wsd`: stable, then a linear decay over the last `decay_share` of the steps.
+    `linear`, `cosine`: down to `final_share` from there to the end. `constant`: nothing."""
     warmup_steps: int = Field(default=4, ge=0)
     """Optimiser steps of linear warm-up."""
     decay_share: float = Field(default=0.3, ge=0, le=1)
-    """Share of the steps, at the end, over which the rate falls linearly to `final_share`."""
+    """`wsd`: share of the steps, at the end, over which the rate falls linearly to `final_share`."""
     final_share: float = Field(default=0.05, ge=0, le=1)
     """Learning rate at the end over the peak's."""
+    keep_offending: int = Field(default=4, ge=0)
+    """Batches with a gradient that was not finite that are kept with the run, the newest; their steps are
+    skipped and counted."""
 
 
 class MidtrainOptimizerConfig(OptimizerConfig):

@@ -10,9 +10,7 @@ from etude.training.parallel import Share, SingleRank
 from etude.training.parallel.ranks import shares_of
 from tests.model.builders import small_model
 
-PLANS = st.lists(
-    st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=4), max_size=4), min_size=1, max_size=4
-)
+PLANS = st.lists(st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=4), min_size=1, max_size=4)
 
 
 def test_one_process_trains_on_the_whole_plan() -> None:
@@ -24,7 +22,7 @@ def test_every_rank_takes_as_many_steps_and_nothing_counts_twice(plan: list[list
     shares = [shares_of(plan, rank) for rank in range(len(plan))]
     assert len({len(own) for own in shares}) == 1
     counted = [[list(share.indices) for share in own if share.weight == 1.0] for own in shares]
-    assert counted == plan
+    assert counted == [[batch for batch in batches if batch] for batches in plan]
     assert all(share.weight in (0.0, 1.0) and share.indices for own in shares for share in own)
 
 

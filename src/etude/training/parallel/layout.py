@@ -22,6 +22,16 @@ class Layout(Protocol):
         """The trainable parameters' parts in this process: plain tensors that share the model's memory."""
         ...
 
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """The trainable parameters' shapes, whole."""
+        ...
+
+    @property
+    def part_index(self) -> int:
+        """Which part lies here: equal on processes that hold the same."""
+        ...
+
     def gradients(self) -> dict[str, Tensor | None]:
         """The gradients of `parts`, sharing memory with the model's; None where there is none."""
         ...
@@ -59,6 +69,8 @@ class WholeLayout:
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parts: Mapping[str, Tensor] = {name: p.data for name, p in self._parameters.items()}
+        self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self._parameters.items()}
+        self.part_index = 0
 
     def gradients(self) -> dict[str, Tensor | None]:
         """See Layout."""

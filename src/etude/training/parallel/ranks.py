@@ -133,13 +133,14 @@ class SingleRank:
 
 
 def shares_of(plan: Sequence[Sequence[Sequence[int]]], rank: int) -> list[Share]:
-    """The micro-batches of `rank`, filled up to the largest number that any rank has.
+    """The micro-batches of `rank`, as many as any rank has.
 
-    What it is filled up with is the smallest micro-batch of the plan, with weight 0.
+    Where it has fewer, or an empty one, it takes the plan's smallest with weight 0.
     """
-    own = [Share(tuple(indices)) for indices in plan[rank]]
+    filled = [batch for batches in plan for batch in batches if batch]
+    if not filled:
+        return []
+    filler = Share(tuple(min(filled, key=len)), 0.0)
     longest = max(len(batches) for batches in plan)
-    if len(own) < longest:
-        smallest = min((batch for batches in plan for batch in batches), key=len)
-        own += [Share(tuple(smallest), 0.0)] * (longest - len(own))
-    return own
+    own = [Share(tuple(indices)) if indices else filler for indices in plan[rank]]
+    return own + [filler] * (longest - len(own))

@@ -1,0 +1,7 @@
+"""Optimisers: Muon for matrices, AdamW for the rest, schedules, clipping, steps that must not happen."""
+
+from etude.training.optimizer.muon import Muon, orthogonalise
+from etude.training.optimizer.offending import OffendingBatches
+from etude.training.optimizer.optimizer import Optimizer
+
+__all__ = ["Muon", "OffendingBatches", "Optimizer", "orthogonalise"]

@@ -1,0 +1,78 @@
+"""Momentum, orthogonalised by Newton-Schulz iterations (Jordan et al. 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from etude.training.optimizer.rounding import Rounding
+from etude.training.parallel.layout import Layout
+
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+_NEWTON_SCHULZ_STEPS = 5
+
+
+class Muon:
+    """The rule for weight matrices. Momentum is kept in parts; matrices are orthogonalised whole.
+
+    Matrices of equal shape are updated in one batch: small models spend more on starting an operation than
+    on its arithmetic.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        names: Sequence[str],
+        momentum: float = 0.95,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """`names`: the parameters to update, of two dimensions, or three where they are stacks."""
+        self._layout = layout
+        self._momentum = momentum
+        self._by_shape: dict[tuple[int, ...], list[str]] = {}
+        for name in names:
+            self._by_shape.setdefault(tuple(layout.shapes[name][-2:]), []).append(name)
+        self.buffers = {name: torch.zeros_like(layout.parts[name], dtype=state_dtype) for name in names}
+        """Momentum by name, shaped like the parts."""
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[str, Tensor | None], learning_rate: float, rounding: Rounding) -> None:
+        """Updates every parameter; one without a gradient moves by its momentum alone."""
+        for shape, names in self._by_shape.items():
+            directions = [self._direction(name, gradients[name], rounding) for name in names]
+            updates = self._layout.map_matrices(names, directions, orthogonalise)
+            scale = learning_rate * max(1.0, shape[0] / shape[1]) ** 0.5
+            for name, update in zip(names, updates, strict=True):
+                part = self._layout.parts[name]
+                if part.dtype == torch.float32:
+                    part.add_(update, alpha=-scale)
+                else:
+                    rounding.store(part, part.float().add_(update, alpha=-scale))
+
+    def _direction(self, name: str, gradient: Tensor | None, rounding: Rounding) -> Tensor:
+        """Nesterov's look-ahead; takes the gradient into the momentum."""
+        buffer = self.buffers[name]
+        if gradient is None:
+            gradient = torch.zeros_like(buffer)
+        gradient = gradient.float()
+        if buffer.dtype == torch.float32:
+            buffer.lerp_(gradient, 1 - self._momentum)
+            return gradient.lerp(buffer, self._momentum)
+        mean = buffer.float().lerp_(gradient, 1 - self._momentum)
+        rounding.store(buffer, mean)
+        return gradient.lerp(mean, self._momentum)
+
+
+def orthogonalise(matrices: Tensor, steps: int = _NEWTON_SCHULZ_STEPS) -> Tensor:
+    """matrices [B, m, n] -> nearly orthogonal matrices with the same singular vectors."""
+    a, b, c = _NEWTON_SCHULZ
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.transpose(-1, -2) if tall else matrices
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.transpose(-1, -2)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x.transpose(-1, -2) if tall else x

@@ -1,0 +1,37 @@
+"""Batches whose gradient was not finite, kept for whoever wants to know why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+class OffendingBatches:
+    """Writes batches to a directory, the newest few. A file is there when it is whole."""
+
+    def __init__(self, directory: Path, keep: int = 4, rank: int = 0) -> None:
+        """`keep`: files per rank; the oldest goes first."""
+        self._directory = directory
+        self._keep = keep
+        self._rank = rank
+
+    def save(self, step: int, norm: float, batch: Mapping[str, Any]) -> Path | None:
+        """Keeps `batch` (tensors and plain values, for `torch.load(..., weights_only=True)`) with the
+        gradient's norm; returns where, or None where nothing is to be kept. Raises OSError."""
+        if self._keep < 1:
+            return None
+        self._directory.mkdir(parents=True, exist_ok=True)
+        path = self._directory / f"step-{step:07d}-rank-{self._rank}.pt"
+        partial = path.with_suffix(".partial")
+        torch.save({"step": step, "grad_norm": norm, **batch}, partial)
+        partial.replace(path)
+        for old in self.kept()[: -self._keep]:
+            old.unlink()
+        return path
+
+    def kept(self) -> list[Path]:
+        """This rank's files, oldest first."""
+        return sorted(self._directory.glob(f"step-*-rank-{self._rank}.pt"))

@@ -1,0 +1,156 @@
+"""The optimiser of one training stage: two rules, one schedule, one clip, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.config import OptimizerConfig
+from etude.errors import CheckpointError
+from etude.training.optimizer.adamw import AdamW
+from etude.training.optimizer.muon import Muon
+from etude.training.optimizer.offending import OffendingBatches
+from etude.training.optimizer.rounding import Rounding
+from etude.training.optimizer.schedules import schedule_factor
+from etude.training.parallel.ranks import Ranks, SingleRank
+
+Describe = Callable[[], Mapping[str, Any]]
+"""What a batch consists of: tensors and plain values. Called only if the batch is to be kept."""
+
+
+class Optimizer:
+    """Adds up gradients over ranks, clips them and updates this process' parts of the weights.
+
+    With several ranks every method but `schedule` is collective: all ranks call it together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: OptimizerConfig,
+        num_steps: int,
+        ranks: Ranks | None = None,
+        offending: OffendingBatches | None = None,
+    ) -> None:
+        """`num_steps`: optimiser steps of the whole stage, for the schedule. `ranks`: who trains the model
+        along with this process, which `model` is spread over already. `offending`: where batches go whose
+        gradient is not finite."""
+        self._model = model
+        self._config = config
+        self._num_steps = max(1, num_steps)
+        self._ranks: Ranks = ranks or SingleRank()
+        self._offending = offending
+        self._layout = self._ranks.layout(model)
+        matrices: list[str] = []
+        if config.matrix_optimizer == "muon":
+            matrices = [n for n, shape in self._layout.shapes.items() if is_matrix(n, shape)]
+        self._muon = Muon(self._layout, matrices, state_dtype=getattr(torch, config.state_dtype))
+        rest = [name for name in self._layout.parts if name not in set(matrices)]
+        self._adamw = AdamW(self._layout, rest, config)
+        self.num_taken = 0
+        self.num_skipped = 0
+
+    def schedule(self) -> float:
+        """The factor on the learning rates for the coming step."""
+        return schedule_factor(self._config, self.num_taken, self._num_steps)
+
+    def step(self, describe: Describe | None = None) -> float:
+        """Clips and applies the gradients; returns their norm before clipping.
+
+        A step whose gradient is not finite changes nothing and is counted in `num_skipped`; what `describe`
+        says of its batch is kept. Raises OSError if that cannot be written.
+        """
+        self._ranks.reduce_gradients(self._model)
+        norm = self._layout.clip_norm(self._config.clip_norm)
+        if math.isfinite(norm):
+            gradients = self._layout.gradients()
+            factor, rounding = self.schedule(), Rounding(self.num_taken, self._layout.part_index)
+            self._adamw.step(gradients, self._config.learning_rate * factor, rounding)
+            self._muon.step(gradients, self._config.matrix_learning_rate * factor, rounding)
+        else:
+            self.num_skipped += 1
+            if self._offending is not None and describe is not None:
+                self._offending.save(self.num_taken, norm, describe())
+        self._layout.clear_gradients()
+        self.num_taken += 1
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs to go on exactly, whole, by parameter.
+
+        In one process the tensors in it are the live ones; with several, each rank has all of them.
+        """
+        return {
+            "adamw": {
+                name: {key: self._whole(name, value) for key, value in state.items()}
+                for name, state in self._adamw.state.items()
+            },
+            "muon": {name: self._layout.gather(name, part) for name, part in self._muon.buffers.items()},
+            "num_taken": self.num_taken,
+            "num_skipped": self.num_skipped,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_dict` of an optimiser of the same model and configuration gave, whatever
+        the number of ranks was.
+
+        Raises CheckpointError and changes nothing if it is of another rule or another model.
+        """
+        try:
+            received = _layout_of(state)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            raise CheckpointError(
+                f"is not an optimiser's state, or of an older format: {error!r}", field="optimizer"
+            ) from error
+        difference = _difference(received, self._own_layout())
+        if difference:
+            raise CheckpointError(
+                "is of another optimiser",
+                field="optimizer",
+                received=difference,
+                fix="resume with the configuration and the model that the run began with",
+            )
+        for name, own in self._adamw.state.items():
+            for key, target in own.items():
+                target.copy_(self._part(name, state["adamw"][name][key]))
+        for name, buffer in self._muon.buffers.items():
+            buffer.copy_(self._layout.cut(name, state["muon"][name]))
+        self.num_taken = state["num_taken"]
+        self.num_skipped = state["num_skipped"]
+
+    def _whole(self, name: str, value: Tensor) -> Tensor:
+        return self._layout.gather(name, value) if value.ndim else value
+
+    def _part(self, name: str, value: Tensor) -> Tensor:
+        return self._layout.cut(name, value) if value.ndim else value
+
+    def _own_layout(self) -> dict[str, str]:
+        dtypes = {name: state["exp_avg"].dtype for name, state in self._adamw.state.items()}
+        dtypes |= {name: buffer.dtype for name, buffer in self._muon.buffers.items()}
+        rules = dict.fromkeys(self._adamw.state, "adamw") | dict.fromkeys(self._muon.buffers, "muon")
+        shapes = self._layout.shapes
+        return {name: f"{rules[name]} {tuple(shapes[name])} {dtypes[name]}" for name in rules}
+
+
+def is_matrix(name: str, shape: torch.Size) -> bool:
+    """Whether Muon is meant for a parameter: matrices of the blocks, not tables of embeddings."""
+    return len(shape) >= 2 and "embedding" not in name
+
+
+def _layout_of(state: Mapping[str, Any]) -> dict[str, str]:
+    """What must be equal for a state to fit: each parameter's rule, shape and type."""
+    rows = {name: ("adamw", values["exp_avg"]) for name, values in state["adamw"].items()}
+    rows |= {name: ("muon", buffer) for name, buffer in state["muon"].items()}
+    return {name: f"{rule} {tuple(tensor.shape)} {tensor.dtype}" for name, (rule, tensor) in rows.items()}
+
+
+def _difference(received: Mapping[str, str], own: Mapping[str, str]) -> str:
+    """The first parameter, in order of names, that does not fit; empty if all do."""
+    for name in sorted({*received, *own}):
+        if received.get(name) != own.get(name):
+            return f"{name}: {received.get(name, 'nothing')} instead of {own.get(name, 'nothing')}"
+    return ""

@@ -1,0 +1,43 @@
+"""Storing float32 results in bfloat16 without losing what is small.
+
+bfloat16 keeps 8 bits, so rounding to nearest drops every change below 1/512 of a value: a moving average with
+a decay of 0.999 stands still, and so do weights at the small steps of RL. Rounding up or down at random, in
+proportion to the distance, is right on average and needs no memory; a compensation term (Kahan) is exact to
+16 bits but doubles the memory that bfloat16 was to halve. (Gupta et al. 2015; Zamirai et al. 2020.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_DROPPED_BITS = 16
+
+
+class Rounding:
+    """Writes float32 values into tensors of any type; the noise is a function of the numbers given to it."""
+
+    def __init__(self, step: int, part: int) -> None:
+        """`part`: which part of the parameters this process holds. Ranks that hold the same part must draw
+        the same noise, or they drift apart."""
+        self._key = (step * 65_537 + part) * 1_000_003
+        self._count = 0
+
+    def store(self, target: Tensor, values: Tensor) -> None:
+        """Writes `values` (float32) into `target` of the same shape, at random if it is bfloat16."""
+        self._count += 1
+        if target.dtype != torch.bfloat16:
+            target.copy_(values)
+            return
+        generator = torch.Generator(values.device).manual_seed((self._key + self._count) % 2**62)
+        target.copy_(round_stochastically(values, generator))
+
+
+def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
+    """values float32 -> bfloat16: one of the two neighbours, the nearer the likelier; exact ones stay."""
+    bits = values.contiguous().view(torch.int32)
+    noise = torch.randint(
+        0, 1 << _DROPPED_BITS, bits.shape, dtype=torch.int32, device=bits.device, generator=generator
+    )
+    kept = (bits + noise) & -(1 << _DROPPED_BITS)
+    return kept.view(torch.float32).to(torch.bfloat16)

@@ -1,0 +1,184 @@
+"""Sums and exchanges between ranks, in a fixed order.
+
+A library's own all-reduce adds in an order that depends on the number of ranks, the tensor's size and the
+algorithm it picks. Here every element is added in the order of ranks, on one rank, and handed out again: the
+traffic is the same as a ring's, and the bits are those of one process that adds the same terms one after the
+other. `None` in place of a group is a group of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup | None
+"""Ranks that speak with each other; None is this process alone."""
+
+BUCKET_BYTES = 32 << 20
+"""Gradients are summed in buffers of about this size."""
+
+
+def group_size(group: Group) -> int:
+    """How many ranks there are in a group."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: Group) -> int:
+    """This rank's place in a group."""
+    return 0 if group is None else group.rank()
+
+
+def sum_in_order(tensor: Tensor, group: Group) -> None:
+    """Replaces `tensor` by its sum over the group, added in the order of ranks, on every rank."""
+    size = group_size(group)
+    if size == 1:
+        return
+    flat = tensor.reshape(-1)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % size))
+    part = torch.empty(len(padded) // size, dtype=flat.dtype, device=flat.device)
+    _reduce_scatter(part, padded, group)
+    dist.all_gather_into_tensor(padded, part, group=group)
+    tensor.copy_(padded[: len(flat)].view(tensor.shape))
+
+
+def sum_all_in_order(tensors: Sequence[Tensor], group: Group) -> None:
+    """`sum_in_order` for many tensors, a bucket at a time."""
+    if group_size(group) == 1:
+        return
+    for bucket in _buckets(tensors):
+        flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        sum_in_order(flat, group)
+        parts = flat.split([tensor.numel() for tensor in bucket])
+        for tensor, part in zip(bucket, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one type, up to BUCKET_BYTES together (or one tensor)."""
+    for _, same_type in groupby(tensors, key=lambda tensor: tensor.dtype):
+        bucket: list[Tensor] = []
+        for tensor in same_type:
+            if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(tensor)
+        yield bucket
+
+
+def _reduce_scatter(part: Tensor, whole: Tensor, group: Group) -> None:
+    """Sums `whole` [size * n] over ranks in their order; this rank's `part` [n] of it."""
+    terms = torch.empty_like(whole)
+    dist.all_to_all_single(terms, whole, group=group)
+    first, *rest = terms.view(group_size(group), -1)
+    part.copy_(first)
+    for term in rest:
+        part.add_(term)
+
+
+class OrderedReduceScatter:
+    """What FSDP2 sums gradients with, in the order of ranks."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for FSDP2's buffers."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        """Sums, whatever `op` says: losses are divided by what the whole batch counts already."""
+        _reduce_scatter(output_tensor, input_tensor, group)
+
+
+def gather_rows(rows: Tensor, group: Group) -> Tensor:
+    """rows [N, ...], where N may differ between ranks -> all of them, in the order of ranks. No gradient."""
+    if group_size(group) == 1:
+        return rows
+    sizes = torch.tensor([len(rows)], device=rows.device)
+    counts = torch.empty(group_size(group), dtype=sizes.dtype, device=rows.device)
+    dist.all_gather_into_tensor(counts, sizes, group=group)
+    return _gather_ragged(rows, counts.tolist(), group)
+
+
+def _gather_ragged(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
+    """`gather_rows` where every rank knows how many each has."""
+    longest = max(counts)
+    padded = rows.new_zeros((longest, *rows.shape[1:]))
+    padded[: len(rows)] = rows
+    everyone = rows.new_empty((len(counts) * longest, *rows.shape[1:]))
+    dist.all_gather_into_tensor(everyone, padded, group=group)
+    blocks = everyone.split(longest) if longest else [everyone] * len(counts)
+    return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows to other ranks; backward, their gradients come home."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange_rows(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange_rows(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange_rows(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
+
+
+def exchange(rows: Tensor, sent: list[int], received: list[int], group: Group) -> Tensor:
+    """rows [sum(sent), ...]: the first `sent[0]` go to rank 0, and so on -> [sum(received), ...], those of
+    rank 0 first. Differentiable; every rank must take part, also backward."""
+    return cast(Tensor, _Exchange.apply(rows, sent, received, group))
+
+
+def exchange_counts(counts: Tensor, group: Group) -> Tensor:
+    """counts [ranks, n]: row r goes to rank r -> [ranks, n], row r came from rank r."""
+    arrived = torch.empty_like(counts)
+    dist.all_to_all_single(arrived, counts.contiguous(), group=group)
+    return arrived
+
+
+class _GatherParts(torch.autograd.Function):
+    """Rows of all ranks; backward, a rank's gradient is the sum over those who used its rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counts: list[int], group: Group, shared: bool) -> Tensor:
+        ctx.counts, ctx.group, ctx.shared = counts, group, shared
+        return _gather_ragged(rows, counts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        counts, group, (gradient,) = ctx.counts, ctx.group, gradients
+        parts = gradient.split(counts)
+        own = parts[group_rank(group)]
+        if ctx.shared:
+            return own, None, None, None
+        sent, received = list(counts), [len(own)] * group_size(group)
+        terms = _exchange_rows(gradient, sent, received, group).view(len(counts), *own.shape)
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return total, None, None, None
+
+
+def gather_parts(rows: Tensor, counts: list[int], group: Group, *, shared: bool) -> Tensor:
+    """rows [counts[rank], ...] -> those of all ranks [sum(counts), ...]. Differentiable.
+
+    `shared`: every rank computes the same from the result, so a part's gradient is what its own rank finds.
+    Otherwise each computes something else, and a part's gradient is the sum of all of theirs.
+    """
+    return cast(Tensor, _GatherParts.apply(rows, counts, group, shared))

@@ -1,0 +1,76 @@
+"""The mesh of ranks: who divides what with whom.
+
+    rank = ((replicate * F + fsdp) * E + expert) * C + context
+
+Neighbours share the most: context ranks hold parts of the same sequences, expert ranks send each other
+tokens in every layer, FSDP ranks gather weights layer by layer, replicas meet once per update.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from etude.config.parallel import ParallelConfig
+from etude.errors import ConfigError
+from etude.training.parallel.collectives import Group, group_rank, group_size
+
+AXES = ("replicate", "fsdp", "expert", "context")
+
+
+class Mesh:
+    """One rank's view of the mesh. Making it is collective: every rank of the world makes its own."""
+
+    def __init__(self, config: ParallelConfig, device: str = "cpu") -> None:
+        """`device`: the type of device that weights lie on. Raises ConfigError if the world has another
+        number of processes than configured."""
+        if dist.get_world_size() != config.ranks:
+            raise ConfigError(
+                f"is not the number of processes, which is {dist.get_world_size()}",
+                field="parallel.ranks",
+                received=config.ranks,
+                fix="start as many processes as the configuration names",
+            )
+        self.device = device
+        self.rank = dist.get_rank()
+        self.sizes = {axis: int(getattr(config, axis)) for axis in AXES}
+        grid = np.arange(config.ranks).reshape(tuple(self.sizes.values()))
+        self._groups: dict[tuple[str, ...], Group] = {axes: _make_group(grid, axes) for axes in _USED}
+        data = self.group("replicate", "fsdp", "expert")
+        self.data_rank = group_rank(data)
+        """Place among those that train on different sequences."""
+        self.num_data_ranks = group_size(data)
+
+    def group(self, *axes: str) -> Group:
+        """The ranks that differ from this one along `axes` only, in rank order; None if it is alone."""
+        return self._groups[tuple(axis for axis in AXES if axis in axes)]
+
+    def fsdp_mesh(self) -> DeviceMesh:
+        """The FSDP ranks as PyTorch's mesh."""
+        group = self.group("fsdp")
+        assert group is not None, "a mesh of one rank shards nothing"
+        return DeviceMesh.from_group(group, self.device, mesh_dim_names=("fsdp",))
+
+
+_USED = (  # whatever is summed or exchanged over
+    ("fsdp",),
+    ("expert",),
+    ("context",),
+    ("fsdp", "expert"),
+    ("replicate", "context"),
+    ("replicate", "expert", "context"),
+    ("replicate", "fsdp", "expert"),
+)
+
+
+def _make_group(grid: np.ndarray, axes: tuple[str, ...]) -> Group:
+    """Makes the groups along `axes` for all ranks, and returns this rank's."""
+    inside = [AXES.index(axis) for axis in axes]
+    outside = [axis for axis in range(len(AXES)) if axis not in inside]
+    members = grid.transpose(*outside, *inside).reshape(-1, int(np.prod([grid.shape[a] for a in inside])))
+    if members.shape[1] == 1:
+        return None
+    group, _ = dist.new_subgroups_by_enumeration(members.tolist())
+    assert isinstance(group, dist.ProcessGroup), "every rank is in one of them"
+    return group

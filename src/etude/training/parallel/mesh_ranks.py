@@ -1,0 +1,99 @@
+"""Ranks over torch.distributed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from etude.errors import ConfigError
+from etude.model import LanguageModel
+from etude.training.parallel.collectives import gather_rows, sum_in_order
+from etude.training.parallel.experts import ExpertParallelOps
+from etude.training.parallel.layout import Layout
+from etude.training.parallel.mesh import Mesh
+from etude.training.parallel.ranks import Share, shares_of
+from etude.training.parallel.sharding import (
+    MeshLayout,
+    local_part,
+    part_of,
+    place_model,
+    release,
+    sum_gradients,
+    whole_of,
+)
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+class MeshRanks:
+    """One rank of a mesh. Implements Ranks for models that `place` has spread."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.rank = mesh.data_rank
+        self.world_size = mesh.num_data_ranks
+        self.is_main = mesh.rank == 0
+
+    def place(self, model: LanguageModel) -> None:
+        """Spreads a model over the ranks, in place, with rank 0's weights. See `place_model`."""
+        if not isinstance(model, LanguageModel):
+            raise ConfigError(
+                "can only spread the architectures that are defined here",
+                field="parallel.ranks",
+                received=type(model).__name__,
+                fix="train other architectures in one process",
+            )
+        place_model(model, self._mesh)
+
+    def share(self, plan: Sequence[Sequence[Sequence[int]]]) -> list[Share]:
+        """See Ranks."""
+        return shares_of(plan, self.rank)
+
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """See Ranks."""
+        sum_in_order(tensor, self._mesh.group("replicate", "fsdp", "expert"))
+        return tensor
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """See Ranks."""
+        return gather_rows(rows, self._mesh.group("replicate", "fsdp", "expert"))
+
+    def layout(self, model: nn.Module) -> Layout:
+        """See Ranks."""
+        return MeshLayout(model, self._mesh)
+
+    def reduce_gradients(self, model: nn.Module) -> None:
+        """See Ranks."""
+        sum_gradients(model.named_parameters(), self._mesh)
+
+    @torch.no_grad()
+    def whole_model(self, model: ModelT) -> ModelT:
+        """See Ranks. Every rank has all of it afterwards."""
+        assert isinstance(model, LanguageModel)
+        release(model)
+        whole = LanguageModel(model.config, model.vocab_size)
+        parts = dict(model.named_parameters())
+        for name, parameter in whole.named_parameters():
+            parameter.data = whole_of(name, local_part(parts[name].data), self._mesh).clone()
+            parameter.requires_grad_(parts[name].requires_grad)
+        for name, buffer in whole.named_buffers():
+            buffer.data = model.get_buffer(name)
+        whole.ops = model.ops.inner if isinstance(model.ops, ExpertParallelOps) else model.ops
+        return cast(ModelT, whole)
+
+    @torch.no_grad()
+    def load_whole(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """See Ranks."""
+        release(model)
+        for name, parameter in model.named_parameters():
+            local_part(parameter.data).copy_(part_of(name, weights[name], self._mesh))
+
+    def frozen_copy(self, model: ModelT) -> ModelT:
+        """See Ranks."""
+        whole = self.whole_model(model).requires_grad_(requires_grad=False)
+        assert isinstance(whole, LanguageModel)
+        self.place(whole)
+        return whole
