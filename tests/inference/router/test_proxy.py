@@ -57,10 +57,10 @@ class Setting:
 async def setting(
     replicas: Sequence[FakeReplica], config: ProxyConfig | None = None, **options: Any
 ) -> AsyncIterator[Setting]:
-    token = options.pop("admin_token", None)
+    token, health = options.pop("admin_token", None), options.pop("health", HEALTH)
     async with AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(fake_replica(replica)) for replica in replicas]
-        proxy = Proxy(config, health=HEALTH, **options)
+        proxy = Proxy(config, health=health, **options)
         app = build_app(proxy, [ReplicaAddress(url) for url in urls], token)
         url = await stack.enter_async_context(running_server(app))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10.0))
@@ -198,7 +198,94 @@ def test_pins_arms_and_lent_replicas_work_over_http() -> None:
     run(body())
 
 
+def test_shares_and_pools_are_changed_while_the_router_runs() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica(version="run@1"), FakeReplica(version="run@2")]) as one:
+            names = {r.version: r.name for r in one.proxy.router.replicas.values()}
+            put = await one.http.put("/router/arms", json={"run@2": 1, "run@1": 0})
+            assert put.json() == (await one.http.get("/router/arms")).json() == {"run@1": 0.0, "run@2": 1.0}
+            served = {(await one.chat(f"s{n}")).headers["x-etude-replica"] for n in range(6)}
+            assert served == {names["run@2"]}
+            await one.http.put("/router/arms", json={})
+            moved = await one.http.patch(f"/router/replicas/{names['run@2']}", json={"pool": "rollout"})
+            assert (moved.json()["pool"], moved.json()["home"]) == ("rollout", "rollout")
+            served = {(await one.chat(f"t{n}")).headers["x-etude-replica"] for n in range(6)}
+            assert served == {names["run@1"]}
+            lent = await one.http.post(
+                "/v1/completions", json={"prompt": "a", "max_tokens": 1}, headers={"x-etude-pool": "rollout"}
+            )
+            assert lent.headers["x-etude-replica"] == names["run@2"]
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "param"),
+    [
+        ("PUT", "/router/arms", {"run@1": -1}, 400, "run@1"),
+        ("PUT", "/router/arms", {"run@1": "half"}, 400, "run@1"),
+        ("PUT", "/router/arms", [1], 400, "body"),
+        ("PATCH", "/router/replicas/nobody", {"pool": "a"}, 404, "name"),
+        ("POST", "/router/replicas", {"url": "http://127.0.0.1:1", "pol": "a"}, 400, "pol"),
+        ("POST", "/router/replicas", {"pool": "a"}, 400, "url"),
+    ],
+)
+def test_tables_are_not_changed_by_what_makes_no_sense(
+    method: str, path: str, body: Any, status: int, param: str
+) -> None:
+    async def ask() -> None:
+        async with setting([FakeReplica()], arms={"fake@0": 1.0}) as one:
+            answer = await one.http.request(method, path, json=body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+            assert one.proxy.router.arms == {"fake@0": 1.0} and len(one.proxy.addresses) == 1
+
+    run(ask())
+
+
+def test_tokenisation_goes_through_and_unknown_paths_are_told_as_openai_tells_them() -> None:
+    async def body() -> None:
+        async with setting([FakeReplica()]) as one:
+            found = await one.http.post("/tokenize", json={"prompt": "a b c"})
+            assert found.json()["count"] == 3
+            for method, path, status in (("GET", "/nothing", 404), ("PUT", "/v1/models", 405)):
+                answer = await one.http.request(method, path)
+                assert answer.status_code == status
+                assert f"{method} {path}" in answer.json()["error"]["message"]
+
+    run(body())
+
+
+def test_a_router_begins_without_replicas_and_takes_them_as_they_come() -> None:
+    async def body() -> None:
+        async with setting([]) as one, fake_replica(FakeReplica()) as url:
+            assert (await one.chat()).status_code == 503
+            await one.http.post("/router/replicas", json={"url": url})
+            await one.ready(1)
+            assert (await one.chat()).status_code == 200
+
+    run(body())
+
+
 # ---- failures -----------------------------------------------------------------------------------
+
+
+def test_a_pin_that_a_replica_no_longer_serves_is_tried_elsewhere() -> None:
+    async def body() -> None:
+        health = HealthConfig(interval_s=60.0)
+        async with setting([FakeReplica(), FakeReplica()], health=health) as one:
+            one.replicas[0].version = "fake@1"  # since the last probe
+            pin = {"x-etude-version": "fake@0"}
+            fields = {"prompt": "a", "max_tokens": 1}
+            for _ in range(4):
+                answer = await one.http.post("/v1/completions", json=fields, headers=pin)
+                assert answer.status_code == 200
+            one.replicas[1].version = "fake@1"
+            refused = await one.http.post("/v1/completions", json=fields, headers=pin)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (409, "version_not_served")
+            ready = [replica.ready for replica in one.proxy.router.replicas.values()]
+            assert ready == [True, True], "they answer other requests"
+
+    run(body())
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -346,6 +433,12 @@ def test_replicas_are_managed_with_the_admin_token_only() -> None:
             assert "etude_sandbox" not in text
 
     run(body())
+
+
+def test_a_replica_that_is_named_twice_is_refused_before_anything_runs() -> None:
+    address = ReplicaAddress("http://127.0.0.1:8661")
+    with pytest.raises(ConfigError, match="member already"):
+        build_app(Proxy(), [address, address])
 
 
 def test_an_address_that_is_none_is_refused() -> None:

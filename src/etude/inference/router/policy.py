@@ -99,6 +99,11 @@ class Router:
         """The replica works for that pool from now on; what it has in flight it finishes."""
         self.replicas[name].pool = pool
 
+    def move(self, name: str, pool: str) -> None:
+        """The replica belongs to that pool from now on."""
+        replica = self.replicas[name]
+        replica.home = replica.pool = pool
+
     def lose_prefixes(self, name: str) -> None:
         """What the replica held is gone, as after a crash: its sessions may start anywhere."""
         for session in tuple(self.replicas[name].sessions if name in self.replicas else ()):

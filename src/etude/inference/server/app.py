@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -15,6 +14,7 @@ from etude.inference.server.errors import document
 from etude.inference.server.requests import state_of
 from etude.inference.server.responding import refusal
 from etude.inference.server.state import ServerState
+from etude.sandbox.server.sweeping import sweeping
 
 _SWEEP_S = 15.0
 
@@ -24,13 +24,13 @@ def build_app(state: ServerState) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        sweep = asyncio.create_task(_sweep(state))
+        async def sweep() -> None:
+            state.leases.expire()
+
         try:
-            yield
+            async with sweeping(sweep, state.limits.idle_s, _SWEEP_S):
+                yield
         finally:
-            sweep.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sweep
             state.leases.close()
 
     app = FastAPI(title="Étude", lifespan=lifespan, openapi_url=None)
@@ -43,12 +43,6 @@ def build_app(state: ServerState) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_error)
     return app
-
-
-async def _sweep(state: ServerState) -> None:
-    while True:
-        await asyncio.sleep(min(_SWEEP_S, max(state.limits.idle_s / 2, 0.05)))
-        state.leases.expire()
 
 
 async def _health(request: Request) -> Response:

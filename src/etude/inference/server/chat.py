@@ -25,7 +25,7 @@ from etude.inference.server.schema import (
     read_sampling,
     room_for,
 )
-from etude.tokens.chat.fields import flag, integer, objects, unsupported
+from etude.tokens.chat.fields import flag, integer, objects, unsupported, wrong
 from etude.tokens.chat.messages import Message, Opening
 from etude.tokens.chat.openai_messages import calls_wanted, read_messages, read_tools
 from etude.tokens.chat.reader import CallPart, ReadingRules, ReasoningPart, TextPart
@@ -88,7 +88,10 @@ def read_chat(body: Mapping[str, Any], model: ServedModel) -> ChatRequest:
 def read_conversation(body: Mapping[str, Any]) -> tuple[tuple[Message, ...], bool]:
     """The messages, the opening first, and whether there are tools. Raises BadRequestError."""
     tools = read_tools(body.get("tools"))
-    system, messages = read_messages(objects(body.get("messages"), "messages"))
+    listed = objects(body.get("messages"), "messages")
+    system, messages = read_messages(listed)
+    if not messages:
+        raise wrong("messages", f"{len(listed)} of the system's", "messages with one of the user's")
     return (Opening(system, tools), *messages), bool(tools)
 
 

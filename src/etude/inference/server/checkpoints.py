@@ -13,7 +13,7 @@ from etude.model.huggingface import load_model
 from etude.records import PolicyVersion, WeightManifest
 from etude.weights import MemoryWeights, check_tensors, describe_tensors
 
-_FILE = "file:"
+_FILE, _MEMORY = "file:", "memory:"
 
 
 class CheckpointWeights:
@@ -26,8 +26,15 @@ class CheckpointWeights:
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
         """The checked tensors of a manifest. Blocks on files. Raises WeightUpdateError."""
-        if not manifest.url.startswith(_FILE):
+        if manifest.url.startswith(_MEMORY):
             return self._memory.fetch(manifest)
+        if not manifest.url.startswith(_FILE):
+            raise WeightUpdateError(
+                "this server reads no such address",
+                field="url",
+                received=manifest.url,
+                fix="name a checkpoint directory that it can read: file:/DIRECTORY",
+            )
         directory = Path(manifest.url.removeprefix(_FILE))
         try:
             model = load_model(directory)

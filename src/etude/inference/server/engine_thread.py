@@ -151,7 +151,7 @@ class EngineThread:
             self._outbox.put(queue, error)
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        """See Sampler.score."""
+        """See Sampler.score. Computed between two steps, as a prompt of its length would be."""
         return await self._call(self.service.score(tokens, version))
 
     # ---- WeightSink -----------------------------------------------------------------------------

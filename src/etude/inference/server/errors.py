@@ -17,6 +17,7 @@ __all__ = [
     "RateLimitError",
     "RefusedKeyError",
     "UnavailableError",
+    "VersionNotServedError",
     "error_document",
 ]
 
@@ -39,6 +40,10 @@ class NoSuchModelError(UserError):
 
 class NoSuchAnswerError(UserError):
     """An answer whose side channel is not held, or not for this key."""
+
+
+class VersionNotServedError(UserError):
+    """A request pinned to a policy version that is not in service, or was replaced during the answer."""
 
 
 class _LaterError(EtudeError):
@@ -71,6 +76,7 @@ _KINDS: tuple[tuple[type[EtudeError], int, str, str | None], ...] = (
     (ForbiddenError, 403, "permission_error", "forbidden"),
     (NoSuchModelError, 404, "invalid_request_error", "model_not_found"),
     (NoSuchAnswerError, 404, "invalid_request_error", "answer_not_found"),
+    (VersionNotServedError, 409, "invalid_request_error", "version_not_served"),
     (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
     (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (UserError, 400, "invalid_request_error", None),

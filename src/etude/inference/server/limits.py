@@ -16,6 +16,7 @@ from pathlib import Path
 
 from etude.errors import ConfigError
 from etude.inference.server.errors import RateLimitError, RefusedKeyError
+from etude.tokens.chat.errors import BadRequestError
 
 _MIN_TOKEN_CHARACTERS = 16
 _OPEN_KEY = "anyone"
@@ -48,10 +49,11 @@ class Key:
         self._level, self._filled_s = float(self.limits.tokens_per_minute), self.clock()
 
     def enter(self, num_requests: int) -> None:
-        """So many requests begin. Raises RateLimitError; then nothing has changed."""
+        """So many requests begin. Raises RateLimitError, and BadRequestError where waiting would not help;
+        then nothing has changed."""
         limit = self.limits.requests
         if limit and num_requests > limit:
-            raise RateLimitError(
+            raise BadRequestError(
                 "more samples in one request than the key may run at once",
                 field="n",
                 received=num_requests,

@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 
 from fastapi import Request
 
+from etude.inference.headers import EXTENSIONS_HEADER, SESSION_HEADER, VERSION_HEADER
 from etude.inference.server.errors import BodyTooLargeError, ForbiddenError, RefusedKeyError
 from etude.inference.server.limits import Key
-from etude.inference.server.side_channel import EXTENSIONS_HEADER
 from etude.inference.server.state import ServerState
 from etude.tokens.chat.fields import parse_body, unsupported, wrong
 
-SESSION_HEADER = "x-session-id"
-_MAX_SESSION_CHARACTERS = 256
+_MAX_NAME_CHARACTERS = 256
 _LARGE_BYTES = 1 << 16
 T = TypeVar("T")
 
@@ -84,12 +83,20 @@ async def _data_of(request: Request) -> bytes:
 
 def conversation_of(request: Request, key: Key) -> str | None:
     """The conversation that a request goes on with, named within its key. Raises BadRequestError."""
-    name = request.headers.get(SESSION_HEADER)
-    if name is None:
-        return None
-    if not name or len(name) > _MAX_SESSION_CHARACTERS or not name.isprintable():
-        raise wrong(SESSION_HEADER, name[:32], f"1 to {_MAX_SESSION_CHARACTERS} printable characters")
-    return f"{key.name}\n{name}"
+    name = _named(request, SESSION_HEADER)
+    return None if name is None else f"{key.name}\n{name}"
+
+
+def pin_of(request: Request) -> str | None:
+    """The policy version, by name, that all tokens of the answer must come from. Raises BadRequestError."""
+    return _named(request, VERSION_HEADER)
+
+
+def _named(request: Request, header: str) -> str | None:
+    name = request.headers.get(header)
+    if name is not None and (not name or len(name) > _MAX_NAME_CHARACTERS or not name.isprintable()):
+        raise wrong(header, name[:32], f"1 to {_MAX_NAME_CHARACTERS} printable characters")
+    return name
 
 
 def wants_tokens(request: Request) -> bool:

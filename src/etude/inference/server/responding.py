@@ -14,10 +14,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from etude.errors import EtudeError, UserError
+from etude.inference.headers import SIDE_CHANNEL_HEADER
 from etude.inference.server.answering import Event
 from etude.inference.server.documents import SSE_END, sse
 from etude.inference.server.errors import error_document
-from etude.inference.server.side_channel import SIDE_CHANNEL_HEADER, SIDE_CHANNEL_PATH
+from etude.inference.server.side_channel import SIDE_CHANNEL_PATH
 from etude.inference.server.state import LiveRequest, ServerState
 
 _log = logging.getLogger("etude.inference.server")
@@ -46,7 +47,7 @@ def describe(state: ServerState, error: Exception) -> tuple[int, dict[str, Any],
 async def respond(request: Request, live: LiveRequest, endpoint: str, stream: bool) -> Response:
     """The answer to a request that has begun. Raises what the sampler raises before the first event."""
     headers: dict[str, str] = {}
-    if live.with_tokens:
+    if live.asked.with_tokens:
         headers[SIDE_CHANNEL_HEADER] = f"{SIDE_CHANNEL_PATH}/{live.answer.id}"
     if stream:
         return _EventStream(live, endpoint, headers)

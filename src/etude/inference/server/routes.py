@@ -12,11 +12,18 @@ from etude.inference.server.chat import ChatAnswer, read_chat, read_conversation
 from etude.inference.server.completions import CompletionAnswer, read_completion, read_token_ids
 from etude.inference.server.errors import NoSuchModelError
 from etude.inference.server.limits import Key
-from etude.inference.server.requests import conversation_of, key_of, state_of, wants_tokens, with_body
+from etude.inference.server.requests import (
+    conversation_of,
+    key_of,
+    pin_of,
+    state_of,
+    wants_tokens,
+    with_body,
+)
 from etude.inference.server.responding import refusal, respond
 from etude.inference.server.schema import check_fields, check_model
 from etude.inference.server.side_channel import SIDE_CHANNEL_PATH
-from etude.inference.server.state import ServedAnswer, ServerState
+from etude.inference.server.state import Asked, ServedAnswer, ServerState
 from etude.tokens.chat.fields import flag, text, wrong
 
 router = APIRouter()
@@ -56,9 +63,9 @@ async def _answer(request: Request, endpoint: str, build: Build) -> Response:
     try:
         key = key_of(request)
         state.version()
-        conversation, with_tokens = conversation_of(request, key), wants_tokens(request)
+        conversation, asked = conversation_of(request, key), Asked(pin_of(request), wants_tokens(request))
         answer, stream = await with_body(request, lambda body: build(state, body, key, conversation))
-        live = state.begin(answer, key, with_tokens)
+        live = state.begin(answer, key, asked)
         return await respond(request, live, endpoint, stream)
     except Exception as error:
         return refusal(state, endpoint, error)
@@ -125,6 +132,7 @@ async def models(request: Request) -> Response:
         key_of(request)
     except Exception as error:
         return refusal(state, "models", error)
+    state.metrics.count("requests", endpoint="models", status="200")
     return JSONResponse({"object": "list", "data": [_model_row(state)]})
 
 
@@ -137,6 +145,7 @@ async def model(request: Request, name: str) -> Response:
         check_model({"model": name}, state.model)
     except Exception as error:
         return refusal(state, "models", error)
+    state.metrics.count("requests", endpoint="models", status="200")
     return JSONResponse(_model_row(state))
 
 

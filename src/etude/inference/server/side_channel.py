@@ -34,11 +34,10 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
 from etude.errors import StoreError
+from etude.inference.headers import EXTENSIONS_HEADER
 from etude.inference.server.errors import NoSuchAnswerError
 from etude.records import PolicyVersion, SampleChunk
 
-EXTENSIONS_HEADER = "x-etude-extensions"
-SIDE_CHANNEL_HEADER = "x-etude-side-channel"
 SIDE_CHANNEL_PATH = "/v1/side_channel"
 WANT_TOKENS = {EXTENSIONS_HEADER: "tokens"}
 """Headers of a request whose tokens are wanted: `extra_headers` of OpenAI's client."""

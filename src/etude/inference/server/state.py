@@ -8,9 +8,10 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from etude.inference.headers import VERSION_HEADER
 from etude.inference.server.answering import Answering, Ended, Event, Job, Sampled
 from etude.inference.server.documents import Writer
-from etude.inference.server.errors import UnavailableError
+from etude.inference.server.errors import UnavailableError, VersionNotServedError
 from etude.inference.server.histories import ChatFrames
 from etude.inference.server.leases import Leases
 from etude.inference.server.limits import Key, Keys
@@ -36,6 +37,26 @@ class ServerLimits:
     side_channel_s: float = 300.0
     """How long the tokens of an answer can be fetched."""
     side_channel_bytes: int = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request's headers ask of its answer."""
+
+    pin: str | None = None
+    """The policy version that each token must come from, by its name; None: any, and it may change."""
+    with_tokens: bool = False
+    """Whether the tokens are kept for the side channel."""
+
+    def check(self, version: PolicyVersion) -> None:
+        """Raises VersionNotServedError for tokens of another version than the one that was asked for."""
+        if self.pin is not None and str(version) != self.pin:
+            raise VersionNotServedError(
+                "this policy version is not, or no longer, in service here",
+                field=VERSION_HEADER,
+                received=self.pin,
+                fix=f"ask for {version}, which is, or leave the header out",
+            )
 
 
 async def _nothing() -> Mapping[str, float]:
@@ -97,16 +118,17 @@ class ServerState:
             )
         return version
 
-    def begin(self, answer: ServedAnswer, key: Key, with_tokens: bool) -> LiveRequest:
-        """A request begins. Raises UnavailableError and RateLimitError; then nothing has changed."""
-        self.version()
+    def begin(self, answer: ServedAnswer, key: Key, asked: Asked) -> LiveRequest:
+        """A request begins. Raises UnavailableError, VersionNotServedError, RateLimitError and
+        BadRequestError; then nothing has changed."""
+        asked.check(self.version())
         num = len(answer.jobs)
         if self.num_answers + num > self.limits.requests:
             raise UnavailableError("the server is full", received=self.num_answers, retry_after_s=2)
         key.enter(num)
         key.spend(answer.usage.prompt_tokens)
         self.metrics.count("prompt_tokens", answer.usage.prompt_tokens)
-        request = LiveRequest(self, answer, key, with_tokens)
+        request = LiveRequest(self, answer, key, asked)
         self.live.add(request)
         return request
 
@@ -144,7 +166,7 @@ class LiveRequest:
     state: ServerState
     answer: ServedAnswer
     key: Key
-    with_tokens: bool
+    asked: Asked
     began_s: float = field(default_factory=time.monotonic)
     _sampled: dict[int, int] = field(default_factory=dict[int, int])
     """Tokens of each answer that has begun."""
@@ -154,7 +176,7 @@ class LiveRequest:
     _left: bool = False
 
     def __post_init__(self) -> None:
-        if self.with_tokens:
+        if self.asked.with_tokens:
             self._recorders = [ChoiceRecorder(job.prompt) for job in self.answer.jobs]
 
     @property
@@ -208,10 +230,11 @@ class LiveRequest:
         if isinstance(event, Ended):
             self._ended.add(event.index)
             return
+        if count := len(event.chunk.tokens):
+            self.asked.check(event.chunk.version)
+            self._measure_tokens(event, count)
         if self._recorders:
             self._recorders[event.index].take(event.chunk)
-        if count := len(event.chunk.tokens):
-            self._measure_tokens(event, count)
 
     def _measure_tokens(self, event: Sampled, count: int) -> None:
         metrics, now_s = self.state.metrics, time.monotonic()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator
@@ -16,6 +15,7 @@ from etude.environment.recording.server import agent_routes, control_routes
 from etude.environment.recording.server.requests import recordings_of
 from etude.environment.recording.sessions import Recordings
 from etude.errors import EtudeError
+from etude.sandbox.server.sweeping import sweeping
 
 _log = logging.getLogger("etude.recording.server")
 _SWEEP_S = 30.0
@@ -26,13 +26,10 @@ def build_app(recordings: Recordings) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        sweep = asyncio.create_task(_sweep(recordings))
         try:
-            yield
+            async with sweeping(lambda: _sweep(recordings), recordings.limits.idle_s, _SWEEP_S):
+                yield
         finally:
-            sweep.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sweep
             await recordings.close()
 
     app = FastAPI(title="Étude recordings", lifespan=lifespan, openapi_url=None)
@@ -49,13 +46,11 @@ def build_app(recordings: Recordings) -> FastAPI:
 
 
 async def _sweep(recordings: Recordings) -> None:
-    while True:
-        await asyncio.sleep(min(_SWEEP_S, max(recordings.limits.idle_s / 2, 0.05)))
-        try:
-            await recordings.expire()
-        except EtudeError as error:  # the store; sessions stay, and are tried again
-            recordings.counts["errors"] += 1
-            _log.error("idle sessions could not be stored: %s", error)
+    try:
+        await recordings.expire()
+    except EtudeError as error:  # the store; sessions stay, and are tried again
+        recordings.counts["errors"] += 1
+        _log.error("idle sessions could not be stored: %s", error)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

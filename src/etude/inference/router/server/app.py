@@ -1,22 +1,24 @@
-"""The router's application: all under /v1 goes on to a replica, the rest is about the router itself."""
+"""The router's application: what clients ask goes on to a replica, the rest is about the router itself."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import time
+import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 import etude
 from etude.errors import EtudeError, UserError
 from etude.inference.router.members import MemberState
+from etude.inference.router.server import admin
+from etude.inference.router.server.admin import AdminError, NoSuchReplicaError, check_name
 from etude.inference.router.server.events import error_body
 from etude.inference.router.server.health import watch
 from etude.inference.router.server.hints import read_hints
@@ -25,17 +27,12 @@ from etude.inference.router.types import NoReplicaError
 from etude.sandbox.server.app import Measured
 from etude.sandbox.server.metrics import Labels
 
+_log = logging.getLogger("etude.router.server")
 REPLICA_HEADER = "x-etude-replica"
-_LOOPBACK = ("127.0.0.1", "::1")
-_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 _DROPPED = frozenset(("content-length", "connection", "transfer-encoding", "keep-alive", "date", "server"))
 _RETRY_AFTER_S = "1"
 
 T = TypeVar("T")
-
-
-class AdminError(UserError):
-    """A request for the router's own tables without the right to it."""
 
 
 class LargeBodyError(UserError):
@@ -47,13 +44,16 @@ def build_app(
 ) -> FastAPI:
     """The application. Keys are the replicas' business: `authorization` goes on to them.
 
-    `admin_token`: who shows it may add and remove replicas; None: whoever asks from this machine.
+    `admin_token`: who shows it may change the router's tables; None: whoever asks from this machine.
+
+    Raises ConfigError for a replica that is named twice.
     """
+
+    for address in replicas:
+        proxy.join(address)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        for address in replicas:
-            proxy.join(address)
         watching = asyncio.create_task(watch(proxy))
         try:
             yield
@@ -69,10 +69,11 @@ def build_app(
     app.add_api_route("/health", _health, methods=["GET"], name="health")
     app.add_api_route("/ready", _ready, methods=["GET"], name="ready")
     app.add_api_route("/metrics", _metrics, methods=["GET"], name="metrics")
-    app.add_api_route("/router/replicas", _list_replicas, methods=["GET"], name="list_replicas")
-    app.add_api_route("/router/replicas", _add_replica, methods=["POST"], name="add_replica")
-    app.add_api_route("/router/replicas/{name}", _remove_replica, methods=["DELETE"], name="remove_replica")
-    app.add_api_route("/v1/{path:path}", _forward, methods=["GET", "POST", "DELETE"], name="forward")
+    app.include_router(admin.router)
+    for path in ("/v1/{path:path}", "/tokenize", "/detokenize"):
+        app.add_api_route(path, _forward, methods=["GET", "POST", "DELETE"], name="forward")
+    app.add_exception_handler(HTTPException, _on_refusal)
+    app.add_exception_handler(Exception, _on_error)
     app.add_exception_handler(EtudeError, _on_error)
     app.add_exception_handler(ClientDisconnect, _on_departure)
     app.add_middleware(Measured, metrics=proxy.metrics)
@@ -84,7 +85,7 @@ def build_app(
 
 async def _forward(request: Request) -> Response:
     proxy: Proxy = request.app.state.proxy
-    _check_name(request)
+    check_name(request)
     if proxy.draining:
         raise NoReplicaError("the router is ending", fix="ask another router")
     query = f"?{request.url.query}" if request.url.query else ""
@@ -197,96 +198,16 @@ async def _metrics(request: Request) -> Response:
     return PlainTextResponse(proxy.metrics.text(gauges))
 
 
-async def _list_replicas(request: Request) -> Response:
-    _check_admin(request)
-    proxy: Proxy = request.app.state.proxy
-    now_s = time.monotonic()
-    rows = [
-        {
-            "name": name,
-            "url": proxy.addresses[name].url,
-            "state": str(member.state),
-            "pool": proxy.router.replicas[name].pool,
-            "home": proxy.router.replicas[name].home,
-            "version": proxy.router.replicas[name].version,
-            "running": proxy.router.replicas[name].running,
-            "outstanding_tokens": proxy.router.replicas[name].work,
-            "sessions": len(proxy.router.replicas[name].sessions),
-            "next_probe_s": round(max(0.0, member.next_probe_s - now_s), 3),
-            "cause": member.cause,
-        }
-        for name, member in proxy.members.members.items()
-    ]
-    return JSONResponse({"replicas": rows})
-
-
-async def _add_replica(request: Request) -> Response:
-    _check_admin(request)
-    try:
-        body = await request.json()
-    except ValueError:
-        body = None
-    if not isinstance(body, dict) or not isinstance(body.get("url"), str):
-        raise UserError("must be an object with a url", field="body", fix='{"url": ..., "pool": ...}')
-    if not isinstance(body.get("pool"), str | None):
-        raise UserError("must be a text", field="pool", received=body["pool"], fix='such as "rollout"')
-    proxy: Proxy = request.app.state.proxy
-    name = proxy.join(ReplicaAddress(body["url"], body.get("pool")))
-    return JSONResponse({"name": name}, 201)
-
-
-async def _remove_replica(request: Request) -> Response:
-    _check_admin(request)
-    proxy: Proxy = request.app.state.proxy
-    name = request.path_params["name"]
-    if not proxy.members.leave(name):
-        return JSONResponse(error_body("no such replica", "not_found", "invalid_request_error", "name"), 404)
-    return JSONResponse({"name": name, "state": "draining"}, 202)
-
-
-def _check_admin(request: Request) -> None:
-    """Raises AdminError."""
-    token: str | None = request.app.state.admin_token
-    if token is not None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode(), token.encode()):
-            raise AdminError("the admin token is missing or wrong", field="authorization")
-        return
-    if not _is_local(request):
-        raise AdminError("only this machine may ask", fix="start the router with an admin token")
-    _check_name(request)
-
-
-def _is_local(request: Request) -> bool:
-    return request.client is not None and request.client.host in _LOOPBACK
-
-
-def _check_name(request: Request) -> None:
-    """Raises AdminError for a request from this machine, without a key, by a foreign name.
-
-    A web page can point its own host name at the loopback address; replicas see the router's name only.
-    """
-    if not _is_local(request) or "authorization" in request.headers:
-        return
-    origin = request.headers.get("origin")
-    for field, host in (("host", request.headers.get("host", "")), ("origin", origin)):
-        if host is not None and _name(host.rpartition("//")[2]) not in _LOOPBACK_NAMES:
-            raise AdminError(
-                "only loopback names reach this router without a key", field=field, received=host
-            )
-
-
-def _name(host: str) -> str:
-    """A host without its port."""
-    return host if host.endswith("]") else host.rpartition(":")[0] or host
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, EtudeError)
+    if not isinstance(error, EtudeError):
+        _log.error("a request failed", exc_info=error)
+        return JSONResponse(error_body("the router failed", "internal_error"), 500)
     status, code, kind = 502, "replica_lost", "server_error"
     headers: dict[str, str] = {}
     if isinstance(error, AdminError):
         status, code, kind = 401, "unauthorised", "authentication_error"
+    elif isinstance(error, NoSuchReplicaError):
+        status, code, kind = 404, "not_found", "invalid_request_error"
     elif isinstance(error, LargeBodyError):
         status, code, kind = 413, "request_too_large", "invalid_request_error"
     elif isinstance(error, UserError):
@@ -296,6 +217,14 @@ async def _on_error(request: Request, error: Exception) -> Response:
     elif isinstance(error, ReplicaSlowError):
         status, code = 504, "replica_slow"
     return JSONResponse(error_body(str(error), code, kind, error.field), status, headers)
+
+
+async def _on_refusal(request: Request, error: Exception) -> Response:
+    """No such path, or not with this method: in the shape of every other error."""
+    assert isinstance(error, HTTPException), "it is registered for these"
+    words = f"{error.detail}: {request.method} {request.url.path}"
+    body = error_body(words, None, "invalid_request_error")
+    return JSONResponse(body, error.status_code, headers=error.headers)
 
 
 async def _on_departure(request: Request, error: Exception) -> Response:

@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from etude.errors import InfrastructureError
+from etude.inference.headers import EXTENSIONS_HEADER, SESSION_HEADER, SIDE_CHANNEL_HEADER, VERSION_HEADER
 
 _START_S = 10.0
 
@@ -92,6 +93,7 @@ def fake_app(replica: FakeReplica) -> FastAPI:
     app.add_api_route("/v1/side_channel/{answer_id}", _side_channel, methods=["GET"])
     app.add_api_route("/v1/chat/completions", _answer, methods=["POST"])
     app.add_api_route("/v1/completions", _answer, methods=["POST"])
+    app.add_api_route("/tokenize", _tokenize, methods=["POST"])
     return app
 
 
@@ -144,14 +146,16 @@ async def _answer(request: Request) -> Response:
     replica: FakeReplica = request.app.state.replica
     if replica.refuse:
         return _refusal()
+    if request.headers.get(VERSION_HEADER, replica.version) != replica.version:
+        return _refusal(409, "version_not_served")
     body = await request.json()
     replica.requests.append(body)
     plan = _plan(replica, body, request.url.path.endswith("chat/completions"), request.headers)
     headers: dict[str, str] = {}
-    if request.headers.get("x-etude-extensions") == "tokens":
+    if request.headers.get(EXTENSIONS_HEADER) == "tokens":
         answer_id = uuid.uuid4().hex
         replica.side_channel.add(answer_id)
-        headers["x-etude-side-channel"] = f"/v1/side_channel/{answer_id}"
+        headers[SIDE_CHANNEL_HEADER] = f"/v1/side_channel/{answer_id}"
     if body.get("stream"):
         return StreamingResponse(_events(replica, plan), headers=headers, media_type="text/event-stream")
     if replica.cut_after is not None:
@@ -173,7 +177,7 @@ def _plan(replica: FakeReplica, body: dict[str, Any], chat: bool, headers: Any) 
     else:
         text = str(body["prompt"])
     prompt = len(text.split())
-    session = headers.get("x-session-id")
+    session = headers.get(SESSION_HEADER)
     cached = min(replica.held.get(session, 0), max(0, prompt - 1)) if session else 0
     words = [f"w{(prompt * 31 + n * 7) % 97}" for n in range(int(body.get("max_tokens") or 16))]
     if session:
@@ -222,9 +226,14 @@ def _event(document: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(document).encode() + b"\n\n"
 
 
-def _refusal() -> Response:
-    body = {"error": {"message": "about to end", "type": "server_error", "param": None, "code": "draining"}}
-    return JSONResponse(body, 503)
+async def _tokenize(request: Request) -> Response:
+    words = str((await request.json())["prompt"]).split()
+    return JSONResponse({"count": len(words), "tokens": list(range(len(words)))})
+
+
+def _refusal(status: int = 503, code: str = "draining") -> Response:
+    body = {"error": {"message": "not now", "type": "server_error", "param": None, "code": code}}
+    return JSONResponse(body, status)
 
 
 def main() -> None:

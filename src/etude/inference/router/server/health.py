@@ -57,8 +57,7 @@ async def probe(proxy: Proxy, name: str) -> None:
     member = proxy.members.members.get(name)
     pool = said.get("pool")
     if member is not None and address.pool is None and member.state is MemberState.JOINING and pool:
-        replica = proxy.router.replicas[name]
-        replica.home = replica.pool = str(pool)
+        proxy.router.move(name, str(pool))
     proxy.members.answered(name, time.monotonic(), _version(said.get("version")))
 
 

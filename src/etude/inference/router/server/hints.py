@@ -10,11 +10,9 @@ from typing import Any
 
 import xxhash
 
+from etude.inference.headers import POOL_HEADER, SESSION_HEADER, VERSION_HEADER
 from etude.inference.router.types import Ask
 
-SESSION_HEADER = "x-session-id"
-POOL_HEADER = "x-etude-pool"
-VERSION_HEADER = "x-etude-version"
 _BYTES_PER_TOKEN = 4.0
 _MAX_TOKENS = 4096
 """Taken for the limit of a request that names none."""

@@ -51,5 +51,7 @@ def serve(
 
     draining = Draining("answers", drain_s, begin, is_busy)
     note = f"{len(replicas)} replica{'s' * (len(replicas) != 1)}"
+    if not replicas:
+        note += ": POST /router/replicas adds some"
     listeners = open_listeners(host, port)
     asyncio.run(run_server(app, SERVER, draining, listeners, note=note, certificate=certificate, key=key))

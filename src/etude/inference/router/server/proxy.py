@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 import httpx
 
 from etude.errors import ConfigError, SamplerError, UserError
+from etude.inference.headers import SIDE_CHANNEL_HEADER
 from etude.inference.router.members import HealthConfig, Members
 from etude.inference.router.policy import Router
 from etude.inference.router.pools import Lender
@@ -28,9 +29,10 @@ from etude.inference.router.server.hints import Hints
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
 from etude.sandbox.server.metrics import Labels, Metrics
 
-SIDE_CHANNEL_HEADER = "x-etude-side-channel"
 _CONNECT_S = 2.0
 _MAX_PLACES = 20_000
+_NOT_HERE = (503, 409)
+"""Others may be better off: not ready, or no longer at the version that the request is pinned to."""
 _DROPPED = frozenset(
     (b"host", b"content-length", b"connection", b"transfer-encoding", b"accept-encoding", b"keep-alive")
 ) | {b"expect"}
@@ -161,10 +163,10 @@ class Proxy:
                 raise
             if opened is None:
                 self.metrics.count("etude_router_retries")
-            elif opened.response.status_code == 503:
-                # It is about to end or has no weights: others may be better off.
-                self.members.answered(opened.replica, time.monotonic(), None)
-                failed[opened.replica], refusal = "answered 503", opened
+            elif opened.response.status_code in _NOT_HERE:
+                if opened.response.status_code == 503:  # about to end, or without weights
+                    self.members.answered(opened.replica, time.monotonic(), None)
+                failed[opened.replica], refusal = f"answered {opened.response.status_code}", opened
             else:
                 return opened
         if refusal is not None:
