@@ -10,14 +10,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.inference import Answer, Engine, NgramLookup
+from etude.inference import Answer, Engine, MtpDrafts, NgramLookup
 from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
 from tests.inference.builders import Client, drain, fresh_routes, needs_compiler, prompt, serve, small_engine
-from tests.model.builders import small_model
+from tests.model.builders import draft_layers, small_model
 
 MAX_TOKENS = 80
 MODELS = [small_model(seed) for seed in (2, 3, 4)]
+DRAFTS = [
+    None,
+    NgramLookup(3, longest=1, shortest=1),
+    MtpDrafts(draft_layers(MODELS[0]), 3),
+    MtpDrafts(draft_layers(MODELS[0], 2), 2),
+]
 
 
 @dataclass
@@ -104,7 +110,7 @@ def _draw_engine(data: st.DataObject, kernels: Any) -> Engine:
         prefill_tokens=data.draw(st.sampled_from([3, 20, 256])),
         kernels=kernels,
         num_pages=data.draw(st.integers(5, 16)),
-        lookup=data.draw(st.sampled_from([None, NgramLookup(3, longest=1, shortest=1)])),
+        drafts=data.draw(st.sampled_from(DRAFTS)),
     )
 
 

@@ -57,7 +57,7 @@ def test_lookups_that_make_no_sense_are_refused() -> None:
 def test_tokens_and_logprobs_are_those_without_drafts(temperature: float, kernels: Kernels) -> None:
     model = small_model(3)
     plain = small_engine(model, kernels=kernels)
-    drafting = small_engine(model, kernels=kernels, lookup=NgramLookup(4, longest=2, shortest=1))
+    drafting = small_engine(model, kernels=kernels, drafts=NgramLookup(4, longest=2, shortest=1))
     for number in range(6):
         pair = Client(f"s{number}", number), Client(f"s{number}", number)
         for client, engine in zip(pair, (plain, drafting), strict=True):
@@ -78,7 +78,7 @@ def test_a_stop_token_within_a_draft_ends_the_message_there() -> None:
     model = small_model(3)
     options = {"temperature": 0.0, "max_tokens": 60}
     repeated, plain = Client("repeated", 0), Client("plain", 0)
-    engine = small_engine(model, lookup=NgramLookup(8, longest=1, shortest=1))
+    engine = small_engine(model, drafts=NgramLookup(8, longest=1, shortest=1))
     repeated.ask(engine, prompt(8, 0), **options)
     drain(engine, [repeated])
     stop = repeated.tokens[30]
@@ -98,7 +98,7 @@ def test_a_stop_token_within_a_draft_ends_the_message_there() -> None:
 def test_second_tokens_follow_their_distribution_though_they_are_drafted() -> None:
     """Of many samples of one prompt, the second token given the first, against a plain engine's scores."""
     model = small_model(3)
-    engine = small_engine(model, num_sessions=64, lookup=NgramLookup(2, longest=1, shortest=1))
+    engine = small_engine(model, num_sessions=64, drafts=NgramLookup(2, longest=1, shortest=1))
     context = prompt(16, 0) * 2
     counts = np.zeros(64)
     for start in range(0, 3000, 60):

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from etude.config import ModelConfig
-from etude.model import PackedAttention, Qwen3Moe, RecordedRoutes
+from etude.model import DraftLayers, LanguageModel, PackedAttention, Qwen3Moe, RecordedRoutes
 
 VOCAB = 64
 
@@ -41,6 +41,17 @@ def small_model(seed: int = 0, **changes: Any) -> Qwen3Moe:
             if parameter.ndim == 1:
                 parameter.uniform_(0.5, 1.5, generator=generator)
     return model
+
+
+def draft_layers(model: LanguageModel, count: int = 1, seed: int = 0) -> DraftLayers:
+    """Draft layers with random weights: they guess wrong nearly always."""
+    drafts = DraftLayers(model.config, count)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in drafts.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, 0.2, generator=generator)
+    return drafts
 
 
 def random_tokens(length: int, seed: int = 0) -> NDArray[np.int32]:

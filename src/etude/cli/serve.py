@@ -226,7 +226,7 @@ class _EngineChoice:
             available_cores(),
             num_pages=pages_for(self._cache_tokens(opened, longest)),
             token_bytes=opened.served.tokenizer.decode_bytes,
-            lookup=NgramLookup(self.speculative_tokens) if self.speculative_tokens else None,
+            drafts=NgramLookup(self.speculative_tokens) if self.speculative_tokens else None,
         )
 
     def _cache_tokens(self, opened: OpenedModel, longest: int) -> int:

@@ -50,7 +50,7 @@ async def open_parts(
         config.engine.native_threads or available_cores(),
         num_pages=pages_for(config.engine.cache_tokens),
         token_bytes=tokenizer.decode_bytes,
-        lookup=NgramLookup(config.engine.speculative_tokens) if config.engine.speculative_tokens else None,
+        drafts=NgramLookup(config.engine.speculative_tokens) if config.engine.speculative_tokens else None,
     )
     delay = config.engine.tool_delay_steps if deterministic else None
     environment = Environment(

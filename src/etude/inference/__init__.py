@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from etude.inference.cache import page_bytes, pages_for
     from etude.inference.engine import Engine, EngineCounters
+    from etude.inference.mtp import MtpDrafts
     from etude.inference.sequences import Answer
     from etude.inference.service import EngineService
     from etude.inference.speculation import NgramLookup
@@ -23,6 +24,7 @@ _MODULES = {
     "EngineCounters": "engine",
     "EngineLoad": "times",
     "EngineService": "service",
+    "MtpDrafts": "mtp",
     "NgramLookup": "speculation",
     "ServiceTimes": "times",
     "StepSums": "times",
@@ -36,6 +38,7 @@ __all__ = [
     "EngineCounters",
     "EngineLoad",
     "EngineService",
+    "MtpDrafts",
     "NgramLookup",
     "ServiceTimes",
     "StepSums",

@@ -45,6 +45,8 @@ class PagedCache:
         """On a CPU memory is only taken for pages that are written. Routes are always the CPU's."""
         shape = (config.num_layers, num_pages, config.cache_heads)
         self.num_pages = num_pages
+        self.drafts: PagedCache | None = None
+        """What draft layers hold of the same pages."""
         self.value_dim = config.value_dim
         self.keys = torch.zeros((*shape, config.key_dim, PAGE_TOKENS), device=device, dtype=dtype)
         """[layers, pages, cache_heads, key_dim, 16]: transposed, so that 16 scores are one vector."""
@@ -69,6 +71,8 @@ class PagedCache:
             if store is not None:
                 store[:, target] = store[:, source]
         self.routes[target] = self.routes[source]
+        if self.drafts is not None:
+            self.drafts.copy_page(source, target)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

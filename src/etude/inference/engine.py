@@ -23,6 +23,7 @@ from etude.inference.cache import PAGE_TOKENS, PagedCache
 from etude.inference.drawing import Draws
 from etude.inference.forward import EagerForward, ForwardPass
 from etude.inference.gpu import GpuForward
+from etude.inference.mtp import MtpDrafter, MtpDrafts
 from etude.inference.native import NativeForward
 from etude.inference.sampling import Alternatives, uniforms
 from etude.inference.scheduler import Scheduler, StepPlan
@@ -71,7 +72,7 @@ class Engine:
         *,
         num_pages: int | None = None,
         token_bytes: TokenBytes | None = None,
-        lookup: NgramLookup | None = None,
+        drafts: NgramLookup | MtpDrafts | None = None,
         native_weights: WeightType = "float32",
         device: str = "cpu",
     ) -> None:
@@ -79,9 +80,9 @@ class Engine:
         prompt tokens computed in one step; `kernels`: the trainer's module operator by operator, native code
         on up to `native_threads` cores, or the module on `device` with Triton's attention (ResourceError
         where that cannot be); `num_pages`: pages of 16 tokens for keys and values, by default enough for all
-        sessions at their longest; `token_bytes`: what stop texts are looked for in; `lookup`: speculative
-        decoding from the session's own tokens; `native_weights`: number format of native code's copy of the
-        matrices, or of all that lies on the GPU.
+        sessions at their longest; `token_bytes`: what stop texts are looked for in; `drafts`: speculative
+        decoding from the session's own tokens or by layers for it; `native_weights`: number format of native
+        code's copy of the matrices, or of all that lies on the GPU.
 
         Raises ConfigError if there are too few pages for one session."""
         pages_of_one = -(-max_tokens // PAGE_TOKENS)
@@ -98,7 +99,13 @@ class Engine:
         if kernels == "gpu" and native_weights == "bfloat16":
             number = torch.bfloat16
         self._cache = PagedCache(config, num_pages, place, number)
-        self._scheduler = Scheduler(self._cache, num_sessions, max_tokens, prefill_tokens, lookup)
+        layers, self._mtp = None, None
+        if isinstance(drafts, MtpDrafts):
+            layers = drafts.layers
+            self._cache.drafts = PagedCache(layers.config, num_pages, place, number)
+            self._mtp = MtpDrafter(self._cache.drafts, num_sessions, drafts.num_drafts)
+        drafter = drafts if isinstance(drafts, NgramLookup) else self._mtp
+        self._scheduler = Scheduler(self._cache, num_sessions, max_tokens, prefill_tokens, drafter)
         self._sequences = self._scheduler.sequences
         self._token_bytes = token_bytes
         self._step_tokens = prefill_tokens
@@ -108,7 +115,7 @@ class Engine:
                 return NativeForward(model, self._cache, native_threads, native_weights)
             return (GpuForward if kernels == "gpu" else EagerForward)(model, self._cache)
 
-        self._weights = DoubleWeights(config, vocab_size, make_forward, place, number)
+        self._weights = DoubleWeights(config, vocab_size, make_forward, place, number, layers)
         self._queue: deque[SampleRequest] = deque()
 
     @property
@@ -299,7 +306,10 @@ class Engine:
         if routes.shape[1]:
             self._cache.routes[plan.rows.pages, plan.rows.offsets] = routes.numpy()
         self._count(plan)
-        return self._sample(plan, hidden)
+        answers = self._sample(plan, hidden)
+        if self._mtp is not None:
+            self._mtp.follow(plan, hidden, self._weights.active, self._sequences)
+        return answers
 
     def _count(self, plan: StepPlan) -> None:
         counters, num_decode = self.counters, plan.num_decode

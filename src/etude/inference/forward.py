@@ -14,6 +14,7 @@ from etude.inference.cache import PagedCache, StepRows
 from etude.inference.paged_attention import PagedAttention
 from etude.inference.sampling import sample
 from etude.model import LanguageModel, RecordedRoutes
+from etude.protocols import Attention
 from etude.records import SamplingParams
 
 __all__ = ["EagerForward", "ForwardPass", "StepRows"]
@@ -40,6 +41,10 @@ class ForwardPass(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, width] -> [N, vocabulary] float32, from which raw and alternative log-probabilities
         are taken."""
+        ...
+
+    def attention(self, cache: PagedCache, rows: StepRows) -> Attention[Tensor]:
+        """Attention of `rows` over another cache, with hidden states where this pass leaves them."""
         ...
 
 
@@ -72,3 +77,7 @@ class EagerForward:
     def logits(self, hidden: Tensor) -> Tensor:
         """See ForwardPass."""
         return self._model.logits(hidden)
+
+    def attention(self, cache: PagedCache, rows: StepRows) -> Attention[Tensor]:
+        """See ForwardPass."""
+        return PagedAttention(cache, rows)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
 from etude.inference.radix import MIN_COPIED, Match, PageTree
 from etude.inference.sequences import Answer, Sequences
-from etude.inference.speculation import NgramLookup
+from etude.inference.speculation import Drafter
 from etude.records import PolicyVersion, SampleRequest
 
 
@@ -46,7 +46,7 @@ class Scheduler:
         num_sessions: int,
         max_tokens: int,
         prefill_tokens: int,
-        lookup: NgramLookup | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
         self.sequences = Sequences(cache, num_sessions, max_tokens)
         self.tree = PageTree(cache.num_pages)
@@ -55,7 +55,7 @@ class Scheduler:
         """Positions that a request found computed by another, or by itself before it was preempted."""
         self._cache = cache
         self._prefill_tokens = prefill_tokens
-        self._lookup = lookup
+        self._drafter = drafter
         self._clock = 0
 
     # ---- sessions -------------------------------------------------------------------------------
@@ -189,19 +189,15 @@ class Scheduler:
         return chosen, np.minimum(pending[chosen], self._prefill_tokens - before[fits])
 
     def _draft(self, decode: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Positions that each decoding row computes: its last token and drafts, which are put behind it.
-
-        Drafts take no page that the row does not have anyway for its last token.
-        """
+        """Positions that each decoding row computes: its last token and drafts, which are put behind it."""
         counts = np.ones(len(decode), dtype=np.int64)
-        if self._lookup is None:
+        if self._drafter is None:
             return counts
         sequences = self.sequences
-        for number, row in enumerate(decode.tolist()):
+        rooms = sequences.draft_room(decode).tolist()
+        for number, (row, room) in enumerate(zip(decode.tolist(), rooms, strict=True)):
             length = int(sequences.length[row])
-            room = -length % PAGE_TOKENS
-            most = min(int(sequences.limit[row]) - length - 1, room)
-            drafts = self._lookup.propose(sequences.tokens[row, :length], most)
+            drafts = self._drafter.draft(sequences, row, room)
             sequences.tokens[row, length : length + len(drafts)] = drafts
             counts[number] += len(drafts)
         return counts

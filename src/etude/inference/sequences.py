@@ -261,6 +261,12 @@ class Sequences:
         self.idle[row] = None
         return answer
 
+    def draft_room(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[N] most drafts behind what each of `rows` [N] holds: they take no page that its last token does
+        not take anyway, and reach no further than its request may."""
+        length = self.length[rows]
+        return np.minimum(self.limit[rows] - length - 1, -length % PAGE_TOKENS)
+
     def digest(self, row: int) -> str:
         """Of all tokens that the row holds."""
         return xxh3_64_hexdigest(self.tokens[row, : int(self.length[row])].tobytes())

@@ -1,16 +1,28 @@
-"""Drafts for speculative decoding, looked up in the session's own tokens.
+"""Drafts for speculative decoding: who may propose them, and those looked up in the session's own tokens.
 
 Agents repeat what they have read: paths, code, arguments. The tokens that followed the last occurrence of
-the current n-gram are a cheap guess of what comes next (prompt lookup decoding, Saxena 2023). The engine
-verifies a draft in one pass, by drawing at every place what it would have drawn without it: see `drawing`.
+the current n-gram are a cheap guess of what comes next (prompt lookup decoding, Saxena 2023). Where a model
+has layers for it, `mtp` drafts with those. The engine verifies a draft in one pass, by drawing at every place
+what it would have drawn without it: see `drawing`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from etude.inference.sequences import Sequences
+
+
+class Drafter(Protocol):
+    """Guesses what a session will sample next."""
+
+    def draft(self, sequences: Sequences, row: int, most: int) -> NDArray[np.int32]:
+        """Up to `most` tokens that may follow what `row` holds."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,10 @@ class NgramLookup:
             raise ValueError(
                 f"NgramLookup: needs num_drafts >= 1 and 1 <= shortest <= longest, received {self}"
             )
+
+    def draft(self, sequences: Sequences, row: int, most: int) -> NDArray[np.int32]:
+        """See Drafter."""
+        return self.propose(sequences.tokens[row, : int(sequences.length[row])], most)
 
     def propose(self, tokens: NDArray[np.int32], most: int) -> NDArray[np.int32]:
         """Up to `most` tokens that may follow `tokens` [n]; none where nothing like their end came before."""

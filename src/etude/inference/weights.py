@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from etude.config import ModelConfig
 from etude.errors import WeightUpdateError
 from etude.inference.forward import ForwardPass
-from etude.model import LanguageModel, build_model
+from etude.model import DRAFT_PREFIX, DraftLayers, LanguageModel, build_model
 from etude.records import PolicyVersion
 
 MakeForward = Callable[[LanguageModel], ForwardPass]
@@ -23,6 +24,8 @@ class Runner:
 
     model: LanguageModel
     compute: ForwardPass
+    drafts: DraftLayers | None
+    """Layers that draft for it."""
 
 
 class DoubleWeights:
@@ -39,31 +42,48 @@ class DoubleWeights:
         make_forward: MakeForward,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        drafts: DraftLayers | None = None,
     ) -> None:
-        """`device` and `dtype`: where and how the models lie."""
+        """`device` and `dtype`: where and how the models lie. `drafts`: the draft layers at first; they are
+        copied."""
         self._config = config
         self._vocab_size = vocab_size
         self._make_forward = make_forward
         self._device = device
         self._dtype = dtype
+        self._first_drafts = drafts
         self.active = self._make_runner()
         self.version: PolicyVersion | None = None
         self._spare: Runner | None = self.active
         self._staged: PolicyVersion | None = None
 
     def stage(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None:
-        """Takes the next weights beside the current ones. Raises WeightUpdateError if they do not fit; then
-        nothing is staged."""
+        """Takes the next weights beside the current ones: the model's, and its draft layers' where they are
+        among them (`DRAFT_PREFIX`); else those stay as they are. Raises WeightUpdateError if they do not fit;
+        then nothing is staged."""
         self._staged = None
-        check_tensors_fit(self.active.model, tensors)
+        own = {name: tensor for name, tensor in tensors.items() if not name.startswith(DRAFT_PREFIX)}
+        check_tensors_fit(self.active.model, own)
+        drafts = self._next_drafts(tensors)
         if self._spare is None:
             self._spare = self._make_runner()
             self._spare.model.ops = self.active.model.ops
-        with torch.no_grad():
-            for name, parameter in self._spare.model.named_parameters():
-                parameter.copy_(tensors[name])
+        _copy(self._spare.model, own)
+        if self._spare.drafts is not None:
+            _copy(self._spare.drafts, drafts)
         self._spare.compute.load_weights()
         self._staged = version
+
+    def _next_drafts(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Of the draft layers: from `tensors`, else those in service. Empty where nobody drafts."""
+        if self.active.drafts is None:
+            return {}
+        start = len(DRAFT_PREFIX)
+        given = {name[start:]: tensor for name, tensor in tensors.items() if name.startswith(DRAFT_PREFIX)}
+        if not given:
+            return dict(self.active.drafts.named_parameters())
+        check_tensors_fit(self.active.drafts, given)
+        return given
 
     def activate(self, version: PolicyVersion) -> None:
         """Puts the staged version into service. Raises WeightUpdateError if it is not staged."""
@@ -80,10 +100,19 @@ class DoubleWeights:
         model = model.to(self._device)
         if self._dtype != torch.float32:
             model.cast(self._dtype)
-        return Runner(model, self._make_forward(model))
+        drafts = copy.deepcopy(self._first_drafts)
+        if drafts is not None:
+            drafts.requires_grad_(requires_grad=False).to(self._device, self._dtype)
+        return Runner(model, self._make_forward(model), drafts)
 
 
-def check_tensors_fit(model: LanguageModel, tensors: Mapping[str, Tensor]) -> None:
+@torch.no_grad()
+def _copy(target: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    for name, parameter in target.named_parameters():
+        parameter.copy_(tensors[name])
+
+
+def check_tensors_fit(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raises WeightUpdateError unless `tensors` are the model's, by name and shape, and all finite."""
     own = dict(model.named_parameters())
     if own.keys() != tensors.keys():

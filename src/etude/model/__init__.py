@@ -2,7 +2,7 @@
 
 from etude.model.attention import PackedAttention
 from etude.model.blocks import Block, GroupedQueryBlock, LatentBlock
-from etude.model.drafting import DraftLayer, DraftLayers
+from etude.model.drafting import DRAFT_PREFIX, DraftLayer, DraftLayers
 from etude.model.feed_forward import DenseMlp, Experts, RouterStatistics, SharedExperts
 from etude.model.language_model import LanguageModel, block_of, build_model
 from etude.model.ops import Ops, TorchOps
@@ -10,6 +10,7 @@ from etude.model.qwen3_moe import Qwen3Moe
 from etude.model.routes import NativeRoutes, RecordedRoutes, ReplayedRoutes, missing_route
 
 __all__ = [
+    "DRAFT_PREFIX",
     "Block",
     "DenseMlp",
     "DraftLayer",

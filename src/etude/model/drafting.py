@@ -20,6 +20,9 @@ from etude.model.language_model import LanguageModel
 from etude.model.routes import NativeRoutes
 from etude.protocols import Attention
 
+DRAFT_PREFIX = "drafts."
+"""Before the names of draft layers' tensors, where a set of weights holds them beside the model's."""
+
 
 class DraftLayer(nn.Module):
     """One more block, fed with a hidden state and the token that follows it (DeepSeek-V3, 2024)."""
@@ -61,7 +64,6 @@ class DraftLayers(nn.Module):
         self.layers = nn.ModuleList(DraftLayer(self.config, index) for index in range(num_layers))
         self._routes = NativeRoutes(config.experts_per_token)
 
-    @torch.no_grad()
     def forward(
         self,
         model: LanguageModel,
@@ -74,8 +76,9 @@ class DraftLayers(nn.Module):
         """What layer `index` makes of hidden [T, width] and the tokens [T] that follow those rows.
 
         For layer 0, `hidden` is what the model returned; for each further one, what the layer before it did,
-        with the tokens one place further on. `positions` [T]: of `tokens`. `attention` sees these layers
-        alone, counted from 0. `model.logits` of the result is the distribution of the token after `tokens`.
+        with the tokens one place further on. `positions` [T]: of `tokens`, or all of them by the same
+        number smaller: only distances count. `attention` sees these layers alone, counted from 0.
+        `model.logits` of the result is the distribution of the token after `tokens`. Differentiable.
         """
         embedded = F.embedding(tokens, model.embedding)
         tables = cast(Tensor, model.cosine), cast(Tensor, model.signed_sine)

@@ -15,9 +15,11 @@ from etude.config import ModelConfig
 from etude.errors import ResourceError
 from etude.inference.cache import PagedCache, StepRows
 from etude.inference.native.structures import Draw, Layer, Model, Step
+from etude.inference.paged_attention import PagedAttention
 from etude.model import Block, DenseMlp, Experts, GroupedQueryBlock, LanguageModel
 from etude.model.kernels.native import calls, load_library
 from etude.model.kernels.native.matrices import PackedMatrices, WeightType, address, aligned, pack, pointer
+from etude.protocols import Attention
 from etude.records import SamplingParams
 
 MAX_HEAD_DIM = 256
@@ -151,6 +153,10 @@ class NativeForward:
         """See ForwardPass: of the same bits as those that `sample` draws from."""
         threads = self._threads_for(len(hidden) * self._model.head.numel())
         return calls.linear(self._head, hidden.contiguous(), threads)
+
+    def attention(self, cache: PagedCache, rows: StepRows) -> Attention[Tensor]:
+        """See ForwardPass: operator by operator."""
+        return PagedAttention(cache, rows)
 
     def _threads_for(self, work: int) -> int:
         """Threads for so many multiplications."""

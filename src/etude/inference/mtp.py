@@ -1,0 +1,225 @@
+"""Drafts from layers for multi-token prediction (DeepSeek-V3, 2024), which stand beside the model.
+
+    step's hidden states ──follow()──> draft layers over their own keys ──> drafts behind the tokens
+                                                                                   |
+    next step <──────────────── verifies them (`drawing`) <──────── draft() <──────┘
+
+A draft layer reads, at slot i, the model's hidden state of position i and the token at i + 1. Its keys lie
+in slot i of the same pages that hold the model's, so they are shared, copied, preempted and forgotten with
+those. What a slot holds may come from another session's next token (at the end of a shared page) or from
+weights before the last update: that costs acceptances and no correctness, as every draft is verified.
+
+Drafts are drawn with the noise that will draw the token itself. Where the draft's distribution is the
+model's, so is the token; a guess of the likeliest token would agree with a sampled one less often.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
+from etude.inference.sampling import uniforms
+from etude.inference.scheduler import StepPlan
+from etude.inference.sequences import Sequences
+from etude.inference.weights import Runner
+from etude.model import DraftLayers
+from etude.protocols import Attention
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MtpDrafts:
+    """Drafts by these layers; an engine makes its own copies of them."""
+
+    layers: DraftLayers
+    num_drafts: int = 1
+    """Most tokens drafted at once. Beyond the number of layers the last one is fed with its own output."""
+
+    def __post_init__(self) -> None:
+        if self.num_drafts < 1:
+            raise ValueError(f"MtpDrafts: needs num_drafts >= 1, received {self.num_drafts}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Carried:
+    """The model's last hidden states of one session: further layers read them again once tokens are known."""
+
+    arrival: int
+    end: int
+    """Slot behind them."""
+    hidden: Tensor
+    """[n, width], n < layers."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Drafting:
+    """N sessions for which drafts are made."""
+
+    rows: NDArray[np.int64]
+    """[N] rows of `Sequences`."""
+    rooms: NDArray[np.int64]
+    """[N] most drafts of each, at least 1."""
+    last: NDArray[np.int64]
+    """[N] row of the hidden states from which each is drafted."""
+
+    def with_room(self, count: int) -> NDArray[np.int64]:
+        """Those that take more than `count` drafts."""
+        return np.flatnonzero(self.rooms > count)
+
+
+class MtpDrafter:
+    """Implements Drafter for the sessions of one engine, which calls `follow` after each step."""
+
+    def __init__(self, cache: PagedCache, num_rows: int, num_drafts: int) -> None:
+        """`cache`: of the draft layers, with the pages of the model's; `num_rows`: of `Sequences`."""
+        self._cache = cache
+        self._num_drafts = num_drafts
+        self._depth = min(len(cache.keys), num_drafts)
+        """Layers that run over every position; the last of them is repeated."""
+        self._counts = np.zeros(num_rows, dtype=np.int64)
+        """Drafts behind what each row holds, if it still is at the following length of the request."""
+        self._lengths = np.full(num_rows, -1, dtype=np.int64)
+        self._arrivals = np.zeros(num_rows, dtype=np.int64)
+        self._carried: dict[int, _Carried] = {}
+
+    def draft(self, sequences: Sequences, row: int, most: int) -> NDArray[np.int32]:
+        """See Drafter: those that `follow` put behind the session's tokens."""
+        length = int(sequences.length[row])
+        if self._lengths[row] != length or self._arrivals[row] != sequences.arrival[row]:
+            return sequences.tokens[row, :0]
+        return sequences.tokens[row, length : length + min(most, int(self._counts[row]))]
+
+    @torch.no_grad()
+    def follow(self, plan: StepPlan, hidden: Tensor, runner: Runner, sequences: Sequences) -> None:
+        """Computes the draft layers for all positions of a step whose tokens stand, and drafts for the
+        sessions that go on sampling. `hidden` [T, width]: the step's, of the weights in `runner`."""
+        rows, hidden = self._standing(plan, hidden, sequences)
+        drafting = self._choose(plan, rows, sequences)
+        hidden = self._compute_positions(plan, rows, hidden, drafting, runner, sequences)
+        first = drafting.with_room(self._depth - 1)
+        reached = hidden[torch.from_numpy(drafting.last[first]).to(hidden.device)]
+        for number in range(self._depth, int(drafting.rooms.max(initial=0))):
+            still = drafting.with_room(number)
+            before = drafting.with_room(number - 1)
+            reached = reached[torch.from_numpy(np.searchsorted(before, still)).to(hidden.device)]
+            reached = self._repeat(number, drafting.rows[still], reached, runner, sequences)
+        self._counts[drafting.rows] = drafting.rooms
+        self._lengths[drafting.rows] = sequences.length[drafting.rows]
+        self._arrivals[drafting.rows] = sequences.arrival[drafting.rows]
+
+    def _standing(self, plan: StepPlan, hidden: Tensor, sequences: Sequences) -> tuple[StepRows, Tensor]:
+        """The positions of the step that stand, as slots, and their hidden states."""
+        starts, firsts = plan.rows.starts, np.cumsum(plan.rows.counts) - plan.rows.counts
+        counts = sequences.computed[plan.members] - starts
+        source = np.repeat(firsts - np.cumsum(counts) + counts, counts) + np.arange(int(counts.sum()))
+        if len(source) < len(hidden):
+            hidden = hidden[torch.from_numpy(source).to(hidden.device)]
+        if self._depth > 1:
+            starts, counts, hidden = self._carry(plan.members, starts, counts, hidden, sequences)
+        nothing = np.empty(0, dtype=np.int64)
+        return StepRows.plan(nothing, plan.rows.tables, counts, starts), hidden
+
+    def _carry(
+        self,
+        members: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        counts: NDArray[np.int64],
+        hidden: Tensor,
+        sequences: Sequences,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Tensor]:
+        """Puts each member's last slots of the step before in front: further layers computed them with
+        drafts for tokens. Keeps the last of this step in their place."""
+        back = np.zeros_like(counts)
+        parts: list[Tensor] = []
+        own = zip(members.tolist(), (starts + counts).tolist(), hidden.split(counts.tolist()), strict=True)
+        for number, (row, end, part) in enumerate(own):
+            kept, arrival = self._carried.get(row), int(sequences.arrival[row])
+            if kept is not None and kept.arrival == arrival and kept.end == starts[number]:
+                back[number] = len(kept.hidden)
+                part = torch.cat((kept.hidden, part))
+            self._carried[row] = _Carried(arrival, end, part[1 - self._depth :].clone())
+            parts.append(part)
+        return starts - back, counts + back, torch.cat(parts)
+
+    def _choose(self, plan: StepPlan, rows: StepRows, sequences: Sequences) -> _Drafting:
+        """The members that lack nothing but their last token, and have room behind it."""
+        members, lengths = plan.members, sequences.length[plan.members]
+        ready = sequences.running[members] & (lengths == sequences.computed[members] + 1)
+        rooms = np.minimum(self._num_drafts, sequences.draft_room(members))
+        # Repetitions write slots from that of the last token on, whose page may not be there yet.
+        slots_left = sequences.num_pages[members] * PAGE_TOKENS - (lengths - 1)
+        rooms = np.minimum(rooms, self._depth + slots_left)
+        chosen = np.flatnonzero(ready & (rooms > 0))
+        return _Drafting(members[chosen], rooms[chosen], (np.cumsum(rows.counts) - 1)[chosen])
+
+    def _compute_positions(
+        self,
+        plan: StepPlan,
+        rows: StepRows,
+        hidden: Tensor,
+        drafting: _Drafting,
+        runner: Runner,
+        sequences: Sequences,
+    ) -> Tensor:
+        """Runs each layer over all `rows` and drafts one token with it; the last layer's output."""
+        owners = plan.members[rows.sequence]
+        attention = runner.compute.attention(self._cache, rows)
+        for layer in range(self._depth):
+            places = np.minimum(rows.positions + 1 + layer, sequences.max_tokens - 1)
+            tokens = sequences.tokens[owners, places]
+            hidden = self._compute(layer, rows, hidden, tokens, attention, runner)
+            some = drafting.with_room(layer)
+            last = torch.from_numpy(drafting.last[some]).to(hidden.device)
+            self._draw(layer, drafting.rows[some], hidden[last], runner, sequences)
+        return hidden
+
+    def _repeat(
+        self,
+        number: int,
+        rows: NDArray[np.int64],
+        hidden: Tensor,
+        runner: Runner,
+        sequences: Sequences,
+    ) -> Tensor:
+        """Feeds the last layer with its own output `hidden` [N, width] and the draft before; draws the next.
+        The slots that it writes are computed again when their tokens stand."""
+        slots = sequences.length[rows] - 1 + number - self._depth
+        tables = sequences.tables[rows, : int(slots.max()) // PAGE_TOKENS + 1]
+        step = StepRows.plan(np.empty(0, dtype=np.int64), tables, np.ones_like(slots), slots)
+        tokens = sequences.tokens[rows, sequences.length[rows] + number - 1]
+        attention = runner.compute.attention(self._cache, step)
+        hidden = self._compute(self._depth - 1, step, hidden, tokens, attention, runner)
+        self._draw(number, rows, hidden, runner, sequences)
+        return hidden
+
+    def _compute(
+        self,
+        layer: int,
+        rows: StepRows,
+        hidden: Tensor,
+        tokens: NDArray[np.int32],
+        attention: Attention[Tensor],
+        runner: Runner,
+    ) -> Tensor:
+        """One layer over `rows`, hidden [T, width] -> [T, width]."""
+        assert runner.drafts is not None, "made with the engine"
+        ids, positions = (
+            torch.from_numpy(values.astype(np.int64)).to(hidden.device) for values in (tokens, rows.positions)
+        )
+        return runner.drafts(runner.model, layer, hidden, ids, positions, attention)
+
+    def _draw(
+        self, number: int, rows: NDArray[np.int64], hidden: Tensor, runner: Runner, sequences: Sequences
+    ) -> None:
+        """Draws the `number`-th draft of `rows` [N] from hidden [N, width]; puts it behind their tokens."""
+        if not len(rows):
+            return
+        requests = [sequences.states[row].request for row in rows.tolist()]
+        params = [request.params for request in requests if request is not None]
+        places = sequences.length[rows] + number
+        drawn, _ = runner.compute.sample(hidden, params, uniforms(sequences.key[rows], places))
+        sequences.tokens[rows, places] = drawn.numpy()
