@@ -99,7 +99,7 @@ class GpuForward:
 
     @torch.no_grad()
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
-        """See ForwardPass; the hidden states stay on the device, and until the next call."""
+        """See ForwardPass; the hidden states stay on the device."""
         if len(rows.tokens) <= self._max_captured_rows and int(rows.counts.max()) <= _MOST_PER_SEQUENCE:
             hidden, routes = self._captured_step(rows).run(rows)
         else:
@@ -169,9 +169,8 @@ class DeviceRows:
         packed = torch.from_numpy(np.concatenate(flat, dtype=np.int32, casting="unsafe")).to(device)
         tokens, positions, sequence, tables = packed.split([len(part) for part in flat])
         tile_rows = _TILE_ROWS if cache.value_dim <= _WIDE_VALUE else _WIDE_TILE_ROWS
-        positions_of_tile = max(
-            1, tile_rows // min(config.num_heads // config.cache_heads, kernel.MAX_TILE_HEADS)
-        )
+        tile_heads = min(config.num_heads // config.cache_heads, kernel.MAX_TILE_HEADS)
+        positions_of_tile = max(1, tile_rows // tile_heads)
         tiles = kernel.Tiles.plan(rows.counts, positions_of_tile, device)
         shaped = tables.view(num_sequences, num_pages)
         return DeviceRows(tokens.long(), positions.long(), sequence, shaped, tiles)
@@ -222,14 +221,14 @@ class _CapturedStep:
         self._repeat: Compute | None = None
 
     def run(self, rows: StepRows) -> tuple[Tensor, Tensor]:
-        """Hidden states and routes of `rows`, which the next run overwrites."""
+        """Hidden states of `rows`, and their routes, which the next run overwrites."""
         self._inputs.fill(rows)
         if self._repeat is None:
             self._repeat = self._capture(self._into_outputs)
         self._repeat()
         assert self._outputs is not None
         hidden, routes = self._outputs
-        return hidden[: len(rows.tokens)], routes[: len(rows.tokens)]
+        return hidden[: len(rows.tokens)].clone(), routes[: len(rows.tokens)]
 
     def _into_outputs(self) -> None:
         computed = self._compute(self._inputs.view())
