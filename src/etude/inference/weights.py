@@ -97,9 +97,10 @@ class DoubleWeights:
 
     def _make_runner(self) -> Runner:
         model = build_model(self._config, self._vocab_size).requires_grad_(requires_grad=False)
-        model = model.to(self._device)
+        # Cast first: float32 weights of a large model would not fit beside those in service.
         if self._dtype != torch.float32:
             model.cast(self._dtype)
+        model = model.to(self._device)
         drafts = copy.deepcopy(self._first_drafts)
         if drafts is not None:
             drafts.requires_grad_(requires_grad=False).to(self._device, self._dtype)
