@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,10 +18,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import typer
 
+from etude.cli import app
 from etude.cli.bench import EXIT_ERRORS
 from etude.cli.exits import EXIT_MISTAKE
+from etude.inference.router.server import admin
 from etude.inference.router.server.fake_replica import FakeReplica, fake_replica
+from etude.records import Segment
 from etude.store import TrajectoryLog
 from tests.cli.commands import etude
 from tests.store.builders import make_group
@@ -70,6 +75,28 @@ def test_recorded_sessions_are_played(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["errors"] == {}
 
 
+def test_the_tokens_of_a_run_are_sent_as_they_were_recorded(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text("")
+    group = make_group(size=2)
+    TrajectoryLog(tmp_path / "trajectories").append([group])
+    replica = FakeReplica()
+    with served(replica) as url:
+        done = etude("bench", "serve", url, "--recorded", str(tmp_path), "--api", "tokens", "--json")
+    assert json.loads(done.stdout)["errors"] == {}
+    sent = [tuple(body["prompt"]) for body in replica.requests]
+    for member in group.members:
+        for segment in member.segments:
+            for prompt in _prompts(segment):
+                sent.remove(prompt)
+    assert not sent, "and nothing else was sent"
+
+
+def _prompts(segment: Segment) -> list[tuple[int, ...]]:
+    """All tokens before each answer of a segment."""
+    starts = [n for n in range(1, len(segment.tokens)) if segment.sampled[n] and not segment.sampled[n - 1]]
+    return [tuple(segment.tokens[:start].tolist()) for start in starts]
+
+
 def test_turns_without_an_answer_are_counted_and_make_the_command_fail() -> None:
     replica = FakeReplica()
     with served(replica) as url:
@@ -86,7 +113,11 @@ def test_turns_without_an_answer_are_counted_and_make_the_command_fail() -> None
     ("arguments", "field"),
     [
         (("--output", "many"), "--output"),
-        (("--prompt", "9-3"), "prompt_tokens"),
+        (("--prompt", "9-3"), "--prompt"),
+        (("--turns", "0"), "--turns"),
+        (("--output", "40-4"), "--output"),
+        (("--rate", "2", "--concurrency", "2"), "--rate"),
+        (("--api", "tokens"), "--recorded"),
         (("--api", "soap"), "--api"),
         (("--extra", "[1]"), "--extra"),
         (("--recorded", "/nowhere/at/all"), "recorded"),
@@ -122,6 +153,19 @@ def test_mistakes_in_a_route_are_named(arguments: tuple[str, ...], field: str) -
     done = etude("route", *arguments)
     assert done.exit_code == EXIT_MISTAKE
     assert field in done.stderr
+
+
+def test_every_option_and_path_of_the_routing_page_exists() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "routing.md").read_text(encoding="utf-8")
+    commands = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
+    bench = commands["bench"].commands["serve"]
+    parameters = [*commands["route"].params, *commands["serve"].params, *bench.params]
+    known = {option for parameter in parameters for option in parameter.opts}
+    page_of_commands = "\n".join(line for line in page.splitlines() if "benchmarks/" not in line)
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page_of_commands)) <= known
+    routed = {(method, route.path) for route in admin.router.routes for method in route.methods}
+    told = set(re.findall(r"`(GET|POST|PUT|PATCH|DELETE) (/router/[a-zA-Z/]+)", page))
+    assert {(method, path.replace("NAME", "{name}")) for method, path in told} == routed
 
 
 @pytest.mark.slow

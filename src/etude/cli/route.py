@@ -2,52 +2,69 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from etude.cli.serving_options import (
+    AdminTokenOption,
+    CertificateOption,
+    DrainOption,
+    HostOption,
+    KeyOption,
+    PortOption,
+)
 from etude.errors import UserError
 
 if TYPE_CHECKING:
     from etude.inference.router.pools import LendingByLoad, LendingWindow
 
 
+ReplicaOption = Annotated[
+    list[str] | None,
+    typer.Option("--replica", help="Address of a replica, URL or URL,POOL; repeatable. More may join later."),
+]
+PoolOption = Annotated[str, typer.Option(help="Pool of requests that name none.")]
+ArmOption = Annotated[
+    list[str] | None,
+    typer.Option("--arm", help="VERSION=SHARE of the sessions, for A/B tests; repeatable."),
+]
+LendOption = Annotated[
+    list[str] | None,
+    typer.Option(help="LENDER,BORROWER,COUNT,HH:MM-HH:MM (UTC): replicas lent every day; repeatable."),
+]
+LendByLoadOption = Annotated[
+    list[str] | None,
+    typer.Option(help="LENDER,BORROWER,MOST,IDLE-BUSY (outstanding tokens a replica); repeatable."),
+]
+SpillOption = Annotated[float, typer.Option(min=1, help="Times the work that moves a session.")]
+HedgeOption = Annotated[
+    float | None, typer.Option(min=0.001, help="Ask a second replica after it; never if left out.")
+]
+ProbeOption = Annotated[float, typer.Option(min=0.05, help="Between two health checks of a replica.")]
+AnswerTimeOption = Annotated[float, typer.Option(min=1, help="A replica silent so long has lost it.")]
+KeysOption = Annotated[
+    bool, typer.Option("--replicas-check-keys", help="They do; needed for addresses that others reach.")
+]
+
+
 def route_command(
-    replicas: Annotated[
-        list[str],
-        typer.Option("--replica", help="Address of a replica, URL or URL,POOL; repeatable."),
-    ],
-    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8670,
-    pool: Annotated[str, typer.Option(help="Pool of requests that name none.")] = "serve",
-    arms: Annotated[
-        list[str] | None,
-        typer.Option("--arm", help="VERSION=SHARE of the sessions, for A/B tests; repeatable."),
-    ] = None,
-    lend: Annotated[
-        list[str] | None,
-        typer.Option(help="LENDER,BORROWER,COUNT,HH:MM-HH:MM (UTC): replicas lent every day; repeatable."),
-    ] = None,
-    lend_by_load: Annotated[
-        list[str] | None,
-        typer.Option(help="LENDER,BORROWER,MOST,IDLE-BUSY (outstanding tokens a replica); repeatable."),
-    ] = None,
-    spill_factor: Annotated[float, typer.Option(min=1, help="Times the work that moves a session.")] = 3.0,
-    hedge_after_s: Annotated[
-        float | None, typer.Option(min=0.001, help="Ask a second replica after it; never if left out.")
-    ] = None,
-    probe_s: Annotated[float, typer.Option(min=0.05, help="Between two health checks of a replica.")] = 1.0,
-    answer_s: Annotated[float, typer.Option(min=1, help="A replica silent so long has lost it.")] = 600.0,
-    admin_token_file: Annotated[
-        Path | None, typer.Option(help="File with the token for adding and removing replicas; made if none.")
-    ] = None,
-    replicas_check_keys: Annotated[
-        bool, typer.Option("--replicas-check-keys", help="They do; needed for addresses that others reach.")
-    ] = False,
-    drain_s: Annotated[float, typer.Option(min=0, help="For answers under way at the end.")] = 60.0,
-    certificate: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
-    key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
+    replicas: ReplicaOption = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8670,
+    pool: PoolOption = "serve",
+    arms: ArmOption = None,
+    lend: LendOption = None,
+    lend_by_load: LendByLoadOption = None,
+    spill_factor: SpillOption = 3.0,
+    hedge_after_s: HedgeOption = None,
+    probe_s: ProbeOption = 1.0,
+    answer_s: AnswerTimeOption = 600.0,
+    admin_token_file: AdminTokenOption = None,
+    replicas_check_keys: KeysOption = False,
+    drain_s: DrainOption = 60.0,
+    certificate: CertificateOption = None,
+    key: KeyOption = None,
 ) -> None:
     """Serve OpenAI's API over replicas, until SIGTERM. Keys are checked by the replicas."""
     from etude.inference.router import HealthConfig, RoutingConfig
@@ -56,7 +73,9 @@ def route_command(
     from etude.inference.router.server.process import SERVER
     from etude.sandbox.server import read_token
 
-    addresses = [ReplicaAddress(url, named or None) for url, _, named in (r.partition(",") for r in replicas)]
+    addresses = [
+        ReplicaAddress(url, named or None) for url, _, named in (r.partition(",") for r in replicas or [])
+    ]
     proxy = Proxy(
         ProxyConfig(answer_s=answer_s, hedge_after_s=hedge_after_s, pool=pool),
         RoutingConfig(spill_factor=spill_factor),

@@ -43,6 +43,8 @@ def test_the_same_seed_gives_the_same_sessions_and_more_of_them_begin_alike() ->
         lambda: WorkloadShape(num_sessions=0),
         lambda: WorkloadShape(prompt_tokens=(5, 4)),
         lambda: WorkloadShape(observation_tokens=(0, 4)),
+        lambda: WorkloadShape(turns=LogNormal(0.0, 0.0)),
+        lambda: WorkloadShape(output_tokens=LogNormal(0.5, 4.0)),
         lambda: LogNormal(5.0, 4.0),
         lambda: LogNormal(0.0, 4.0),
     ],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.cli.serve import open_checkpoint
+from etude.cli.served_model import open_checkpoint
 from etude.config import RunConfig
 from etude.errors import CheckpointError, ConfigError, UserError, WeightUpdateError
 from etude.inference.server.checkpoints import CheckpointWeights, checkpoint_manifest

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from etude.errors import ConfigError
+from etude.inference.headers import SESSION_HEADER
 from etude.inference.load.records import LoadError, TurnRecord
 from etude.inference.load.runner import Clock
 from etude.inference.load.workload import LoadSession
@@ -23,16 +24,18 @@ except ImportError as error:
         fix="pip install 'etude[serve]'",
     ) from error
 
-Api = Literal["chat", "completions"]
+Api = Literal["chat", "completions", "tokens"]
+"""`tokens`: completions of token ids, as they were recorded; for servers with the tokenizer of the record."""
 _PROBE_WORDS = 200
 _CONNECT_S = 10.0
 _SYLLABLES = ("ka", "lo", "mi", "ne", "pu", "ra", "si", "to", "ve", "zu", "bo", "da", "fe", "gi", "hu")
 
 
 class HttpTarget:
-    """Sends conversations of made-up words. Call `calibrate` before the load. Close it at the end.
+    """Sends conversations: of made-up words, or the very tokens of recorded ones. Close it at the end.
 
-    The server's tokenizer is not known here: how many words make a token is measured by two requests.
+    Call `calibrate` before a load of words. The server's tokenizer is not known here: how many words make a
+    token is measured by two requests.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class HttpTarget:
         counts: list[int] = []
         for words in (1, 1 + _PROBE_WORDS):
             record = TurnRecord("probe", 0, 0.0)
-            await self._ask([_words((0,), words)], "probe", 1, record, lambda: 0.0)
+            await self._ask(self._said_in([_words((0,), words)]), "probe", 1, record, lambda: 0.0)
             counts.append(record.prompt_tokens)
         self._words_per_token = _PROBE_WORDS / max(1, counts[1] - counts[0])
         return self._words_per_token
@@ -80,26 +83,31 @@ class HttpTarget:
     async def turn(self, session: LoadSession, record: TurnRecord, clock: Clock) -> None:
         """See LoadTarget.turn."""
         turn = session.turns[record.turn]
+        if self._api == "tokens":
+            prompt = {"prompt": session.recorded_prompt(record.turn).tolist()}
+            await self._ask(prompt, session.id, turn.output_tokens, record, clock)
+            return
         said = self._said.setdefault(session.id, [])
         seed = (*session.id.encode(), record.turn)
         said.append(_words(seed, max(1, round(turn.input_tokens * self._words_per_token))))
-        said.append(await self._ask(said, session.id, turn.output_tokens, record, clock))
+        said.append(await self._ask(self._said_in(said), session.id, turn.output_tokens, record, clock))
 
     async def end(self, session: LoadSession) -> None:
         """See LoadTarget.end."""
         self._said.pop(session.id, None)
 
     async def _ask(
-        self, said: list[str], session: str, max_tokens: int, record: TurnRecord, clock: Clock
+        self, said: dict[str, Any], session: str, max_tokens: int, record: TurnRecord, clock: Clock
     ) -> str:
         """One streamed answer's text."""
-        body = {**self._body(said), "max_tokens": max_tokens, **self._extra}
+        body = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
+        body |= {**said, "max_tokens": max_tokens, **self._extra}
         path = "/v1/chat/completions" if self._api == "chat" else "/v1/completions"
         text: list[str] = []
         ended = False
         try:
             async with self._http.stream(
-                "POST", path, json=body, headers={"x-session-id": session}
+                "POST", path, json=body, headers={SESSION_HEADER: session}
             ) as response:
                 if response.status_code != 200:
                     raise _refusal(response.status_code, await response.aread())
@@ -113,13 +121,13 @@ class HttpTarget:
         record.output_tokens = record.output_tokens or sum(record.arrived_tokens)
         return "".join(text)
 
-    def _body(self, said: list[str]) -> dict[str, Any]:
-        common = {"model": self._model, "stream": True, "stream_options": {"include_usage": True}}
+    def _said_in(self, said: list[str]) -> dict[str, Any]:
+        """What was said, inputs and answers in turn, in the API's own form."""
         if self._api == "completions":
-            return {**common, "prompt": " ".join(said)}
+            return {"prompt": " ".join(said)}
         roles = ("user", "assistant")
         messages = [{"role": roles[n % 2], "content": words} for n, words in enumerate(said)]
-        return {**common, "messages": messages}
+        return {"messages": messages}
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[str]:

@@ -16,7 +16,8 @@ from etude.store import TrajectoryLog, parse_atif
 
 
 def recorded_sessions(path: Path, limit: int | None = None) -> list[LoadSession]:
-    """The sessions of a trajectory log (a directory of parts), of ATIF files in a directory, or of one.
+    """The sessions of a run, of a trajectory log (a directory of parts), of ATIF files in a directory, or of
+    one.
 
     Each segment is a session of its own: that is what the engine saw. Raises UserError where there is none
     with token ids, StoreError for damaged files.
@@ -35,7 +36,7 @@ def recorded_sessions(path: Path, limit: int | None = None) -> list[LoadSession]
             "holds no session with token ids",
             field="recorded",
             received=str(path),
-            fix="name a run's trajectories, or ATIF files with token ids",
+            fix="name a run, its trajectories, or ATIF files with token ids",
         )
     return sessions
 
@@ -46,14 +47,16 @@ def session_of(segment: Segment, tool_s: float = 0.0) -> LoadSession | None:
     edges = np.flatnonzero(np.diff(sampled.astype(np.int8), prepend=0, append=0))
     turns: list[LoadTurn] = []
     inputs: list[NDArray[np.int32]] = []
+    outputs: list[NDArray[np.int32]] = []
     before = 0
     for start, end in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
         given = segment.tokens[before:start]
         if len(given):
             turns.append(LoadTurn(len(given), end - start, tool_s))
             inputs.append(np.asarray(given, dtype=np.int32))
+            outputs.append(np.asarray(segment.tokens[start:end], dtype=np.int32))
         before = end
-    return LoadSession(segment.id, tuple(turns), tuple(inputs)) if turns else None
+    return LoadSession(segment.id, tuple(turns), tuple(inputs), tuple(outputs)) if turns else None
 
 
 def _trajectories(path: Path) -> Iterator[Trajectory]:
@@ -62,6 +65,8 @@ def _trajectories(path: Path) -> Iterator[Trajectory]:
         return
     if not path.is_dir():
         raise UserError("is not there", field="recorded", received=str(path), fix="name a file or directory")
+    if (path / "config.toml").is_file():
+        path = path / "trajectories"
     files: Sequence[Path] = sorted(path.glob("*.json"))
     for file in files:
         yield parse_atif(file.read_bytes(), file.name)

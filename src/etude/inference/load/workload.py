@@ -39,6 +39,17 @@ class LoadSession:
     turns: tuple[LoadTurn, ...]
     inputs: tuple[NDArray[np.int32], ...] | None = None
     """[turns] token ids of each input, where they were recorded."""
+    outputs: tuple[NDArray[np.int32], ...] | None = None
+    """[turns] token ids of each answer, where they were recorded."""
+
+    def recorded_prompt(self, turn: int) -> NDArray[np.int32]:
+        """All tokens before an answer, as they were recorded. Raises ConfigError for a made-up session."""
+        if self.inputs is None or self.outputs is None:
+            raise ConfigError(
+                "made-up sessions have no token ids", field="api", received="tokens", fix="play recorded ones"
+            )
+        parts = [part for pair in zip(self.inputs, self.outputs, strict=True) for part in pair]
+        return np.concatenate(parts[: 2 * turn + 1])
 
     @property
     def output_tokens(self) -> int:
@@ -88,6 +99,9 @@ class WorkloadShape:
         ):
             if not 1 <= low <= high:
                 raise ConfigError("must be 1 <= low <= high", field=name, received=(low, high))
+        for name, length in (("turns", self.turns), ("output_tokens", self.output_tokens)):
+            if length.median < 1.0:
+                raise ConfigError("the median must be at least 1", field=name, received=length.median)
         for name in ("num_sessions", "max_turns", "max_output_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", field=name, received=getattr(self, name))

@@ -23,6 +23,7 @@ from etude.errors import InfrastructureError, PrefixMissError, SamplerError, Wei
 from etude.inference.router.members import HealthConfig, Members
 from etude.inference.router.policy import Router
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
+from etude.inference.versions import serves
 from etude.protocols import KvPolicy, Sampler, WeightSink
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 
@@ -213,9 +214,12 @@ class RoutedSampler:
 
     def _ask(self, request: SampleRequest) -> Ask:
         versions = None
-        if request.version is not None:
-            served = {name: replica.current() for name, replica in self._replicas.items()}
-            versions = frozenset(str(one) for one in served.values() if _serves(one, request))
+        wanted = request.version
+        if wanted is not None:
+            served = [replica.current() for replica in self._replicas.values()]
+            versions = frozenset(
+                str(one) for one in served if serves(one, wanted, request.version_is_minimum)
+            )
         return Ask(
             request.id,
             self._length(request),
@@ -239,10 +243,3 @@ async def _closing(chunks: AsyncIterator[SampleChunk]) -> AsyncIterator[AsyncIte
     finally:
         if isinstance(chunks, AsyncGenerator):
             await chunks.aclose()
-
-
-def _serves(version: PolicyVersion | None, request: SampleRequest) -> bool:
-    wanted = request.version
-    if version is None or wanted is None or not request.version_is_minimum:
-        return version == wanted
-    return version.lineage == wanted.lineage and version.step >= wanted.step

@@ -1,0 +1,115 @@
+"""The options of `etude bench serve`, and the sessions that they ask for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from etude.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from etude.inference.load import LoadSession
+
+_APIS = ("chat", "completions", "tokens")
+_OPTIONS = {
+    "turns": "--turns",
+    "prompt_tokens": "--prompt",
+    "observation_tokens": "--observation",
+    "output_tokens": "--output",
+    "lognormal": "--turns, --output or --tools",
+}
+"""Which option a field of the workload comes from."""
+
+UrlArgument = Annotated[str, typer.Argument(help="Address of the server: http://HOST:PORT.")]
+ModelOption = Annotated[str | None, typer.Option(help="Model to ask for; the server's first if left out.")]
+ApiOption = Annotated[
+    str, typer.Option(help="chat or completions, of made-up words; tokens: the ids of recorded sessions.")
+]
+SessionsOption = Annotated[int, typer.Option(min=1, help="Number of sessions.")]
+TurnsOption = Annotated[str, typer.Option(help="Turns of a session: MEDIAN, or MEDIAN-P99 (lognormal).")]
+PromptOption = Annotated[str, typer.Option(help="Tokens of the first input: LOW-HIGH.")]
+ObservationOption = Annotated[str, typer.Option(help="Tokens of later inputs: LOW-HIGH.")]
+OutputOption = Annotated[str, typer.Option(help="Tokens of an answer: MEDIAN-P99 (lognormal).")]
+ToolsOption = Annotated[str, typer.Option(help="Seconds between turns: MEDIAN-P99 (lognormal).")]
+RecordedOption = Annotated[
+    Path | None,
+    typer.Option(help="A run, a trajectory log or ATIF files: their sessions are played."),
+]
+ConcurrencyOption = Annotated[int | None, typer.Option(min=1, help="Sessions at a time; all if left out.")]
+RateOption = Annotated[float | None, typer.Option(min=1e-6, help="Sessions per second that come by chance.")]
+TurnLimitOption = Annotated[float, typer.Option(min=0.1, help="A turn unanswered so long is an error.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")]
+KeyFileOption = Annotated[Path | None, typer.Option(help="File with the server's bearer token.")]
+ExtraOption = Annotated[str, typer.Option(help="Further fields of every request, as a JSON object.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+
+
+def check_load(api: str, recorded: Path | None, concurrency: int | None, rate: float | None) -> None:
+    """Raises UserError for options that make no sense together."""
+    if api not in _APIS:
+        raise UserError("no such API", field="--api", received=api, fix=", ".join(_APIS))
+    if api == "tokens" and recorded is None:
+        raise UserError("only recorded sessions have ids", field="--api", received=api, fix="add --recorded")
+    if concurrency is not None and rate is not None:
+        raise UserError(
+            "cannot be had with --concurrency", field="--rate", received=rate, fix="leave one out"
+        )
+
+
+def made_up_sessions(
+    sessions: int, turns: str, prompt: str, observation: str, output: str, tools: str, seed: int
+) -> list[LoadSession]:
+    """Synthetic sessions as the options say. Raises UserError."""
+    from etude.inference.load import LogNormal, WorkloadShape, synthetic_sessions
+
+    try:
+        shape = WorkloadShape(
+            num_sessions=sessions,
+            turns=LogNormal(*_pair(turns, "--turns")),
+            prompt_tokens=_whole(prompt, "--prompt"),
+            output_tokens=LogNormal(*_pair(output, "--output")),
+            observation_tokens=_whole(observation, "--observation"),
+            tool_s=LogNormal(*_pair(tools, "--tools")),
+        )
+    except ConfigError as error:
+        option = _OPTIONS.get(error.field or "", error.field)
+        raise UserError(error.message, field=option, received=error.received, fix=error.fix) from error
+    return synthetic_sessions(shape, seed)
+
+
+def _pair(text: str, option: str) -> tuple[float, float]:
+    """MEDIAN or MEDIAN-P99. Raises UserError."""
+    low, _, high = text.partition("-")
+    try:
+        return float(low), float(high or low)
+    except ValueError as error:
+        raise UserError("must be A or A-B", field=option, received=text, fix="such as 40-400") from error
+
+
+def _whole(text: str, option: str) -> tuple[int, int]:
+    low, high = _pair(text, option)
+    return round(low), round(high)
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """The value of `--extra`. Raises UserError."""
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"is no JSON: {error}", field="--extra", received=text) from error
+    if not isinstance(found, dict):
+        raise UserError("must be a JSON object", field="--extra", received=text)
+    return found
+
+
+def read_key(path: Path | None) -> str | None:
+    """The value of `--key-file`. Raises UserError."""
+    try:
+        return path.read_text().strip() if path is not None else None
+    except OSError as error:
+        raise UserError(
+            f"cannot be read: {error.strerror}", field="--key-file", received=str(path), fix="name another"
+        ) from error

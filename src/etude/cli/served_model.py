@@ -1,0 +1,233 @@
+"""A model as commands serve it: read from its directory, spoken to in its own way, in an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.errors import CheckpointError, ConfigError, UserError
+from etude.records import PolicyVersion
+
+if TYPE_CHECKING:
+    from etude.controller.compute import Place
+    from etude.inference.engine import Engine
+    from etude.inference.server import ServedModel
+    from etude.inference.server.engine_thread import EngineThread
+    from etude.model import LanguageModel
+    from etude.tokens.chat.shelf import RendererShelf
+    from etude.tokens.tokenizer import Tokenizer
+
+PREFILL_TOKENS = 2048
+_CACHE_SHARE = 0.5
+
+
+def check_choices(kernels: str, grammar: str) -> None:
+    """Raises UserError for a name that there is not, before anything heavy is imported."""
+    for option, value, known in (
+        ("--kernels", kernels, ("auto", "eager", "native", "gpu")),
+        ("--grammar", grammar, ("auto", "hermes", "xml")),
+    ):
+        if value not in known:
+            raise UserError("no such choice", field=option, received=value, fix=", ".join(known))
+
+
+def make_shelf(tokenizer: Tokenizer, grammar: str, template: str) -> RendererShelf:
+    """How the model is talked to; `auto` goes by the control tokens that its tokenizer holds.
+
+    Raises UserError for a name that there is not.
+    """
+    from etude.tokens.chat.shelf import RendererShelf
+    from etude.tokens.grammar import HermesGrammar, XmlGrammar
+    from etude.tokens.template import TEMPLATES
+
+    hermes = tokenizer.has_control("<tool_call>") or tokenizer.has_control("<|im_start|>")
+    if template == "auto":
+        chat = "qwen3" if tokenizer.has_control("<tool_response>") else "chatml"
+        template = chat if tokenizer.has_control("<|im_start|>") else "etude"
+    if grammar == "auto":
+        grammar = "hermes" if hermes else "xml"
+    grammars = {"hermes": HermesGrammar, "xml": XmlGrammar}
+    if grammar not in grammars:
+        raise UserError("no such grammar", field="--grammar", received=grammar, fix="auto, hermes or xml")
+    if template not in TEMPLATES:
+        names = ", ".join(TEMPLATES)
+        raise UserError("no such template", field="--template", received=template, fix=f"auto, {names}")
+    for name in TEMPLATES[template].control_tokens:
+        if not tokenizer.has_control(name):
+            raise ConfigError(
+                "the tokenizer lacks a control token of the template",
+                field="--template",
+                received=name,
+                fix="name the template that the model was trained with",
+            )
+    return RendererShelf(tokenizer, grammars[grammar], TEMPLATES[template])
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedModel:
+    """A model read from its directory, and how it is spoken to."""
+
+    weights: LanguageModel
+    served: ServedModel
+
+
+def open_checkpoint(
+    directory: Path,
+    name: str | None,
+    speech: tuple[str, str],
+    max_context: int | None,
+    max_answer: int,
+    context_option: str = "--max-context",
+) -> OpenedModel:
+    """Reads a checkpoint directory, or the last checkpoint of a run. `speech`: grammar and template.
+    `context_option`: as which the command knows `max_context`.
+
+    Raises CheckpointError, RunDirectoryError, ConfigError.
+    """
+    from etude.inference.server import ServedModel
+
+    tokenizer, weights, checkpoint = _read(directory)
+    grammar, template = speech
+    shelf = None if template == "none" else make_shelf(tokenizer, grammar, template)
+    longest = weights.config.max_positions - 1
+    if max_context is not None and max_context > longest:
+        raise UserError(
+            "the model's positions end before", field=context_option, received=max_context, fix=f"{longest}"
+        )
+    ends = _end_tokens(checkpoint, tokenizer)
+    if shelf is not None:
+        from etude.tokens.chat.messages import Opening
+
+        ends |= {shelf.find(Opening()).end_token}
+    if not ends:
+        raise ConfigError(
+            "nothing says which token ends an answer",
+            field="--template",
+            received=template,
+            fix="add eos_token_id to the checkpoint's generation_config.json",
+        )
+    served = ServedModel(
+        name or directory.resolve().name,
+        tokenizer,
+        ends,
+        max_context or longest,
+        shelf,
+        max_answer,
+        int(time.time()),
+    )
+    return OpenedModel(weights, served)
+
+
+def _read(directory: Path) -> tuple[Tokenizer, LanguageModel, Path]:
+    from etude.model import LanguageModel
+    from etude.model.huggingface import load_model
+    from etude.observe import RunDirectory
+    from etude.tokens.tokenizer import Tokenizer
+
+    if (directory / "config.json").is_file():
+        tokenizer, weights = Tokenizer.load(directory), load_model(directory)
+    elif (directory / "config.toml").is_file():
+        from etude.controller.evaluate import load_policy
+
+        tokenizer, weights = load_policy(RunDirectory.open(directory), None)
+    else:
+        raise CheckpointError(
+            "no model here: neither config.json nor a run's config.toml",
+            field="MODEL",
+            received=str(directory),
+            fix="name a Hugging Face checkpoint directory, or a run directory",
+        )
+    if not isinstance(weights, LanguageModel):
+        raise ConfigError(
+            "our engine does not compute this architecture",
+            field="MODEL",
+            received=str(directory),
+            fix="serve the run's checkpoint with vLLM",
+        )
+    return tokenizer, weights, directory
+
+
+def _end_tokens(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """What a Hugging Face directory says of the tokens that end an answer."""
+    found: set[int] = set()
+    for file in ("generation_config.json", "config.json"):
+        try:
+            document: dict[str, Any] = json.loads((directory / file).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise CheckpointError(f"is no JSON: {error}", field=file, received=str(directory)) from error
+        value = document.get("eos_token_id") if isinstance(document, dict) else None
+        listed = value if isinstance(value, list) else [value]
+        found |= {one for one in listed if isinstance(one, int) and 0 <= one < tokenizer.vocab_size}
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """How large the engine is made."""
+
+    num_sessions: int
+    cache_bytes: int
+    kernels: str
+    speculative_tokens: int
+
+    def make(self, opened: OpenedModel) -> Engine:
+        """Raises ConfigError where too little memory is left for one context, ResourceError for kernels."""
+        from etude.controller.compute import choose_place
+        from etude.inference import Engine, NgramLookup, pages_for
+        from etude.observe.machine import available_cores
+
+        config, longest = opened.weights.config, opened.served.max_context_tokens + 1
+        place = choose_place(kernels=self.kernels, model=config)
+        return Engine(
+            config,
+            opened.served.tokenizer.vocab_size,
+            self.num_sessions,
+            longest,
+            PREFILL_TOKENS,
+            place.kernels,
+            available_cores(),
+            num_pages=pages_for(self._cache_tokens(opened, longest, place)),
+            token_bytes=opened.served.tokenizer.decode_bytes,
+            drafts=NgramLookup(self.speculative_tokens) if self.speculative_tokens else None,
+            native_weights=place.dtype,
+            device=place.device,
+        )
+
+    def _cache_tokens(self, opened: OpenedModel, longest: int, place: Place) -> int:
+        from etude.controller.compute import free_memory_bytes
+
+        config = opened.weights.config
+        dims = config.key_dim + (0 if config.value_is_key_prefix else config.value_dim)
+        token_bytes = config.num_layers * config.cache_heads * dims * place.element_bytes
+        memory = self.cache_bytes or int(free_memory_bytes(opened.weights, place) * _CACHE_SHARE)
+        return min(memory // token_bytes, self.num_sessions * longest)
+
+
+@contextlib.asynccontextmanager
+async def running_engine(
+    opened: OpenedModel, version: PolicyVersion, choice: EngineChoice
+) -> AsyncIterator[EngineThread]:
+    """The model in an engine that takes requests as they come, in a thread of its own. It takes new weights
+    from `memory:` and `file:` URLs.
+
+    Raises ConfigError and ResourceError.
+    """
+    from etude.inference import EngineService
+    from etude.inference.server.checkpoints import CheckpointWeights
+    from etude.inference.server.engine_thread import EngineThread
+    from etude.weights import MemoryWeights
+
+    memory = MemoryWeights(keep=1)
+    weights = CheckpointWeights(opened.weights.config, memory)
+    async with EngineThread(EngineService(choice.make(opened), weights.fetch, None)) as service:
+        manifest = memory.publish(version, dict(opened.weights.named_parameters()))
+        await service.stage(manifest)
+        await service.activate(manifest.version)
+        yield service
