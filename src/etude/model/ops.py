@@ -6,6 +6,7 @@ every sum. Values per row and element (residual sums, reshapes, gathers) are lef
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from etude.model.attention import PackedAttention
 from etude.model.permute import dispatch, permute
+from etude.model.rows import PackedRows
 from etude.protocols import Attention
 
 _FEW_TOKENS = 32
@@ -87,6 +89,18 @@ class Ops(Protocol):
         """What computes attention over a packed batch, for the reference that does."""
         return attention
 
+    def split_rows(
+        self,
+        rows: PackedRows,
+        lengths: Sequence[int],
+        compute: Callable[[PackedRows], tuple[Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        """`compute`d values [N] and [N] of the `wanted` rows; `lengths`: of the sequences, in packed order.
+
+        Where several processes share a batch, each computes some of the rows, and all get the whole.
+        """
+        return compute(rows)
+
 
 class TorchOps(Ops):
     """PyTorch's operators: fastest, and free to sum in an order that depends on the batch."""
@@ -122,7 +136,6 @@ class TorchOps(Ops):
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """See Ops."""
-        weights = weights.to(x.dtype)
         few = len(x) <= _FEW_TOKENS and gate_up.numel() <= _FEW_WEIGHTS
         if few and not torch.is_grad_enabled():
             return self._mix_all(x, gate_up, down, chosen, weights)
@@ -137,14 +150,15 @@ class TorchOps(Ops):
         gate, up = F.grouped_mm(rows, gate_up, offs=ends).chunk(2, dim=-1)
         mixed = F.grouped_mm(self.silu_gate(gate, up), down, offs=ends)
         mixed = permute(mixed, inverse, order).view(len(x), top_k, -1)
-        return torch.bmm(weights.unsqueeze(1), mixed).squeeze(1)
+        # The sum over experts is float32, as the gates are, whatever the type of the rest.
+        return torch.bmm(weights.unsqueeze(1), mixed.float()).squeeze(1).to(x.dtype)
 
     def _mix_all(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """Every expert on every token, weighted with 0 where not chosen: fewer operations for few tokens."""
         gate, up = torch.matmul(x, gate_up).chunk(2, dim=-1)
         mixed = torch.bmm(self.silu_gate(gate, up), down)
         spread = weights.new_zeros((len(x), len(gate_up))).scatter_(1, chosen, weights)
-        return (mixed * spread.t().unsqueeze(-1)).sum(0)
+        return (mixed * spread.t().unsqueeze(-1)).sum(0).to(x.dtype)
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         """See Ops."""
