@@ -144,9 +144,9 @@ def test_a_server_that_is_not_there_is_named() -> None:
         (("--replica", "http://h:1", "--arm", "run@1=-2"), "--arm"),
         (("--replica", "http://h:1", "--host", "0.0.0.0"), "host"),
         (("--replica", "http://h:1", "--lend", "serve,rollout"), "--lend"),
-        (("--replica", "http://h:1", "--lend", "serve,rollout,1,25:00-06:00"), "LendingWindow"),
+        (("--replica", "http://h:1", "--lend", "serve,rollout,1,25:00-06:00"), "--lend"),
         (("--replica", "http://h:1", "--lend-by-load", "serve,rollout,1,9"), "--lend-by-load"),
-        (("--replica", "http://h:1", "--lend-by-load", "serve,rollout,1,9-3"), "idle_tokens"),
+        (("--replica", "http://h:1", "--lend-by-load", "serve,rollout,1,9-3"), "--lend-by-load"),
     ],
 )
 def test_mistakes_in_a_route_are_named(arguments: tuple[str, ...], field: str) -> None:

@@ -14,7 +14,7 @@ from etude.cli.serving_options import (
     KeyOption,
     PortOption,
 )
-from etude.errors import UserError
+from etude.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from etude.inference.router.pools import LendingByLoad, LendingWindow
@@ -124,6 +124,8 @@ def _window(text: str) -> LendingWindow:
             received=text,
             fix="such as serve,rollout,2,22:00-06:00",
         ) from error
+    except ConfigError as error:
+        raise UserError(error.message, field="--lend", received=text, fix=error.fix) from error
 
 
 def _by_load(text: str) -> LendingByLoad:
@@ -139,6 +141,10 @@ def _by_load(text: str) -> LendingByLoad:
             field="--lend-by-load",
             received=text,
             fix="such as serve,rollout,1,200-2000",
+        ) from error
+    except ConfigError as error:
+        raise UserError(
+            f"{error.field} {error.message}", field="--lend-by-load", received=text, fix=error.fix
         ) from error
 
 
