@@ -14,6 +14,7 @@ from etude.model.attention import PackedAttention
 from etude.model.feed_forward import RouterStatistics
 from etude.model.language_model import LanguageModel
 from etude.model.routes import ReplayedRoutes
+from etude.model.rows import PackedRows
 from etude.protocols import Routes
 
 
@@ -79,17 +80,29 @@ def packed_logprobs(
     """Log-probability [N] and entropy [N] at each of `targets` [N].
 
     `targets` are rows of the packed batch whose token is to be scored given those before it: never the
-    first row of a sequence. `routes` [T, layers, top_k] replays recorded experts; or it chooses itself, in the
-    last layer for the rows `targets` - 1 only. Differentiable.
+    first row of a sequence. `routes` [T, layers, top_k] replays recorded experts; or it chooses itself, in
+    the last layer for the rows `targets` - 1 only. Differentiable.
     """
     wanted = targets - 1
     replay = ReplayedRoutes(routes, wanted) if isinstance(routes, Tensor) else routes
     attention = model.ops.packed_attention(batch.attention)
-    logits = model.logits(model(batch.tokens, batch.positions, attention, replay, statistics, wanted=wanted))
+    following = batch.tokens[targets]
+    rows = PackedRows(batch.tokens, batch.positions, attention, wanted, following, replay, statistics)
+    return model.ops.split_rows(
+        rows, batch.attention.lengths, lambda own: _row_logprobs(model, own, temperature)
+    )
+
+
+def _row_logprobs(model: LanguageModel, rows: PackedRows, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability [N] of what follows the wanted rows, and entropy [N] there."""
+    hidden = model(
+        rows.tokens, rows.positions, rows.attention, rows.routes, rows.statistics, wanted=rows.wanted
+    )
+    logits = model.logits(hidden)
     if temperature != 1.0:
         logits = logits / temperature
     log_distribution = model.ops.log_softmax(logits)
-    chosen = log_distribution.gather(-1, batch.tokens[targets, None]).squeeze(-1)
+    chosen = log_distribution.gather(-1, rows.following[:, None]).squeeze(-1)
     with torch.no_grad():
         entropy = -(log_distribution.exp() * log_distribution).sum(-1)
     return chosen, entropy
