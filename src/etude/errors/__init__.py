@@ -15,6 +15,7 @@
         ├── SandboxError          a sandbox that could not be made, died or does not answer
         ├── SamplerError          the engine failed or no longer holds what a request names
         │   └── PrefixMissError   the engine does not hold the named prefix: send all tokens again
+        ├── RankError             a rank of distributed training died, hangs or did what others did not
         ├── StoreError            the trajectory store or the weight store failed
         ├── WeightUpdateError     a weight update whose base, digest or shape does not fit
         ├── RouteReplayError      expert routes that were replayed twice, or not at all
@@ -34,6 +35,7 @@ __all__ = [
     "MalformedCallError",
     "ParityError",
     "PrefixMissError",
+    "RankError",
     "ResourceError",
     "RouteReplayError",
     "RunDirectoryError",
@@ -133,6 +135,10 @@ class SamplerError(InfrastructureError):
 
 class PrefixMissError(SamplerError):
     """The engine does not hold the prefix that the request names: send all tokens again."""
+
+
+class RankError(InfrastructureError):
+    """A rank of distributed training died, does not answer, or failed where the others did not."""
 
 
 class StoreError(InfrastructureError):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from etude.algorithms import NORMALIZERS
@@ -85,3 +86,20 @@ def _update(groups: Sequence[TrainingGroup], loss: LossConfig, place: int) -> Up
                 update.append(replace(sequence, weight=weight, place=place))
                 place += sequence.num_trained
     return update
+
+
+def describe_batch(sequences: Iterable[TrainingSequence]) -> dict[str, Any]:
+    """What a batch consists of, as tensors and plain values: for a file that explains what went wrong."""
+    return {
+        "sequences": [
+            {
+                "segment_id": sequence.segment_id,
+                "tokens": torch.from_numpy(sequence.tokens),
+                "sampled": torch.from_numpy(sequence.sampled),
+                "logprobs": torch.from_numpy(sequence.logprobs),
+                "advantage": sequence.advantage,
+                "weight": sequence.weight,
+            }
+            for sequence in sequences
+        ]
+    }

@@ -21,12 +21,12 @@ from etude.errors import CheckpointError
 from etude.model import Qwen3Moe, RouterStatistics
 from etude.model.scoring import PackedSequences, device_of, packed_logprobs, score_sequences
 from etude.records import Group, PolicyVersion, Scores, WeightManifest
-from etude.training.batches import TrainingSequence, Update, split_updates
+from etude.training.batches import TrainingSequence, Update, describe_batch, split_updates
 from etude.training.checkpoint import load_checkpoint, save_checkpoint
 from etude.training.intake import ModelLimits, RouteFetcher, take_groups
 from etude.training.loss import Rows, policy_loss
 from etude.training.meter import StepMeter
-from etude.training.optimizer import Optimizer
+from etude.training.optimizer import OffendingBatches, Optimizer
 from etude.training.packing import pack_sequences
 from etude.training.parallel.ranks import Ranks, Share, SingleRank
 from etude.training.replay import RouteLedger, replayed_routes, with_old_policy
@@ -47,17 +47,20 @@ class RlTrainer:
         fetch_routes: RouteFetcher,
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
         ranks: Ranks | None = None,
+        offending: OffendingBatches | None = None,
     ) -> None:
         """`lineage` names the run; version 0 is the model as given. `micro_batch_tokens`: most tokens in one
         forward pass (or one sequence); it decides memory and speed, not the update. `ranks`: the processes
-        that train the same model; every one of them takes the same groups."""
+        that train the same model; every one of them takes the same groups. `offending`: where batches go
+        whose gradient is not finite."""
         self.model = model
         self._config = config
         self._weights = weights
         self._fetch_routes = fetch_routes
         self._micro_batch_tokens = micro_batch_tokens
         self._ranks: Ranks = ranks or SingleRank()
-        self._optimizer = Optimizer(model, config.optimizer, config.num_steps * config.updates_per_step)
+        num_updates = config.num_steps * config.updates_per_step
+        self._optimizer = Optimizer(model, config.optimizer, num_updates, self._ranks, offending)
         self._version = PolicyVersion(lineage, 0)
         self._reference = self._ranks.frozen_copy(model) if config.loss.kl_weight > 0 else None
 
@@ -91,9 +94,13 @@ class RlTrainer:
             **meter.summary(self._ranks.all_reduce_),
         }
 
+    def whole_model(self) -> Qwen3Moe:
+        """The model with all of its weights in this process; with several ranks a copy, and collective."""
+        return self._ranks.whole_model(self.model)
+
     def publish(self) -> WeightManifest:
         """See Trainer.publish."""
-        whole = self._ranks.whole_model(self.model)
+        whole = self.whole_model()
         manifest = self._weights.publish(self._version, dict(whole.named_parameters()))
         self._version = manifest.version
         return manifest
@@ -115,7 +122,7 @@ class RlTrainer:
         }
         if self._reference is not None:
             state["reference"] = self._ranks.whole_model(self._reference).state_dict()
-        whole = self._ranks.whole_model(self.model)
+        whole = self.whole_model()
         if self._ranks.is_main:
             save_checkpoint(directory, whole, state)
 
@@ -146,7 +153,8 @@ class RlTrainer:
                     ledger.consume(sequence.segment_id)
             batch_share = sum(len(sequence.tokens) for sequence in sequences) / num_tokens
             self._accumulate(sequences, share.weight, batch_share, meter)
-        meter.add_update(self._optimizer.step(), num_tokens)
+        norm = self._optimizer.step(lambda: describe_batch(update[index] for index in sorted(own)))
+        meter.add_update(norm, num_tokens)
 
     def _shares(self, update: Update) -> list[Share]:
         """This rank's micro-batches."""
