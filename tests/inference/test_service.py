@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from etude.errors import PrefixMissError, SamplerError, WeightUpdateError
 from etude.inference import Answer, Engine, EngineService
+from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
-from etude.records import PolicyVersion, SampleRequest
+from etude.records import PolicyVersion, SampleRequest, Scores
 from etude.weights import MemoryWeights
-from tests.inference.builders import Client, empty_engine, prompt, small_engine, version
+from tests.inference.builders import Client, empty_engine, prompt, serve, small_engine, version
 from tests.model.builders import VOCAB, small_model
 
 _LIMIT_S = 20.0
@@ -204,6 +207,92 @@ def test_score_serves_exactly_the_version_in_service() -> None:
             assert scores.version == current
             with pytest.raises(SamplerError, match="not served"):
                 await service.score(tokens, PolicyVersion("run", 0, "0" * 64))
+
+    run(body())
+
+
+class _SlowScores(Engine):
+    """Scores when it is told to."""
+
+    may_score: threading.Event
+    scoring: threading.Event
+    stepped_meanwhile = False
+
+    def score(self, tokens: NDArray[np.int32]) -> Scores:
+        self.scoring.set()
+        steps = self.counters.steps
+        assert self.may_score.wait(_LIMIT_S)
+        self.stepped_meanwhile |= self.counters.steps != steps
+        return super().score(tokens)
+
+
+def _slow_scores(model: LanguageModel) -> _SlowScores:
+    engine = _SlowScores(model.config, VOCAB, 4, 100)
+    serve(engine, model, 0)
+    engine.may_score, engine.scoring = threading.Event(), threading.Event()
+    return engine
+
+
+async def _stream_once(service: EngineService, client: Client, request: SampleRequest) -> None:
+    await stream(service, client, request)
+    service.close(client.name)
+
+
+@pytest.mark.parametrize("delay_steps", [4, None])
+def test_scoring_has_the_engine_for_itself_and_leaves_the_loop_free(delay_steps: int | None) -> None:
+    """While it scores, others come, abort and wait; the tokens are those of a run without scoring."""
+
+    async def body() -> None:
+        model, later = small_model(1), small_model(2)
+        engine, weights = _slow_scores(model), MemoryWeights()
+        async with EngineService(engine, weights.fetch, delay_steps) as service:
+            tokens, current = np.array(prompt(9, 0), dtype=np.int32), service.current()
+            assert current is not None
+            clients = [Client(f"s{number}", number) for number in range(3)]
+            for client in clients:
+                service.open(client.name)
+            manifest = weights.publish(version(1), dict(later.named_parameters()))
+            await service.stage(manifest)
+            scored = asyncio.create_task(service.score(tokens, current))
+            await until(engine.scoring.is_set)
+            requests = [client.request(prompt(5, 0), max_tokens=8) for client in clients]
+            pairs = zip(clients, requests, strict=True)
+            streams = [asyncio.create_task(_stream_once(service, *pair)) for pair in pairs]
+            swapped = asyncio.create_task(service.activate(manifest.version))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            service.abort(requests[0].id)
+            assert not scored.done()
+            assert not swapped.done()
+            engine.may_score.set()
+            scores = await scored
+            await asyncio.gather(swapped, *streams)
+            assert scores.version == current
+            np.testing.assert_allclose(scores.logprobs, score_sequences(model, [tokens])[0], atol=1e-5)
+        assert not engine.stepped_meanwhile
+        assert [client.finish for client in clients] == ["abort", "length", "length"]
+        for client in clients[1:]:
+            client.check(later)
+
+    run(body())
+
+
+def test_a_score_that_is_given_up_lets_the_engine_go_on() -> None:
+    async def body() -> None:
+        engine = _slow_scores(small_model(1))
+        async with service_of(engine, None) as service:
+            current = service.current()
+            assert current is not None
+            scored = asyncio.create_task(service.score(np.array([1, 2], dtype=np.int32), current))
+            await until(engine.scoring.is_set)
+            scored.cancel()
+            engine.may_score.set()
+            with pytest.raises(asyncio.CancelledError):
+                await scored
+            client = Client("s", 0)
+            service.open("s")
+            await ask(service, client, prompt(4, 0))
+            client.check(engine.model)
 
     run(body())
 

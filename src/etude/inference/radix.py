@@ -171,9 +171,11 @@ class PageTree:
         self._push_leaf(parent)
 
     def clear(self) -> None:
-        """Forgets all prefixes: pages that sessions use remain theirs."""
-        for node in tuple(self.root.children.values()):
-            self.remove(node)
+        """Forgets all prefixes: pages that sessions use remain theirs. Nobody may hold nodes any more: they
+        are not visited, since this happens while no step runs."""
+        self.root = Node(-1, b"", None, ready=True)
+        self._node_of = [None] * self.num_pages
+        self._free = np.flatnonzero(self.uses == 0)[::-1].tolist()
         self._leaves.clear()
 
     # ---- eviction -------------------------------------------------------------------------------

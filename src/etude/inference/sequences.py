@@ -207,7 +207,8 @@ class Sequences:
         if epochs[0] == epochs[-1]:
             oldest = self.epochs[int(epochs[0])]
         else:
-            oldest = min((self.epochs[epoch] for epoch in np.unique(epochs)), key=lambda v: v.step)
+            # Not np.unique: its first call imports numpy.ma, in the middle of an exchange of weights.
+            oldest = min((self.epochs[epoch] for epoch in set(epochs.tolist())), key=lambda v: v.step)
         if span.kv_oldest is None or oldest.step < span.kv_oldest.step:
             span.kv_oldest = oldest
 

@@ -12,7 +12,8 @@ overlap with sampling and nothing depends on which tool was faster.
 
 Without such a schedule (for interactive use) steps run in a thread of their own, so that a long one does not
 keep the process from answering. What touches the engine then waits for the end of the step: requests come in
-and sessions close in the loop anyway, between two steps; aborts are put off until then.
+and sessions close in the loop anyway, between two steps; aborts are put off until then. Scoring runs in a
+thread in either case, between two steps.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -37,6 +40,7 @@ from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 
 WeightFetcher = Callable[[WeightManifest], Mapping[str, Tensor]]
+Result = TypeVar("Result")
 
 
 @dataclass(slots=True, eq=False)
@@ -85,8 +89,10 @@ class EngineService:
         """Request -> who waits for it, once the engine has it."""
         self._thread = ThreadPoolExecutor(1, "etude-engine") if delay_steps is None else None
         self._between_steps = asyncio.Event()
-        """Cleared while a step runs in the thread."""
+        """Cleared while a thread has the engine, for a step or for scoring."""
         self._between_steps.set()
+        self._computing = asyncio.Lock()
+        """Held for a step or for scoring: one after the other, in the order of asking."""
         self._put_off: list[str] = []
         """Requests to abort once the step has ended."""
         self._closing: set[str] = set()
@@ -179,11 +185,25 @@ class EngineService:
             if not reply.is_closed:
                 reply.is_closed = True
                 self.abort(request.id)
-                await self._between_steps.wait()
+                await self._wait_for_engine()
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        """See Sampler.score."""
-        await self._between_steps.wait()
+        """See Sampler.score. Runs between two steps, in a thread; no step is taken meanwhile."""
+        if self._failure is not None:
+            raise SamplerError("the engine has failed", received=repr(self._failure))
+        num_threads = torch.get_num_threads()
+
+        def work() -> Scores:
+            torch.set_num_threads(num_threads)  # each thread has its own, and sums are split accordingly
+            return self._score(tokens, version)
+
+        try:
+            async with self._computing:
+                return await self._run_in_thread(work)
+        finally:
+            self._abort_put_off()
+
+    def _score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
         current = self.engine.current()
         if version != current:
             raise SamplerError(
@@ -231,7 +251,7 @@ class EngineService:
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate. Runs between two steps."""
-        await self._between_steps.wait()
+        await self._wait_for_engine()
         began = time.perf_counter()
         self.engine.activate(version, kv)
         elapsed = time.perf_counter() - began
@@ -300,6 +320,7 @@ class EngineService:
     async def _take_in(self) -> None:
         """Takes back the sessions that are due, in ticket order, waiting for those still away."""
         if self._delay_steps is None:
+            await self._wait_for_engine()
             returned = [ticket for ticket in self._tickets if ticket.returned.is_set()]
             self._tickets = deque(ticket for ticket in self._tickets if not ticket.returned.is_set())
             for ticket in returned:
@@ -308,9 +329,11 @@ class EngineService:
         while self._tickets and self._tickets[0].due_step <= self._clock:
             ticket = self._tickets[0]
             began = time.perf_counter()
-            while not ticket.returned.is_set():  # an abort may have taken the request back meanwhile
+            # An abort may have taken the request back meanwhile, and somebody may score.
+            while not (ticket.returned.is_set() and self._between_steps.is_set()):
                 await ticket.returned.wait()
                 await self._unheld.wait()
+                await self._wait_for_engine()
             self.times.waiting_s += time.perf_counter() - began
             self._tickets.popleft()
             self._admit(ticket)
@@ -328,34 +351,46 @@ class EngineService:
         self._replies[ticket.request.id] = ticket.reply
 
     async def _step(self) -> None:
-        began = time.perf_counter()
+        """One step; in the thread, if there is one. Whoever waits for its end runs before the next begins."""
         counters = self.engine.counters
-        decoded, prefilled = counters.decode_tokens, counters.prefill_tokens
-        answers = await self._compute_step()
-        elapsed = time.perf_counter() - began
+        async with self._computing:
+            began = time.perf_counter()
+            decoded, prefilled = counters.decode_tokens, counters.prefill_tokens
+            threaded = self._thread is not None
+            answers = await self._run_in_thread(self.engine.step) if threaded else self.engine.step()
+            elapsed = time.perf_counter() - began
         self.times.step_s += elapsed
         self.times.steps.add(counters.decode_tokens - decoded, counters.prefill_tokens - prefilled, elapsed)
         self._clock += 1
         for answer in answers:
             self._deliver(answer)
-        put_off, self._put_off = self._put_off, []
-        for request_id in put_off:
-            self.abort(request_id)
+        self._abort_put_off()
 
-    async def _compute_step(self) -> list[Answer]:
-        """One step; in the thread, if there is one. Whoever waits for its end runs before the next begins."""
-        if self._thread is None:
-            return self.engine.step()
+    async def _run_in_thread(self, work: Callable[[], Result]) -> Result:
+        """What `work` returns, which has the engine for itself meanwhile. Cancelled, it waits for the end."""
         self._last_load = self._measure_load()
         self._between_steps.clear()
-        work = asyncio.get_running_loop().run_in_executor(self._thread, self.engine.step)
+        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
-            return await asyncio.shield(work)
+            return await asyncio.shield(running)
         except asyncio.CancelledError:
-            await asyncio.wait((work,))
+            await asyncio.wait((running,))
             raise
         finally:
             self._between_steps.set()
+
+    async def _wait_for_engine(self) -> None:
+        """Returns when no thread has the engine: until the caller waits for something, none will."""
+        while not self._between_steps.is_set():
+            await self._between_steps.wait()
+
+    def _abort_put_off(self) -> None:
+        """Aborts what could not be aborted while a thread had the engine."""
+        if not self._between_steps.is_set():
+            return
+        put_off, self._put_off = self._put_off, []
+        for request_id in put_off:
+            self.abort(request_id)
 
     def _deliver(self, answer: Answer) -> None:
         reply = self._replies.get(answer.request.id)
