@@ -82,7 +82,9 @@ class Experts(nn.Module):
     def _count(self, probabilities: Tensor, chosen: Tensor, statistics: RouterStatistics | None) -> None:
         if statistics is None:
             return
-        counts = torch.bincount(chosen.flatten(), minlength=self.num_experts)
+        flat = chosen.flatten()
+        # Not bincount: on a GPU it waits for the device.
+        counts = flat.new_zeros(self.num_experts).scatter_add_(0, flat, torch.ones_like(flat))
         statistics.probabilities.append(probabilities.mean(0))
         statistics.shares.append(counts / chosen.numel())
 
