@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from etude.errors import WeightUpdateError
-from etude.inference.vllm.probes import Probe, check_probe, load_any_model
+from etude.inference.vllm.probes import Probe, check_probe
 from etude.model.huggingface import save_model
+from etude.model.loading import load_any_model
 from etude.model.transformers_model import TransformersModel
 from tests.inference.vllm.builders import tiny_model
 from tests.model.test_transformers_model import tiny_glm

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import cast
 
@@ -15,31 +13,27 @@ import torch
 
 from etude.agent.endpoint_messages import byte_tokenizer
 from etude.inference.vllm import ManagedServer, Probe, Replica, SnapshotDirectory, VllmSampler
-from etude.inference.vllm.servers import CPU_ARGUMENTS, CPU_ENVIRONMENT
+from etude.inference.vllm.servers import CPU_ARGUMENTS
 from etude.model import LanguageModel, PackedAttention, RecordedRoutes, build_model
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.model.transformers_model import TransformersModel
 from etude.records import PolicyVersion
 from tests.inference.vllm.builders import Reader, asynchronous, publish, tiny_config, tiny_model, tokens
+from tests.inference.vllm.environment import ENVIRONMENT, vllm_python
 from tests.model.test_transformers_model import tiny_glm
 
 pytestmark = pytest.mark.slow
 _LONG = 500
-_BUILDER = Path(__file__).parents[3] / "benchmarks" / "environments.py"
-_ENVIRONMENT = CPU_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="session")
 def python() -> Path:
-    built = subprocess.run([sys.executable, _BUILDER, "vllm"], stdout=subprocess.PIPE, text=True, check=False)
-    if built.returncode:
-        pytest.skip("vLLM's environment cannot be made here")
-    return Path(built.stdout.strip().splitlines()[-1])
+    return vllm_python()
 
 
 def sampler_of(python: Path, *arguments: str) -> VllmSampler:
     given = (*CPU_ARGUMENTS, "--dtype", "float32", *arguments)
-    return VllmSampler(Replica(ManagedServer(python, given, _ENVIRONMENT)))
+    return VllmSampler(Replica(ManagedServer(python, given, ENVIRONMENT)))
 
 
 def check_logprobs(models: dict[int, LanguageModel], reader: Reader) -> None:
@@ -196,7 +190,7 @@ async def test_a_stop_text_ends_a_message_with_the_token_that_completes_it(
     beside = sorted((tmp_path / "tokenizer").iterdir())
     manifest = publish(SnapshotDirectory(tmp_path / "snapshots", beside=beside), model, 0)
     given = (*CPU_ARGUMENTS, "--dtype", "float32")
-    replica = Replica(ManagedServer(python, given, _ENVIRONMENT))
+    replica = Replica(ManagedServer(python, given, ENVIRONMENT))
     async with VllmSampler(replica, has_tokenizer=True) as sampler:
         await sampler.stage(manifest)
         await sampler.activate(manifest.version)

@@ -361,3 +361,65 @@ async def test_what_vllm_cannot_report_is_refused(tmp_path: Path) -> None:
             await reader.ask(setting.sampler, [1], raw_logprobs=True, temperature=0.5)
         with pytest.raises(SamplerError, match="no tokenizer"):
             await reader.ask(setting.sampler, [1], stop_texts=("</call>",))
+
+
+@asynchronous
+async def test_a_server_that_dies_of_an_update_is_given_it_once_more(tmp_path: Path) -> None:
+    async with served(tmp_path) as setting:
+        await setting.sampler.stage(setting.manifests[1])
+        setting.engine.faults.add("dies_when_sampling")
+        await setting.sampler.activate(setting.manifests[1].version)
+        assert setting.sampler.current() == setting.manifests[1].version
+        assert [path.name.split("-")[1] for path in setting.server.starts] == ["00000000", "00000000"]
+        reader = setting.reader()
+        await reader.ask(setting.sampler, [1, 2, 3])
+        check(reader)
+        assert reader.versions[-1] == setting.manifests[1].version
+
+
+@asynchronous
+async def test_vllm_is_paused_only_where_keys_must_be_computed_again(tmp_path: Path) -> None:
+    async with served(tmp_path) as setting:
+        await setting.serve(setting.manifests[1], "keep")
+        assert setting.engine.pauses == 0
+        await setting.serve(setting.manifests[2], "recompute")
+        assert setting.engine.pauses == 1
+
+
+@asynchronous
+async def test_the_first_chunk_says_how_much_of_the_prompt_was_cached(tmp_path: Path) -> None:
+    async with served(tmp_path) as setting:
+        reader = setting.reader()
+        for expected in (0, 10):
+            chunks = await reader.ask(setting.sampler, [1, 2, 3])
+            assert chunks[0].cached_tokens == expected
+        streamed = await reader.ask(setting.sampler, [1, 2, 3], streaming=True)
+        assert [chunk.cached_tokens for chunk in streamed] == [None] * len(streamed)
+        counters = setting.sampler.counters
+        assert (counters.sampled_tokens, counters.prompt_tokens, counters.cached_tokens) == (24, 42, 31)
+
+
+@asynchronous
+async def test_the_end_waits_for_what_is_in_flight_and_takes_no_more(tmp_path: Path) -> None:
+    async with served(tmp_path) as setting:
+        reader = setting.reader()
+        asked = asyncio.create_task(reader.ask(setting.sampler, [1, 2, 3], max_tokens=40))
+        await setting.sampling(1)
+        draining = asyncio.create_task(setting.sampler.drain(10.0))
+        await asyncio.sleep(0)
+        with pytest.raises(SamplerError, match="being stopped"):
+            await setting.reader("late").ask(setting.sampler, [1])
+        await draining
+        await asked
+        assert reader.chunks[-1].finish == "length" and sum(reader.sampled) == 40
+
+
+@asynchronous
+async def test_what_is_in_flight_too_long_is_aborted_at_the_end(tmp_path: Path) -> None:
+    async with served(tmp_path) as setting:
+        reader = setting.reader()
+        asked = asyncio.create_task(reader.ask(setting.sampler, [1, 2, 3], max_tokens=250))
+        await setting.sampling(1)
+        await setting.sampler.drain(0.0)
+        await asked
+        assert reader.chunks[-1].finish == "abort"

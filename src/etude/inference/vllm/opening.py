@@ -17,6 +17,7 @@ from etude.inference.vllm.servers import (
     ExternalServer,
     ManagedServer,
     VllmServer,
+    no_interpreter,
 )
 
 
@@ -25,25 +26,27 @@ def make_vllm_sampler(
     model: ModelConfig | None = None,
     *,
     dtype: str = "auto",
+    max_tokens: int = 0,
     has_tokenizer: bool = False,
 ) -> VllmSampler:
     """A sampler that starts nothing before its first `stage`; use it as an async context manager.
 
     `model`: decides whether there are routes to record; None where the architecture is not ours. `dtype`: in
-    which vLLM computes. Raises ConfigError.
+    which vLLM computes. `max_tokens`: of a session, 0: as many as the model can; a server that is started
+    keeps room for no more. Raises ConfigError.
     """
-    if not config.python and not config.url:
-        raise ConfigError(
-            "vLLM is asked for, and neither where to start it nor where it runs is said",
-            field="engine.vllm.python",
-            received="",
-            fix="name the bin/python of vLLM's environment, or a server with engine.vllm.url",
-        )
+    check_vllm(config)
     has_routes = config.record_routes and (model is None or model.num_moe_layers > 0)
     on_gpu = torch.cuda.is_available()
+    length = ("--max-model-len", str(max_tokens)) if max_tokens else ()
     return VllmSampler(
         Replica(
-            _server(config, dtype, on_gpu=on_gpu, has_routes=has_routes and model is not None),
+            _server(
+                config,
+                ["--dtype", dtype, *length, *config.arguments],
+                on_gpu=on_gpu,
+                has_routes=has_routes and model is not None,
+            ),
             # On GPUs vLLM records them itself, and sends them with its answers.
             capture_routes=has_routes and not (on_gpu and config.python),
             tolerance=config.probe_tolerance,
@@ -52,12 +55,24 @@ def make_vllm_sampler(
     )
 
 
-def _server(config: VllmConfig, dtype: str, *, on_gpu: bool, has_routes: bool) -> VllmServer:
+def check_vllm(config: VllmConfig) -> None:
+    """Raises ConfigError unless it says where vLLM is, and it is there."""
+    if not config.python and not config.url:
+        raise ConfigError(
+            "vLLM is asked for, and neither where to start it nor where it runs is said",
+            field="engine.vllm.python",
+            received="",
+            fix="name the bin/python of vLLM's environment, or a server with engine.vllm.url",
+        )
+    if config.python and not Path(config.python).exists():
+        raise no_interpreter(config.python)
+
+
+def _server(config: VllmConfig, arguments: list[str], *, on_gpu: bool, has_routes: bool) -> VllmServer:
     key = Path(config.key_file).read_text(encoding="utf-8").strip() if config.key_file else ""
     if config.url:
         return ExternalServer(config.url, key, config.start_timeout_s)
     given = dict(setting.split("=", 1) for setting in config.environment)
-    arguments = ["--dtype", dtype, *config.arguments]
     if on_gpu:
         routes = ["--enable-return-routed-experts"] if has_routes else []
         return ManagedServer(Path(config.python), [*routes, *arguments], given, config.start_timeout_s)

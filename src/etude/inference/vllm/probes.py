@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import CheckpointError, WeightUpdateError
+from etude.errors import WeightUpdateError
 from etude.model import LanguageModel
-from etude.model.huggingface import load_model
+from etude.model.loading import AnyModel
 from etude.model.scoring import score_sequences
 from etude.model.transformers_model import TransformersModel
 
@@ -22,8 +21,6 @@ _MEAN_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 1e-2}
 _LARGEST_FACTOR = 20.0
 """How much further from the reference than the mean's tolerance a single token may be."""
 _SEED = 20
-
-AnyModel = LanguageModel | TransformersModel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,17 +54,6 @@ class Probe:
 def probe_tokens(vocab_size: int, length: int) -> NDArray[np.int32]:
     """The sequence of every model with so many tokens: drawn evenly, so that most experts see some."""
     return np.random.default_rng(_SEED).integers(0, vocab_size, length).astype(np.int32)
-
-
-def load_any_model(directory: Path) -> AnyModel:
-    """A model of ours where the architecture is defined here, otherwise transformers'. Raises
-    CheckpointError."""
-    try:
-        return load_model(directory)
-    except CheckpointError as error:
-        if error.field != "config.json: model_type":
-            raise
-    return TransformersModel.load(directory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """One vLLM server and the weights in it.
 
-    stage ─> activate:  /pause keep ─> worker loads ─> progress, label ─> /resume ─> probe ─> in service
-                                 └───────────────── refused ──────────────┴─> back to the old snapshot
+    stage ─> activate:  worker loads between two steps ─> progress ─> label ─> probe ─> in service
+                          └───────────────────────── refused ────────────┴─> back to the old snapshot
     server gone ─> start again from the snapshot that was served ─> probe ─> in service
 
 Each activation has a label, which vLLM puts on the tokens that it samples. Tokens of a label are handed out
@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -24,11 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import EtudeError, SamplerError, WeightUpdateError
+from etude.inference.vllm.activations import Activation, History
 from etude.inference.vllm.answers import Part, read_part
 from etude.inference.vllm.client import VllmClient
-from etude.inference.vllm.probes import Deviation, Probe, check_probe, load_any_model
+from etude.inference.vllm.probes import Deviation, Probe, check_probe
 from etude.inference.vllm.servers import VllmServer
 from etude.inference.vllm.snapshots import Snapshot, check_same_shapes, open_snapshot
+from etude.model.loading import load_any_model
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, WeightManifest
 
@@ -40,27 +42,16 @@ ReferenceProbe = Callable[[Path], Probe]
 """Scores a snapshot's probe with a freshly loaded model."""
 
 
-@dataclass(slots=True, eq=False)
-class Activation:
-    """One time that a version was brought in."""
-
-    label: str
-    version: PolicyVersion
-    kv: KvPolicy
-    verdict: asyncio.Future[bool]
-    """True: the probe agreed. False: nothing of this label may be used."""
-    progress: dict[str, int] = field(default_factory=dict[str, int])
-    """Positions of each stream that were computed with the weights before."""
-
-
 @dataclass(slots=True)
 class UpdateTimes:
     """Where one update's time went."""
 
     pause_s: float = 0.0
-    """No token was sampled."""
+    """Between the last step with the old weights and the first with the new; 0 where none was running."""
     load_s: float = 0.0
     """Of that, while vLLM loaded."""
+    step_s: float = 0.0
+    """From one step to the next before that, on median."""
     probe_s: float = 0.0
     """Until the probe agreed; meanwhile vLLM samples, and what it samples is held back."""
 
@@ -109,12 +100,10 @@ class Replica:
         self._settled = asyncio.Event()
         self._settled.set()
         self._failure: EtudeError | None = None
-        self._activations: dict[str, Activation] = {}
-        self.streams: set[str] = set()
-        """Names of the requests whose tokens are handed out one by one: how far they are when weights change
-        is asked for."""
-        self.history: list[Activation] = []
-        """Activations in their order."""
+        self.requests: set[str] = set()
+        """Names of the requests in flight: how far they are when weights change is asked for."""
+        self.history = History()
+        """Which weights there were when."""
         self.abilities: Abilities | None = None
         self.times = UpdateTimes()
         """Of the last update."""
@@ -161,18 +150,15 @@ class Replica:
             await self._serving.wait()
         return self._client
 
-    async def settled(self) -> None:
-        """Waits while weights are exchanged: how far requests were is known afterwards."""
-        await self._settled.wait()
+    async def settled(self, client: VllmClient) -> None:
+        """Waits while weights are exchanged: how far requests were is known afterwards.
 
-    async def verified(self, label: str) -> Activation:
-        """The activation behind a label, once the probe agreed. Raises SamplerError if it did not."""
-        activation = self._activations.get(label)
-        if activation is None:
-            raise SamplerError("vLLM samples from weights that nobody named", received=label)
-        if not await asyncio.shield(activation.verdict):
-            raise SamplerError("sampled from weights that were refused", received=label, fix="sample again")
-        return activation
+        Raises SamplerError if the server behind `client` has meanwhile been taken down: what it sampled last
+        may have come from a mixture of weights.
+        """
+        await self._settled.wait()
+        if self._client is not client:
+            raise SamplerError("vLLM went down while it sampled", field="vllm", fix="sample again")
 
     async def score(self, tokens: NDArray[np.int32], name: str) -> Part:
         """vLLM's own log-probabilities of `tokens`; the request is called `name`. Raises SamplerError."""
@@ -202,56 +188,64 @@ class Replica:
                     field="version",
                     received=f"{version}; staged {staged.version if staged else None}",
                 )
-            if self._client is None:
-                raise WeightUpdateError("vLLM is down", field="vllm", received=str(self._failure))
-            activation = self._name(staged, kv)
-            try:
-                if self._held is not staged or self._served is not None:
-                    await self._exchange(self._client, staged, activation)
-                else:
-                    await self._client.set_weight_version(activation.label)
-                await self._verify(self._client, staged, activation)
-            except EtudeError as error:
-                activation.verdict.set_result(False)
-                with contextlib.suppress(EtudeError):  # kept in _failure, for those who ask
-                    await self._go_back()
+            error = await self._bring_in(staged, kv)
+            if isinstance(error, SamplerError) and self._client is not None:
+                # The server failed, not the weights: it has begun again with the old ones.
+                error = await self._bring_in(staged, kv)
+            if error is not None:
                 raise WeightUpdateError(
                     f"the update failed; in service is {self.current()}",
                     field="version",
                     received=str(version),
                     fix=str(error),
                 ) from error
-            self._put_into_service(staged, activation)
             self._staged = None
 
-    async def _exchange(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
-        """Loads weights between two steps. If it fails, what the server holds is unknown."""
-        self._settled.clear()
-        began = time.perf_counter()
+    async def _bring_in(self, staged: Snapshot, kv: KvPolicy) -> EtudeError | None:
+        """One attempt; what failed, after which the old version is in service again, if there was one."""
+        if self._client is None:
+            return WeightUpdateError("vLLM is down", field="vllm", received=str(self._failure))
+        activation = self.history.name(staged.version, kv)
         try:
+            if self._held is not staged or self._served is not None:
+                await self._exchange(self._client, staged, activation)
+            await self._client.set_weight_version(activation.label)
+            await self._verify(self._client, staged, activation)
+        except EtudeError as error:
+            activation.verdict.set_result(False)
+            with contextlib.suppress(EtudeError):  # kept in _failure, for those who ask
+                await self._go_back()
+            return error
+        self._put_into_service(staged, activation)
+        return None
+
+    async def _exchange(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
+        """Loads weights between two steps. If it fails, what the server holds is unknown.
+
+        The worker is asked once, and steps again as soon as it has loaded. Only where running requests must
+        compute their keys again is vLLM paused meanwhile: no step may come between the two.
+        """
+        self._settled.clear()  # until it is done, or the server is taken down
+        if activation.kv == "recompute":
             await client.pause()
-            self._held = None
-            loading = time.perf_counter()
-            activation.progress = await self._load(client, snapshot)
-            self.times = UpdateTimes(load_s=time.perf_counter() - loading)
-            if activation.kv == "recompute":
-                await client.reset_prefix_cache()
-            await client.set_weight_version(activation.label)
-            self._note(activation)
+        self._held = None
+        activation.progress = await self._load(client, snapshot)
+        if activation.kv == "recompute":
+            await client.reset_prefix_cache()
             await client.resume()
-            self.times.pause_s = time.perf_counter() - began
-        finally:
-            self._settled.set()
+        self.history.note(activation)
+        self._settled.set()
 
     async def _load(self, client: VllmClient, snapshot: Snapshot) -> dict[str, int]:
-        """Returns how far each stream was. Raises WeightUpdateError and SamplerError."""
+        """Returns how far each request was. Raises WeightUpdateError and SamplerError."""
         directory, timeout_s = str(snapshot.directory), self._load_timeout_s
-        streams = sorted(self.streams)
-        answer = await client.call_workers("etude_load", directory, *streams, timeout_s=timeout_s)
+        requests = sorted(self.requests)
+        answer = await client.call_workers("etude_load", directory, *requests, timeout_s=timeout_s)
         if not isinstance(answer, dict) or answer.get("loaded") != directory:
             raise WeightUpdateError("vLLM cannot load the weights", field="vllm", received=answer)
         self._held = snapshot
-        return {str(name): int(count) for name, count in answer.get("progress", {}).items()}
+        self.times = UpdateTimes(load_s=float(answer["load_s"]))
+        return {str(name): int(count) for name, count in answer["progress"].items()}
 
     async def _verify(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
         """Raises WeightUpdateError unless vLLM computes what a freshly loaded model does."""
@@ -259,6 +253,10 @@ class Replica:
         began = time.perf_counter()
         part = await self._score(client, snapshot.probe.tokens, "")
         self.times.probe_s = time.perf_counter() - began
+        if self.requests:
+            gap = await client.call_workers("etude_gap") or {}
+            self.times.pause_s = float(gap.get("gap_s") or 0.0)
+            self.times.step_s = float(gap.get("step_s") or 0.0)
         if part.spans and {span.label for span in part.spans} != {activation.label}:
             raise WeightUpdateError("vLLM names other weights", field="probe", received=part.spans)
         assert part.prompt_logprobs is not None
@@ -294,19 +292,8 @@ class Replica:
             raise SamplerError("vLLM did not score the tokens", received=part.finish)
         return part
 
-    def _name(self, snapshot: Snapshot, kv: KvPolicy) -> Activation:
-        version = snapshot.version
-        label = f"{version}:{version.digest[:16]}#{len(self._activations)}"
-        activation = Activation(label, version, kv, asyncio.get_running_loop().create_future())
-        self._activations[label] = activation
-        return activation
-
-    def _note(self, activation: Activation) -> None:
-        if activation not in self.history:
-            self.history.append(activation)
-
     def _put_into_service(self, snapshot: Snapshot, activation: Activation) -> None:
-        self._note(activation)
+        self.history.note(activation)
         self._served, self._held = snapshot, snapshot
         activation.verdict.set_result(True)
         self._serving.set()
@@ -363,9 +350,7 @@ class Replica:
         if client is not None:
             _LOG.log(logging.INFO if self._failure else logging.WARNING, "vLLM goes down: %s", reason)
             await client.close()
-        for activation in self._activations.values():
-            if not activation.verdict.done():
-                activation.verdict.set_result(False)
+        self.history.refuse_open()
 
     async def _begin_again(self, snapshot: Snapshot) -> None:
         """Raises SamplerError when it failed too often; then nothing will be served."""
@@ -374,7 +359,7 @@ class Replica:
             try:
                 await self._start(snapshot)
                 assert self._client is not None
-                activation = self._name(snapshot, "recompute")
+                activation = self.history.name(snapshot.version, "recompute")
                 await self._client.set_weight_version(activation.label)
                 await self._verify(self._client, snapshot, activation)
                 self._put_into_service(snapshot, activation)
@@ -388,9 +373,13 @@ class Replica:
 
     async def _watch(self) -> None:
         """Begins again when the server has gone by itself."""
+        client = self._client
         reason = await self._server.wait_for_end()
+        if client is not None:
+            # Whoever waits for an answer waits no longer: an update, for one, which has the lock.
+            await client.close()
         async with self._lock:
-            if self._client is None:
+            if self._client is None or self._client is not client:
                 return
             await self._take_down(reason)
             if self._served is not None:

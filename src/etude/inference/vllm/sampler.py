@@ -1,79 +1,82 @@
 """vLLM as a Sampler and a WeightSink.
 
-    sessions ──stream()──> /inference/v1/generate ──tokens, labels──> chunks, one per policy version
+    sessions ──stream()──> /inference/v1/generate ──tokens──> chunks, one per policy version
                                                    └─ etude_take_routes ─> routes, with the last chunk
 
 Token ids go in and come out; nothing is ever decoded. A message that is not streamed is one request and one
-answer. A streamed one comes step by step; which version a token has is then known from how far the request
-was when vLLM paused, and checked against what vLLM says at the end.
+answer; a streamed one comes step by step. Which version a token has follows from how far its request was when
+the worker exchanged the weights, and is checked against what vLLM says at the end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
 from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_128_hexdigest
 
 from etude.errors import SamplerError
-from etude.inference.vllm.answers import Finish, Part, Routes, Span, Tokens, read_part, read_routes
+from etude.inference.vllm.answers import Finish, Part, Routes, read_part, read_routes
 from etude.inference.vllm.client import VllmClient
-from etude.inference.vllm.replica import Activation, Replica
-from etude.inference.vllm.sessions import Session, Sessions, seed_of
+from etude.inference.vllm.replica import Abilities, Replica
+from etude.inference.vllm.requests import Running, check_request
+from etude.inference.vllm.sessions import Sessions
 from etude.protocols import KvPolicy
-from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams, Scores, WeightManifest
-
-_ABORT_GRACE_S = 60.0
-"""After an abort vLLM answers at its next step, or when weights have been exchanged; beyond this it is taken
-for dead."""
-T = TypeVar("T")
+from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 
 
-@dataclass(slots=True, eq=False)
-class _Running:
-    """One request in flight."""
+@dataclass(slots=True)
+class VllmCounters:
+    """Tokens of the messages that were answered."""
 
-    request: SampleRequest
-    session: Session
-    began: int
-    """Length of the replica's history when it was sent."""
-    name: str = field(default_factory=lambda: f"etude-{uuid4().hex}")
-    """How vLLM knows it."""
-    prompt: int = 0
-    """Tokens of the prompt."""
-    sampled: int = 0
-    """Tokens that have been handed out."""
-    handed: list[Span] = field(default_factory=list[Span])
-    """Their labels."""
-    routes: Routes | None = None
-    """That came with the answer."""
-    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    sampled_tokens: int = 0
+    prompt_tokens: int = 0
+    """Of whole inputs, with what was cached of them."""
+    cached_tokens: int = 0
+    """Of those, tokens whose keys were there already."""
 
 
 class VllmSampler:
-    """A replica of vLLM. Use as an async context manager: on the way out the server ends."""
+    """A replica of vLLM. Use as an async context manager: on the way out requests in flight are waited for,
+    and the server ends."""
 
-    def __init__(self, replica: Replica, *, has_tokenizer: bool = False) -> None:
-        """`has_tokenizer`: whether snapshots carry tokenizer.json: only then can stop texts be found."""
+    def __init__(self, replica: Replica, *, has_tokenizer: bool = False, drain_s: float = 30.0) -> None:
+        """`has_tokenizer`: whether snapshots carry tokenizer.json: only then can stop texts be found.
+        `drain_s`: how long requests in flight are waited for at the end; then they are aborted."""
         self.replica = replica
+        self.counters = VllmCounters()
         self._has_tokenizer = has_tokenizer
+        self._drain_s = drain_s
+        self._is_draining = False
         self._sessions = Sessions()
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     async def __aenter__(self) -> VllmSampler:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await self.replica.close()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            await self.drain(self._drain_s if kind is None else 0.0)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await self.replica.close()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Takes no more requests and waits for those in flight; after `timeout_s` the rest is aborted."""
+        self._is_draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+        for request_id in list(self._running):
+            self.abort(request_id)
 
     # ---- WeightSink -----------------------------------------------------------------------------
 
@@ -114,15 +117,14 @@ class VllmSampler:
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
         """See Sampler.score."""
         name = f"etude-{uuid4().hex}"
+        client = await self.replica.client()
         self._check_version(version, is_minimum=False)
+        place = len(self.replica.history)
         part = await self.replica.score(tokens, name)
-        for span in part.spans:
-            activation = await self.replica.verified(span.label)
-            if activation.version != version:
-                raise SamplerError(
-                    "version was replaced meanwhile", field="version", received=str(activation.version)
-                )
-        routes = await self._take_routes(await self.replica.client(), name) or part.routes
+        await self.replica.settled(client)
+        if len(self.replica.history) != place:
+            raise SamplerError("version was replaced meanwhile", field="version", received=str(version))
+        routes = await self._take_routes(client, name) or part.routes
         assert part.prompt_logprobs is not None
         return Scores(part.prompt_logprobs, version, None if routes is None else routes.experts)
 
@@ -131,41 +133,57 @@ class VllmSampler:
 
         A stream that is not read to its end aborts its request.
         """
-        _check_request(request, self._has_tokenizer)
-        client = await self._client(request)
-        abilities = self.replica.abilities
-        assert abilities is not None
+        check_request(request, self._has_tokenizer)
+        client, abilities = await self._ready(request)
         if request.version is not None:
             self._check_version(request.version, is_minimum=request.version_is_minimum)
         session = self._sessions.begin(request, abilities.vocab_size, abilities.max_tokens)
-        running = _Running(request, session, len(self.replica.history), prompt=len(session.tokens))
-        self._running[request.id] = running
-        if request.streaming:
-            self.replica.streams.add(running.name)
+        history = self.replica.history
+        running = Running(request, session, history, len(history), num_prompt=len(session.tokens))
+        self._add(running)
         is_answered = False
         try:
-            async with contextlib.aclosing(self._answer(running, client)) as chunks:
+            async with contextlib.aclosing(self._answer(running, client, abilities)) as chunks:
                 async for chunk in chunks:
                     is_answered = chunk.finish is not None
                     yield chunk
         finally:
-            self._running.pop(request.id, None)
-            self.replica.streams.discard(running.name)
+            self._remove(running)
             if not is_answered:
                 session.lose()
 
     # ---- one request ----------------------------------------------------------------------------
 
-    async def _client(self, request: SampleRequest) -> VllmClient:
-        """The server. Raises SamplerError if there is none, or none before the deadline."""
+    def _add(self, running: Running) -> None:
+        self._running[running.request.id] = running
+        self.replica.requests.add(running.name)
+        self._idle.clear()
+
+    def _remove(self, running: Running) -> None:
+        self._running.pop(running.request.id, None)
+        self.replica.requests.discard(running.name)
+        if not self._running:
+            self._idle.set()
+
+    async def _ready(self, request: SampleRequest) -> tuple[VllmClient, Abilities]:
+        """The server, while no weights are exchanged. Raises SamplerError if there is none, or none before
+        the deadline."""
         try:
-            return await asyncio.wait_for(self.replica.client(), request.deadline_s)
+            async with asyncio.timeout(request.deadline_s):
+                client = await self.replica.client()
+                await self.replica.settled(client)
         except TimeoutError:
             raise SamplerError(
                 "vLLM was not ready before the deadline", field="deadline_s", received=request.deadline_s
             ) from None
+        if self._is_draining:
+            raise SamplerError("vLLM is being stopped", field="vllm", fix="ask another replica")
+        assert self.replica.abilities is not None
+        return client, self.replica.abilities
 
-    async def _answer(self, running: _Running, client: VllmClient) -> AsyncGenerator[SampleChunk]:
+    async def _answer(
+        self, running: Running, client: VllmClient, abilities: Abilities
+    ) -> AsyncGenerator[SampleChunk]:
         deadline: asyncio.TimerHandle | None = None
         request = running.request
         if request.deadline_s is not None:
@@ -173,77 +191,40 @@ class VllmSampler:
         try:
             finish: Finish | None = None
             pending: list[SampleChunk] = []
-            async with contextlib.aclosing(self._parts(running, client)) as parts:
+            async with contextlib.aclosing(self._parts(running, client, abilities)) as parts:
                 async for part in parts:
                     for chunk in pending:
                         yield chunk
-                    pending = await self._chunks(running, part)
+                    await self.replica.settled(client)
+                    pending = await running.chunks(part)
                     finish = part.finish or finish
             if finish is None:
                 raise SamplerError("vLLM's stream ended before the message", received=request.id)
             routes = await self._take_routes(client, running.name) or running.routes
-            for chunk in await self._closing_chunks(running, pending, finish, routes):
+            self._count(running)
+            for chunk in running.closing_chunks(pending, finish, routes):
                 yield chunk
         finally:
             if deadline is not None:
                 deadline.cancel()
 
-    async def _parts(self, running: _Running, client: VllmClient) -> AsyncGenerator[Part]:
-        request, body = running.request, self._body(running)
-        count = request.params.top_logprobs
-        if request.streaming:
-            async with contextlib.aclosing(client.generate_events(body)) as events:
-                while True:
-                    event = await _unless_stuck(running, anext(events, None))
-                    if event is None:
-                        return
-                    part = read_part(event, count)
-                    running.routes = part.routes or running.routes
-                    if len(part.sampled.tokens) or part.finish is not None:
-                        yield part
-        part = read_part(await _unless_stuck(running, client.generate(body)), count)
-        running.routes = part.routes
-        yield part
+    async def _parts(
+        self, running: Running, client: VllmClient, abilities: Abilities
+    ) -> AsyncGenerator[Part]:
+        body = running.body(abilities.max_tokens, alone=abilities.captures)
+        count = running.request.params.top_logprobs
+        if not running.request.streaming:
+            part = read_part(await running.unless_stuck(client.generate(body)), count)
+            running.note(part)
+            yield part
+            return
+        async with contextlib.aclosing(client.generate_events(body)) as events:
+            while (event := await running.unless_stuck(anext(events, None))) is not None:
+                part = read_part(event, count)
+                if running.note(part):
+                    yield part
 
-    def _body(self, running: _Running) -> dict[str, Any]:
-        request, session, params = running.request, running.session, running.request.params
-        abilities = self.replica.abilities
-        assert abilities is not None
-        room = abilities.max_tokens - running.prompt
-        sampling: dict[str, Any] = {
-            "max_tokens": min(params.max_tokens, room),
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "min_p": params.min_p,
-            "seed": seed_of(request.rng_key, running.prompt),
-            "logprobs": params.top_logprobs,
-            "stop_token_ids": sorted(request.stop_tokens),
-            "ignore_eos": True,
-            "detokenize": bool(request.stop_texts),
-        }
-        if request.stop_texts:
-            sampling |= {"stop": list(request.stop_texts), "include_stop_str_in_output": True}
-        return {
-            "request_id": running.name,
-            "token_ids": session.tokens.tolist(),
-            "sampling_params": sampling,
-            "cache_salt": self._salt(running, session),
-        }
-
-    def _salt(self, running: _Running, session: Session) -> str:
-        """Who may share keys with whom: sessions that began under the same version; and each only with
-        itself where the routes of shared keys would be lost."""
-        if session.oldest is None:
-            session.oldest = max(running.began - 1, 0)
-        start = self.replica.history[session.oldest].label if self.replica.history else ""
-        abilities = self.replica.abilities
-        alone = abilities is not None and abilities.captures
-        # vLLM bounds a salt's length and letters.
-        salt = f"{start}|{session.id}|{session.epoch}" if alone else start
-        return xxh3_128_hexdigest(salt.encode())
-
-    async def _abort(self, running: _Running) -> None:
+    async def _abort(self, running: Running) -> None:
         with contextlib.suppress(SamplerError):
             client = await self.replica.client()
             # vLLM puts a word of its own before the names of these requests.
@@ -257,94 +238,10 @@ class VllmSampler:
         document = (found or {}).get(name)
         return None if document is None else read_routes(document)
 
-    # ---- chunks ---------------------------------------------------------------------------------
-
-    async def _chunks(self, running: _Running, part: Part) -> list[SampleChunk]:
-        """What has come, cut where the version changes. Waits until each label is verified."""
-        await self.replica.settled()
-        count = len(part.sampled.tokens)
-        end = running.sampled + count
-        spans = list(part.spans) if part.spans else self._spans(running, end)
-        if part.spans and running.handed:
-            _check_spans(running.handed, part.spans)
-        chunks: list[SampleChunk] = []
-        for span in spans:
-            start, stop = max(span.start, running.sampled), min(span.end, end)
-            if stop <= start:
-                continue
-            activation = await self.replica.verified(span.label)
-            tokens = part.sampled[start - running.sampled : stop - running.sampled]
-            chunks.append(self._chunk(running, tokens, activation))
-            running.handed.append(Span(span.label, start, stop))
-        if count and sum(len(chunk.tokens) for chunk in chunks) != count:
-            raise SamplerError("vLLM's version spans leave tokens out", received=spans)
-        running.session.append(part.sampled.tokens)
-        running.sampled = end
-        return chunks
-
-    def _spans(self, running: _Running, end: int) -> list[Span]:
-        """Labels of the tokens up to `end`, by how far the request was at each exchange of weights."""
-        history = self.replica.history
-        label, start, spans = history[running.began - 1].label, 0, list[Span]()
-        for activation in history[running.began :]:
-            computed = activation.progress.get(running.name, 0)
-            at = min(max(computed - running.prompt + 1, 0), end)
-            spans.append(Span(label, start, at))
-            label, start = activation.label, at
-        return [*spans, Span(label, start, end)]
-
-    def _chunk(self, running: _Running, tokens: Tokens, activation: Activation) -> SampleChunk:
-        params = running.request.params
-        return SampleChunk(
-            tokens=tokens.tokens,
-            logprobs=tokens.logprobs,
-            version=activation.version,
-            kv_oldest=self._oldest(running.session.oldest or 0, activation),
-            raw_logprobs=tokens.logprobs if params.raw_logprobs else None,
-            top_tokens=tokens.top_tokens,
-            top_logprobs=tokens.top_logprobs,
-        )
-
-    def _oldest(self, since: int, activation: Activation) -> PolicyVersion:
-        """The oldest version whose keys were seen: that in which the session began, or the last after which
-        all keys were computed again."""
-        history = self.replica.history
-        until = history.index(activation)
-        for place in range(until, since, -1):
-            if history[place].kv == "recompute":
-                return history[place].version
-        return history[min(since, until)].version
-
-    async def _closing_chunks(
-        self, running: _Running, pending: list[SampleChunk], finish: Finish, routes: Routes | None
-    ) -> list[SampleChunk]:
-        """The last chunks; the very last has the finish, the digest and the routes."""
-        session = running.session
-        if not pending:
-            version = self.replica.history[-1].version
-            nothing = np.zeros(0, dtype=np.int32)
-            pending = [SampleChunk(nothing, nothing.astype(np.float32), version, version)]
-        if routes is not None:
-            if routes.start > session.routed:
-                raise SamplerError(
-                    "routes of some positions are missing", received=(session.routed, routes.start)
-                )
-            session.routed = routes.start + len(routes.experts)
-        last = pending[-1]
-        closing = SampleChunk(
-            last.tokens,
-            last.logprobs,
-            last.version,
-            last.kv_oldest,
-            None if routes is None else routes.experts,
-            0 if routes is None else routes.start,
-            finish,
-            session.settle(),
-            last.raw_logprobs,
-            last.top_tokens,
-            last.top_logprobs,
-        )
-        return [*pending[:-1], closing]
+    def _count(self, running: Running) -> None:
+        self.counters.sampled_tokens += running.num_sampled
+        self.counters.prompt_tokens += running.num_prompt
+        self.counters.cached_tokens += running.cached_tokens or 0
 
     def _check_version(self, wanted: PolicyVersion, *, is_minimum: bool) -> None:
         current = self.current()
@@ -357,51 +254,3 @@ class VllmSampler:
             raise SamplerError(
                 "version is not served", field="version", received=f"{wanted}; serving {current}"
             )
-
-
-async def _unless_stuck(running: _Running, work: Awaitable[T]) -> T:
-    """The result of `work`; SamplerError if the request was aborted and vLLM still says nothing."""
-    working = asyncio.ensure_future(work)
-    giving_up = asyncio.ensure_future(_grace_after(running.aborted))
-    try:
-        await asyncio.wait({working, giving_up}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise SamplerError("vLLM does not answer to an abort", received=running.request.id)
-        return working.result()
-    finally:
-        for task in (working, giving_up):
-            task.cancel()
-        await asyncio.gather(working, giving_up, return_exceptions=True)
-
-
-async def _grace_after(aborted: asyncio.Event) -> None:
-    await aborted.wait()
-    await asyncio.sleep(_ABORT_GRACE_S)
-
-
-def _check_spans(handed: list[Span], said: tuple[Span, ...]) -> None:
-    """Raises SamplerError if vLLM's own account differs from what was handed out."""
-    for span in handed:
-        if not any(
-            true.label == span.label and true.start <= span.start and span.end <= true.end for true in said
-        ):
-            raise SamplerError("vLLM names another version for tokens that were handed out", received=said)
-
-
-def _check_request(request: SampleRequest, has_tokenizer: bool) -> None:
-    params: SamplingParams = request.params
-    is_raw = params.temperature in (0.0, 1.0) and not (params.truncated and params.temperature > 0)
-    if params.raw_logprobs and not is_raw:
-        raise SamplerError(
-            "vLLM reports one kind of log-probabilities, and here it is the processed one",
-            field="raw_logprobs",
-            received=params,
-            fix="ask for them at temperature 1 without truncation, or score the answer",
-        )
-    if request.stop_texts and not has_tokenizer:
-        raise SamplerError(
-            "this replica has no tokenizer",
-            field="stop_texts",
-            received=request.stop_texts,
-            fix="publish snapshots with tokenizer.json beside them, or use stop_tokens",
-        )

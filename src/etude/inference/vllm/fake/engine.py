@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from etude.inference.vllm.probes import AnyModel, load_any_model
 from etude.model import LanguageModel, PackedAttention, RecordedRoutes
+from etude.model.loading import AnyModel, load_any_model
 
 Fault = Literal["load_fails", "loads_nothing", "loads_half", "abort_midway", "dies_when_sampling"]
 _STEP_S = 0.002
@@ -33,6 +33,10 @@ class Job:
     labels: list[str] = field(default_factory=list[str])
     prompt_logprobs: list[Any] | None = None
     finish: str | None = None
+    salt: str = ""
+    """Requests with the same one share keys."""
+    num_cached: int = 0
+    """Tokens of the prompt whose keys are there already."""
 
 
 class FakeEngine:
@@ -45,9 +49,12 @@ class FakeEngine:
         """What goes wrong from now on."""
         self.jobs: dict[str, Job] = {}
         self.resets = 0
+        self.pauses = 0
         self.loads: list[str] = []
         self._go = asyncio.Event()
         self._go.set()
+        self._computed: dict[str, list[list[int]]] = {}
+        """Tokens whose keys are held, by salt."""
         self._routes: dict[str, dict[str, Any]] = {}
         self._progress: dict[str, int] = {}
 
@@ -64,6 +71,9 @@ class FakeEngine:
         params = document["sampling_params"]
         generator = torch.Generator().manual_seed(int(params.get("seed", 0)) % 2**63)
         job = Job(document["request_id"], list(document["token_ids"]), params, generator)
+        job.salt = document["cache_salt"]
+        known = self._computed.get(job.salt, [])
+        job.num_cached = max((_num_common(job.prompt[:-1], tokens) for tokens in known), default=0)
         self.jobs[job.name] = job
         return job
 
@@ -76,6 +86,7 @@ class FakeEngine:
 
     def pause(self) -> None:
         """No further step until `resume`."""
+        self.pauses += 1
         self._go.clear()
 
     def resume(self) -> None:
@@ -88,7 +99,9 @@ class FakeEngine:
             return self._prepare(arguments[0] == "yes")
         if method == "etude_load":
             progress = {name: self._progress[name] for name in arguments[1:] if name in self._progress}
-            return self._load(Path(arguments[0])) | {"progress": progress}
+            return self._load(Path(arguments[0])) | {"progress": progress, "load_s": 0.0}
+        if method == "etude_gap":
+            return {"gap_s": 0.0, "step_s": 0.0}
         if method == "etude_take_routes":
             return {name: self._routes.pop(name) for name in arguments if name in self._routes}
         return {"error": f"no such method: {method}"}
@@ -168,6 +181,7 @@ class FakeEngine:
 
     def _finish(self, job: Job, reason: str) -> None:
         job.finish = reason
+        self._computed.setdefault(job.salt, []).append([*job.prompt, *job.sampled[:-1]])
         self.jobs.pop(job.name, None)
 
     def _keep_routes(self, job: Job, routes: np.ndarray) -> None:
@@ -175,3 +189,11 @@ class FakeEngine:
             data = base64.b64encode(routes.tobytes()).decode()
             shape, dtype = list(routes.shape), str(routes.dtype)
             self._routes[job.name] = {"start": 0, "shape": shape, "dtype": dtype, "data": data}
+
+
+def _num_common(one: list[int], other: list[int]) -> int:
+    """Length of the longest common prefix."""
+    return next(
+        (at for at, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]),
+        min(len(one), len(other)),
+    )

@@ -202,4 +202,4 @@ def _spans(job: Job) -> list[dict[str, Any]]:
 
 def _usage(job: Job) -> dict[str, Any]:
     counts = {"prompt_tokens": len(job.prompt), "completion_tokens": len(job.sampled)}
-    return {**counts, "prompt_tokens_details": {"cached_tokens": 0}}
+    return {**counts, "prompt_tokens_details": {"cached_tokens": job.num_cached}}

@@ -3,11 +3,12 @@
 This file runs inside vLLM's own environment, so it imports vLLM, torch and the standard library, and nothing
 of Étude. Its methods are called by `/collective_rpc`; arguments are strings, results are dictionaries.
 
-- `etude_load` puts a checkpoint directory's weights into the running model. On a CPU vLLM's own reload
+- `etude_load` puts a checkpoint directory's weights into the running model. It is one call to the engine,
+  which makes it between two steps, so vLLM need not be paused around it. On a CPU vLLM's own reload
   reports success and computes nonsense, for two reasons that are mended here: expert weights are packed for
   their kernel only when the model is made, and copied unpacked afterwards; and an output head that is tied to
-  the embedding keeps the packed copy of the old one. It also says how far each stream is: as vLLM is paused,
-  this tells which tokens came from the weights before.
+  the embedding keeps the packed copy of the old one. It also says how far each request is: this tells which
+  tokens came from the weights before.
 - On a CPU a seeded request whose prompt is computed in parts, or again, kills the engine: vLLM wants to wind
   a generator back, and a CPU's has no offset. `_wind_generators_back` does it otherwise.
 - `etude_take_routes` hands out the experts of every computed position, through the routers' capture hook.
@@ -19,7 +20,9 @@ from __future__ import annotations
 
 import base64
 import re
-from collections import OrderedDict
+import statistics
+import time
+from collections import OrderedDict, deque
 from functools import partial
 from typing import Any
 
@@ -28,6 +31,8 @@ import torch
 _REQUEST = re.compile(r"etude-[0-9a-f]{32}")
 _MAX_REQUESTS = 8192
 """Requests of which something is kept; beyond, the oldest are forgotten."""
+_INTERVALS = 64
+"""Steps of which the time is kept."""
 
 if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
     # Without it the first small bfloat16 product of the expert kernel dies with SIGILL.
@@ -64,20 +69,31 @@ class EtudeWorker:
             "vocab_size": int(self.model_runner.model_config.get_vocab_size()),
         }
 
-    def etude_load(self, directory: str, *streams: str) -> dict[str, Any]:
+    def etude_load(self, directory: str, *requests: str) -> dict[str, Any]:
         """Puts the weights of a Hugging Face directory into the model, in place. `error` says what failed;
         the weights are then a mixture, and nothing may be served from them. `progress`: positions that have
-        been computed of each of `streams` that has begun."""
+        been computed of each of `requests` that has begun. `load_s`: how long it took."""
+        began = time.perf_counter()
         try:
             self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]
             _pack_heads_again(self.model_runner.get_model())
         except Exception as error:  # reported, because an HTTP 500 would hide it
             return {"error": f"{type(error).__name__}: {error}"}
-        progress = {} if self._etude_watch is None else self._etude_watch.progress
+        progress = {}
+        if self._etude_watch is not None:
+            self._etude_watch.note_exchange()
+            progress = self._etude_watch.progress
         return {
             "loaded": directory,
-            "progress": {name: progress[name] for name in streams if name in progress},
+            "progress": {name: progress[name] for name in requests if name in progress},
+            "load_s": time.perf_counter() - began,
         }
+
+    def etude_gap(self) -> dict[str, Any]:
+        """`gap_s`: between the last step before the last `etude_load` and the first after it, None if there
+        was none; `step_s`: from one step's begin to the next's before it, on median."""
+        watch = self._etude_watch
+        return {"gap_s": None, "step_s": None} if watch is None else watch.gap()
 
     def etude_take_routes(self, *requests: str) -> dict[str, Any]:
         """Routes of finished requests, which are then forgotten: `{request: {start, shape, dtype, data}}`,
@@ -160,11 +176,42 @@ class _Watch:
         self.progress: OrderedDict[str, int] = OrderedDict()
         """Finished requests are kept for a while: whoever reads their stream may be behind."""
         self.routes: _Routes | None = None
-        self._execute = runner.execute_model
-        runner.execute_model = self._execute_and_note
+        self._began = self._ended = self._exchanged_after = 0.0
+        self._intervals: deque[float] = deque(maxlen=_INTERVALS)
+        self._gap_s: float | None = None
+        self._step_s: float | None = None
+        self._is_exchanged = False
+        self._execute, self._sample = runner.execute_model, runner.sample_tokens
+        runner.execute_model, runner.sample_tokens = self._execute_and_note, self._sample_and_note
+
+    def note_exchange(self) -> None:
+        """The weights are others from now on."""
+        self._step_s = statistics.median(self._intervals) if self._intervals else None
+        self._is_exchanged, self._exchanged_after, self._gap_s = True, self._ended, None
+        self._began = 0.0
+
+    def gap(self) -> dict[str, Any]:
+        """See EtudeWorker.etude_gap."""
+        return {"gap_s": self._gap_s, "step_s": self._step_s}
+
+    def _note_begin(self) -> None:
+        now = time.perf_counter()
+        if self._is_exchanged:
+            self._gap_s, self._is_exchanged = now - self._exchanged_after, False
+        if self._began:
+            self._intervals.append(now - self._began)
+        self._began = now
+
+    def _sample_and_note(self, *arguments: Any, **options: Any) -> Any:
+        result = self._sample(*arguments, **options)
+        self._ended = time.perf_counter()
+        return result
 
     def _execute_and_note(self, scheduled: Any, *arguments: Any, **options: Any) -> Any:
+        if scheduled.total_num_scheduled_tokens:
+            self._note_begin()
         result = self._execute(scheduled, *arguments, **options)
+        self._ended = time.perf_counter()
         if scheduled.total_num_scheduled_tokens:
             starts = _starts(scheduled)
             for request, start in starts.items():

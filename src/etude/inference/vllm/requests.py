@@ -1,0 +1,186 @@
+"""One request in flight: what vLLM is asked, and what becomes of its answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import numpy as np
+from xxhash import xxh3_128_hexdigest
+
+from etude.errors import SamplerError
+from etude.inference.vllm.activations import Activation, History, check_account
+from etude.inference.vllm.answers import Finish, Part, Routes, Tokens
+from etude.inference.vllm.sessions import Session, seed_of
+from etude.records import SampleChunk, SampleRequest, SamplingParams
+
+_ABORT_GRACE_S = 60.0
+"""After an abort vLLM answers at its next step, or when weights have been exchanged; beyond this it is taken
+for dead."""
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Running:
+    """One request in flight."""
+
+    request: SampleRequest
+    session: Session
+    history: History
+    began: int
+    """Activations that had taken place when it was sent."""
+    name: str = field(default_factory=lambda: f"etude-{uuid4().hex}")
+    """How vLLM knows it."""
+    num_prompt: int = 0
+    """Tokens of the prompt."""
+    num_sampled: int = 0
+    """Tokens that have been handed out."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt whose keys were not computed again, once vLLM has said."""
+    routes: Routes | None = None
+    """That came with the answer."""
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def body(self, max_tokens: int, *, alone: bool) -> dict[str, Any]:
+        """For `/inference/v1/generate`. `max_tokens`: the model's window; `alone`: see `_salt`."""
+        request, params = self.request, self.request.params
+        sampling: dict[str, Any] = {
+            "max_tokens": min(params.max_tokens, max_tokens - self.num_prompt),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "min_p": params.min_p,
+            "seed": seed_of(request.rng_key, self.num_prompt),
+            "logprobs": params.top_logprobs,
+            "stop_token_ids": sorted(request.stop_tokens),
+            "ignore_eos": True,
+            "detokenize": bool(request.stop_texts),
+        }
+        if request.stop_texts:
+            sampling |= {"stop": list(request.stop_texts), "include_stop_str_in_output": True}
+        return {
+            "request_id": self.name,
+            "token_ids": self.session.tokens.tolist(),
+            "sampling_params": sampling,
+            "cache_salt": self._salt(alone),
+        }
+
+    async def chunks(self, part: Part) -> list[SampleChunk]:
+        """What has come, cut where the version changes. Waits until each version is verified."""
+        count = len(part.sampled.tokens)
+        end = self.num_sampled + count
+        spans = self.history.spans(self.name, self.num_prompt, self.began, end)
+        if part.spans:
+            check_account(spans, part.spans)
+        chunks: list[SampleChunk] = []
+        for span in spans:
+            start = max(span.start, self.num_sampled)
+            if span.end > start:
+                activation = await self.history.verified(span.label)
+                tokens = part.sampled[start - self.num_sampled : span.end - self.num_sampled]
+                chunks.append(self._chunk(tokens, activation))
+        self.session.append(part.sampled.tokens)
+        self.num_sampled = end
+        return chunks
+
+    def note(self, part: Part) -> bool:
+        """Takes in what a part says beside tokens; returns whether there is more in it."""
+        self.routes = part.routes or self.routes
+        if part.cached_tokens is not None:
+            self.cached_tokens = part.cached_tokens
+        return bool(len(part.sampled.tokens)) or part.finish is not None
+
+    def closing_chunks(
+        self, pending: list[SampleChunk], finish: Finish, routes: Routes | None
+    ) -> list[SampleChunk]:
+        """The last chunks; the very last has the finish, the digest and the routes.
+
+        vLLM says what it had cached when it has answered, so `cached_tokens` is known to the first chunk only
+        where the message comes whole.
+        """
+        session = self.session
+        if not pending:
+            version = self.history.last.version
+            nothing = np.zeros(0, dtype=np.int32)
+            pending = [SampleChunk(nothing, nothing.astype(np.float32), version, version)]
+        if routes is not None:
+            if routes.start > session.routed:
+                raise SamplerError(
+                    "routes of some positions are missing", received=(session.routed, routes.start)
+                )
+            session.routed = routes.start + len(routes.experts)
+        experts, start = (None, 0) if routes is None else (routes.experts, routes.start)
+        if not self.request.streaming:
+            pending[0] = replace(pending[0], cached_tokens=self.cached_tokens)
+        pending[-1] = replace(
+            pending[-1],
+            routes=experts,
+            routes_start=start,
+            finish=finish,
+            prefix_digest=session.settle(),
+        )
+        return pending
+
+    async def unless_stuck(self, work: Awaitable[T]) -> T:
+        """The result of `work`; SamplerError if the request was aborted and vLLM still says nothing."""
+        working = asyncio.ensure_future(work)
+        giving_up = asyncio.ensure_future(self._grace())
+        try:
+            await asyncio.wait({working, giving_up}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise SamplerError("vLLM does not answer to an abort", received=self.request.id)
+            return working.result()
+        finally:
+            for task in (working, giving_up):
+                task.cancel()
+            await asyncio.gather(working, giving_up, return_exceptions=True)
+
+    async def _grace(self) -> None:
+        await self.aborted.wait()
+        await asyncio.sleep(_ABORT_GRACE_S)
+
+    def _salt(self, alone: bool) -> str:
+        """Who may share keys with whom: sessions that began under the same version; and each only with
+        itself where the routes of shared keys would be lost (`alone`)."""
+        session = self.session
+        if session.oldest is None:
+            session.oldest = max(self.began - 1, 0)
+        start = self.history.label_at(session.oldest)
+        # vLLM bounds a salt's length and letters.
+        salt = f"{start}|{session.id}|{session.epoch}" if alone else start
+        return xxh3_128_hexdigest(salt.encode())
+
+    def _chunk(self, tokens: Tokens, activation: Activation) -> SampleChunk:
+        params = self.request.params
+        return SampleChunk(
+            tokens=tokens.tokens,
+            logprobs=tokens.logprobs,
+            version=activation.version,
+            kv_oldest=self.history.oldest(self.session.oldest or 0, activation),
+            raw_logprobs=tokens.logprobs if params.raw_logprobs else None,
+            top_tokens=tokens.top_tokens,
+            top_logprobs=tokens.top_logprobs,
+        )
+
+
+def check_request(request: SampleRequest, has_tokenizer: bool) -> None:
+    """Raises SamplerError for what vLLM cannot do."""
+    params: SamplingParams = request.params
+    is_raw = params.temperature in (0.0, 1.0) and not (params.truncated and params.temperature > 0)
+    if params.raw_logprobs and not is_raw:
+        raise SamplerError(
+            "vLLM reports one kind of log-probabilities, and here it is the processed one",
+            field="raw_logprobs",
+            received=params,
+            fix="ask for them at temperature 1 without truncation, or score the answer",
+        )
+    if request.stop_texts and not has_tokenizer:
+        raise SamplerError(
+            "this replica has no tokenizer",
+            field="stop_texts",
+            received=request.stop_texts,
+            fix="publish snapshots with tokenizer.json beside them, or use stop_tokens",
+        )

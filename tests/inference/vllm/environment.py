@@ -1,0 +1,25 @@
+"""vLLM's own environment, for the tests that run vLLM itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from etude.inference.vllm.servers import CPU_ENVIRONMENT
+
+_BUILDER = Path(__file__).parents[3] / "benchmarks" / "environments.py"
+ENVIRONMENT = CPU_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+
+
+@cache
+def vllm_python() -> Path:
+    """Its interpreter; `python benchmarks/environments.py vllm` makes it. Skips the test where it cannot be
+    made."""
+    built = subprocess.run([sys.executable, _BUILDER, "vllm"], stdout=subprocess.PIPE, text=True, check=False)
+    if built.returncode:
+        pytest.skip("vLLM's environment cannot be made here")
+    return Path(built.stdout.strip().splitlines()[-1])

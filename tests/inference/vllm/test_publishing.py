@@ -1,0 +1,51 @@
+"""What is published is what the given tensors compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from etude.errors import WeightUpdateError
+from etude.inference.vllm import ModelSnapshots, Probe, SnapshotDirectory, open_snapshot
+from etude.model.loading import AnyModel, load_any_model
+from etude.model.transformers_model import TransformersModel
+from etude.records import PolicyVersion
+from tests.inference.vllm.builders import tiny_model
+from tests.model.test_transformers_model import tiny_glm
+
+
+def tied_glm() -> TransformersModel:
+    config = tiny_glm()
+    config.tie_word_embeddings = True
+    return TransformersModel.from_config(config, 0)
+
+
+@pytest.mark.parametrize("make", [lambda: tiny_model(0), tied_glm])
+def test_a_snapshot_holds_the_given_tensors_and_their_probe(make: object, tmp_path: Path) -> None:
+    assert callable(make)
+    model: AnyModel = make()
+    before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    weights = ModelSnapshots(SnapshotDirectory(tmp_path), model)
+    doubled = {name: tensor * 1.5 for name, tensor in before.items()}
+    manifest = weights.publish(PolicyVersion("run", 3), doubled)
+    assert manifest.version.step == 3
+    for name, tensor in model.named_parameters():
+        assert torch.equal(tensor, before[name]), "the model that learns is not touched"
+    snapshot = open_snapshot(manifest)
+    loaded = Probe.of(load_any_model(snapshot.directory))
+    assert snapshot.probe is not None
+    np.testing.assert_allclose(snapshot.probe.logprobs, loaded.logprobs, atol=1e-5)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.copy_(doubled[name])
+    np.testing.assert_allclose(Probe.of(model).logprobs, loaded.logprobs, atol=1e-5)
+
+
+def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
+    weights = ModelSnapshots(SnapshotDirectory(tmp_path), tiny_model(0))
+    with pytest.raises(WeightUpdateError, match="other tensors"):
+        weights.publish(PolicyVersion("run", 0), dict(tiny_model(0, "qwen3").named_parameters()))
+    assert not list(tmp_path.iterdir())
