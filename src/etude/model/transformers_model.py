@@ -21,11 +21,16 @@ from transformers.utils import logging
 from etude.errors import CheckpointError, ConfigError
 from etude.model.attention import PackedAttention
 from etude.model.feed_forward import RouterStatistics
+from etude.model.logprobs import checkpointed_logprobs
 from etude.model.ops import Ops, TorchOps
 from etude.protocols import Attention, Routes
 
 MAX_GROUP_TOKENS = 8192
 """Sequences are computed together up to so many tokens, padding included."""
+_CIRCUMSTANCES = frozenset(
+    {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
+)
+"""Fields of a configuration that change when it is stored and read."""
 _LEAST_SHARE = 0.7
 """A sequence shorter than this share of the group's longest begins another group."""
 
@@ -80,6 +85,12 @@ class TransformersModel(nn.Module):
         return TransformersModel(inner)
 
     @property
+    def config(self) -> Mapping[str, Any]:
+        """What decides the architecture: models with equal ones can hold each other's weights."""
+        values = cast(Any, self.inner).config.to_dict()
+        return {name: value for name, value in values.items() if name not in _CIRCUMSTANCES}
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the output head."""
         return int(cast(Any, self.inner).config.vocab_size)
@@ -126,6 +137,12 @@ class TransformersModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, width] -> logits [N, vocabulary] in float32."""
         return cast(Any, self.inner).get_output_embeddings()(hidden).float()
+
+    def logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """hidden [N, width], tokens [N] -> float32 log-probability of each and entropy (detached) [N]."""
+        return checkpointed_logprobs(
+            self.logits, self.ops.log_softmax, hidden, tokens, temperature, self.vocab_size
+        )
 
     def save(self, directory: Path) -> None:
         """Writes a Hugging Face directory that transformers, vLLM and `load` read."""

@@ -13,8 +13,7 @@ import torch
 from blake3 import blake3
 
 from etude.errors import CheckpointError
-from etude.model.huggingface import load_model, save_model
-from etude.model.qwen3_moe import Qwen3Moe
+from etude.model.loading import AnyModel, load_any_model, save_any_model
 
 _STATE = "state.pt"
 _DIGESTS = "digests.json"
@@ -22,7 +21,7 @@ _DIGESTS = "digests.json"
 
 def save_checkpoint(
     directory: Path,
-    model: Qwen3Moe,
+    model: AnyModel,
     state: Mapping[str, Any] | None = None,
     write_more: Callable[[Path], object] | None = None,
 ) -> None:
@@ -35,7 +34,7 @@ def save_checkpoint(
     partial = directory.with_name(f".{directory.name}.partial")
     if partial.exists():
         shutil.rmtree(partial)
-    save_model(model, partial)
+    save_any_model(model, partial)
     if state is not None:
         torch.save(dict(state), partial / _STATE)
     if write_more is not None:
@@ -62,7 +61,7 @@ def has_checkpoint(directory: Path) -> bool:
     return directory.exists()
 
 
-def load_checkpoint(directory: Path) -> tuple[Qwen3Moe, dict[str, Any] | None]:
+def load_checkpoint(directory: Path) -> tuple[AnyModel, dict[str, Any] | None]:
     """The model and the state of a checkpoint. Raises CheckpointError if a file is missing or damaged."""
     recover_checkpoint(directory)
     path = directory / _DIGESTS
@@ -76,7 +75,7 @@ def load_checkpoint(directory: Path) -> tuple[Qwen3Moe, dict[str, Any] | None]:
             raise CheckpointError(
                 "is damaged", field="checkpoint", received=str(file), fix="resume from an older checkpoint"
             )
-    model = load_model(directory)
+    model = load_any_model(directory)
     state_path = directory / _STATE
     state = torch.load(state_path, weights_only=True) if state_path.exists() else None
     return model, state
