@@ -6,6 +6,7 @@ from etude.config.loading import dump_config, load_config, parse_config
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
 from etude.config.optimizer import OptimizerConfig
+from etude.config.parallel import ParallelConfig
 from etude.config.parity import ParityConfig
 from etude.config.reinforcement import (
     Baseline,
@@ -39,6 +40,7 @@ __all__ = [
     "ModelConfig",
     "Normalizer",
     "OptimizerConfig",
+    "ParallelConfig",
     "ParityConfig",
     "RewardConfig",
     "RlConfig",

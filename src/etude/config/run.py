@@ -10,6 +10,7 @@ from etude.config.base import Section
 from etude.config.engine import EngineConfig
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
+from etude.config.parallel import ParallelConfig
 from etude.config.parity import ParityConfig
 from etude.config.reinforcement import RlConfig
 
@@ -133,6 +134,8 @@ class RunConfig(Section):
     """Mid-training."""
     rl: RlConfig = RlConfig()
     """Reinforcement learning."""
+    parallel: ParallelConfig = ParallelConfig()
+    """The processes that take its optimiser steps."""
     parity: ParityConfig = ParityConfig()
     """The gate between trainer and engine."""
     evaluation: EvaluationConfig = EvaluationConfig()
