@@ -91,7 +91,7 @@ def read_conversation(body: Mapping[str, Any]) -> tuple[tuple[Message, ...], boo
     listed = objects(body.get("messages"), "messages")
     system, messages = read_messages(listed)
     if not messages:
-        raise wrong("messages", f"{len(listed)} of the system's", "messages with one of the user's")
+        raise wrong("messages", "the system's alone" if listed else "none", "some, with one of the user's")
     return (Opening(system, tools), *messages), bool(tools)
 
 
