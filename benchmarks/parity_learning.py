@@ -1,0 +1,279 @@
+"""The same RL run with an exact engine, and with one that computes from rounded weights.
+
+The task: read symbols, write each one's partner. A small mixture of experts first learns it from examples,
+half of them wrong, so that it is right half of the time; RL has to bring it to always. All arms begin with
+the same weights and see, for a seed, the same prompts and noise; they differ in what the trainer is told.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.config import ModelConfig, RlConfig
+from etude.inference import Engine
+from etude.model import LanguageModel, build_model
+from etude.model.kernels.invariant import InvariantOps
+from etude.model.scoring import PackedSequences, packed_logprobs
+from etude.records import (
+    Group,
+    PolicyVersion,
+    RewardBreakdown,
+    SampleChunk,
+    SampleRequest,
+    SamplingParams,
+    Segment,
+    Status,
+    Trajectory,
+    TrajectoryId,
+    VersionSpan,
+)
+from etude.store.blobs import MemoryBlobs
+from etude.training import RlTrainer
+from etude.training.parity import compare_logprobs
+from etude.weights import MemoryWeights
+
+SYMBOLS, LENGTH = 24, 12
+VOCAB = 32
+_START, _MIDDLE = 30, 31
+_CONFIG = ModelConfig(
+    hidden_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    num_experts=16,
+    experts_per_token=2,
+    expert_size=32,
+    max_positions=64,
+)
+_GROUPS, _GROUP_SIZE = 8, 8
+_HELDOUT = 64
+_EVERY = 5
+"""Steps between two evaluations."""
+_WRONG = 0.5
+"""Share of wrong symbols in the examples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way of training."""
+
+    rounded: bool
+    """Whether the engine samples from weights rounded to 8 bits (e4m3, one scale per tensor)."""
+    replay: bool
+    """Whether the engine's experts are replayed."""
+    corrected: bool
+    """Whether the trainer is told with which log-probabilities the engine sampled; otherwise it takes its own
+    for those, as a trainer does that computes them anew."""
+
+
+ARMS: Mapping[str, Arm] = {
+    "exact": Arm(rounded=False, replay=True, corrected=True),
+    "rounded, replay and correction": Arm(rounded=True, replay=True, corrected=True),
+    "rounded, correction alone": Arm(rounded=True, replay=False, corrected=True),
+    "rounded, neither": Arm(rounded=True, replay=False, corrected=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What one run came to."""
+
+    steps: list[int]
+    accuracy: list[float]
+    """Share of right symbols on unseen prompts, sampled by the exact model."""
+    k3: list[float]
+    """Of each step: trainer against engine, at the tokens that were sampled."""
+    elapsed_s: float
+
+
+def partners() -> NDArray[np.int32]:
+    """[SYMBOLS] each symbol's partner."""
+    return np.random.default_rng(9).permutation(SYMBOLS).astype(np.int32)
+
+
+def prompts(count: int, seed: int) -> NDArray[np.int32]:
+    """[count, LENGTH + 2]"""
+    symbols = np.random.default_rng((17, seed)).integers(0, SYMBOLS, (count, LENGTH))
+    ends = np.full((count, 1), _START), np.full((count, 1), _MIDDLE)
+    return np.concatenate((ends[0], symbols, ends[1]), axis=1).astype(np.int32)
+
+
+@functools.cache
+def beginner(num_steps: int) -> Mapping[str, Tensor]:
+    """Weights of a model that has seen `num_steps` batches of examples."""
+    torch.manual_seed(0)
+    model = build_model(_CONFIG, VOCAB)
+    model.initialise(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    rng = np.random.default_rng(3)
+    for step in range(num_steps):
+        given = prompts(64, 1_000_000 + step)
+        answers = partners()[given[:, 1:-1]]
+        wrong = rng.random(answers.shape) < _WRONG
+        answers = np.where(wrong, rng.integers(0, SYMBOLS, answers.shape), answers).astype(np.int32)
+        batch = PackedSequences.pack(list(np.concatenate((given, answers), axis=1)))
+        rows = torch.arange(len(batch.tokens)).view(64, -1)[:, LENGTH + 2 :].flatten()
+        logprobs, _ = packed_logprobs(model, batch, rows)
+        optimizer.zero_grad()
+        (-logprobs.mean()).backward()
+        optimizer.step()
+    return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+
+
+def learn(name: str, seed: int, num_steps: int, first: Mapping[str, Tensor], rate: float) -> Curve:
+    """One run of an arm."""
+    return _Run(ARMS[name], seed, num_steps, first, rate).go()
+
+
+class _Run:
+    def __init__(self, arm: Arm, seed: int, num_steps: int, first: Mapping[str, Tensor], rate: float) -> None:
+        self.arm, self.seed, self.num_steps = arm, seed, num_steps
+        self.model = _model_with(first)
+        if not arm.rounded:
+            self.model.ops = InvariantOps()
+        self.blobs = MemoryBlobs()
+        config = RlConfig.model_validate(
+            {
+                "num_steps": num_steps,
+                "groups_per_step": _GROUPS,
+                "group_size": _GROUP_SIZE,
+                "updates_per_step": 1,
+                "router_replay": "r3" if arm.replay else "off",
+                "loss": {"kind": "cispo", "normalizer": "tokens"},
+                "optimizer": {"learning_rate": rate, "warmup_steps": 0, "decay_share": 0.0},
+            }
+        )
+        self.trainer = RlTrainer(self.model, config, "parity", MemoryWeights(), self.blobs.get)
+        self.engine = _new_engine()
+        self.judge = _new_engine()
+        self.k3: list[float] = []
+
+    def go(self) -> Curve:
+        began = time.perf_counter()
+        curve = Curve([], [], self.k3, 0.0)
+        for step in range(self.num_steps + 1):
+            if step % _EVERY == 0:
+                curve.steps.append(step)
+                curve.accuracy.append(self._accuracy())
+            if step < self.num_steps:
+                self.trainer.step(self._collect(step))
+        return Curve(curve.steps, curve.accuracy, self.k3, time.perf_counter() - began)
+
+    def _collect(self, step: int) -> list[Group]:
+        version = self._serve(self.engine, rounded=self.arm.rounded)
+        given = np.repeat(prompts(_GROUPS, 10_000 * self.seed + step), _GROUP_SIZE, axis=0)
+        chunks = _sample(self.engine, list(given), (self.seed, step))
+        tokens = [np.concatenate((p, c.tokens)) for p, c in zip(given, chunks, strict=True)]
+        own = [scores.logprobs for scores in self.trainer.score(tokens)]
+        first = LENGTH + 2
+        sampled = [np.concatenate((np.zeros(1, np.float32), c.logprobs)) for c in chunks]
+        self.k3.append(compare_logprobs([one[first - 1 :] for one in own], sampled).k3)
+        members = [
+            self._member(f"{step}/{number}", tokens[number], chunk, own[number], version)
+            for number, chunk in enumerate(chunks)
+        ]
+        return [
+            Group(f"{step}/{g}", "task", _GROUP_SIZE, tuple(members[g * _GROUP_SIZE : (g + 1) * _GROUP_SIZE]))
+            for g in range(_GROUPS)
+        ]
+
+    def _member(
+        self,
+        name: str,
+        tokens: NDArray[np.int32],
+        chunk: SampleChunk,
+        own: NDArray[np.float32],
+        version: PolicyVersion,
+    ) -> Trajectory:
+        first, length = LENGTH + 2, len(tokens)
+        logprobs = np.zeros(length, dtype=np.float32)
+        logprobs[first:] = chunk.logprobs if self.arm.corrected else own[first:]
+        assert chunk.routes is not None and chunk.routes_start == 0
+        routes = np.concatenate((chunk.routes, chunk.routes[-1:]))  # the last token's are never used
+        segment = Segment(
+            id=name,
+            trajectory_id=name,
+            tokens=tokens,
+            sampled=np.arange(length) >= first,
+            logprobs=logprobs,
+            version_spans=(VersionSpan(0, length, version),),
+            kv_oldest_spans=(VersionSpan(0, length, version),),
+            turn_spans=(),
+            sampling=SamplingParams(max_tokens=LENGTH),
+            tokenizer_digest="parity",
+            template_digest="parity",
+            routes=self.blobs.put(routes),
+        )
+        right = float(np.mean(tokens[first:] == partners()[tokens[1 : first - 1]]))
+        step, number = (int(part) for part in name.split("/"))
+        identity = TrajectoryId("parity", f"t{step}-{number // _GROUP_SIZE}", 0, step, number)
+        return Trajectory(identity, (segment,), (), Status.DONE, reward=RewardBreakdown(right))
+
+    def _accuracy(self) -> float:
+        self._serve(self.judge, rounded=False)
+        given = prompts(_HELDOUT, 77_777_777)
+        chunks = _sample(self.judge, list(given), (123,))
+        answers = np.stack([chunk.tokens for chunk in chunks])
+        return float(np.mean(answers == partners()[given[:, 1:-1]]))
+
+    def _serve(self, engine: Engine, *, rounded: bool) -> PolicyVersion:
+        version = self.trainer.publish().version
+        tensors: dict[str, Tensor] = {
+            name: to_eight_bits(tensor) if rounded else tensor.detach()
+            for name, tensor in self.model.named_parameters()
+        }
+        engine.stage(version, tensors)
+        engine.activate(version, "recompute")
+        return version
+
+
+@torch.no_grad()
+def to_eight_bits(tensor: Tensor) -> Tensor:
+    """Matrices rounded to e4m3 with one scale for the tensor; vectors as they are."""
+    if tensor.ndim < 2:
+        return tensor.detach()
+    scale = tensor.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+    return (tensor / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def _model_with(weights: Mapping[str, Tensor]) -> LanguageModel:
+    model = build_model(_CONFIG, VOCAB)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model
+
+
+def _new_engine() -> Engine:
+    return Engine(_CONFIG, VOCAB, _GROUPS * _GROUP_SIZE, 2 * LENGTH + 3, kernels="native")
+
+
+def sample_on(engine: Engine, given: Sequence[NDArray[np.int32]], num_tokens: int) -> list[NDArray[np.int32]]:
+    """Each prompt with `num_tokens` sampled behind it."""
+    chunks = _sample(engine, given, (0,), num_tokens)
+    return [np.concatenate((prompt, chunk.tokens)) for prompt, chunk in zip(given, chunks, strict=True)]
+
+
+def _sample(
+    engine: Engine, given: Sequence[NDArray[np.int32]], key: tuple[int, ...], num_tokens: int = LENGTH
+) -> list[SampleChunk]:
+    """What is sampled behind each prompt."""
+    params = SamplingParams(max_tokens=num_tokens)
+    for number, prompt in enumerate(given):
+        session = f"s{number}"
+        engine.close(session)
+        engine.submit(SampleRequest(session, session, prompt, params, frozenset(), (*key, number)))
+    answers: dict[str, SampleChunk] = {}
+    while engine.has_work:
+        for answer in engine.step():
+            (answers[answer.request.id],) = answer.chunks
+    return [answers[f"s{number}"] for number in range(len(given))]

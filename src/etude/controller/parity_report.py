@@ -1,0 +1,206 @@
+"""Trainer against engine, for any checkpoint: what `etude doctor parity` and the benchmark measure.
+
+    sessions ──sample──> tokens, log-probabilities, routes   (decoding: what rollouts hand to the trainer)
+             ──score───> log-probabilities, routes           (prefill: what the gate of a run compares)
+
+Both are compared with the trainer's own scores of the same tokens: with experts chosen by its own router, and
+with those that the engine recorded, which is how a run trains unless told otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from etude.errors import ConfigError
+from etude.model import LanguageModel, RecordedRoutes, missing_route
+from etude.model.loading import AnyModel
+from etude.model.scoring import PackedSequences, device_of, score_sequences
+from etude.protocols import Sampler
+from etude.records import SampleChunk, SampleRequest, SamplingParams
+from etude.rollout.together import run_together
+from etude.training.parity import ParityFigures, compare_logprobs
+
+SCORED, SAMPLED = "scored", "sampled"
+REPLAYED = ", routes replayed"
+_PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlayedSequence:
+    """One session's tokens [T], and what the engine said of them."""
+
+    tokens: NDArray[np.int32]
+    num_prompt: int
+    sampled_logprobs: NDArray[np.float32]
+    """[T - num_prompt] as sampled."""
+    sampled_routes: NDArray[Any] | None
+    """[T, MoE layers, top_k]: `missing_route` where nothing was recorded, as for the last token."""
+    scored_logprobs: NDArray[np.float32]
+    """[T] as a prompt."""
+    scored_routes: NDArray[Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class ParityReport:
+    """Figures by comparison."""
+
+    figures: dict[str, ParityFigures] = field(default_factory=dict[str, ParityFigures])
+    """`scored` and `sampled`, each also with routes replayed in a mixture of experts."""
+    routes_differing: float | None = None
+    """Share of (position, layer) at which trainer and engine choose other experts; None for dense models."""
+
+    @property
+    def deciding(self) -> dict[str, ParityFigures]:
+        """The comparisons that a run depends on: those with replay, where there are routes."""
+        replayed = {name: one for name, one in self.figures.items() if name.endswith(REPLAYED)}
+        return replayed or self.figures
+
+    def passes(self, limit: float, *, exact: bool = False) -> bool:
+        """Whether all deciding figures pass; `exact`: whether all comparisons are equal bit for bit."""
+        if exact:
+            return all(figures.exact for figures in self.figures.values())
+        return all(figures.passes(limit) for figures in self.deciding.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """All figures, and the share of routes that differ."""
+        figures = {name: one.to_json() for name, one in self.figures.items()}
+        return {"figures": figures, "routes_differing": self.routes_differing}
+
+
+async def play(
+    sampler: Sampler, prompts: Sequence[NDArray[np.int32]], num_tokens: int
+) -> list[PlayedSequence]:
+    """Samples each prompt on to `num_tokens` tokens in all, side by side, and then scores the whole of each.
+
+    The sampler must serve one version all the while. Raises SamplerError.
+    """
+    played = await run_together(
+        _sample(sampler, number, prompt, num_tokens - len(prompt)) for number, prompt in enumerate(prompts)
+    )
+    sequences: list[PlayedSequence] = []
+    for prompt, chunks in zip(prompts, played, strict=True):
+        tokens = np.concatenate([prompt, *(chunk.tokens for chunk in chunks)]).astype(np.int32)
+        scores = await sampler.score(tokens, chunks[-1].version)
+        sequences.append(
+            PlayedSequence(
+                tokens,
+                len(prompt),
+                np.concatenate([chunk.logprobs for chunk in chunks]),
+                _assemble_routes(chunks, len(tokens)),
+                scores.logprobs,
+                scores.routes,
+            )
+        )
+    return sequences
+
+
+def compare(
+    model: AnyModel, played: Sequence[PlayedSequence], micro_batch_sequences: int = 8
+) -> ParityReport:
+    """Scores what was played by the trainer's model, so many sequences at a time."""
+    tokens = [sequence.tokens for sequence in played]
+    scorer = cast(LanguageModel, model)  # TransformersModel answers the same calls
+
+    def trainer(routes: list[NDArray[Any]] | None) -> list[NDArray[np.float32]]:
+        scored: list[NDArray[np.float32]] = []
+        for start in range(0, len(tokens), micro_batch_sequences):
+            part = slice(start, start + micro_batch_sequences)
+            scored += score_sequences(scorer, tokens[part], routes=None if routes is None else routes[part])
+        return scored
+
+    figures: dict[str, ParityFigures] = {}
+    scored_routes = [s.scored_routes for s in played if s.scored_routes is not None]
+    sampled_routes = [s.sampled_routes for s in played if s.sampled_routes is not None]
+    own = trainer(None)
+    figures[SCORED] = compare_logprobs(own, [s.scored_logprobs for s in played])
+    figures[SAMPLED] = _compare_sampled(own, played)
+    if len(scored_routes) == len(sampled_routes) == len(played):
+        figures[SCORED + REPLAYED] = compare_logprobs(
+            trainer(scored_routes), [s.scored_logprobs for s in played]
+        )
+        figures[SAMPLED + REPLAYED] = _compare_sampled(trainer(sampled_routes), played)
+    differing = None
+    if scored_routes and isinstance(model, LanguageModel):
+        differing = _share_differing(_own_routes(model, tokens), scored_routes)
+    return ParityReport(figures, differing)
+
+
+def random_prompts(vocab_size: int, num_sequences: int, seed: int) -> list[NDArray[np.int32]]:
+    """Short prompts of random tokens: for checkpoints of which nothing else is known."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, _PROMPT_TOKENS).astype(np.int32) for _ in range(num_sequences)]
+
+
+def text_prompts(tokens: NDArray[np.int32], num_sequences: int, length: int) -> list[NDArray[np.int32]]:
+    """`num_sequences` pieces of up to `length` tokens from all over a text. Raises ConfigError for one that
+    is too short to have so many."""
+    if len(tokens) < 2 * num_sequences:
+        raise ConfigError(
+            f"too short for {num_sequences} prompts",
+            field="--text",
+            received=f"{len(tokens)} tokens",
+            fix="name a longer text, or ask for fewer --sequences",
+        )
+    step = len(tokens) // num_sequences
+    return [tokens[i * step : i * step + min(step, length)] for i in range(num_sequences)]
+
+
+async def _sample(
+    sampler: Sampler, number: int, prompt: NDArray[np.int32], max_tokens: int
+) -> list[SampleChunk]:
+    session = f"parity-{number}"
+    params = SamplingParams(max_tokens=max_tokens)
+    request = SampleRequest(session, session, prompt, params, frozenset(), (0, number))
+    sampler.open(session)
+    try:
+        return [chunk async for chunk in sampler.stream(request)]
+    finally:
+        sampler.close(session)
+
+
+def _assemble_routes(chunks: Sequence[SampleChunk], length: int) -> NDArray[Any] | None:
+    """The routes that came with the chunks, for every position; later ones replace earlier ones."""
+    told = [(chunk.routes_start, chunk.routes) for chunk in chunks if chunk.routes is not None]
+    if not told:
+        return None
+    first = told[0][1]
+    missing = missing_route(torch.from_numpy(first).dtype)
+    routes = np.full((length, *first.shape[1:]), missing, dtype=first.dtype)
+    for start, rows in told:
+        routes[start : start + len(rows)] = rows
+    return routes
+
+
+def _compare_sampled(
+    trainer: Sequence[NDArray[np.float32]], played: Sequence[PlayedSequence]
+) -> ParityFigures:
+    """Over sampled tokens alone; the entry before them takes the place of the first, which nobody scores."""
+    ours = [scores[s.num_prompt - 1 :] for scores, s in zip(trainer, played, strict=True)]
+    theirs = [np.concatenate(([np.float32(0)], s.sampled_logprobs)) for s in played]
+    return compare_logprobs(ours, theirs)
+
+
+@torch.no_grad()
+def _own_routes(model: LanguageModel, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[Any]]:
+    """[T, MoE layers, top_k] of each, as the model's router chooses them."""
+    routes: list[NDArray[Any]] = []
+    for tokens in sequences:
+        batch, recorder = PackedSequences.pack([tokens], device_of(model)), RecordedRoutes.of(model.config)
+        model(batch.tokens, batch.positions, model.ops.packed_attention(batch.attention), recorder)
+        routes.append(recorder.take().cpu().numpy())
+    return routes
+
+
+def _share_differing(ours: Sequence[NDArray[Any]], theirs: Sequence[NDArray[Any]]) -> float:
+    """Share of (position, layer) at which the sets of experts differ, whatever their order."""
+    differ = [
+        (np.sort(a, axis=-1) != np.sort(b, axis=-1)).any(axis=-1).ravel()
+        for a, b in zip(ours, theirs, strict=True)
+    ]
+    return float(np.concatenate(differ).mean())
