@@ -12,14 +12,16 @@ from etude.model.ops import Ops
 from etude.protocols import Attention, Routes
 
 
-@dataclass(slots=True)
 class RouterStatistics:
     """What the load-balancing loss needs, per layer that routes."""
 
-    probabilities: list[Tensor]
-    """[experts] mean router probability, differentiable."""
-    shares: list[Tensor]
-    """[experts] share of the assignments."""
+    # Not a dataclass: on the way into a block, FSDP2 rebuilds those that hold differentiable tensors, and
+    # what the block then adds is lost.
+    def __init__(self, probabilities: list[Tensor], shares: list[Tensor]) -> None:
+        self.probabilities = probabilities
+        """[experts] mean router probability, differentiable."""
+        self.shares = shares
+        """[experts] share of the assignments."""
 
     def balance_loss(self) -> Tensor:
         """Mean over layers of experts * sum(share * probability) (Switch Transformer, Fedus et al. 2021);
