@@ -72,6 +72,10 @@ class LanguageModel(nn.Module):
         """hidden [N, width] -> logits [N, vocabulary] in float32."""
         return self.ops.logits(hidden, self.head)
 
+    def logprobs(self, hidden: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """hidden [N, width], tokens [N] -> float32 log-probability of each and entropy (detached) [N]."""
+        return self.ops.logprobs(hidden, self.head, tokens, temperature)
+
     def cast(self, dtype: torch.dtype) -> LanguageModel:
         """Changes the type of the weights in place and returns the model; router biases stay float32."""
         self.to(dtype)

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from etude.model.attention import PackedAttention
+from etude.model.logprobs import checkpointed_logprobs, head_logprobs
 from etude.model.permute import dispatch, permute
 from etude.model.rows import PackedRows
 from etude.protocols import Attention
@@ -84,6 +85,15 @@ class Ops(Protocol):
     def log_softmax(self, logits: Tensor) -> Tensor:
         """Over the last dimension of [N, vocabulary]."""
         return logits.log_softmax(dim=-1)
+
+    def logprobs(
+        self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """hidden [N, width], head [vocabulary, width], tokens [N] -> log-probability of each and entropy
+        (detached) [N], of logits divided by `temperature`; all logits are never held at once."""
+        return checkpointed_logprobs(
+            lambda rows: self.logits(rows, head), self.log_softmax, hidden, tokens, temperature, len(head)
+        )
 
     def packed_attention(self, attention: PackedAttention) -> Attention[Tensor]:
         """What computes attention over a packed batch, for the reference that does."""
@@ -163,3 +173,9 @@ class TorchOps(Ops):
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         """See Ops."""
         return F.linear(hidden.float(), head.float())
+
+    def logprobs(
+        self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """See Ops."""
+        return head_logprobs(hidden, head, tokens, temperature)

@@ -77,7 +77,7 @@ def packed_logprobs(
     routes: Tensor | Routes[Tensor] | None = None,
     statistics: RouterStatistics | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability [N] and entropy [N] at each of `targets` [N].
+    """Log-probability [N] and entropy [N], which is detached, at each of `targets` [N].
 
     `targets` are rows of the packed batch whose token is to be scored given those before it: never the
     first row of a sequence. `routes` [T, layers, top_k] replays recorded experts; or it chooses itself, in
@@ -98,14 +98,7 @@ def _row_logprobs(model: LanguageModel, rows: PackedRows, temperature: float) ->
     hidden = model(
         rows.tokens, rows.positions, rows.attention, rows.routes, rows.statistics, wanted=rows.wanted
     )
-    logits = model.logits(hidden)
-    if temperature != 1.0:
-        logits = logits / temperature
-    log_distribution = model.ops.log_softmax(logits)
-    chosen = log_distribution.gather(-1, rows.following[:, None]).squeeze(-1)
-    with torch.no_grad():
-        entropy = -(log_distribution.exp() * log_distribution).sum(-1)
-    return chosen, entropy
+    return model.logprobs(hidden, rows.following, temperature)
 
 
 @torch.no_grad()
