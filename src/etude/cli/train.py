@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,17 +33,25 @@ def train_command(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Short for --set seed=N.")] = None,
     name: Annotated[str | None, typer.Option(help="Short for --set name=NAME.")] = None,
+    from_log: Annotated[
+        Path | None,
+        typer.Option("--from-log", metavar="RUN", help="Short for --set rl.stream.source=RUN: no sampling."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Train an agent: mid-training, reinforcement learning, evaluation before and after."""
-    settings = _merge(overrides or [], seed, name)
+    settings = _merge(overrides or [], seed, name, from_log)
     run_config = load_config(config, settings)
     # Heavy: torch comes with it.
+    from etude.controller.recorded import settle_recorded, train_recorded
     from etude.controller.starting import check_start
     from etude.controller.train import train
     from etude.observe.report import build_report
 
+    recorded = bool(run_config.rl.stream.source)
+    if recorded:
+        run_config = settle_recorded(run_config)
     if resume:
         run = _resumed(run_config)
     else:
@@ -50,7 +59,7 @@ def train_command(
         run = RunDirectory.create(run_config)
 
     try:
-        report = train(run_config, run, open_observer(), resume)
+        report = (train_recorded if recorded else train)(run_config, run, open_observer(), resume)
         build_report(run)
     except KeyboardInterrupt:
         command = shlex.join(_resume_command(config, settings))
@@ -59,6 +68,8 @@ def train_command(
         raise typer.Exit(EXIT_INTERRUPTED) from None
     if as_json:
         print_json(report)
+    elif recorded:
+        print_recorded(run, report)
     else:
         print_result(run, report)
 
@@ -80,10 +91,26 @@ def print_result(run: RunDirectory, report: dict[str, Any]) -> None:
     print_suggestions(console, next_steps(report, str(run.path), program()))
 
 
-def _merge(overrides: list[str], seed: int | None, name: str | None) -> list[str]:
+def print_recorded(run: RunDirectory, report: dict[str, Any]) -> None:
+    """What a run on recorded trajectories came to, for people."""
+    console = output_console()
+    passed = ", ".join(f"{count} {reason}" for reason, count in sorted(report["passed_groups"].items()))
+    console.print(
+        f"{report['rl_steps']} steps on {report['trained_groups']} groups of {report['source']}; "
+        f"passed over: {passed or 'none'}",
+        style="bold",
+        markup=False,
+    )
+    console.print(f"model   {run.checkpoints / 'final'}", markup=False, soft_wrap=True)
+    console.print(f"report  {run.html_file}", markup=False, soft_wrap=True)
+
+
+def _merge(overrides: list[str], seed: int | None, name: str | None, from_log: Path | None) -> list[str]:
     """The overrides with the short forms appended, which so win."""
+    texts = {"name": name, "rl.stream.source": from_log}
     short = [] if seed is None else [f"seed={seed}"]
-    return [*overrides, *short, *([] if name is None else [f'name="{name}"'])]
+    short += [f"{key}={json.dumps(str(text))}" for key, text in texts.items() if text is not None]
+    return [*overrides, *short]
 
 
 def _resumed(config: RunConfig) -> RunDirectory:

@@ -155,6 +155,10 @@ class RlConfig(Section):
     replay_min_share: float = Field(default=0.0, ge=0, le=1)
     """A replayed expert whose score is below this share of the router's own last choice is replaced by the
     router's best that is not replayed; 0: never."""
+    keep_routes: bool = False
+    """Keep the recorded experts with the run's trajectories, so that others can train on them with `r3`:
+    about layers times experts per token bytes for each token. Off, they are let go once they are trained
+    on."""
     level_weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
     """How often tasks of each level are drawn."""
     train_summaries: bool = True

@@ -107,6 +107,13 @@ class FileBlobs:
         return _checked(array, ref)
 
 
+class KeptBlobs(FileBlobs):
+    """Files of a run that keeps what it has trained on."""
+
+    def discard(self, ref: BlobRef) -> None:
+        """Keeps the array: whoever trains on the run's trajectories later needs it."""
+
+
 def _portable(array: NDArray[Any]) -> NDArray[Any]:
     """The array in little-endian order. Raises StoreError for anything but numbers and booleans."""
     if array.dtype.kind not in "biufc":

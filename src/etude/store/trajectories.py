@@ -118,6 +118,18 @@ class TrajectoryLog:
         for path in list(self._list_parts()):
             yield from _load(path, lambda data: decode_part(data, wanted if filtered else None))
 
+    def part_names(self) -> list[str]:
+        """Names of the parts in the order of storage, those that another process has added since included.
+
+        A part never changes, and new ones come last: its name and a place in it are a position in the log.
+        """
+        self._parts = None
+        return [path.name for path in self._list_parts()]
+
+    def read_part(self, name: str) -> list[Group]:
+        """The groups of one part. Raises StoreError where it is missing or damaged."""
+        return _load(self._directory / name, decode_part)
+
     def summaries(self) -> Iterator[TrajectorySummary]:
         """Yields one line per stored trajectory, in order. Raises StoreError on damage."""
         for path in list(self._list_parts()):

@@ -106,6 +106,23 @@ def take_groups(
     return Intake(taken, reader.skipped)
 
 
+def graded_reward(member: Trajectory) -> RewardBreakdown | Skipped:
+    """What a trajectory earned, or why it counts for nothing."""
+    if member.status is Status.INFRASTRUCTURE:
+        return Skipped.INFRASTRUCTURE
+    if member.reward is None:
+        return Skipped.UNGRADED
+    terms = (member.reward.task, *member.reward.terms.values())
+    return member.reward if all(math.isfinite(term) for term in terms) else Skipped.REWARD
+
+
+def advantages_of(rewards: Sequence[RewardBreakdown], config: RlConfig) -> NDArray[np.float32]:
+    """[members] what multiplies the loss of each graded member of a group."""
+    if config.algorithm == "rejection_sampling":
+        return np.array([float(reward.task == 1.0) for reward in rewards], dtype=np.float32)
+    return group_advantages(rewards, config.baseline)
+
+
 class _Reader:
     """Reads the groups of one step."""
 
@@ -124,27 +141,18 @@ class _Reader:
         if not graded:
             self.skipped[Skipped.EMPTY_GROUP] += 1
             return None
-        advantages = self._advantages([reward for _, reward in graded])
+        advantages = advantages_of([reward for _, reward in graded], self._config)
         if not advantages.any():
             self.skipped[Skipped.NO_VARIANCE] += 1
         pairs = zip(graded, advantages, strict=True)
         return TrainingGroup(tuple(self._chain(member, float(value)) for (member, _), value in pairs))
 
     def _graded(self, member: Trajectory) -> RewardBreakdown | None:
-        if member.status is Status.INFRASTRUCTURE:
-            self.skipped[Skipped.INFRASTRUCTURE] += 1
-        elif member.reward is None:
-            self.skipped[Skipped.UNGRADED] += 1
-        elif not all(math.isfinite(term) for term in (member.reward.task, *member.reward.terms.values())):
-            self.skipped[Skipped.REWARD] += 1
-        else:
-            return member.reward
-        return None
-
-    def _advantages(self, rewards: list[RewardBreakdown]) -> NDArray[np.float32]:
-        if self._config.algorithm == "rejection_sampling":
-            return np.array([float(reward.task == 1.0) for reward in rewards], dtype=np.float32)
-        return group_advantages(rewards, self._config.baseline)
+        found = graded_reward(member)
+        if isinstance(found, Skipped):
+            self.skipped[found] += 1
+            return None
+        return found
 
     def _chain(self, member: Trajectory, advantage: float) -> tuple[TrainingSequence, ...]:
         masks = _trained(member.segments, self._config.train_summaries)

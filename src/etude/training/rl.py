@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from etude.config import RlConfig
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, ConfigError
 from etude.model import Qwen3Moe, RouterStatistics
 from etude.model.scoring import PackedSequences, device_of, packed_logprobs, score_sequences
 from etude.records import Group, PolicyVersion, Scores, WeightManifest
 from etude.training.batches import TrainingSequence, Update, describe_batch, split_updates
 from etude.training.checkpoint import load_checkpoint, save_checkpoint
+from etude.training.feedback import Feedback, Lessons
 from etude.training.intake import ModelLimits, RouteFetcher, take_groups
 from etude.training.loss import Rows, policy_loss
 from etude.training.meter import StepMeter
@@ -48,11 +49,20 @@ class RlTrainer:
         micro_batch_tokens: int = MICRO_BATCH_TOKENS,
         ranks: Ranks | None = None,
         offending: OffendingBatches | None = None,
+        feedback: Feedback | None = None,
     ) -> None:
         """`lineage` names the run; version 0 is the model as given. `micro_batch_tokens`: most tokens in one
         forward pass (or one sequence); it decides memory and speed, not the update. `ranks`: the processes
         that train the same model; every one of them takes the same groups. `offending`: where batches go
-        whose gradient is not finite."""
+        whose gradient is not finite. `feedback`: needed where `rl.feedback.weight` is above 0."""
+        if config.feedback.weight > 0 and feedback is None:
+            raise ConfigError(
+                "textual feedback needs the renderer of the run's sessions",
+                field="rl.feedback.weight",
+                received=config.feedback.weight,
+                fix="give RlTrainer the Feedback that open_feedback makes",
+            )
+        self._feedback = feedback if config.feedback.weight > 0 else None
         self.model = model
         self._config = config
         self._weights = weights
@@ -81,10 +91,11 @@ class RlTrainer:
         meter = StepMeter(updates)
         updates = [[s for s in update if self._has_gradient(s)] for update in updates]
         ledger = RouteLedger(sequence.segment_id for update in updates for sequence in update)
-        later = [self._with_old_policy(update) for update in updates[1:]]
-        for update in [*updates[:1], *later]:
-            if update:
-                self._update(update, meter, ledger)
+        lessons = Lessons(self._feedback, groups, limits.max_positions, len(updates))
+        updates[1:] = [self._with_old_policy(update) for update in updates[1:]]
+        for number, update in enumerate(updates):
+            if update or lessons.examples[number]:
+                self._update(update, meter, ledger, lessons, number)
         ledger.close()
         self._version = PolicyVersion(self._version.lineage, self._version.step + 1)
         return {
@@ -92,6 +103,7 @@ class RlTrainer:
             "skipped_updates": float(self._optimizer.num_skipped),
             **{f"skipped_{reason}": float(count) for reason, count in sorted(intake.skipped.items())},
             **meter.summary(self._ranks.all_reduce_),
+            **lessons.summary(self._ranks.all_reduce_),
         }
 
     def whole_model(self) -> Qwen3Moe:
@@ -139,8 +151,10 @@ class RlTrainer:
         if self._reference is not None and "reference" in state:
             self._ranks.load_whole(self._reference, state["reference"])
 
-    def _update(self, update: Update, meter: StepMeter, ledger: RouteLedger) -> None:
-        """One optimiser update."""
+    def _update(
+        self, update: Update, meter: StepMeter, ledger: RouteLedger, lessons: Lessons, number: int
+    ) -> None:
+        """The optimiser update of this number."""
         num_tokens = sum(len(sequence.tokens) for sequence in update)
         shares = self._shares(update)
         own = {index for share in shares if share.weight for index in share.indices}
@@ -153,11 +167,14 @@ class RlTrainer:
                     ledger.consume(sequence.segment_id)
             batch_share = sum(len(sequence.tokens) for sequence in sequences) / num_tokens
             self._accumulate(sequences, share.weight, batch_share, meter)
+        lessons.teach(number, self.model, self._ranks, self._micro_batch_tokens, self._config.temperature)
         norm = self._optimizer.step(lambda: describe_batch(update[index] for index in sorted(own)))
         meter.add_update(norm, num_tokens)
 
     def _shares(self, update: Update) -> list[Share]:
         """This rank's micro-batches."""
+        if not update:
+            return []
         lengths = [len(sequence.tokens) for sequence in update]
         plan = pack_sequences(lengths, self._micro_batch_tokens, self._ranks.world_size)
         return self._ranks.share(plan)

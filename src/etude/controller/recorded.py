@@ -1,0 +1,184 @@
+"""Reinforcement learning on trajectories that were recorded earlier: no engine, no sandboxes, no tasks.
+
+log --take--> step --> metrics --> checkpoint: weights, optimiser and the log's cursor, all or nothing
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.config import RunConfig
+from etude.controller.compute import place_model, settle_compute
+from etude.controller.corpus import make_renderer
+from etude.controller.models import settle_model
+from etude.controller.numerics import settle_numerics, use_numerics
+from etude.controller.stopping import StopSignal
+from etude.controller.train import FINAL, LATEST, MIDTRAINED, ROUTES, InterruptedRunError
+from etude.errors import ConfigError
+from etude.model import LanguageModel
+from etude.model.loading import load_any_model
+from etude.observe import JsonlSink, Observer, RunDirectory, write_json
+from etude.records import BlobRef
+from etude.store.blobs import FileBlobs
+from etude.store.trajectories import PART_NAME, TrajectoryLog
+from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
+from etude.training import RlTrainer, has_checkpoint, load_checkpoint, save_checkpoint
+from etude.training.feedback import open_feedback
+from etude.training.stream import RecordedStream
+from etude.weights import MemoryWeights
+
+
+class RecordedSource:
+    """A run directory, or a trajectory log alone."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError where there is no log."""
+        log = path / "trajectories" if (path / "trajectories").is_dir() else path
+        if not log.is_dir() or not any(PART_NAME.fullmatch(file.name) for file in log.iterdir()):
+            raise ConfigError(
+                "holds no trajectories",
+                field="rl.stream.source",
+                received=str(path),
+                fix="name a run directory, or a directory with part-*.parquet files",
+            )
+        self.path = path
+        self.log = TrajectoryLog(log)
+        routes = log.parent / ROUTES
+        self._blobs = FileBlobs(routes) if routes.is_dir() else None
+
+    def fetch_routes(self, ref: BlobRef) -> NDArray[np.generic]:
+        """The routes of a segment. Raises ConfigError where they were not kept."""
+        if self._blobs is None or ref.url.startswith("memory:"):
+            raise ConfigError(
+                "the expert routes of these trajectories were not kept",
+                field="rl.router_replay",
+                received="r3",
+                fix="set it to 'r2' or 'off', or record with rl.keep_routes = true",
+            )
+        return self._blobs.get(ref)
+
+
+def settle_recorded(config: RunConfig) -> RunConfig:
+    """The configuration with the checkpoint from which a run on recorded trajectories begins.
+
+    Unless `initial_checkpoint` names one, it is the model with which the recorded run's RL began. Raises
+    ConfigError where there is none, or no log.
+    """
+    source = RecordedSource(Path(config.rl.stream.source))
+    directory = config.initial_checkpoint or str(source.path / "checkpoints" / MIDTRAINED)
+    if not (Path(directory) / TOKENIZER_FILE).exists():
+        raise ConfigError(
+            "needs a checkpoint with its tokenizer to begin with",
+            field="initial_checkpoint",
+            received=config.initial_checkpoint,
+            fix="name the model that sampled the trajectories",
+        )
+    return config.model_copy(update={"initial_checkpoint": directory})
+
+
+def train_recorded(config: RunConfig, run: RunDirectory, observer: Observer, resume: bool) -> dict[str, Any]:
+    """Takes `rl.num_steps` steps on the log of `rl.stream.source`, or as many as it lasts; returns the
+    report.
+
+    With `resume` goes on from the last checkpoint. Raises InterruptedRunError after Ctrl-C or SIGTERM, with
+    the state saved.
+    """
+    with run.lock():
+        latest = run.checkpoints / LATEST
+        state = (load_checkpoint(latest)[1] or {}) if resume and has_checkpoint(latest) else {}
+        with (
+            StopSignal(observer, config.max_wall_s, float(state.get("elapsed_s", 0.0))) as stop,
+            JsonlSink(run.metrics_file) as metrics,
+        ):
+            return _RecordedRun(config, run, observer, stop, metrics, state).go()
+
+
+class _RecordedRun:
+    """One sitting."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunDirectory,
+        observer: Observer,
+        stop: StopSignal,
+        metrics: JsonlSink,
+        state: dict[str, Any],
+    ) -> None:
+        config = settle_numerics(settle_model(settle_recorded(config)))
+        self._config, self._run, self._observer = settle_compute(run, config, observer), run, observer
+        self._stop, self._metrics = stop, metrics
+        source = RecordedSource(Path(config.rl.stream.source))
+        directory = Path(self._config.initial_checkpoint or "")
+        self._tokenizer = Tokenizer.load(directory)
+        model = cast(LanguageModel, load_any_model(directory))
+        use_numerics(place_model(model, self._config), self._config)
+        self._trainer = RlTrainer(
+            model,
+            config.rl,
+            config.name,
+            MemoryWeights(),
+            source.fetch_routes,
+            feedback=open_feedback(config.rl.feedback, make_renderer(self._tokenizer)),
+        )
+        if state:
+            self._trainer.restore(run.checkpoints / LATEST)
+        self._stream = RecordedStream(source.log, config.rl, state.get("stream"))
+        self._saved_at = time.monotonic()
+
+    def go(self) -> dict[str, Any]:
+        rl = self._config.rl
+        self._observer.stage_begins("reinforcement learning on recorded trajectories", rl.num_steps)
+        exhausted = False
+        while self._trainer.version.step < rl.num_steps and not self._stop:
+            groups = self._stream.take(rl.groups_per_step)
+            if not groups:
+                exhausted = True
+                break
+            trained = self._trainer.step(groups)
+            passed = {f"passed_{reason}": float(n) for reason, n in sorted(self._stream.passed.items())}
+            values = {"trained_groups": float(len(groups)), **passed, **trained}
+            values["wall_s"] = self._stop.elapsed_s
+            self._metrics.write("rl", self._trainer.version.step, values)
+            self._observer.stage_advances(self._trainer.version.step, values)
+            if time.monotonic() - self._saved_at > self._config.checkpoint.every_s:
+                self._save()
+        self._save()
+        self._observer.stage_ends()
+        if self._stop.interrupted and not exhausted and self._trainer.version.step < rl.num_steps:
+            raise InterruptedRunError(f"resume with: etude train --resume --name {self._run.name}")
+        return self._finish()
+
+    def _save(self) -> None:
+        extra = {
+            "stage": "recorded",
+            "stream": self._stream.state_dict(),
+            "elapsed_s": self._stop.elapsed_s,
+        }
+        self._trainer.save(self._run.checkpoints / LATEST, extra)
+        self._saved_at = time.monotonic()
+
+    def _finish(self) -> dict[str, Any]:
+        final = self._run.checkpoints / FINAL
+        save_checkpoint(final, self._trainer.model, write_more=self._tokenizer.save)
+        environment = self._run.environment
+        report = {
+            "name": self._config.name,
+            "seed": self._config.seed,
+            "source": self._config.rl.stream.source,
+            "rl_steps": self._trainer.version.step,
+            "trained_groups": self._stream.num_taken,
+            "passed_groups": dict(self._stream.passed),
+            "wall_s": self._stop.elapsed_s,
+            "stages": {"rl_s": self._stop.elapsed_s},
+            "machine": environment.get("machine", {}),
+            "versions": environment.get("versions", {}),
+            "commit": environment.get("commit", ""),
+        }
+        write_json(self._run.report_file, report)
+        return report

@@ -1,0 +1,261 @@
+"""Targeted textual feedback: the policy that is told what it did wrong teaches the policy that is not.
+
+    student    prefix ... <results>               | <message with the fault>      as it was sampled
+    teacher    prefix ... <results> <user: hint>  | <message with the fault>      same weights, no gradient
+                                                    ^ KL(teacher || student) on these sampled tokens only
+
+A scalar reward at a session's end says little about one bad call in its middle; a sentence about that call
+says what was wrong, and where. The hint is never sampled from nor trained on: only the policy without it
+learns (context distillation, Snell et al. 2022, at one turn). The hint's tokens are made by the one renderer;
+the message keeps the tokens that were sampled.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from etude.config import FeedbackConfig
+from etude.model import LanguageModel
+from etude.model.scoring import PackedSequences, device_of
+from etude.records import Group, Segment, ToolCall, ToolErrorClass, ToolResult, Trajectory, Turn
+from etude.tokens.renderer import Renderer
+from etude.training.intake import Skipped, graded_reward
+from etude.training.packing import pack_sequences
+from etude.training.parallel.ranks import Ranks
+
+_CHUNK_ROWS = 256
+"""Rows whose distributions over the vocabulary are in memory at once."""
+_MAX_QUOTED = 200
+"""Characters of a tool's answer that a hint repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hint:
+    """Words about one turn of a trajectory."""
+
+    turn: int
+    """Index into Trajectory.turns."""
+    text: str
+
+
+class HintSource(Protocol):
+    """Finds the turns that were faulty, and what to say of them."""
+
+    def hints(self, trajectory: Trajectory) -> list[Hint]:
+        """In the order of turns; none for a trajectory without fault."""
+        ...
+
+
+class ToolErrorHints:
+    """Hints from what the tools themselves answered: malformed calls and errors of the agent's making.
+
+    Errors of the infrastructure and of the user say nothing of the agent, and give no hint.
+    """
+
+    KINDS = frozenset(
+        {
+            ToolErrorClass.MALFORMED,
+            ToolErrorClass.INVALID_ARGUMENTS,
+            ToolErrorClass.UNEXPECTED_ENVIRONMENT,
+            ToolErrorClass.TIMEOUT,
+        }
+    )
+
+    def hints(self, trajectory: Trajectory) -> list[Hint]:
+        """One hint per turn with at least one such error, all of its errors in it."""
+        found = [(number, self._texts(turn)) for number, turn in enumerate(trajectory.turns)]
+        return [Hint(number, "\n".join(texts)) for number, texts in found if texts]
+
+    def _texts(self, turn: Turn) -> list[str]:
+        texts: list[str] = []
+        for place, call in enumerate(turn.calls):
+            result = turn.results[place] if place < len(turn.results) else None
+            text = self._text(call, result)
+            if text and text not in texts:
+                texts.append(text)
+        return texts
+
+    def _text(self, call: ToolCall, result: ToolResult | None) -> str:
+        if call.error is not None:
+            return f"A call would be malformed: {_quoted(call.error)}"
+        if result is None or result.error not in self.KINDS:
+            return ""
+        return f"{call.name} would fail ({result.error}): {_quoted(result.output)}"
+
+
+def _quoted(text: str) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= _MAX_QUOTED else f"{flat[:_MAX_QUOTED]}..."
+
+
+class Unhinted(StrEnum):
+    """Why a hint was not taught. Metrics count them as `unhinted_<reason>`."""
+
+    UNSAMPLED = "unsampled"
+    """No token of the turn was sampled."""
+    FRAME = "frame"
+    """The turn does not begin where the renderer opens an agent's message."""
+    TOO_LONG = "too_long"
+    """With the hint the turn does not fit the model's window."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FeedbackExample:
+    """One faulty turn, with and without its hint. The last tokens of both are the turn's."""
+
+    student: NDArray[np.int32]
+    """[S] the segment up to the turn's end."""
+    teacher: NDArray[np.int32]
+    """[S + hint]"""
+    taught: NDArray[np.bool_]
+    """[turn] True for sampled tokens: where the divergence applies."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are taught."""
+        return int(self.taught.sum())
+
+
+class Feedback:
+    """Finds the faulty turns of a step's trajectories and tells the teacher what was wrong."""
+
+    def __init__(self, source: HintSource, renderer: Renderer, config: FeedbackConfig) -> None:
+        self._source, self._renderer, self._config = source, renderer, config
+        template = renderer.template
+        self._opening = renderer.encode((*template.after_end, *template.assistant))
+
+    @property
+    def weight(self) -> float:
+        """What the mean divergence per token is multiplied by."""
+        return self._config.weight
+
+    def examples(
+        self, groups: Sequence[Group], max_positions: int
+    ) -> tuple[list[list[FeedbackExample]], Counter[Unhinted]]:
+        """Per group the faulty turns of its graded members; and what could not be taught, by reason."""
+        counts: Counter[Unhinted] = Counter()
+        found: list[list[FeedbackExample]] = []
+        for group in groups:
+            graded = [m for m in group.members if not isinstance(graded_reward(m), Skipped)]
+            made = [one for member in graded for one in self._of(member, max_positions)]
+            counts.update(one for one in made if isinstance(one, Unhinted))
+            found.append([one for one in made if isinstance(one, FeedbackExample)])
+        return found, counts
+
+    def _of(self, trajectory: Trajectory, max_positions: int) -> list[FeedbackExample | Unhinted]:
+        segments = {segment.id: segment for segment in trajectory.segments}
+        hints = self._source.hints(trajectory)[: self._config.max_hints_per_trajectory]
+        turns = [(trajectory.turns[hint.turn], hint.text) for hint in hints]
+        return [self._example(segments[turn.segment_id], turn, text, max_positions) for turn, text in turns]
+
+    def _example(
+        self, segment: Segment, turn: Turn, text: str, max_positions: int
+    ) -> FeedbackExample | Unhinted:
+        taught = segment.sampled[turn.start : turn.end]
+        if not taught.any():
+            return Unhinted.UNSAMPLED
+        prefix, opening = segment.tokens[: turn.start], self._opening
+        if len(prefix) < len(opening) or not np.array_equal(prefix[len(prefix) - len(opening) :], opening):
+            return Unhinted.FRAME
+        words = self._renderer.user_message(text)
+        kept = prefix[: len(prefix) - len(opening)]
+        teacher = np.concatenate([kept, words, segment.tokens[turn.start : turn.end]])
+        if len(teacher) > max_positions:
+            return Unhinted.TOO_LONG
+        return FeedbackExample(segment.tokens[: turn.end], teacher.astype(np.int32), taught)
+
+
+class Lessons:
+    """What the feedback of one step teaches, dealt over its updates."""
+
+    def __init__(
+        self, feedback: Feedback | None, groups: Sequence[Group], max_positions: int, num_updates: int
+    ) -> None:
+        """No feedback, or a step without updates, teaches nothing."""
+        self.examples: list[list[FeedbackExample]] = [[] for _ in range(num_updates)]
+        """Per update."""
+        self._weight = 0.0 if feedback is None else feedback.weight
+        self._unhinted: Counter[Unhinted] = Counter()
+        self._total = torch.zeros(())
+        if feedback is not None and num_updates:
+            by_group, self._unhinted = feedback.examples(groups, max_positions)
+            for number, examples in enumerate(by_group):
+                self.examples[number % num_updates] += examples
+
+    def teach(
+        self, update: int, model: LanguageModel, ranks: Ranks, micro_batch_tokens: int, temperature: float
+    ) -> None:
+        """Adds the gradient of weight * the mean divergence per token of an update's examples."""
+        examples = self.examples[update]
+        if not examples:
+            return
+        num_tokens = sum(one.num_tokens for one in examples)
+        plan = pack_sequences([len(one.teacher) for one in examples], micro_batch_tokens, ranks.world_size)
+        for share in ranks.share(plan):
+            divergence = feedback_divergence(model, [examples[i] for i in share.indices], temperature)
+            (share.weight * self._weight / num_tokens * divergence).backward()
+            self._total += share.weight * divergence.detach().cpu()
+
+    def summary(self, all_reduce_: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Metrics of the step; none where nothing was to be taught."""
+        result = {f"unhinted_{reason}": float(count) for reason, count in sorted(self._unhinted.items())}
+        num_tokens = sum(one.num_tokens for examples in self.examples for one in examples)
+        if num_tokens:
+            total = float(all_reduce_(self._total))
+            result |= {"feedback_tokens": float(num_tokens), "feedback_kl": total / num_tokens}
+        return result
+
+
+def open_feedback(config: FeedbackConfig, renderer: Renderer) -> Feedback | None:
+    """The feedback that a configuration names; None where it is off."""
+    return Feedback(ToolErrorHints(), renderer, config) if config.weight > 0 else None
+
+
+def feedback_divergence(
+    model: LanguageModel, examples: Sequence[FeedbackExample], temperature: float
+) -> Tensor:
+    """KL(teacher || student) in nats, summed over the taught tokens of the examples; differentiable.
+
+    Over the whole vocabulary, not the sampled tokens alone. Both sides are the present weights at the
+    sampling temperature, and both route natively, so that the hint is all that differs.
+    """
+    student = _states(model, [one.student for one in examples], examples)
+    with torch.no_grad():
+        teacher = _states(model, [one.teacher for one in examples], examples)
+    total = student.new_zeros(())
+    for rows, target in zip(student.split(_CHUNK_ROWS), teacher.split(_CHUNK_ROWS), strict=True):
+        total = total + checkpoint(_divergence, model, rows, target, temperature, use_reentrant=False)
+    return total
+
+
+def _divergence(model: LanguageModel, rows: Tensor, target: Tensor, temperature: float) -> Tensor:
+    """KL between the distributions after final states [n, width]; computed again for its gradient."""
+    learned = model.ops.log_softmax(model.logits(rows) / temperature)
+    with torch.no_grad():
+        told = model.ops.log_softmax(model.logits(target) / temperature)
+    return (told.exp() * (told - learned)).sum()
+
+
+def _states(
+    model: LanguageModel, sequences: Sequence[NDArray[np.int32]], examples: Sequence[FeedbackExample]
+) -> Tensor:
+    """Final hidden states [N, width] before each taught token, examples in packed order of the students."""
+    batch = PackedSequences.pack(sequences, device_of(model))
+    starts = dict(zip(batch.order, batch.starts, strict=True))
+    rows = [
+        starts[i] + len(sequences[i]) - len(one.taught) + one.taught.nonzero()[0] - 1
+        for i, one in enumerate(examples)
+    ]
+    wanted = torch.from_numpy(np.concatenate(rows)).to(batch.tokens.device)
+    attention = model.ops.packed_attention(batch.attention)
+    return model(batch.tokens, batch.positions, attention, wanted=wanted)
