@@ -19,6 +19,7 @@ Needs PyTorch, Triton, transformers, and the small packages that the core import
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -317,6 +318,7 @@ def run(
         found = compute(config, bench)
         figures |= {f"{name}_{key}": value for key, value in found.items()}
         print_figures(name, found)
+        gc.collect()  # an engine and what it makes its passes with know each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return figures

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from etude.config import OptimizerConfig, RunConfig
-from etude.controller.compute import place_model
+from etude.controller.compute import Place, choose_place, place_model
 from etude.model import LanguageModel, PackedAttention, RouterStatistics
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.training.optimizer import Optimizer
@@ -41,6 +41,14 @@ def gradients(model: LanguageModel) -> tuple[Tensor, dict[str, Tensor]]:
     (logprobs.mean() + 0.1 * statistics.balance_loss()).backward()
     found = {name: p.grad.cpu().float() for name, p in model.named_parameters() if p.grad is not None}
     return logprobs.detach().cpu(), found
+
+
+def test_the_gpu_is_chosen_where_nothing_else_is_asked_for() -> None:
+    assert choose_place() == Place("cuda", "bfloat16", "gpu")
+    assert choose_place(kernels="eager").device == "cpu"
+    model = placed(small_model(1), "bfloat16")
+    assert {p.device.type for p in model.parameters()} == {"cuda"}
+    assert model.embedding.dtype == torch.bfloat16
 
 
 @CASES

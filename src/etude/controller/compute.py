@@ -21,6 +21,7 @@ from etude.inference.engine import Kernels
 from etude.inference.native import load_library
 from etude.model import LanguageModel, PackedAttention, Qwen3Moe
 from etude.observe import Observer, RunDirectory
+from etude.observe.machine import available_memory_bytes
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -91,6 +92,11 @@ class Place:
     dtype: Dtype
     kernels: Kernels
 
+    @property
+    def element_bytes(self) -> int:
+        """Of one number of weights, keys and values."""
+        return 2 if self.dtype == "bfloat16" else 4
+
 
 def choose_place(
     device: str = "auto",
@@ -106,6 +112,15 @@ def choose_place(
         device = "cpu"
     chosen = choose_device(device, numerics)
     return Place(chosen, choose_dtype(dtype, chosen), choose_kernels(kernels, observer, model, chosen))
+
+
+def free_memory_bytes(model: nn.Module, place: Place) -> int:
+    """Memory that is left for keys and values of an engine yet to be made, which will hold the weights of
+    `model` twice: those in service, and the next ones beside them."""
+    if place.device == "cpu":
+        return available_memory_bytes()
+    weights = sum(parameter.numel() for parameter in model.parameters()) * place.element_bytes
+    return max(0, torch.cuda.mem_get_info()[0] - 2 * weights)
 
 
 def choose_device(configured: str, numerics: str = "fast") -> Device:

@@ -31,7 +31,8 @@ _BLOCK_PAGES = 4
 _MIN_ROWS = 16
 """Rows of the smallest matrix product that tensor cores take."""
 _WIDE_KEY = 256
-"""Keys wider than this are loaded one block ahead instead of two, to fit into shared memory."""
+"""Keys wider than this are loaded one block ahead instead of two, to fit into shared memory, and computed by
+twice as many warps, to fit into registers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +154,7 @@ def paged_attention(
         BLOCK=_BLOCK_PAGES * PAGE_TOKENS,
         SPLIT=SPLIT_PAGES * PAGE_TOKENS,
         num_stages=2 if key_dim > _WIDE_KEY else 3,
+        num_warps=8 if key_dim > _WIDE_KEY else 4,
     )
     _join[(num_rows, heads)](partial, statistics, out, num_rows, splits, HEADS=heads, VALUE=value_dim)
     return out
@@ -264,6 +266,7 @@ def _attend(
         else:
             strips = values + (page * PAGE + place % PAGE) * VALUE
             v = tl.load(strips[:, None] + tl.arange(0, VALUE)[None, :], mask=held[:, None], other=0.0)
+            v = v.to(q_main.dtype)
         scores = tl.where(seen, scores * scale, float("-inf"))
         best, weight, total = _absorb(scores, v, best, weight, total)
     place_out = (split * total_rows + row) * KV_HEADS * GROUP + head
@@ -286,10 +289,12 @@ def _score_block(q_main, q_tail, strips, held, MAIN: tl.constexpr, TAIL: tl.cons
     """Products of a tile's queries with a block of keys, before the scale; and the keys' first part."""
     main = tl.arange(0, MAIN)
     k_main = tl.load(strips[None, :] + main[:, None] * PAGE, mask=held[None, :], other=0.0)
+    k_main = k_main.to(q_main.dtype)
     scores = tl.dot(q_main, k_main, input_precision="ieee")
     if TAIL > 0:
         tail = MAIN + tl.arange(0, TAIL)
         k_tail = tl.load(strips[None, :] + tail[:, None] * PAGE, mask=held[None, :], other=0.0)
+        k_tail = k_tail.to(q_tail.dtype)
         scores += tl.dot(q_tail, k_tail, input_precision="ieee")
     return k_main, scores
 
