@@ -34,7 +34,7 @@ import etude
 from etude.config import ModelConfig
 from etude.controller.parity_report import REPLAYED, SAMPLED, ParityReport, PlayedSequence, compare, play
 from etude.inference import Engine, EngineService
-from etude.model import LanguageModel, TorchOps, build_model
+from etude.model import LanguageModel, Ops, TorchOps, build_model
 from etude.model.kernels.invariant import InvariantOps
 from etude.model.kernels.native.matrices import WeightType
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
@@ -70,6 +70,12 @@ class HalfOps(TorchOps):
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         """See Ops."""
         return F.linear(hidden, head).float()
+
+    def logprobs(
+        self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """See Ops."""
+        return Ops.logprobs(self, hidden, head, tokens, temperature)  # from these logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from etude.model import TorchOps
+from etude.model import Ops, TorchOps
 from etude.model.language_model import LanguageModel, build_model
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.training.parity import compare_logprobs
@@ -26,6 +26,11 @@ class HalfOps(TorchOps):
 
     def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
         return F.linear(hidden, head).float()
+
+    def logprobs(
+        self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return Ops.logprobs(self, hidden, head, tokens, temperature)  # from these logits
 
 
 def half_model() -> LanguageModel:

@@ -10,7 +10,7 @@ import etude
 from etude.cli.agent import agent_command
 from etude.cli.bench import bench_app
 from etude.cli.config import config_app
-from etude.cli.doctor import doctor_command
+from etude.cli.doctor import doctor_app
 from etude.cli.environment import env_app
 from etude.cli.evaluate import eval_command
 from etude.cli.exits import ErrorReportingGroup
@@ -38,7 +38,7 @@ app.command("agent")(agent_command)
 app.command("serve")(serve_command)
 app.command("route")(route_command)
 app.command("report")(report_command)
-app.command("doctor")(doctor_command)
+app.add_typer(doctor_app)
 app.add_typer(trajectory_app)
 app.add_typer(tasks_app)
 app.add_typer(config_app)

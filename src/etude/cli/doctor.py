@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from etude.cli.doctor_parity import parity_command
 from etude.cli.exits import EXIT_MISTAKE
 from etude.cli.output import output_console, print_json
 from etude.errors import ResourceError
@@ -17,11 +18,22 @@ from etude.observe import describe_machine, versions
 from etude.observe.machine import available_cores, available_memory_bytes
 from etude.observe.run_directory import check_resources
 
+doctor_app = typer.Typer(
+    name="doctor",
+    help="What this machine has, and whether trainer and engine agree.",
+    invoke_without_command=True,
+)
+doctor_app.command("parity")(parity_command)
 
+
+@doctor_app.callback()
 def doctor_command(
+    context: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
 ) -> None:
     """Check namespaces, memory, disk and versions. Exit code 2 if something is missing."""
+    if context.invoked_subcommand is not None:
+        return
     found = examine(Path.cwd())
     if as_json:
         print_json(found)

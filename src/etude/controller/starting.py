@@ -6,6 +6,7 @@ from pathlib import Path
 
 from etude.config import RunConfig
 from etude.controller.compute import choose_kernels
+from etude.controller.numerics import settle_numerics
 from etude.errors import ConfigError
 from etude.tokens.tokenizer import TOKENIZER_FILE
 
@@ -23,4 +24,4 @@ def check_start(config: RunConfig) -> None:
                 received=config.initial_checkpoint,
                 fix="name a checkpoint with its tokenizer, such as runs/NAME/checkpoints/midtrained",
             )
-    choose_kernels(config.engine.kernels)
+    choose_kernels(settle_numerics(config).engine.kernels)

@@ -17,6 +17,8 @@ from etude.controller.examples import choose_examples, session_text
 from etude.controller.families import open_family
 from etude.controller.local import LocalExecutor
 from etude.controller.midtraining import run_midtraining
+from etude.controller.numerics import settle_numerics, use_numerics
+from etude.controller.parity import ParityGate
 from etude.controller.parts import Parts, open_parts
 from etude.controller.reinforcement import ReinforcementLoop
 from etude.controller.stopping import StopSignal
@@ -25,7 +27,7 @@ from etude.evaluation import Evaluation, evaluate_policy
 from etude.model import Qwen3Moe
 from etude.model.huggingface import load_model
 from etude.observe import JsonlSink, MetricSink, Observer, RunDirectory, write_json
-from etude.protocols import Resources
+from etude.protocols import Handle, Resources
 from etude.records import PolicyVersion, Task
 from etude.rollout.collect import CollectorState, GroupCollector
 from etude.store.trajectories import TrajectoryLog
@@ -90,6 +92,7 @@ class _Run:
 
     def go(self) -> dict[str, Any]:
         asyncio.run(open_checked_backend(self.config.sandbox.backend).close())
+        self.config = settle_numerics(self.config)
         self.config = settle_compute(self.run, self.config, self.observer)
         tokenizer, model = self._midtrained()
         asyncio.run(self._after_midtraining(tokenizer, model))
@@ -147,6 +150,7 @@ class _Run:
             self._finish_report(heldout, after, family)
 
     async def _spawn_trainer(self, model: Qwen3Moe, parts: Parts) -> RlTrainer:
+        use_numerics(model, self.config)
         trainer = RlTrainer(model, self.config.rl, self.config.name, parts.weights, parts.blobs.get)
         if self.state.get("stage") == "rl":
             trainer.restore(self.run.checkpoints / LATEST)
@@ -162,6 +166,7 @@ class _Run:
         if saved:
             collector.state = CollectorState(**saved)
         handle = await executor.spawn(lambda: trainer, resources=Resources(num_cpus=num_threads))
+        gate = self._make_gate(handle, parts, collector.state.next_task)
         loop = ReinforcementLoop(
             handle,
             parts.service,
@@ -171,6 +176,7 @@ class _Run:
             self.metrics,
             self.observer,
             self.stop,
+            gate,
         )
         loop.first_step = trainer.version.step
         loop.parity.update(self.report.get("parity", {}))
@@ -192,6 +198,16 @@ class _Run:
         saver.save()
         if self.stop.interrupted and taken < config.rl.num_steps:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
+
+    def _make_gate(self, trainer: Handle[AnyTrainer], parts: Parts, next_task: int) -> ParityGate:
+        """A gate that begins with the prompts of the tasks that come next."""
+        source, last_task = self.family.source(), next_task + self.config.parity.num_sequences
+        coming = [source(number) for number in range(next_task, last_task)]
+        prompts = [parts.renderer.prompt(task.instruction) for task in coming]
+        gate = ParityGate(self.config, trainer, parts.service, self.observer, prompts)
+        gate.worst.update(self.report.get("parity_gate", {}))
+        self.report["parity_gate"] = gate.worst
+        return gate
 
     # ---- evaluation -----------------------------------------------------------------------------
 

@@ -1,0 +1,146 @@
+"""`etude doctor parity`: how far the trainer is from an engine, for any checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from etude.cli.output import output_console, print_json
+from etude.config import parse_config
+from etude.errors import CheckpointError, UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from etude.controller.parity_report import ParityReport
+    from etude.model.loading import AnyModel
+    from etude.tokens.tokenizer import Tokenizer
+
+EXIT_APART = 1
+_CHOICES = {
+    "--engine": ("etude", "vllm"),
+    "--kernels": ("auto", "eager", "native", "gpu"),
+    "--numerics": ("fast", "invariant"),
+    "--device": ("auto", "cpu", "cuda"),
+    "--dtype": ("auto", "float32", "bfloat16"),
+}
+
+
+def parity_command(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory (Hugging Face files), or a run.")],
+    engine: Annotated[str, typer.Option(help="etude or vllm.")] = "etude",
+    kernels: Annotated[str, typer.Option(help="Of our engine: auto, eager, native or gpu.")] = "auto",
+    numerics: Annotated[str, typer.Option(help="fast or invariant, where every bit must agree.")] = "fast",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    vllm_python: Annotated[str, typer.Option(help="Interpreter of vLLM's environment.")] = "",
+    vllm_url: Annotated[str, typer.Option(help="Or a vLLM server that runs already.")] = "",
+    text: Annotated[
+        Path | None, typer.Option(help="Text whose pieces are the prompts; else random tokens are.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=32, help="Tokens of one sequence, prompt included.")] = 256,
+    sequences: Annotated[int, typer.Option(min=1, help="How many are sampled and scored.")] = 8,
+    limit: Annotated[float, typer.Option(min=0, help="Largest k3 that passes.")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Of random prompts.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+) -> None:
+    """Sample from a checkpoint, score the same tokens with the trainer, and compare.
+
+    Exit code 1 where the two are too far apart.
+    """
+    chosen = dict(zip(_CHOICES, (engine, kernels, numerics, device, dtype), strict=True))
+    for option, value in chosen.items():
+        if value not in _CHOICES[option]:
+            raise UserError(
+                "no such choice", field=option, received=value, fix="one of " + ", ".join(_CHOICES[option])
+            )
+    config = parse_config(
+        {
+            "device": device,
+            "dtype": dtype,
+            "numerics": numerics,
+            "engine": {
+                "backend": engine,
+                "kernels": kernels,
+                "vllm": {"python": vllm_python, "url": vllm_url},
+            },
+        }
+    )
+    # Heavy: torch comes with it.
+    from etude.controller.parity_sides import measure_parity
+
+    model, prompts = _read(checkpoint, text, sequences, tokens, seed)
+    report = asyncio.run(measure_parity(model, config, prompts, tokens))
+    passed = report.passes(limit, exact=numerics == "invariant")
+    if as_json:
+        print_json({**report.to_json(), "limit": limit, "numerics": numerics, "passed": passed})
+    else:
+        _print(report, limit, exact=numerics == "invariant", passed=passed)
+    if not passed:
+        raise typer.Exit(EXIT_APART)
+
+
+def _read(
+    directory: Path, text: Path | None, num_sequences: int, num_tokens: int, seed: int
+) -> tuple[AnyModel, list[NDArray[np.int32]]]:
+    """The model, and prompts of at most half a sequence. Raises CheckpointError, UserError."""
+    from etude.controller.parity_report import random_prompts, text_prompts
+    from etude.model import LanguageModel
+
+    tokenizer, model = _load(directory, needs_tokenizer=text is not None)
+    longest = model.config.max_positions if isinstance(model, LanguageModel) else model.max_positions
+    if num_tokens >= longest:
+        raise UserError(
+            "the model's positions end before", field="--tokens", received=num_tokens, fix=f"{longest - 1}"
+        )
+    if text is None or tokenizer is None:
+        return model, random_prompts(model.vocab_size, num_sequences, seed)
+    try:
+        given = tokenizer.encode(text.read_bytes())
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", field="--text", received=str(text)) from error
+    return model, text_prompts(given, num_sequences, num_tokens // 2)
+
+
+def _load(directory: Path, *, needs_tokenizer: bool) -> tuple[Tokenizer | None, AnyModel]:
+    """Of a checkpoint directory, or of the last checkpoint of a run."""
+    if (directory / "config.json").is_file():
+        from etude.model.loading import load_any_model
+        from etude.tokens.tokenizer import Tokenizer
+
+        return Tokenizer.load(directory) if needs_tokenizer else None, load_any_model(directory)
+    if (directory / "config.toml").is_file():
+        from etude.controller.evaluate import load_policy
+        from etude.observe import RunDirectory
+
+        return load_policy(RunDirectory.open(directory), None)
+    raise CheckpointError(
+        "no model here: neither config.json nor a run's config.toml",
+        field="CHECKPOINT",
+        received=str(directory),
+        fix="name a Hugging Face checkpoint directory, or a run directory",
+    )
+
+
+def _print(report: ParityReport, limit: float, *, exact: bool, passed: bool) -> None:
+    console = output_console()
+    table = Table(box=None, pad_edge=False)
+    table.add_column("trainer against engine")
+    for name in ("tokens", "k3", "99 % within", "at most", "not equal"):
+        table.add_column(name, justify="right")
+    for name, one in report.figures.items():
+        decides = exact or name in report.deciding
+        cells = (f"{one.k3:.2e}", f"{one.p99:.2e}", f"{one.max:.2e}", f"{one.differing:.1%}")
+        table.add_row(Text(name, style="bold" if decides else "dim"), f"{one.num_tokens:,}", *cells)
+    console.print(table)
+    if report.routes_differing is not None:
+        console.print(f"experts chosen otherwise: {report.routes_differing:.3%} of places")
+    wanted = "equal in every bit" if exact else f"k3 within {limit:g}"
+    verdict = ("passed: ", "green") if passed else ("too far apart: wanted was ", "bold red")
+    console.print(Text.assemble(verdict, wanted))

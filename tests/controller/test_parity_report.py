@@ -1,0 +1,100 @@
+"""Trainer against engine for one model, without a run around it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from etude.config import RunConfig
+from etude.controller.parity_report import (
+    REPLAYED,
+    SAMPLED,
+    SCORED,
+    ParityReport,
+    random_prompts,
+    text_prompts,
+)
+from etude.controller.parity_sides import measure_parity
+from etude.errors import ConfigError
+from etude.model import LanguageModel, build_model
+from etude.model.ops import Ops, TorchOps
+from etude.training.parity import compare_logprobs
+from tests.inference.builders import needs_compiler
+from tests.model.builders import VOCAB, small_config
+
+DENSE: dict[str, Any] = {"architecture": "qwen3", "intermediate_size": 40, "tie_embeddings": False}
+LATENT: dict[str, Any] = {"architecture": "deepseek_v3", "kv_lora_rank": 16, "first_k_dense_replace": 1}
+PROMPTS = random_prompts(VOCAB, 3, 0)
+
+
+def model_of(**shape: Any) -> LanguageModel:
+    model = build_model(small_config(**shape), VOCAB)
+    model.initialise(3)
+    return model
+
+
+def measure(model: LanguageModel, **sections: Any) -> ParityReport:
+    config = RunConfig.model_validate({"device": "cpu", **sections})
+    return asyncio.run(measure_parity(model, config, PROMPTS, 40))
+
+
+@needs_compiler
+@pytest.mark.parametrize("shape", [{}, DENSE])
+def test_invariant_sides_are_equal_in_every_comparison(shape: dict[str, Any]) -> None:
+    report = measure(model_of(**shape), numerics="invariant")
+    assert report.passes(0.0, exact=True)
+    assert report.figures[SAMPLED].num_tokens == 3 * 24
+    assert report.figures[SCORED].num_tokens == 3 * 39
+    assert report.routes_differing == (None if shape else 0.0)
+
+
+@pytest.mark.parametrize("shape", [{}, DENSE, LATENT])
+def test_fast_sides_agree_within_float32_and_not_exactly(shape: dict[str, Any]) -> None:
+    report = measure(model_of(**shape), engine={"kernels": "eager"})
+    assert report.passes(1e-6)
+    assert not report.passes(1e-6, exact=True)
+    replayed = {SCORED + REPLAYED, SAMPLED + REPLAYED}
+    assert set(report.figures) == {SCORED, SAMPLED} | (replayed if shape != DENSE else set())
+    assert set(report.deciding) == (replayed if shape != DENSE else {SCORED, SAMPLED})
+
+
+def test_a_trainer_that_computes_otherwise_is_found_out() -> None:
+    class Coarse(TorchOps):
+        """Rounds logits to eighths."""
+
+        def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
+            return super().logits(hidden, head).mul(8).round().div(8)
+
+        def logprobs(
+            self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
+        ) -> tuple[Tensor, Tensor]:
+            return Ops.logprobs(self, hidden, head, tokens, temperature)
+
+    model = model_of()
+    model.ops = Coarse()
+    report = measure(model, engine={"kernels": "eager"})
+    assert not report.passes(1e-6)
+    assert report.figures[SCORED].max > 0.01
+
+
+def test_routes_decide_where_there_are_any() -> None:
+    apart = compare_logprobs([np.array([0, -1.0])], [np.array([0, -3.0])])
+    equal = compare_logprobs([np.array([0, -1.0])], [np.array([0, -1.0])])
+    mixed = ParityReport({SCORED: apart, SCORED + REPLAYED: equal}, 0.25)
+    assert mixed.passes(1e-3)
+    assert not mixed.passes(1e-3, exact=True)
+    assert not ParityReport({SCORED: apart}).passes(1e-3)
+    assert mixed.to_json()["routes_differing"] == 0.25
+
+
+def test_prompts_of_a_text_are_pieces_from_all_over_it() -> None:
+    text = np.arange(100, dtype=np.int32)
+    pieces = text_prompts(text, 4, 10)
+    assert [piece.tolist() for piece in pieces] == [list(range(i, i + 10)) for i in (0, 25, 50, 75)]
+    assert [len(piece) for piece in text_prompts(text, 50, 10)] == [2] * 50
+    with pytest.raises(ConfigError, match="too short for 60 prompts"):
+        text_prompts(text, 60, 10)
