@@ -51,6 +51,12 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = {
         {**GROUPED, **BLOCKS, "TILE": 64, "VALUE_IN_KEY": False},
         {"num_stages": 3},
     ),
+    "prefill in float32 from a halved cache": (
+        paged_attention._attend,
+        {**ATTEND, "query": SINGLE},
+        {**GROUPED, **BLOCKS, "TILE": 64, "VALUE_IN_KEY": False},
+        {"num_stages": 3},
+    ),
     "latent": (
         paged_attention._attend,
         ATTEND,
