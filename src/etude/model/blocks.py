@@ -10,9 +10,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from etude.config import ModelConfig
-from etude.model.feed_forward import DenseMlp, Experts, Pass, SharedExperts
+from etude.model.feed_forward import DenseMlp, Experts, Pass, SharedExperts, first_and_again
 from etude.model.rotary import attention_scale
 
 
@@ -22,6 +23,8 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
+        self.recompute = False
+        """Activation checkpointing: only what comes in is kept, the backward pass computes the rest again."""
         self.eps = config.rms_norm_eps
         width = config.hidden_size
         self.route_layer = layer - (config.num_layers - config.num_moe_layers)
@@ -48,6 +51,20 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, shared: Pass, wanted: Tensor | None) -> Tensor:
         """hidden [T, width] -> [T, width], or only the rows `wanted` [N] of it, [N, width]."""
+        if not (self.recompute and torch.is_grad_enabled()):
+            return self._compute(hidden, shared, wanted)
+        passes = first_and_again(shared)
+        return cast(
+            Tensor,
+            checkpoint(
+                lambda rows: self._compute(rows, next(passes), wanted),
+                hidden,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            ),
+        )
+
+    def _compute(self, hidden: Tensor, shared: Pass, wanted: Tensor | None) -> Tensor:
         ops = shared.ops
         attended = self._attend(ops.rms_norm(hidden, self.attention_norm, self.eps), shared)
         if wanted is not None:

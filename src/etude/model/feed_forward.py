@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,30 @@ class Pass:
     attention: Attention[Tensor]
     routes: Routes[Tensor]
     statistics: RouterStatistics | None
+
+
+class _ChosenOnce:
+    """Routes that are asked once for each layer; whoever asks again is told the same."""
+
+    def __init__(self, routes: Routes[Tensor]) -> None:
+        self._routes = routes
+        self._chosen: dict[int, Tensor] = {}
+
+    def select(self, layer: int, scores: Tensor) -> Tensor:
+        """See Routes.select."""
+        if layer not in self._chosen:
+            self._chosen[layer] = self._routes.select(layer, scores)
+        return self._chosen[layer]
+
+
+def first_and_again(shared: Pass) -> Iterator[Pass]:
+    """Passes of a block that is computed several times: the first counts, the others repeat its choice of
+    experts and leave no trace, so that a record is consumed, and the router's statistics taken, once."""
+    routes = _ChosenOnce(shared.routes)
+    yield replace(shared, routes=routes)
+    while True:
+        unheard = None if shared.statistics is None else RouterStatistics([], [])
+        yield replace(shared, routes=routes, statistics=unheard)
 
 
 class DenseMlp(nn.Module):
