@@ -1,0 +1,56 @@
+"""The parity benchmark in small: its arms differ in what they should, and its picture is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import parity_learning
+import parity_plot
+import pytest
+import torch
+
+from tests.inference.builders import needs_compiler
+
+FIGURES = {"k3": 1e-7, "p99": 1e-3, "max": 1e-2, "differing": 0.5, "num_tokens": 10.0, "num_sequences": 1.0}
+
+
+@needs_compiler
+def test_only_rounded_arms_are_apart_and_all_begin_alike() -> None:
+    first = parity_learning.beginner(2)
+    curves = {name: parity_learning.learn(name, 0, 1, first, 1e-3) for name in parity_learning.ARMS}
+    assert {curve.accuracy[0] for curve in curves.values()} == {curves["exact"].accuracy[0]}
+    assert curves["exact"].k3 == [0.0]
+    assert all(curve.k3[0] > 0 for name, curve in curves.items() if name != "exact")
+    assert all(len(curve.steps) == len(curve.accuracy) for curve in curves.values())
+
+
+def test_rounding_keeps_vectors_and_moves_matrices_by_a_few_percent() -> None:
+    matrix = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    rounded = parity_learning.to_eight_bits(matrix)
+    assert 0 < float((rounded - matrix).norm() / matrix.norm()) < 0.05
+    assert len(rounded.unique()) < 256
+    vector = torch.randn(8)
+    assert torch.equal(parity_learning.to_eight_bits(vector), vector)
+
+
+def test_answers_are_partners_of_the_prompt() -> None:
+    partners, given = parity_learning.partners(), parity_learning.prompts(3, 0)
+    assert sorted(partners.tolist()) == list(range(parity_learning.SYMBOLS))
+    assert given.shape == (3, parity_learning.LENGTH + 2)
+    assert not np.array_equal(given, parity_learning.prompts(3, 1))
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_the_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
+    both = {"sampled": FIGURES, "sampled, routes replayed": {**FIGURES, "k3": 0.0}}
+    mismatch = {"float32": {"by_micro_batch": {"1": {"figures": both}}, "between_micro_batches": 0.0}}
+    curves = {"exact": {"steps": [0, 5], "accuracy": [[0.4, 0.6], [0.4, 0.7]]}}
+    path = tmp_path / f"parity.{suffix}"
+    parity_plot.draw(path, mismatch, curves)
+    assert path.stat().st_size > 5_000
+    if suffix == "svg":
+        first = path.read_bytes()
+        parity_plot.draw(path, mismatch, curves)
+        assert path.read_bytes() == first, "the same figures give the same file"
+        assert "right symbols" in path.read_text()
