@@ -48,10 +48,8 @@ def _play(run: RunDirectory, config: RunConfig, tasks: list[Task], checkpoint: s
     tokenizer, model = load_policy(run, checkpoint)
 
     async def play() -> list[Trajectory]:
-        async with open_parts(config, tokenizer) as parts:
-            manifest = parts.weights.publish(PolicyVersion(config.name, 0), dict(model.named_parameters()))
-            await parts.service.stage(manifest)
-            await parts.service.activate(manifest.version)
+        async with open_parts(config, tokenizer, model) as parts:
+            await parts.serve(model, config.name)
             greedy = SamplingParams(temperature=0.0)
             return await run_tasks(
                 parts.environment,

@@ -97,7 +97,9 @@ async def compare(
     theirs: VllmSampler, ours: EngineService, manifests: list[WeightManifest], repetitions: int
 ) -> dict[str, float]:
     """Both in turn, then updates in flight."""
-    rows: dict[str, list[float]] = {name: [] for name in ("vllm", "etude", "pause", "load", "probe")}
+    rows: dict[str, list[float]] = {
+        name: [] for name in ("vllm", "etude", "pause", "load", "step", "probe", "beyond")
+    }
     total = _SESSIONS * _OUTPUT
     for sampler in (theirs, ours):
         await sample_all(sampler, "warm", 16)
@@ -113,8 +115,9 @@ async def compare(
         times = theirs.replica.times
         assert not running.done(), "the requests were to be in flight"
         await running
-        for name in ("pause", "load", "probe"):
+        for name in ("pause", "load", "step", "probe"):
             rows[name].append(1e3 * getattr(times, f"{name}_s"))
+        rows["beyond"].append((times.pause_s - times.load_s) / times.step_s)
     median = {name: statistics.median(values) for name, values in rows.items()}
     ratio = statistics.median(a / b for a, b in zip(rows["etude"], rows["vllm"], strict=True))
     return {
@@ -123,6 +126,8 @@ async def compare(
         "etude_to_vllm_server": ratio,
         "update_pause_ms": median["pause"],
         "update_load_ms": median["load"],
+        "update_step_ms": median["step"],
+        "update_pause_beyond_load_steps": median["beyond"],
         "update_probe_ms": median["probe"],
     }
 

@@ -58,7 +58,7 @@ def reinforce(
     config = CONFIG.model_copy(update={"sandbox": sandbox, "engine": engine})
 
     async def run() -> Outcome:
-        async with open_parts(config, tokenizer) as parts:
+        async with open_parts(config, tokenizer, model) as parts:
             trainer = RlTrainer(model, rl, "learning", parts.weights, parts.blobs.get)
             digests, parity = await _run_loop(parts, rl, trainer, directory, num_steps)
             tasks = [learning_task("validation", number) for number in range(NUM_VALIDATION_TASKS)]

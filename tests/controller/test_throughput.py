@@ -25,7 +25,9 @@ class Measured:
         self.loop = cast(
             Any,
             SimpleNamespace(
-                times=SimpleNamespace(rollout_s=20.0, train_s=4.0, publish_s=0.5, train_tokens=8_000.0)
+                times=SimpleNamespace(
+                    rollout_s=20.0, train_s=4.0, publish_s=0.5, parity_s=0.25, train_tokens=8_000.0
+                )
             ),
         )
 

@@ -45,7 +45,8 @@ class EngineConfig(Section):
     """The inference engine."""
 
     backend: Literal["etude", "vllm"] = "etude"
-    """`etude`: the engine in this process. `vllm`: vLLM, for large models on GPUs."""
+    """`etude`: the engine in this process. `vllm`: vLLM, for large models on GPUs; requests are then computed
+    as they come, so a run is not reproducible bit by bit, and of what follows only `num_slots` counts."""
     vllm: VllmConfig = VllmConfig()
     """vLLM."""
     num_slots: int = Field(default=256, ge=1)

@@ -101,7 +101,7 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the weights, the tasks and the sampling noise."""
     executor: Literal["local"] = "local"
-    """`local`: every part in this process, on a deterministic schedule."""
+    """`local`: every part in this process, on a deterministic schedule (except where vLLM samples)."""
     num_threads: int = Field(default=0, ge=0)
     """Compute threads of training; 0 probes which count is fastest and stores it with the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -117,7 +117,9 @@ class RunConfig(Section):
     max_wall_s: float = Field(default=0.0, ge=0)
     """Ends mid-training and RL at the next step after so many seconds, evaluation follows; 0: never."""
     initial_checkpoint: str | None = None
-    """A Hugging Face directory to start from instead of mid-training."""
+    """A Hugging Face directory to start from instead of mid-training; what its config.json says of the model
+    replaces the section `model`. Architectures that are not defined here train through transformers, and
+    sample through vLLM."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
     model: ModelConfig = ModelConfig()
@@ -147,12 +149,8 @@ class RunConfig(Section):
     def _fits_together(self) -> RunConfig:
         if self.numerics == "invariant":
             self._check_invariant()
-        if self.engine.backend == "vllm":
-            raise ValueError(
-                "engine.backend: runs sample with their own engine so far, received 'vllm'; "
-                "make_vllm_sampler of etude.inference.vllm is the same interface for programs"
-            )
-        if self.agent.max_tokens > self.model.max_positions:
+        # The window of a given checkpoint is in its config.json, and looked up when the run starts.
+        if self.initial_checkpoint is None and self.agent.max_tokens > self.model.max_positions:
             raise ValueError(
                 f"agent.max_tokens: must be at most model.max_positions={self.model.max_positions}, "
                 f"received {self.agent.max_tokens}"

@@ -13,9 +13,9 @@ from etude.controller.parts import open_parts
 from etude.controller.train import CURVE, FINAL, MIDTRAINED, TOKENIZER
 from etude.errors import RunDirectoryError
 from etude.evaluation import Evaluation, evaluate_policy
-from etude.model import Qwen3Moe
+from etude.model.loading import AnyModel
 from etude.observe import Observer, RunDirectory
-from etude.records import PolicyVersion, Task
+from etude.records import Task
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import load_checkpoint
 
@@ -38,7 +38,7 @@ def evaluate_run(
     return {**evaluation.to_json(), "behaviour": evaluation.behaviour}
 
 
-def load_policy(run: RunDirectory, checkpoint: str | None) -> tuple[Tokenizer, Qwen3Moe]:
+def load_policy(run: RunDirectory, checkpoint: str | None) -> tuple[Tokenizer, AnyModel]:
     """Tokenizer and model of a run's checkpoint: `final` unless named, before that `midtrained`."""
     names = [checkpoint] if checkpoint else [FINAL, MIDTRAINED]
     for name in names:
@@ -68,12 +68,10 @@ def _tokenizer_directory(run: RunDirectory, checkpoint: Path) -> Path:
 
 
 async def _evaluate(
-    config: RunConfig, tasks: list[Task], tokenizer: Tokenizer, model: Qwen3Moe
+    config: RunConfig, tasks: list[Task], tokenizer: Tokenizer, model: AnyModel
 ) -> Evaluation:
-    async with open_parts(config, tokenizer) as parts:
-        manifest = parts.weights.publish(PolicyVersion(config.name, 0), dict(model.named_parameters()))
-        await parts.service.stage(manifest)
-        await parts.service.activate(manifest.version)
+    async with open_parts(config, tokenizer, model) as parts:
+        await parts.serve(model, config.name)
         return await evaluate_policy(
             parts.environment, parts.service, tasks, "eval", config.seed, config.engine.num_slots
         )

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from etude.config import RunConfig
-from etude.controller.compute import choose_kernels
+from etude.controller.compute import choose_device, choose_place
+from etude.controller.models import settle_model
 from etude.controller.numerics import settle_numerics
-from etude.errors import ConfigError
-from etude.tokens.tokenizer import TOKENIZER_FILE
+from etude.inference.vllm import check_vllm
 
 
 def check_start(config: RunConfig) -> None:
     """Refuses, before a run directory is made, what would end the run at once. Raises ConfigError for an
-    initial checkpoint that is none, ResourceError for native kernels that cannot be had."""
-    if config.initial_checkpoint is not None:
-        directory = Path(config.initial_checkpoint)
-        missing = [name for name in ("config.json", TOKENIZER_FILE) if not (directory / name).exists()]
-        if missing:
-            raise ConfigError(
-                f"has no {missing[0]}",
-                field="initial_checkpoint",
-                received=config.initial_checkpoint,
-                fix="name a checkpoint with its tokenizer, such as runs/NAME/checkpoints/midtrained",
-            )
-    choose_kernels(settle_numerics(config).engine.kernels)
+    initial checkpoint that is none or does not fit, or for vLLM that is neither installed nor named,
+    ResourceError for a device or for kernels that cannot be had."""
+    config = settle_numerics(settle_model(config))
+    if config.engine.backend == "vllm":
+        check_vllm(config.engine.vllm)
+        choose_device(config.device, config.numerics)
+    else:
+        choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -11,12 +12,14 @@ from etude.controller.parts import Parts
 from etude.controller.reinforcement import LoopTimes, ReinforcementLoop
 from etude.environment.episodes import EnvironmentTimes
 from etude.inference import EngineCounters, ServiceTimes, StepSums
+from etude.inference.vllm import VllmCounters, VllmSampler
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    counters: EngineCounters
+    counters: EngineCounters | VllmCounters
     service: ServiceTimes
+    """Of our own engine."""
     environment: EnvironmentTimes
 
 
@@ -34,27 +37,55 @@ class RunThroughput:
     def end(self, parts: Parts, loop: ReinforcementLoop) -> None:
         """Stops counting."""
         assert self._began is not None
-        self._figures = _figures(self._began, _snapshot(parts), loop.times)
+        began, ended = self._began, _snapshot(parts)
+        self._figures = _common_figures(began, ended, loop.times)
+        if isinstance(began.counters, VllmCounters):
+            self._figures |= _vllm_figures(began.counters, cast(VllmCounters, ended.counters), loop.times)
+        else:
+            self._figures |= _engine_figures(began, ended, loop.times)
 
     def to_json(self) -> dict[str, float]:
-        """See `_figures`; empty before `end`."""
+        """Tokens, seconds and tokens per second; empty before `end`."""
         return dict(self._figures)
 
 
 def _snapshot(parts: Parts) -> _Snapshot:
-    return _Snapshot(
-        copy.copy(parts.service.engine.counters),
-        copy.deepcopy(parts.service.times),
-        copy.copy(parts.environment.times),
-    )
+    service, environment = parts.service, copy.copy(parts.environment.times)
+    if isinstance(service, VllmSampler):
+        return _Snapshot(copy.copy(service.counters), ServiceTimes(), environment)
+    return _Snapshot(copy.copy(service.engine.counters), copy.deepcopy(service.times), environment)
 
 
-def _figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict[str, float]:
-    """Rates in tokens per second of the time that the engine (or the trainer) was at it.
+def _common_figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict[str, float]:
+    return {
+        "training_tokens_per_s": loop.train_tokens / loop.train_s if loop.train_s else 0.0,
+        "training_tokens": loop.train_tokens,
+        "rollout_s": loop.rollout_s,
+        "train_s": loop.train_s,
+        "publish_s": loop.publish_s,
+        "parity_s": loop.parity_s,
+        "episodes": float(ended.environment.num_episodes - began.environment.num_episodes),
+    }
+
+
+def _vllm_figures(began: VllmCounters, ended: VllmCounters, loop: LoopTimes) -> dict[str, float]:
+    """vLLM's steps are its own: only tokens of answered messages are known, and the time of rollouts."""
+    decode_tokens = ended.sampled_tokens - began.sampled_tokens
+    cached_tokens = ended.cached_tokens - began.cached_tokens
+    return {
+        "sampled_tokens_per_rollout_s": decode_tokens / loop.rollout_s if loop.rollout_s else 0.0,
+        "decode_tokens": float(decode_tokens),
+        "prefill_tokens": float(ended.prompt_tokens - began.prompt_tokens - cached_tokens),
+        "cached_tokens": float(cached_tokens),
+    }
+
+
+def _engine_figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict[str, float]:
+    """Rates in tokens per second of the time that the engine was at it.
 
     A step that prefills also decodes: `split_step_times` shares its time out.
     """
-    a, b = began.counters, ended.counters
+    a, b = cast(EngineCounters, began.counters), cast(EngineCounters, ended.counters)
     decode_tokens = b.decode_tokens - a.decode_tokens
     prefill_tokens = b.prefill_tokens - a.prefill_tokens
     step_s = ended.service.step_s - began.service.step_s
@@ -64,16 +95,10 @@ def _figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict[str, f
         "prefill_tokens_per_s": prefill_tokens / prefill_s if prefill_s > 0 else 0.0,
         "engine_tokens_per_s": (decode_tokens + prefill_tokens) / step_s if step_s else 0.0,
         "sampled_tokens_per_rollout_s": decode_tokens / loop.rollout_s if loop.rollout_s else 0.0,
-        "training_tokens_per_s": loop.train_tokens / loop.train_s if loop.train_s else 0.0,
         "decode_tokens": float(decode_tokens),
         "prefill_tokens": float(prefill_tokens),
-        "training_tokens": loop.train_tokens,
         "engine_s": step_s,
         "waiting_for_tools_s": ended.service.waiting_s - began.service.waiting_s,
-        "rollout_s": loop.rollout_s,
-        "train_s": loop.train_s,
-        "publish_s": loop.publish_s,
-        "episodes": float(ended.environment.num_episodes - began.environment.num_episodes),
     }
 
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from etude.config import RunConfig
 from etude.controller.backends import open_checked_backend
-from etude.controller.compute import settle_compute, use_sampling_threads
+from etude.controller.compute import place_model, settle_compute, use_sampling_threads
 from etude.controller.corpus import make_renderer
 from etude.controller.examples import choose_examples, session_text
 from etude.controller.families import open_family
 from etude.controller.local import LocalExecutor
 from etude.controller.midtraining import run_midtraining
+from etude.controller.models import settle_model
 from etude.controller.numerics import settle_numerics, use_numerics
 from etude.controller.parity import ParityGate
 from etude.controller.parts import Parts, open_parts
@@ -24,20 +25,23 @@ from etude.controller.reinforcement import ReinforcementLoop
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput
 from etude.evaluation import Evaluation, evaluate_policy
-from etude.model import Qwen3Moe
-from etude.model.huggingface import load_model
+from etude.model import LanguageModel, Qwen3Moe
+from etude.model.loading import AnyModel, load_any_model
 from etude.observe import JsonlSink, MetricSink, Observer, RunDirectory, write_json
 from etude.protocols import Handle, Resources
-from etude.records import PolicyVersion, Task
+from etude.records import Task
 from etude.rollout.collect import CollectorState, GroupCollector
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 from etude.training import RlTrainer, has_checkpoint, load_checkpoint, save_checkpoint
+from etude.training.feedback import open_feedback
 
 MIDTRAINED = "midtrained"
 FINAL = "final"
 LATEST = "latest"
 TOKENIZER = "tokenizer"
+SNAPSHOTS = "snapshots"
+ROUTES = "routes"
 CURVE = "curve"
 SESSIONS_BEFORE = "sessions_before.json"
 
@@ -92,19 +96,21 @@ class _Run:
 
     def go(self) -> dict[str, Any]:
         asyncio.run(open_checked_backend(self.config.sandbox.backend).close())
-        self.config = settle_numerics(self.config)
+        self.config = settle_numerics(settle_model(self.config))
         self.config = settle_compute(self.run, self.config, self.observer)
+        # vLLM computes requests as they come, and what is computed together decides the last bits.
+        self.run.update_environment({"reproducible": self.config.engine.backend == "etude"})
         tokenizer, model = self._midtrained()
         asyncio.run(self._after_midtraining(tokenizer, model))
         return self.report
 
     # ---- stages ---------------------------------------------------------------------------------
 
-    def _midtrained(self) -> tuple[Tokenizer, Qwen3Moe]:
+    def _midtrained(self) -> tuple[Tokenizer, AnyModel]:
         """Tokenizer and mid-trained model: given, finished in an earlier sitting, or trained now."""
         if self.config.initial_checkpoint is not None:
             directory = Path(self.config.initial_checkpoint)
-            return Tokenizer.load(directory), load_model(directory)
+            return Tokenizer.load(directory), load_any_model(directory)
         done = self.run.checkpoints / MIDTRAINED
         if done.exists():
             return Tokenizer.load(done), load_checkpoint(done)[0]
@@ -120,6 +126,7 @@ class _Run:
         documents = self.family.documents(make_renderer(tokenizer), self.observer)
         model = Qwen3Moe(config.model, tokenizer.vocab_size)
         model.initialise(config.seed)
+        place_model(model, config)
         latest = self.run.checkpoints / LATEST
 
         def save_curve(name: str) -> None:
@@ -135,10 +142,13 @@ class _Run:
         self._save_model(done, model, tokenizer)
         return tokenizer, model
 
-    async def _after_midtraining(self, tokenizer: Tokenizer, model: Qwen3Moe) -> None:
+    async def _after_midtraining(self, tokenizer: Tokenizer, model: AnyModel) -> None:
         training_threads = torch.get_num_threads()
         use_sampling_threads(self.config)
-        async with open_parts(self.config, tokenizer) as parts:
+        use_numerics(place_model(model, self.config), self.config)
+        routes = self.run.path / ROUTES if self.config.rl.keep_routes else None
+        snapshots = self.run.path / SNAPSHOTS
+        async with open_parts(self.config, tokenizer, model, snapshots=snapshots, routes=routes) as parts:
             trainer = await self._spawn_trainer(model, parts)
             heldout = self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks)
             await self._evaluate_before(heldout, trainer, parts)
@@ -149,9 +159,16 @@ class _Run:
             family = await self._evaluate(family_tasks, "family", parts)
             self._finish_report(heldout, after, family)
 
-    async def _spawn_trainer(self, model: Qwen3Moe, parts: Parts) -> RlTrainer:
-        use_numerics(model, self.config)
-        trainer = RlTrainer(model, self.config.rl, self.config.name, parts.weights, parts.blobs.get)
+    async def _spawn_trainer(self, model: AnyModel, parts: Parts) -> RlTrainer:
+        # It learns through the same packed scoring whatever its architecture.
+        trainer = RlTrainer(
+            cast(LanguageModel, model),
+            self.config.rl,
+            self.config.name,
+            parts.weights,
+            parts.blobs.get,
+            feedback=open_feedback(self.config.rl.feedback, parts.renderer),
+        )
         if self.state.get("stage") == "rl":
             trainer.restore(self.run.checkpoints / LATEST)
         return trainer
@@ -199,7 +216,7 @@ class _Run:
         if self.stop.interrupted and taken < config.rl.num_steps:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
 
-    def _make_gate(self, trainer: Handle[AnyTrainer], parts: Parts, next_task: int) -> ParityGate:
+    def _make_gate(self, trainer: Handle[RlTrainer], parts: Parts, next_task: int) -> ParityGate:
         """A gate that begins with the prompts of the tasks that come next."""
         source, last_task = self.family.source(), next_task + self.config.parity.num_sequences
         coming = [source(number) for number in range(next_task, last_task)]
@@ -215,11 +232,7 @@ class _Run:
         """The mid-trained model's figures, unless an earlier sitting has them."""
         if "heldout_before" in self.report:
             return
-        manifest = parts.weights.publish(
-            PolicyVersion(self.config.name, 0), dict(trainer.model.named_parameters())
-        )
-        await parts.service.stage(manifest)
-        await parts.service.activate(manifest.version)
+        await parts.serve(trainer.model, self.config.name)
         evaluation = await self._evaluate(tasks, "before", parts)
         self.report |= {
             "heldout_before": evaluation.to_json(),
@@ -265,12 +278,12 @@ class _Run:
         trainer.save(self.run.checkpoints / LATEST, extra)
         write_json(self.run.report_file, self.report)
 
-    def save_curve(self, name: str, model: Qwen3Moe) -> None:
+    def save_curve(self, name: str, model: AnyModel) -> None:
         """A snapshot for the learning curve, with the wall time at which it was taken."""
         self._save_model(self.run.checkpoints / CURVE / name, model)
         self.metrics.write("curve", 0, {"name": name, "wall_s": self.stop.elapsed_s})
 
-    def _save_model(self, directory: Path, model: Qwen3Moe, tokenizer: Tokenizer | None = None) -> None:
+    def _save_model(self, directory: Path, model: AnyModel, tokenizer: Tokenizer | None = None) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(directory, model, write_more=tokenizer.save if tokenizer is not None else None)
 

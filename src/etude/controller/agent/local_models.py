@@ -47,10 +47,8 @@ async def open_run(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]
         if one_shot
         else replace(limits.session, max_turns=max(limits.session.max_turns, _TURNS))
     )
-    async with open_parts(config, tokenizer, deterministic=False) as parts:
-        manifest = parts.weights.publish(PolicyVersion(config.name, 0), dict(model.named_parameters()))
-        await parts.service.stage(manifest)
-        await parts.service.activate(manifest.version)
+    async with open_parts(config, tokenizer, model, deterministic=False) as parts:
+        await parts.serve(model, config.name)
         yield Policy(
             label=f"run {run.path.name}",
             sampler=parts.service,

@@ -37,7 +37,7 @@ class VllmClient:
         )
 
     async def close(self) -> None:
-        """Closes connections; requests in flight fail."""
+        """Closes connections; requests in flight fail, and later ones too."""
         await self._http.aclose()
 
     async def is_healthy(self) -> bool:
@@ -54,6 +54,7 @@ class VllmClient:
 
     async def generate_events(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """Samples, and yields what comes after each step. Leaving the generator aborts the request."""
+        self._check_open()
         streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
         try:
             async with self._http.stream("POST", "/inference/v1/generate", json=streaming) as answer:
@@ -109,6 +110,7 @@ class VllmClient:
         query: Mapping[str, str] | None = None,
         timeout_s: float | None = _CONTROL_S,
     ) -> dict[str, Any]:
+        self._check_open()
         timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
         try:
             answer = await self._http.post(path, json=body, params=query, timeout=timeout)
@@ -117,6 +119,11 @@ class VllmClient:
         if answer.status_code != 200:
             raise _refused(path, answer.status_code, answer.content)
         return _read_json(path, answer.text) if answer.content else {}
+
+    def _check_open(self) -> None:
+        """httpx answers with a RuntimeError, and this is a failure like others."""
+        if self._http.is_closed:
+            raise SamplerError("vLLM was taken down", field="vllm", received=self.url)
 
 
 def _read_json(path: str, text: str) -> dict[str, Any]:

@@ -209,7 +209,8 @@ class Replica:
         try:
             if self._held is not staged or self._served is not None:
                 await self._exchange(self._client, staged, activation)
-            await self._client.set_weight_version(activation.label)
+            else:
+                await self._client.set_weight_version(activation.label)
             await self._verify(self._client, staged, activation)
         except EtudeError as error:
             activation.verdict.set_result(False)
@@ -233,6 +234,8 @@ class Replica:
         if activation.kv == "recompute":
             await client.reset_prefix_cache()
             await client.resume()
+        # Before any further request is sent: vLLM may name new weights late, and old ones never.
+        await client.set_weight_version(activation.label)
         self.history.note(activation)
         self._settled.set()
 
@@ -377,6 +380,7 @@ class Replica:
         reason = await self._server.wait_for_end()
         if client is not None:
             # Whoever waits for an answer waits no longer: an update, for one, which has the lock.
+            self._serving.clear()
             await client.close()
         async with self._lock:
             if self._client is None or self._client is not client:

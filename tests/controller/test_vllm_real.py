@@ -1,0 +1,123 @@
+"""Runs through vLLM itself: a crash in mid-step, `kill -9`, and an architecture that is not ours."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etude.agent import core_registry
+from etude.agent.endpoint_messages import byte_tokenizer
+from etude.config import RunConfig
+from etude.model.loading import save_any_model
+from etude.model.transformers_model import TransformersModel
+from etude.observe.metrics import read_metrics
+from etude.tokens.grammar import XmlGrammar
+from tests.controller.learning import learned
+from tests.controller.running import final_weights, num_rl_steps, run_elsewhere, run_here, wait_until
+from tests.controller.test_vllm_run import served_steps
+from tests.inference.vllm.environment import ENVIRONMENT, vllm_python
+from tests.model.test_transformers_model import tiny_glm
+
+pytestmark = pytest.mark.slow
+
+
+def config_of(runs: Path, initial: Path, **sections: Any) -> RunConfig:
+    vllm = {
+        "python": str(vllm_python()),
+        "environment": [f"{name}={value}" for name, value in ENVIRONMENT.items()],
+    }
+    values: dict[str, Any] = {
+        "name": "tiny",
+        "runs_directory": str(runs),
+        "num_threads": 1,
+        "initial_checkpoint": str(initial),
+        "agent": {"max_turns": 4, "max_tokens": 384, "max_message_tokens": 48},
+        "engine": {"backend": "vllm", "num_slots": 32, "vllm": vllm},
+        "rl": {
+            "num_steps": 2,
+            "groups_per_step": 3,
+            "group_size": 4,
+            "updates_per_step": 1,
+            "max_refill_rounds": 0,
+            "level_weights": [1.0, 0.0, 0.0],
+            "optimizer": {"learning_rate": 2e-3, "warmup_steps": 1},
+        },
+        "evaluation": {"num_tasks": 2},
+        "checkpoint": {"every_s": 0.001, "curve_every_steps": 0},
+    }
+    return RunConfig.model_validate({**values, **sections})
+
+
+def check_parity(path: Path, num_checks: int) -> None:
+    rows = read_metrics(path)
+    checks = [row for row in rows if row["kind"] == "parity"]
+    assert len(checks) >= num_checks and all(row["k3"] < 1e-3 for row in checks)
+    sampled = [row for row in rows if row["kind"] == "rl" and "parity_k3" in row]
+    assert all(row["parity_k3"] < 1e-3 for row in sampled)
+
+
+def workers_of(parent: int) -> list[int]:
+    """vLLM processes below a process, whose groups their launchers lead."""
+    found: list[int] = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent and "etude_vllm_launch" in (entry / "cmdline").read_text():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def kill_vllm_when(run: Path, begun: threading.Event) -> None:
+    """Kills the server of this process once, while the second RL step samples."""
+    metrics = run / "metrics.jsonl"
+    while not any(row["kind"] == "rl" for row in read_metrics(metrics)):
+        time.sleep(0.05)
+    for pid in workers_of(os.getpid()):
+        os.killpg(pid, signal.SIGKILL)
+        begun.set()
+
+
+def test_a_run_of_a_mixture_of_experts_survives_a_crash_of_its_server_in_mid_step(tmp_path: Path) -> None:
+    config, killed = config_of(tmp_path, learned()), threading.Event()
+    killer = threading.Thread(target=kill_vllm_when, args=(tmp_path / "tiny", killed), daemon=True)
+    killer.start()
+    run, report = run_here(config)
+    assert killed.is_set()
+    assert report["rl_steps"] == 2
+    assert served_steps(run) == {0, 1}
+    assert report["throughput"]["decode_tokens"] > 0
+    check_parity(run.metrics_file, 3)
+    assert final_weights(run) != (learned() / "model.safetensors").read_bytes(), "something was trained"
+
+
+def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
+    config = config_of(tmp_path, learned())
+    with run_elsewhere(config) as process:
+        wait_until(process, lambda: num_rl_steps(config) >= 1, timeout_s=600)
+        process.kill()
+    run, report = run_here(config, resume=True)
+    assert report["rl_steps"] == 2
+    assert served_steps(run) == {0, 1}
+    check_parity(run.metrics_file, 3)
+
+
+def test_an_architecture_that_is_not_ours_goes_through_a_whole_run(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(XmlGrammar(core_registry().schemas).control_tokens())
+    shape = tiny_glm()
+    shape.vocab_size = tokenizer.vocab_size
+    initial = tmp_path / "glm"
+    save_any_model(TransformersModel.from_config(shape, 0), initial)
+    tokenizer.save(initial)
+    agent = {"max_turns": 2, "max_tokens": 640, "max_message_tokens": 16}
+    run, report = run_here(config_of(tmp_path, initial, agent=agent))
+    assert report["rl_steps"] == 2
+    assert served_steps(run) == {0, 1}
+    check_parity(run.metrics_file, 3)
