@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,53 +10,83 @@ from etude.model import LanguageModel, RouterStatistics
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.training.parallel.mesh_ranks import MeshRanks
 from etude.training.parallel.ranks import Share
-from etude.training.parallel.sharding import release
 from tests.model.builders import fresh_routes, random_tokens, small_model
 
-LENGTHS = (33, 21, 40, 12, 25, 18, 29, 16)
-"""Of the sequences that tests train on."""
+SHORT = (33, 21, 40, 12, 25, 18, 29, 16)
+LONG = (270, 90, 33, 21, 530, 12, 40, 7)
+"""Of the sequences that tests train on; the second holds some that context ranks cut."""
+
+Plan = list[list[list[int]]]
+Gradients = dict[str, np.ndarray]
 
 
-def loss_of(model: LanguageModel, indices: tuple[int, ...], replay: bool = False) -> Tensor:
-    """Summed negative log-likelihood of some of the sequences; `replay`: with another model's routes."""
-    tokens = [random_tokens(LENGTHS[index], index) for index in indices]
+def model_of(seed: int) -> LanguageModel:
+    """A model that takes the longest of the sequences."""
+    return small_model(seed, max_positions=640)
+
+
+def loss_of(
+    model: LanguageModel, indices: tuple[int, ...], lengths: tuple[int, ...], replay: bool, balance: bool
+) -> Tensor:
+    """Summed negative log-likelihood of some of the sequences.
+
+    `replay`: with another model's routes, some of them missing. `balance`: plus the load-balancing loss.
+    """
+    tokens = [random_tokens(lengths[index], index) for index in indices]
     batch = PackedSequences.pack(tokens)
     first = torch.zeros(len(batch.tokens), dtype=torch.bool)
     first[batch.starts] = True
     routes = None
     if replay:
-        other = small_model(7)
-        routes = batch.pack_rows([fresh_routes(other, one) for one in tokens])
+        recorded = [fresh_routes(model_of(7), one) for one in tokens]
+        recorded[0][3:5] = 255
+        routes = batch.pack_rows(recorded)
     targets = (~first).nonzero().flatten()
-    logprobs, _ = packed_logprobs(model, batch, targets, routes=routes)
-    return -logprobs.sum()
+    targets = targets[targets % 3 > 0]
+    statistics = RouterStatistics([], []) if balance else None
+    logprobs, entropy = packed_logprobs(
+        model, batch, targets, temperature=1.3, routes=routes, statistics=statistics
+    )
+    assert entropy.shape == logprobs.shape == targets.shape
+    loss = -logprobs.sum()
+    return loss if statistics is None else loss + 50.0 * statistics.balance_loss()
 
 
-def gradients_of(model: LanguageModel, shares: list[Share], replay: bool = False) -> float:
+def gradients_of(
+    model: LanguageModel,
+    shares: list[Share],
+    lengths: tuple[int, ...] = SHORT,
+    replay: bool = False,
+    balance: bool = False,
+) -> float:
     """Leaves gradients behind; returns the loss."""
     total = 0.0
     for share in shares:
-        loss = loss_of(model, share.indices, replay) * share.weight
+        loss = loss_of(model, share.indices, lengths, replay, balance) * share.weight
         loss.backward()
         total += float(loss.detach())
     return total
 
 
-def plan_of(num_ranks: int, per_batch: int = 1) -> list[list[list[int]]]:
-    """The sequences dealt out in turn, `per_batch` in a micro-batch."""
-    batches = [list(range(i, min(i + per_batch, len(LENGTHS)))) for i in range(0, len(LENGTHS), per_batch)]
+def plan_of(num_ranks: int, per_batch: int = 1) -> Plan:
+    """The eight sequences dealt out in turn, `per_batch` in a micro-batch."""
+    batches = [list(range(i, min(i + per_batch, 8))) for i in range(0, 8, per_batch)]
     return [batches[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def losses_and_gradients(
-    ranks: MeshRanks, plan: list[list[list[int]]], replay: bool = False
-) -> tuple[float, dict[str, np.ndarray]]:
+    ranks: MeshRanks,
+    plan: Plan,
+    lengths: tuple[int, ...] = SHORT,
+    replay: bool = False,
+    balance: bool = False,
+) -> tuple[float, Gradients]:
     """The whole batch's loss and gradients, as every rank of the mesh finds them together."""
-    model = small_model(0 if ranks.is_main else 1)  # rank 0's weights are those that count
+    model = model_of(0 if ranks.is_main else 1)  # rank 0's weights are those that count
     ranks.place(model)
-    loss = torch.tensor([gradients_of(model, ranks.share(plan), replay)], dtype=torch.float64)
+    total = gradients_of(model, ranks.share(plan), lengths, replay, balance)
     ranks.reduce_gradients(model)
-    ranks.all_reduce_(loss)
+    loss = ranks.all_reduce_(torch.tensor([total], dtype=torch.float64))
     layout = ranks.layout(model)
     whole = {
         name: layout.gather(name, gradient).numpy().copy()
@@ -68,25 +96,17 @@ def losses_and_gradients(
     return float(loss), whole
 
 
-def whole_weights(ranks: MeshRanks) -> tuple[bool, bool, list[np.ndarray]]:
-    """Places a model, collects it, loads others into it; scores before, and whether all was as it should."""
-    model, plain, other = small_model(0), small_model(0), small_model(5)
+def whole_weights(ranks: MeshRanks) -> tuple[bool, bool, list[np.ndarray], list[np.ndarray]]:
+    """Places a model, collects it, loads others into it; whether all was as it should, and its scores, and
+    those of a frozen copy of the others."""
+    model, plain, other = model_of(0), model_of(0), model_of(5)
     ranks.place(model)
     scores = score_sequences(model, [random_tokens(20, 3)])
-    release(model)
     collected = ranks.whole_model(model)
     same = all(torch.equal(p, q) for p, q in zip(collected.parameters(), plain.parameters(), strict=True))
     ranks.load_whole(model, dict(other.named_parameters()))
     loaded = ranks.whole_model(model)
     replaced = all(torch.equal(p, q) for p, q in zip(loaded.parameters(), other.parameters(), strict=True))
-    return same, replaced, [s.copy() for s in scores]
-
-
-def balance(ranks: MeshRanks) -> Any:
-    """Unused parts of a statistics pass stay differentiable on every rank."""
-    model = small_model(0)
-    ranks.place(model)
-    batch = PackedSequences.pack([random_tokens(20, 3)])
-    statistics = RouterStatistics([], [])
-    packed_logprobs(model, batch, torch.arange(1, 20), statistics=statistics)
-    return float(statistics.balance_loss())
+    frozen = ranks.frozen_copy(model)
+    assert not any(parameter.requires_grad for parameter in frozen.parameters())
+    return same, replaced, scores, score_sequences(frozen, [random_tokens(20, 3)])

@@ -8,16 +8,29 @@ import pytest
 from etude.config.parallel import ParallelConfig
 from etude.model.scoring import score_sequences
 from etude.training.parallel.ranks import Share
-from tests.model.builders import random_tokens, small_model
-from tests.training.parallel.bodies import gradients_of, losses_and_gradients, plan_of, whole_weights
+from tests.model.builders import random_tokens
+from tests.training.parallel.bodies import (
+    LONG,
+    SHORT,
+    Gradients,
+    gradients_of,
+    losses_and_gradients,
+    model_of,
+    plan_of,
+    whole_weights,
+)
 from tests.training.parallel.spawning import on_ranks
 
-Gradients = dict[str, np.ndarray]
+LOSS_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 2e-5
+"""Of a parameter's largest gradient, in float32."""
 
 
-def _one_process(order: list[list[int]], replay: bool = False) -> tuple[float, Gradients]:
-    model = small_model(0)
-    loss = gradients_of(model, [Share(tuple(batch)) for batch in order], replay)
+def _one_process(
+    order: list[list[int]], lengths: tuple[int, ...] = SHORT, replay: bool = False, balance: bool = False
+) -> tuple[float, Gradients]:
+    model = model_of(0)
+    loss = gradients_of(model, [Share(tuple(batch)) for batch in order], lengths, replay, balance)
     return loss, {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -53,26 +66,56 @@ def test_four_ranks_add_up_bit_for_bit_what_one_process_does(sizes: dict[str, in
     "sizes",
     [
         {"ranks": 2, "expert": 2},
+        {"ranks": 2, "context": 2},
         {"ranks": 4, "expert": 4},
-        {"ranks": 4, "fsdp": 2, "expert": 2},
+        {"ranks": 4, "context": 4},
         {"ranks": 4, "fsdp": 2},
-        {"ranks": 4, "expert": 2},
+        {"ranks": 4, "fsdp": 2, "expert": 2},
+        {"ranks": 4, "fsdp": 2, "context": 2},
+        {"ranks": 4, "expert": 2, "context": 2},
     ],
 )
 def test_losses_and_gradients_are_those_of_one_process(sizes: dict[str, int], replay: bool) -> None:
     config = ParallelConfig(**sizes)
+    lengths = LONG if config.context > 1 else SHORT
+    plan = plan_of(config.ranks // config.context, per_batch=2)
+    order = [batch for batches in plan for batch in batches]
+    loss, gradients = _one_process(order, lengths, replay)
+    for rank_loss, ours in on_ranks(losses_and_gradients, config, plan, lengths, replay):
+        assert rank_loss == pytest.approx(loss, rel=LOSS_TOLERANCE)
+        _assert_close(ours, gradients, GRADIENT_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"ranks": 2, "context": 2}, {"ranks": 4, "fsdp": 2, "expert": 2}])
+def test_the_balancing_loss_of_a_micro_batch_is_the_same(sizes: dict[str, int]) -> None:
+    config = ParallelConfig(**sizes)
     plan = plan_of(config.ranks // config.context)
-    loss, gradients = _one_process([batch for batches in plan for batch in batches], replay)
-    for rank_loss, ours in on_ranks(losses_and_gradients, config, plan, replay):
-        assert rank_loss == pytest.approx(loss, rel=1e-6)
-        _assert_close(ours, gradients, 2e-5)
+    order = [batch for batches in plan for batch in batches]
+    loss, gradients = _one_process(order, LONG, balance=True)
+    for rank_loss, ours in on_ranks(losses_and_gradients, config, plan, LONG, False, True):
+        assert rank_loss == pytest.approx(loss, rel=LOSS_TOLERANCE)
+        _assert_close(ours, gradients, GRADIENT_TOLERANCE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"ranks": 2, "fsdp": 2}, {"ranks": 4, "fsdp": 2, "expert": 2}])
 def test_whole_weights_come_out_and_go_in_again(sizes: dict[str, int]) -> None:
-    (expected,) = score_sequences(small_model(0), [random_tokens(20, 3)])
-    for same, replaced, (scores,) in on_ranks(whole_weights, ParallelConfig(**sizes)):
+    expected, other = (score_sequences(model_of(seed), [random_tokens(20, 3)])[0] for seed in (0, 5))
+    for same, replaced, (scores,), (frozen,) in on_ranks(whole_weights, ParallelConfig(**sizes)):
         assert same
         assert replaced
         np.testing.assert_allclose(scores, expected, atol=1e-5)
+        np.testing.assert_allclose(frozen, other, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_experts_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(AssertionError, match=r"parallel\.expert: must divide the number of experts"):
+        on_ranks(losses_and_gradients, ParallelConfig(ranks=3, expert=3), plan_of(3))
+
+
+def test_sizes_that_do_not_multiply_to_the_ranks_are_refused() -> None:
+    with pytest.raises(ValueError, match="must be a multiple of fsdp x expert x context = 2 x 3 x 1 = 6"):
+        ParallelConfig(ranks=4, fsdp=2, expert=3)
+    assert ParallelConfig(ranks=12, fsdp=2, expert=3).replicate == 2

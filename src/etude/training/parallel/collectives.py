@@ -19,6 +19,9 @@ from torch import Tensor
 Group = dist.ProcessGroup | None
 """Ranks that speak with each other; None is this process alone."""
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# The second is its name before PyTorch 2.13.
+
 BUCKET_BYTES = 32 << 20
 """Gradients are summed in buffers of about this size."""
 
@@ -42,7 +45,7 @@ def sum_in_order(tensor: Tensor, group: Group) -> None:
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % size))
     part = torch.empty(len(padded) // size, dtype=flat.dtype, device=flat.device)
     _reduce_scatter(part, padded, group)
-    dist.all_gather_into_tensor(padded, part, group=group)
+    _all_gather(padded, part, group=group)
     tensor.copy_(padded[: len(flat)].view(tensor.shape))
 
 
@@ -105,7 +108,7 @@ def gather_rows(rows: Tensor, group: Group) -> Tensor:
         return rows
     sizes = torch.tensor([len(rows)], device=rows.device)
     counts = torch.empty(group_size(group), dtype=sizes.dtype, device=rows.device)
-    dist.all_gather_into_tensor(counts, sizes, group=group)
+    _all_gather(counts, sizes, group=group)
     return _gather_ragged(rows, counts.tolist(), group)
 
 
@@ -115,7 +118,7 @@ def _gather_ragged(rows: Tensor, counts: Sequence[int], group: Group) -> Tensor:
     padded = rows.new_zeros((longest, *rows.shape[1:]))
     padded[: len(rows)] = rows
     everyone = rows.new_empty((len(counts) * longest, *rows.shape[1:]))
-    dist.all_gather_into_tensor(everyone, padded, group=group)
+    _all_gather(everyone, padded, group=group)
     blocks = everyone.split(longest) if longest else [everyone] * len(counts)
     return torch.cat([block[:count] for block, count in zip(blocks, counts, strict=True)])
 

@@ -8,6 +8,8 @@ tokens in every layer, FSDP ranks gather weights layer by layer, replicas meet o
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +38,9 @@ class Mesh:
         self.rank = dist.get_rank()
         self.sizes = {axis: int(getattr(config, axis)) for axis in AXES}
         grid = np.arange(config.ranks).reshape(tuple(self.sizes.values()))
-        self._groups: dict[tuple[str, ...], Group] = {axes: _make_group(grid, axes) for axes in _USED}
+        self._groups: dict[tuple[str, ...], Group] = {
+            axes: _make_group(grid, axes, config.timeout_s) for axes in _USED
+        }
         data = self.group("replicate", "fsdp", "expert")
         self.data_rank = group_rank(data)
         """Place among those that train on different sequences."""
@@ -64,13 +68,13 @@ _USED = (  # whatever is summed or exchanged over
 )
 
 
-def _make_group(grid: np.ndarray, axes: tuple[str, ...]) -> Group:
+def _make_group(grid: np.ndarray, axes: tuple[str, ...], timeout_s: float) -> Group:
     """Makes the groups along `axes` for all ranks, and returns this rank's."""
     inside = [AXES.index(axis) for axis in axes]
     outside = [axis for axis in range(len(AXES)) if axis not in inside]
     members = grid.transpose(*outside, *inside).reshape(-1, int(np.prod([grid.shape[a] for a in inside])))
     if members.shape[1] == 1:
         return None
-    group, _ = dist.new_subgroups_by_enumeration(members.tolist())
+    group, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup), "every rank is in one of them"
     return group

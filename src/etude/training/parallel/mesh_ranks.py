@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from etude.errors import ConfigError
 from etude.model import LanguageModel
 from etude.training.parallel.collectives import gather_rows, sum_in_order
-from etude.training.parallel.experts import ExpertParallelOps
 from etude.training.parallel.layout import Layout
 from etude.training.parallel.mesh import Mesh
 from etude.training.parallel.ranks import Share, shares_of
@@ -20,6 +19,7 @@ from etude.training.parallel.sharding import (
     local_part,
     part_of,
     place_model,
+    plain_ops,
     release,
     sum_gradients,
     whole_of,
@@ -39,13 +39,6 @@ class MeshRanks:
 
     def place(self, model: LanguageModel) -> None:
         """Spreads a model over the ranks, in place, with rank 0's weights. See `place_model`."""
-        if not isinstance(model, LanguageModel):
-            raise ConfigError(
-                "can only spread the architectures that are defined here",
-                field="parallel.ranks",
-                received=type(model).__name__,
-                fix="train other architectures in one process",
-            )
         place_model(model, self._mesh)
 
     def share(self, plan: Sequence[Sequence[Sequence[int]]]) -> list[Share]:
@@ -81,7 +74,7 @@ class MeshRanks:
             parameter.requires_grad_(parts[name].requires_grad)
         for name, buffer in whole.named_buffers():
             buffer.data = model.get_buffer(name)
-        whole.ops = model.ops.inner if isinstance(model.ops, ExpertParallelOps) else model.ops
+        whole.ops = plain_ops(model.ops)
         return cast(ModelT, whole)
 
     @torch.no_grad()
@@ -97,3 +90,22 @@ class MeshRanks:
         assert isinstance(whole, LanguageModel)
         self.place(whole)
         return whole
+
+
+def _has_adapters(model: LanguageModel) -> bool:
+    """Whether it has other parameters than its architecture: they would not be cut as they should."""
+    with torch.device("meta"):
+        plain = LanguageModel(model.config, model.vocab_size)
+    return {name for name, _ in model.named_parameters()} != {name for name, _ in plain.named_parameters()}
+
+
+def check_spreadable(model: nn.Module) -> None:
+    """Raises ConfigError for a model that several ranks cannot train together."""
+    if isinstance(model, LanguageModel) and not _has_adapters(model):
+        return
+    raise ConfigError(
+        "several ranks train architectures that are defined here, and all of their weights",
+        field="parallel.ranks",
+        received=type(model).__name__,
+        fix="train adapters and other architectures in one process",
+    )

@@ -27,6 +27,7 @@ from etude.training.parallel.collectives import (
     sum_all_in_order,
     sum_in_order,
 )
+from etude.training.parallel.context import ContextParallelOps
 from etude.training.parallel.experts import ExpertParallelOps
 from etude.training.parallel.layout import batched
 from etude.training.parallel.mesh import Mesh
@@ -49,6 +50,10 @@ def place_model(model: LanguageModel, mesh: Mesh) -> None:
         dist.broadcast(parameter.data, src=0)
     if mesh.sizes["expert"] > 1:
         _cut_experts(model, mesh)
+    if mesh.sizes["context"] > 1:
+        model.ops = cast(
+            Ops, ContextParallelOps(model.ops, mesh.group("context"), model.config.num_moe_layers)
+        )
     if mesh.sizes["fsdp"] > 1:
         _shard(model, mesh)
 
@@ -179,6 +184,13 @@ class MeshLayout:
     def cut(self, name: str, whole: Tensor) -> Tensor:
         """See Layout."""
         return part_of(name, whole, self._mesh)
+
+
+def plain_ops(ops: Ops) -> Ops:
+    """What computes in one process, without what `place_model` has put around it."""
+    while isinstance(ops, (ContextParallelOps, ExpertParallelOps)):
+        ops = ops.inner
+    return ops
 
 
 def release(model: nn.Module) -> None:

@@ -1,0 +1,246 @@
+"""The RL trainer on several ranks, as one Trainer.
+
+    loop ──> RankedTrainer ──groups, routes──> RlTrainer of every rank ──> sums of gradients ──> same update
+                 └─────────── weights, metrics, checkpoints: the first rank's
+
+The first rank is the run's own process; it collects, logs, publishes and saves. The others see nothing but
+what it hands on, so they need neither the run's sandboxes nor its engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.config import ModelConfig, RlConfig, RunConfig
+from etude.controller.compute import choose_device
+from etude.errors import StoreError
+from etude.model import LanguageModel
+from etude.model.ops import Ops
+from etude.model.scoring import device_of
+from etude.records import BlobRef, Group, PolicyVersion, Scores, WeightManifest
+from etude.training import RlTrainer
+from etude.training.intake import RouteFetcher
+from etude.training.optimizer import OffendingBatches
+from etude.training.parallel.mesh_ranks import MeshRanks, check_spreadable
+from etude.training.parallel.team import Team, check_world, is_follower
+from etude.weights import WeightPublisher
+
+T = TypeVar("T")
+
+Routes = Mapping[str, NDArray[Any]]
+"""Arrays by the URL of their reference."""
+
+
+class OnlyHere(Generic[T]):
+    """Something that does not travel: on every other rank it holds None."""
+
+    def __init__(self, value: T | None = None) -> None:
+        self.value = value
+
+    def __reduce__(self) -> tuple[type[OnlyHere[T]], tuple[()]]:
+        return OnlyHere, ()
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPlan:
+    """What every rank makes its trainer from."""
+
+    architecture: ModelConfig
+    vocab_size: int
+    device: str
+    ops: Ops
+    config: RlConfig
+    lineage: str
+    offending: Path
+    options: Mapping[str, Any]
+
+
+class RankTrainer:
+    """One rank's trainer, with the routes that the step at hand needs."""
+
+    def __init__(
+        self,
+        ranks: MeshRanks,
+        plan: TrainerPlan,
+        model: OnlyHere[LanguageModel],
+        weights: OnlyHere[WeightPublisher],
+    ) -> None:
+        """`model` and `weights`: the first rank's, which all start from and which it publishes to."""
+        own = model.value or LanguageModel(plan.architecture, plan.vocab_size).to(plan.device)
+        own.ops = plan.ops
+        ranks.place(own)
+        self._routes: Routes = {}
+        keep, config = plan.config.optimizer.keep_offending, plan.config
+        self.trainer = RlTrainer(
+            own,
+            config,
+            plan.lineage,
+            weights.value or _NoPublisher(),
+            self._fetch_routes,
+            ranks=ranks,
+            offending=OffendingBatches(plan.offending, keep, ranks.rank),
+            **plan.options,
+        )
+
+    def step(self, groups: Sequence[Group], routes: Routes) -> Mapping[str, float]:
+        """See Trainer.step."""
+        self._routes = routes
+        try:
+            return self.trainer.step(groups)
+        finally:
+            self._routes = {}
+
+    def publish(self) -> WeightManifest:
+        """See Trainer.publish."""
+        return self.trainer.publish()
+
+    def score(
+        self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None
+    ) -> list[Scores]:
+        """See Trainer.score."""
+        return self.trainer.score(sequences, routes)
+
+    def whole_model(self) -> LanguageModel:
+        """See RlTrainer.whole_model."""
+        return self.trainer.whole_model()
+
+    def save(self, directory: Path, extra: OnlyHere[Mapping[str, Any]]) -> None:
+        """See Trainer.save."""
+        self.trainer.save(directory, extra.value)
+
+    def restore(self, directory: Path) -> None:
+        """See Trainer.restore."""
+        self.trainer.restore(directory)
+
+    def _fetch_routes(self, ref: BlobRef) -> NDArray[Any]:
+        if ref.url not in self._routes:
+            raise StoreError("the first rank has no such routes", field="routes", received=ref.url)
+        return self._routes[ref.url]
+
+
+class RankedTrainer:
+    """Implements Trainer over a team. Every method is a step of all ranks.
+
+    Besides what RlTrainer raises, each raises RankError where a rank is lost; the last checkpoint is whole.
+    """
+
+    def __init__(
+        self,
+        team: Team[RankTrainer],
+        model: LanguageModel,
+        run: RunConfig,
+        weights: WeightPublisher,
+        fetch_routes: RouteFetcher,
+        offending: Path,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Spreads `model` over the team; from then on it is a part of itself. For the rest see
+        `open_trainer`.
+
+        Raises ConfigError if it cannot be spread.
+        """
+        self._team = team
+        self._fetch_routes = fetch_routes
+        device = device_of(model).type
+        plan = TrainerPlan(
+            model.config, model.vocab_size, device, model.ops, run.rl, run.name, offending, options
+        )
+        self._own = team.make(RankTrainer, plan, OnlyHere(model), OnlyHere(weights))
+
+    @property
+    def model(self) -> LanguageModel:
+        """A copy of the weights as they are now, whole."""
+        return self._team.call(RankTrainer.whole_model)
+
+    @property
+    def version(self) -> PolicyVersion:
+        """See Trainer.version."""
+        return self._own.trainer.version
+
+    def step(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """See Trainer.step."""
+        return self._team.call(RankTrainer.step, groups, self._routes_of(groups))
+
+    def publish(self) -> WeightManifest:
+        """See Trainer.publish."""
+        return self._team.call(RankTrainer.publish)
+
+    def score(
+        self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
+    ) -> list[Scores]:
+        """See Trainer.score."""
+        return self._team.call(RankTrainer.score, sequences, routes)
+
+    def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """See Trainer.save."""
+        self._team.call(RankTrainer.save, directory, OnlyHere(extra))
+
+    def restore(self, directory: Path) -> None:
+        """See Trainer.restore. Every rank reads the directory."""
+        self._team.call(RankTrainer.restore, directory)
+
+    def _routes_of(self, groups: Sequence[Group]) -> Routes:
+        segments = [s for group in groups for member in group.members for s in member.segments]
+        return {s.routes.url: self._fetch_routes(s.routes) for s in segments if s.routes is not None}
+
+
+AnyTrainer = RlTrainer | RankedTrainer
+
+
+class _NoPublisher:
+    """What ranks publish to that nobody fetches from. Implements WeightPublisher."""
+
+    def publish(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> WeightManifest:
+        """See WeightPublisher: names nothing."""
+        return WeightManifest(version, (), "")
+
+
+@contextlib.contextmanager
+def open_trainer(
+    model: LanguageModel,
+    run: RunConfig,
+    weights: WeightPublisher,
+    fetch_routes: RouteFetcher,
+    offending: Path,
+    **options: Any,
+) -> Iterator[AnyTrainer]:
+    """The RL trainer of a run, on as many ranks as it has; the others are let go on the way out.
+
+    Under `torchrun` they are those that it started, otherwise they are started here, on this machine, and
+    share its cores. `offending`: directory of batches whose gradient was not finite. `options`: what else
+    RlTrainer takes; it travels to every rank. Raises RankError if the others do not come, ConfigError if the
+    model cannot be spread.
+    """
+    if run.parallel.ranks == 1:
+        kept = OffendingBatches(offending, run.rl.optimizer.keep_offending)
+        yield RlTrainer(model, run.rl, run.name, weights, fetch_routes, offending=kept, **options)
+        return
+    check_spreadable(model)
+    device = device_of(model).type
+    threads = max(1, torch.get_num_threads() // run.parallel.ranks)
+    team = Team.join(run.parallel, device) or Team.spawn(run.parallel, device, threads)
+    try:
+        yield RankedTrainer(team, model, run, weights, fetch_routes, offending, options)
+    finally:
+        team.close()
+
+
+def follow_torchrun(run: RunConfig) -> bool:
+    """Whether this process is one that `torchrun` started to follow the first; if so, it has, to the end.
+
+    Raises RankError if others fail, ConfigError where the configuration names another number of ranks.
+    """
+    check_world(run.parallel)
+    if not is_follower():
+        return False
+    Team.follow(run.parallel, choose_device(run.device, run.numerics))
+    return True

@@ -1,0 +1,160 @@
+"""An RL trainer on two ranks against one process: the same updates, files and errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from etude.config import RunConfig
+from etude.config.parallel import ParallelConfig
+from etude.controller.ranks import RankedTrainer, open_trainer
+from etude.errors import CheckpointError, ConfigError, RankError
+from etude.model import LanguageModel
+from etude.records import Group, SamplingParams
+from etude.training import RlTrainer, has_checkpoint
+from etude.weights import MemoryWeights
+from tests.model.builders import small_model
+from tests.training.builders import Rollouts, as_group, rl_config
+
+Opened = RlTrainer | RankedTrainer
+
+
+@contextmanager
+def _open(
+    rollouts: Rollouts, directory: Path, sizes: dict[str, int], seed: int = 0, **options: Any
+) -> Iterator[Opened]:
+    run = RunConfig.model_construct(
+        name="run",
+        rl=rl_config(**options),
+        parallel=ParallelConfig.model_validate({"timeout_s": 60.0} | sizes),
+    )
+    weights = MemoryWeights()
+    with open_trainer(small_model(seed), run, weights, rollouts.blobs.get, directory) as trainer:
+        yield trainer
+
+
+def _groups(rollouts: Rollouts) -> list[Group]:
+    return [rollouts.group([1.0, 0.0, 1.0, 0.0]), rollouts.group([0.0, 1.0])]
+
+
+def _assert_close(ours: nn.Module, theirs: nn.Module, atol: float) -> None:
+    moved = 0.0
+    fresh = small_model(0)
+    for (name, p), q, start in zip(
+        ours.named_parameters(), theirs.parameters(), fresh.parameters(), strict=True
+    ):
+        torch.testing.assert_close(p, q, atol=atol, rtol=0, msg=name)
+        moved = max(moved, float((q - start).detach().abs().max()))
+    assert moved > 100 * atol, "a test of nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"ranks": 2}, {"ranks": 2, "fsdp": 2}, {"ranks": 2, "expert": 2}])
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_ranks_take_the_steps_of_one_process(sizes: dict[str, int], rule: str, tmp_path: Path) -> None:
+    """AdamW divides by a gradient's size, and so enlarges the rounding of those that are nearly 0: SGD-like
+    rates of noise stay under 1e-4 where weights move by 1e-2."""
+    rollouts = Rollouts(small_model(0))
+    steps = [_groups(rollouts), _groups(rollouts)]
+    options: dict[str, Any] = {
+        "loss": {"kl_weight": 0.05},
+        "optimizer": {"matrix_optimizer": rule, "learning_rate": 3e-3, "matrix_learning_rate": 3e-3},
+        "updates_per_step": 2,
+    }
+    results: list[tuple[LanguageModel, list[dict[str, float]], str]] = []
+    for one in ({"ranks": 1}, sizes):
+        with _open(rollouts, tmp_path, one, **options) as trainer:
+            metrics = [dict(trainer.step(groups)) for groups in steps]
+            manifest = trainer.publish()
+            model = trainer.model if isinstance(trainer, RankedTrainer) else trainer.whole_model()
+            results.append((model, metrics, manifest.version.digest))
+            assert trainer.version == manifest.version
+    (model, metrics, _), (ranked, ranked_metrics, _) = results
+    _assert_close(ranked, model, 1e-4)
+    for ours, theirs in zip(ranked_metrics, metrics, strict=True):
+        assert ours.keys() == theirs.keys()
+        for key in ("grad_norm", "train_tokens", "skipped_updates", "entropy"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3), key
+
+
+@pytest.mark.slow
+def test_one_process_goes_on_from_what_two_ranks_saved_and_the_other_way_round(tmp_path: Path) -> None:
+    rollouts = Rollouts(small_model(0))
+    before, after = _groups(rollouts), _groups(rollouts)
+    options: dict[str, Any] = {"optimizer": {"matrix_optimizer": "muon", "learning_rate": 3e-3}}
+    with _open(rollouts, tmp_path, {"ranks": 1}, **options) as trainer:
+        trainer.step(before)
+        trainer.step(after)
+        expected = trainer.model
+    for first, second in (({"ranks": 2, "fsdp": 2}, {"ranks": 1}), ({"ranks": 1}, {"ranks": 2, "expert": 2})):
+        directory = tmp_path / f"saved-by-{first['ranks']}"
+        with _open(rollouts, tmp_path, first, **options) as trainer:
+            trainer.step(before)
+            trainer.save(directory, {"more": 1})
+        with _open(rollouts, tmp_path, second, seed=3, **options) as trainer:
+            trainer.restore(directory)
+            assert trainer.version.step == 1
+            trainer.step(after)
+            _assert_close(trainer.model, expected, 1e-4)
+
+
+@pytest.mark.slow
+def test_ranks_score_as_one_process_and_twice_the_same_run_gives_equal_bits(tmp_path: Path) -> None:
+    rollouts = Rollouts(small_model(0))
+    groups = _groups(rollouts)
+    tokens = [rollouts.segment(15).tokens, rollouts.segment(9).tokens]
+    with _open(rollouts, tmp_path, {"ranks": 1}) as trainer:
+        expected = trainer.score(tokens)
+    digests: list[str] = []
+    for _ in range(2):
+        with _open(rollouts, tmp_path, {"ranks": 2, "fsdp": 2}) as trainer:
+            for ours, theirs in zip(trainer.score(tokens), expected, strict=True):
+                np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
+            trainer.step(groups)
+            digests.append(trainer.publish().version.digest)
+    assert digests[0] == digests[1]
+
+
+@pytest.mark.slow
+def test_what_is_refused_changes_nothing_and_a_lost_rank_leaves_the_last_checkpoint(tmp_path: Path) -> None:
+    rollouts = Rollouts(small_model(0))
+    groups = _groups(rollouts)
+    saved, later = tmp_path / "saved", tmp_path / "later"
+    truncated = as_group([rollouts.member(1.0), rollouts.member(0.0, sampling=SamplingParams(top_p=0.9))])
+    with _open(rollouts, tmp_path, {"ranks": 2, "fsdp": 2}) as trainer:
+        assert isinstance(trainer, RankedTrainer)
+        with pytest.raises(ConfigError):
+            trainer.step([truncated])
+        with pytest.raises(CheckpointError):
+            trainer.restore(tmp_path / "nothing")
+        assert trainer.version.step == 0
+        trainer.step(groups)
+        trainer.save(saved)
+        os.kill(trainer._team._processes[0].pid or 0, signal.SIGKILL)
+        with pytest.raises(RankError):
+            trainer.step(groups)
+        with pytest.raises(RankError):
+            trainer.save(later)
+    assert has_checkpoint(saved)
+    assert not has_checkpoint(later)
+
+
+def test_other_architectures_and_adapters_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    rollouts = Rollouts(small_model(0))
+    model = small_model(0)
+    model.adapter = nn.Parameter(torch.zeros(3))
+    run = RunConfig(name="run", rl=rl_config(), parallel=ParallelConfig(ranks=2))
+    with (
+        pytest.raises(ConfigError, match=r"parallel\.ranks"),
+        open_trainer(model, run, MemoryWeights(), rollouts.blobs.get, tmp_path),
+    ):
+        pass

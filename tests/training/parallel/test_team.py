@@ -1,0 +1,174 @@
+"""A team of ranks: calls, errors that all share, ranks that die or hang."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from etude.config.parallel import ParallelConfig
+from etude.errors import ConfigError, RankError
+from etude.training.parallel.mesh_ranks import MeshRanks
+from etude.training.parallel.team import Team
+
+DEADLINE_S = 90.0
+
+
+class Counter:
+    """Counts on every rank, and does whatever else a test needs."""
+
+    def __init__(self, ranks: MeshRanks, start: int) -> None:
+        self.ranks = ranks
+        self.total = start
+
+    def add(self, amount: int) -> tuple[int, float]:
+        self.total += amount
+        return self.total, float(self.ranks.all_reduce_(torch.tensor([float(self.ranks.rank + 1)])))
+
+    def refuse(self) -> None:
+        raise ConfigError("is refused", field="everywhere")
+
+    def refuse_on(self, rank: int) -> None:
+        if self.ranks.rank == rank:
+            raise ConfigError("is refused", field="somewhere")
+        self.add(0)
+
+    def die_on(self, rank: int) -> None:
+        if self.ranks.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.add(0)
+
+    def hang_on(self, rank: int) -> None:
+        if self.ranks.rank == rank:
+            time.sleep(600)
+        self.add(0)
+
+
+def _team(timeout_s: float = 120.0) -> Team[Any]:
+    team = Team.spawn(ParallelConfig(ranks=2, timeout_s=timeout_s))
+    team.make(Counter, 5)
+    return team
+
+
+@pytest.fixture
+def team() -> Iterator[Team[Any]]:
+    made = _team()
+    yield made
+    made.close()
+
+
+@pytest.mark.slow
+def test_every_rank_does_what_the_lead_does_and_an_error_of_all_ends_nothing(team: Team[Any]) -> None:
+    assert team.call(Counter.add, 2) == (7, 3.0)
+    with pytest.raises(ConfigError, match="everywhere"):
+        team.call(Counter.refuse)
+    assert team.call(Counter.add, 1) == (8, 3.0)
+    team.close()
+    team.close()
+    with pytest.raises(RankError):
+        team.call(Counter.add, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_of_one_rank_ends_the_team(team: Team[Any], rank: int) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError):
+        team.call(Counter.refuse_on, rank)
+    assert time.monotonic() - began < DEADLINE_S
+    assert not any(process.is_alive() for process in team._processes)
+    with pytest.raises(RankError):
+        team.call(Counter.add, 1)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_team_at_once_and_is_named(team: Team[Any]) -> None:
+    began = time.monotonic()
+    with pytest.raises(RankError, match="rank 1 ended with code -9"):
+        team.call(Counter.die_on, 1)
+    assert time.monotonic() - began < DEADLINE_S
+
+
+@pytest.mark.slow
+def test_a_rank_killed_between_two_calls_is_noticed_at_the_next(team: Team[Any]) -> None:
+    os.kill(team._processes[0].pid or 0, signal.SIGKILL)
+    with pytest.raises(RankError, match="rank 1 ended with code -9"):
+        team.call(Counter.add, 1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_given_up_after_the_timeout() -> None:
+    team = _team(timeout_s=8.0)
+    began = time.monotonic()
+    with pytest.raises(RankError):
+        team.call(Counter.hang_on, 1)
+    assert 7.0 < time.monotonic() - began < 8.0 + DEADLINE_S
+    assert not any(process.is_alive() for process in team._processes)
+
+
+LEAD = """
+import os, sys
+from etude.config.parallel import ParallelConfig
+from etude.training.parallel.team import Team
+from tests.training.parallel.test_team import Counter
+if __name__ == "__main__":
+    team = Team.spawn(ParallelConfig(ranks=3, timeout_s=45.0))
+    team.make(Counter, 5)
+    print(*[process.pid for process in team._processes], flush=True)
+    if sys.argv[1] == "idle":
+        sys.stdin.read()
+    team.call(Counter.hang_on, 2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("doing", ["idle", "busy"])
+def test_the_others_end_when_the_lead_is_killed(tmp_path: Path, doing: str) -> None:
+    """One that waits for a rank that hangs sees it when its time is up; the one that hangs, on its return."""
+    script = tmp_path / "lead.py"
+    script.write_text(LEAD)
+    root = Path(__file__).parents[3]
+    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    lead = subprocess.Popen(
+        [sys.executable, str(script), doing],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert lead.stdout is not None
+    first, second = map(int, lead.stdout.readline().split())
+    time.sleep(1.0)
+    lead.kill()
+    lead.wait()
+    try:
+        _assert_ends(first)
+        if doing == "idle":
+            _assert_ends(second)
+    finally:
+        for pid in (first, second):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _assert_ends(pid: int) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while Path(f"/proc/{pid}").exists() and _state(pid) != "Z":
+        assert time.monotonic() < deadline, f"{pid} is still there"
+        time.sleep(0.1)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return "Z"
