@@ -61,6 +61,8 @@ async def open_parts(
     published, a temporary directory unless named. `routes`: where expert routes are kept for good; in memory,
     until they are trained on, unless named. Raises ResourceError if sandboxes cannot be made here.
     """
+    if isinstance(model, LanguageModel):  # a run that began with a checkpoint need not describe it
+        config = config.model_copy(update={"model": model.config})
     backend = open_checked_backend(config.sandbox.backend)
     renderer = make_renderer(tokenizer)
     blobs = MemoryBlobs() if routes is None else KeptBlobs(routes)
