@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from etude.config import RlConfig
 from etude.errors import CheckpointError, StoreError
+from etude.model.scoring import score_sequences
 from etude.records import Group, GroupOrigin, PolicyVersion, TrajectoryId, VersionSpan
 from etude.store.blobs import FileBlobs
 from etude.store.trajectories import TrajectoryLog
 from etude.training import load_checkpoint
 from etude.training.stream import RecordedStream, prompt_digest
-from tests.model.builders import small_model
+from tests.model.builders import fresh_routes, small_model
 from tests.training.builders import PROMPT, Rollouts, as_group
 from tests.training.stream_worker import consume
 
@@ -41,8 +42,15 @@ def group_of(
         (segment,) = member.segments
         tokens = segment.tokens.copy()
         tokens[:PROMPT] = opening
-        span = VersionSpan(0, len(tokens), PolicyVersion("run", step))
-        segment = replace(segment, id=f"{number}/{index}", tokens=tokens, version_spans=(span,))
+        scores = score_sequences(rollouts.model, [tokens])[0]
+        segment = replace(
+            segment,
+            id=f"{number}/{index}",
+            tokens=tokens,
+            logprobs=np.where(segment.sampled, scores, 0.0).astype(np.float32),
+            version_spans=(VersionSpan(0, len(tokens), PolicyVersion("run", step)),),
+            routes=rollouts.blobs.put(fresh_routes(rollouts.model, tokens)),
+        )
         identity = TrajectoryId("run", f"task{number}", 0, number, index)
         members.append(replace(member, id=identity, segments=(segment,)))
     return replace(as_group(members), id=f"g{number}")

@@ -44,14 +44,18 @@ def train_command(
     settings = _merge(overrides or [], seed, name, from_log)
     run_config = load_config(config, settings)
     # Heavy: torch comes with it.
-    from etude.controller.recorded import settle_recorded, train_recorded
     from etude.controller.starting import check_start
-    from etude.controller.train import train
     from etude.observe.report import build_report
 
     recorded = bool(run_config.rl.stream.source)
     if recorded:
+        from etude.controller.recorded import settle_recorded
+        from etude.controller.recorded import train_recorded as train
+
         run_config = settle_recorded(run_config)
+    else:
+        from etude.controller.train import train
+
     if resume:
         run = _resumed(run_config)
     else:
@@ -59,7 +63,7 @@ def train_command(
         run = RunDirectory.create(run_config)
 
     try:
-        report = (train_recorded if recorded else train)(run_config, run, open_observer(), resume)
+        report = train(run_config, run, open_observer(), resume)
         build_report(run)
     except KeyboardInterrupt:
         command = shlex.join(_resume_command(config, settings))
