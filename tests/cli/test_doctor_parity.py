@@ -55,6 +55,7 @@ def test_invariant_numerics_want_every_bit_and_have_it(checkpoint: Path) -> None
         (("--engine", "other"), "one of etude, vllm"),
         (("--kernels", "fast"), "one of auto, eager, native, gpu"),
         (("--tokens", "128"), "positions end before"),
+        (("--engine", "vllm"), "neither where to start it nor where it runs"),
         (("--text", "missing.txt"), "tokenizer"),
         (("--numerics", "invariant", "--kernels", "eager"), "engine.kernels"),
     ],
