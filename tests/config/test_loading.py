@@ -135,6 +135,8 @@ def test_impossible_values_are_refused_by_field(override: str, field: str) -> No
         (("model.experts_per_token=9",), "experts_per_token: must be at most num_experts=8"),
         (("agent.max_tokens=2000",), "agent.max_tokens: must be at most model.max_positions"),
         (("agent.max_message_tokens=640", "agent.max_tokens=640"), "agent.max_message_tokens: must be under"),
+        (("engine.drafts=mtp",), "speculative_tokens: must be 1 or more with drafts"),
+        (("engine.kernels=native", "engine.cache_dtype=bfloat16"), "cache_dtype: native kernels hold"),
         (("rl.updates_per_step=13",), "updates_per_step: must be at most groups_per_step=12"),
         (("rl.level_weights=[0,0,0]",), "level_weights: must be >= 0 and not all 0"),
         (("rl.level_weights=[1,-1,2]",), "level_weights: must be >= 0 and not all 0"),

@@ -14,10 +14,12 @@ pytest.importorskip("triton")
 
 import numpy as np
 
+from etude.inference import MtpDrafts
 from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
 from etude.inference.gpu import Compute, GpuForward, run_uncaptured
+from etude.model.scoring import score_sequences
 from tests.inference.builders import Client, drain, prompt, small_engine
-from tests.model.builders import random_tokens, small_model
+from tests.model.builders import draft_layers, random_tokens, small_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LATENT = {
@@ -48,6 +50,24 @@ def test_turns_on_the_device_have_the_logprobs_and_routes_of_a_fresh_pass(change
         if model.config.num_moe_layers:
             client.check(model)
     assert len(clients[2].tokens) > 20
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 16}, LATENT], ids=["grouped", "latent attention"])
+def test_drafts_and_halved_caches_do_on_the_device_what_they_do_elsewhere(changes: dict[str, Any]) -> None:
+    model = small_model(3, **changes)
+    drafts = MtpDrafts(draft_layers(model), 2)
+    options: list[dict[str, Any]] = [{}, {"drafts": drafts}, {"cache_dtype": "bfloat16"}]
+    engines = [small_engine(model, kernels="gpu", device=DEVICE, **given) for given in options]
+    clients = [Client("s", 0) for _ in engines]
+    for engine, client in zip(engines, clients, strict=True):
+        client.ask(engine, prompt(20, 0), max_tokens=8)
+        drain(engine, [client])
+    assert clients[1].tokens == clients[0].tokens
+    assert engines[1].counters.drafted_tokens > 5
+    scores = score_sequences(model, [np.array(clients[2].tokens, dtype=np.int32)])[0]
+    sampled = np.array(clients[2].sampled)
+    differences = np.abs(np.array(clients[2].logprobs)[sampled] - scores[sampled])
+    assert 1e-6 < differences.max() < 0.1
 
 
 class CountedCaptures:

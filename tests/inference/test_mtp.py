@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from etude.errors import WeightUpdateError
-from etude.inference import Engine, MtpDrafts
+from etude.errors import ConfigError, WeightUpdateError
+from etude.inference import Engine, MtpDrafts, NgramLookup, choose_drafts
 from etude.inference.engine import Kernels
 from etude.model import DRAFT_PREFIX, DraftLayers, LanguageModel, PackedAttention
+from etude.model.huggingface import save_model
+from etude.model.huggingface.layout import draft_entries
 from tests.inference.builders import ALL_KERNELS, Client, drain, prompt, serve, small_engine, version
 from tests.model.builders import VOCAB, draft_layers, small_config, small_model
 
@@ -307,3 +313,26 @@ def test_a_cache_for_draft_layers_has_the_pages_of_the_models() -> None:
     cache = Engine(small_config(), VOCAB, 2, 64, drafts=drafts)._cache
     assert cache.drafts is not None
     assert cache.drafts.keys.shape[:2] == (2, cache.num_pages)
+
+
+def test_layers_are_read_from_a_checkpoint_that_has_them(tmp_path: Path) -> None:
+    model = small_model(3, **_LATENT)
+    save_model(model, tmp_path)
+    assert choose_drafts("mtp", 0, tmp_path) is None
+    assert choose_drafts("ngram", 4, None) == NgramLookup(4)
+    for checkpoint in (tmp_path, None):
+        with pytest.raises(ConfigError) as caught:
+            choose_drafts("mtp", 2, checkpoint)
+        assert caught.value.field == "engine.drafts"
+    drafts = draft_layers(model)
+    tensors = load_file(tmp_path / "model.safetensors")
+    stored = draft_entries(drafts, model.config.num_layers)
+    save_file(
+        tensors | {name: entry.read() for name, entry in stored.items()}, tmp_path / "model.safetensors"
+    )
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_nextn_predict_layers": 1}))
+    chosen = choose_drafts("mtp", 2, tmp_path)
+    assert isinstance(chosen, MtpDrafts)
+    assert chosen.num_drafts == 2
+    assert torch.equal(chosen.layers.layers[0].projection, drafts.layers[0].projection)  # type: ignore[arg-type]

@@ -17,6 +17,7 @@ from etude.cli.serving_options import (
     AdminTokenOption,
     CacheOption,
     CertificateOption,
+    DraftsOption,
     DrainOption,
     GrammarOption,
     HostOption,
@@ -73,6 +74,7 @@ def serve_command(
     cache_mib: CacheOption = 0,
     kernels: KernelsOption = "auto",
     speculative_tokens: SpeculativeOption = 0,
+    drafts: DraftsOption = "ngram",
     pool: PoolOption = "serve",
     max_body: BodyOption = 32 * _MIB,
     max_requests: RequestsOption = 1024,
@@ -85,7 +87,7 @@ def serve_command(
     key: KeyOption = None,
 ) -> None:
     """Serve a model by OpenAI's API: chat completions, completions, models, tokenisation."""
-    check_choices(kernels, grammar)
+    check_choices(kernels, grammar, drafts)
     # Heavy: torch and FastAPI come with them.
     from etude.inference.server import KeyLimits, ServerLimits
     from etude.sandbox.server.process import open_listeners
@@ -98,7 +100,7 @@ def serve_command(
         serving = _Serving(
             opened,
             PolicyVersion(lineage or opened.served.name, step),
-            EngineChoice(num_sessions, cache_mib * _MIB, kernels, speculative_tokens),
+            EngineChoice(num_sessions, cache_mib * _MIB, kernels, speculative_tokens, drafts),
             keys,
             ServerLimits(max_body, max_requests, answer_s, idle_s),
             admin_token,

@@ -26,11 +26,12 @@ PREFILL_TOKENS = 2048
 _CACHE_SHARE = 0.5
 
 
-def check_choices(kernels: str, grammar: str) -> None:
+def check_choices(kernels: str, grammar: str, drafts: str = "ngram") -> None:
     """Raises UserError for a name that there is not, before anything heavy is imported."""
     for option, value, known in (
         ("--kernels", kernels, ("auto", "eager", "native", "gpu")),
         ("--grammar", grammar, ("auto", "hermes", "xml")),
+        ("--drafts", drafts, ("ngram", "mtp")),
     ):
         if value not in known:
             raise UserError("no such choice", field=option, received=value, fix=", ".join(known))
@@ -74,6 +75,8 @@ class OpenedModel:
 
     weights: LanguageModel
     served: ServedModel
+    directory: Path
+    """The checkpoint."""
 
 
 def open_checkpoint(
@@ -120,7 +123,7 @@ def open_checkpoint(
         max_answer,
         int(time.time()),
     )
-    return OpenedModel(weights, served)
+    return OpenedModel(weights, served, checkpoint)
 
 
 def _read(directory: Path) -> tuple[Tokenizer, LanguageModel, Path]:
@@ -176,11 +179,13 @@ class EngineChoice:
     cache_bytes: int
     kernels: str
     speculative_tokens: int
+    drafts: str = "ngram"
 
     def make(self, opened: OpenedModel) -> Engine:
-        """Raises ConfigError where too little memory is left for one context, ResourceError for kernels."""
+        """Raises ConfigError where too little memory is left for one context or draft layers are missing,
+        ResourceError for kernels."""
         from etude.controller.compute import choose_place
-        from etude.inference import Engine, NgramLookup, pages_for
+        from etude.inference import Engine, choose_drafts, pages_for
         from etude.observe.machine import available_cores
 
         config, longest = opened.weights.config, opened.served.max_context_tokens + 1
@@ -195,7 +200,7 @@ class EngineChoice:
             available_cores(),
             num_pages=pages_for(self._cache_tokens(opened, longest, place)),
             token_bytes=opened.served.tokenizer.decode_bytes,
-            drafts=NgramLookup(self.speculative_tokens) if self.speculative_tokens else None,
+            drafts=choose_drafts(self.drafts, self.speculative_tokens, opened.directory),
             native_weights=place.dtype,
             device=place.device,
         )

@@ -28,5 +28,9 @@ CacheOption = Annotated[
     int, typer.Option(min=0, help="Memory for keys and values; 0: half of what is free, at most.")
 ]
 SpeculativeOption = Annotated[
-    int, typer.Option(min=0, help="Tokens guessed ahead from the session's own; 0: none.")
+    int, typer.Option(min=0, help="Tokens guessed ahead and verified at once; 0: none.")
+]
+DraftsOption = Annotated[
+    str,
+    typer.Option(help="What guesses: ngram, from the session, or mtp, by the model's layers."),
 ]

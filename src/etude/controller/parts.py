@@ -13,7 +13,7 @@ from etude.controller.backends import open_checked_backend
 from etude.controller.compute import choose_place
 from etude.controller.corpus import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
-from etude.inference import Engine, EngineService, NgramLookup, pages_for
+from etude.inference import Engine, EngineService, choose_drafts, pages_for
 from etude.inference.vllm import ModelSnapshots, SnapshotDirectory, VllmSampler, make_vllm_sampler
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
@@ -98,7 +98,10 @@ async def _open_engine(
         token_bytes=tokenizer.decode_bytes,
         native_weights=place.dtype,
         device=place.device,
-        drafts=NgramLookup(config.engine.speculative_tokens) if config.engine.speculative_tokens else None,
+        drafts=choose_drafts(
+            config.engine.drafts, config.engine.speculative_tokens, config.initial_checkpoint
+        ),
+        cache_dtype=config.engine.cache_dtype,
     )
     delay = config.engine.tool_delay_steps if deterministic else None
     async with EngineService(engine, weights.fetch, delay) as service:

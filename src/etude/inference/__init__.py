@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from etude.inference.cache import page_bytes, pages_for
     from etude.inference.engine import Engine, EngineCounters
-    from etude.inference.mtp import MtpDrafts
+    from etude.inference.mtp import MtpDrafts, choose_drafts
     from etude.inference.sequences import Answer
     from etude.inference.service import EngineService
     from etude.inference.speculation import NgramLookup
@@ -25,6 +25,7 @@ _MODULES = {
     "EngineLoad": "times",
     "EngineService": "service",
     "MtpDrafts": "mtp",
+    "choose_drafts": "mtp",
     "NgramLookup": "speculation",
     "ServiceTimes": "times",
     "StepSums": "times",
@@ -42,6 +43,7 @@ __all__ = [
     "NgramLookup",
     "ServiceTimes",
     "StepSums",
+    "choose_drafts",
     "page_bytes",
     "pages_for",
 ]

@@ -25,11 +25,11 @@ def pages_for(num_tokens: int) -> int | None:
     return -(-num_tokens // PAGE_TOKENS) or None
 
 
-def page_bytes(config: ModelConfig) -> int:
-    """Memory that one page's keys, values and routes take."""
+def page_bytes(config: ModelConfig, element_bytes: int = 4) -> int:
+    """Memory that one page's keys, values and routes take, with numbers of `element_bytes`."""
     width = config.key_dim + (0 if config.value_is_key_prefix else config.value_dim)
     routes = config.num_moe_layers * config.routes_per_token * np.dtype(config.route_dtype).itemsize
-    return PAGE_TOKENS * (4 * config.num_layers * config.cache_heads * width + routes)
+    return PAGE_TOKENS * (element_bytes * config.num_layers * config.cache_heads * width + routes)
 
 
 class PagedCache:

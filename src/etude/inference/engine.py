@@ -25,6 +25,7 @@ from etude.inference.forward import EagerForward, ForwardPass
 from etude.inference.gpu import GpuForward
 from etude.inference.mtp import MtpDrafter, MtpDrafts
 from etude.inference.native import NativeForward
+from etude.inference.requests import check_length, check_tokens
 from etude.inference.sampling import Alternatives, uniforms
 from etude.inference.scheduler import Scheduler, StepPlan
 from etude.inference.scoring import score_tokens
@@ -37,6 +38,7 @@ from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams, Scores
 
 Kernels = Literal["eager", "native", "gpu"]
+CacheType = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(slots=True)
@@ -75,6 +77,7 @@ class Engine:
         drafts: NgramLookup | MtpDrafts | None = None,
         native_weights: WeightType = "float32",
         device: str = "cpu",
+        cache_dtype: CacheType = "auto",
     ) -> None:
         """`num_sessions`: those whose tokens are held; `max_tokens`: longest of them; `prefill_tokens`: most
         prompt tokens computed in one step; `kernels`: the trainer's module operator by operator, native code
@@ -82,9 +85,11 @@ class Engine:
         where that cannot be); `num_pages`: pages of 16 tokens for keys and values, by default enough for all
         sessions at their longest; `token_bytes`: what stop texts are looked for in; `drafts`: speculative
         decoding from the session's own tokens or by layers for it; `native_weights`: number format of native
-        code's copy of the matrices, or of all that lies on the GPU.
+        code's copy of the matrices, or of all that lies on the GPU; `cache_dtype`: of keys and values, by
+        default as the model computes.
 
-        Raises ConfigError if there are too few pages for one session."""
+        Raises ConfigError if there are too few pages for one session, or for a cache that kernels cannot
+        read."""
         pages_of_one = -(-max_tokens // PAGE_TOKENS)
         num_pages = num_sessions * pages_of_one if num_pages is None else num_pages
         if num_pages < pages_of_one:
@@ -98,11 +103,12 @@ class Engine:
         place, number = torch.device(device), torch.float32
         if kernels == "gpu" and native_weights == "bfloat16":
             number = torch.bfloat16
-        self._cache = PagedCache(config, num_pages, place, number)
+        held = _cache_type(cache_dtype, kernels, number)
+        self._cache = PagedCache(config, num_pages, place, held)
         layers, self._mtp = None, None
         if isinstance(drafts, MtpDrafts):
             layers = drafts.layers
-            self._cache.drafts = PagedCache(layers.config, num_pages, place, number)
+            self._cache.drafts = PagedCache(layers.config, num_pages, place, held)
             self._mtp = MtpDrafter(self._cache.drafts, num_sessions, drafts.num_drafts)
         drafter = drafts if isinstance(drafts, NgramLookup) else self._mtp
         self._scheduler = Scheduler(self._cache, num_sessions, max_tokens, prefill_tokens, drafter)
@@ -196,7 +202,7 @@ class Engine:
         computed as a prompt is, by the kernels that sample, through pages that are free again afterwards.
         Between two steps only. Raises SamplerError, and then nothing has changed."""
         version, vocab_size = self.current(), self.model.vocab_size
-        _check_vocabulary(tokens, vocab_size, "tokens")
+        check_tokens(tokens, vocab_size, "tokens")
         longest = self._sequences.max_tokens
         if not 0 < len(tokens) <= longest:
             raise SamplerError(f"must be 1 to {longest} tokens", field="tokens", received=len(tokens))
@@ -239,7 +245,7 @@ class Engine:
                 received=request.stop_texts,
                 fix="make the engine with token_bytes=tokenizer.decode_bytes, or use stop_tokens",
             )
-        _check_vocabulary(request.suffix, self.model.vocab_size, "suffix")
+        check_tokens(request.suffix, self.model.vocab_size)
         self._check_length(request, row)
 
     def _check_length(self, request: SampleRequest, row: int | None) -> None:
@@ -250,18 +256,7 @@ class Engine:
                     "prefix is not held", field="prefix_digest", received=request.prefix_digest
                 )
             known = int(self._sequences.length[row])
-        total, longest = known + len(request.suffix), self._sequences.max_tokens
-        if not total:
-            raise SamplerError(
-                "nothing to continue", field="suffix", received=0, fix="send at least one token"
-            )
-        if total >= longest:
-            raise SamplerError(
-                "session is too long",
-                field="suffix",
-                received=total,
-                fix=f"stay under {longest} tokens, or raise the engine's limit",
-            )
+        check_length(known + len(request.suffix), self._sequences.max_tokens)
 
     # ---- weights --------------------------------------------------------------------------------
 
@@ -417,10 +412,17 @@ class Engine:
         return sequences.deliver(row) if state.request.streaming else None
 
 
-def _check_vocabulary(tokens: NDArray[np.int32], vocab_size: int, field: str) -> None:
-    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-    if len(outside):
-        raise SamplerError(f"tokens must be in 0..{vocab_size - 1}", field=field, received=int(outside[0]))
+def _cache_type(wanted: CacheType, kernels: Kernels, computed: torch.dtype) -> torch.dtype:
+    """Type of keys and values. Raises ConfigError."""
+    held = computed if wanted == "auto" else getattr(torch, wanted)
+    if kernels == "native" and held != torch.float32:
+        raise ConfigError(
+            "native kernels hold keys and values in float32",
+            field="engine.cache_dtype",
+            received=wanted,
+            fix="leave it at auto, or set engine.kernels=eager",
+        )
+    return held
 
 
 def _serves(current: PolicyVersion, wanted: PolicyVersion, wanted_is_minimum: bool) -> bool:

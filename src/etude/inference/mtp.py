@@ -16,18 +16,22 @@ model's, so is the token; a guess of the likeliest token would agree with a samp
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from etude.errors import ConfigError
 from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
 from etude.inference.sampling import uniforms
 from etude.inference.scheduler import StepPlan
 from etude.inference.sequences import Sequences
+from etude.inference.speculation import NgramLookup
 from etude.inference.weights import Runner
 from etude.model import DraftLayers
+from etude.model.huggingface import load_draft_layers
 from etude.protocols import Attention
 
 
@@ -42,6 +46,27 @@ class MtpDrafts:
     def __post_init__(self) -> None:
         if self.num_drafts < 1:
             raise ValueError(f"MtpDrafts: needs num_drafts >= 1, received {self.num_drafts}")
+
+
+def choose_drafts(
+    kind: str, num_drafts: int, checkpoint: str | Path | None
+) -> NgramLookup | MtpDrafts | None:
+    """What drafts up to `num_drafts` tokens; None for 0. `kind`: `ngram` or `mtp`. `checkpoint`: a Hugging
+    Face directory whose draft layers are read for `mtp`. Raises ConfigError where it has none,
+    CheckpointError where they are damaged."""
+    if not num_drafts:
+        return None
+    if kind == "ngram":
+        return NgramLookup(num_drafts)
+    layers = None if checkpoint is None else load_draft_layers(Path(checkpoint))
+    if layers is None:
+        raise ConfigError(
+            "there are no layers for multi-token prediction",
+            field="engine.drafts",
+            received="mtp" if checkpoint is None else f"mtp, with {checkpoint}",
+            fix='name a checkpoint that has them (num_nextn_predict_layers), or set it to "ngram"',
+        )
+    return MtpDrafts(layers, num_drafts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -53,9 +53,9 @@ class PagedAttention:
         """query [T, heads, key_dim], key [T, cache_heads, key_dim], value [T, cache_heads, value_dim] ->
         [T, heads, value_dim]."""
         cache = self._cache
-        cache.keys[layer][self._pages, :, :, self._offsets] = key
+        cache.keys[layer][self._pages, :, :, self._offsets] = key.to(cache.keys.dtype)
         if cache.values is not None:
-            cache.values[layer][self._pages, :, self._offsets] = value
+            cache.values[layer][self._pages, :, self._offsets] = value.to(cache.values.dtype)
         out = query.new_empty((*query.shape[:2], cache.value_dim))
         for bucket in self._decode:
             out[bucket.rows] = self._attend_decode(layer, bucket, query[bucket.rows])
@@ -64,28 +64,29 @@ class PagedAttention:
         return out
 
     def _attend_decode(self, layer: int, bucket: _DecodeBucket, query: Tensor) -> Tensor:
-        keys, values = self._gather(layer, bucket.tables)
+        keys, values = self._gather(layer, bucket.tables, query.dtype)
         folded = query.view(len(query), keys.shape[1], -1, keys.shape[2])
         scores = torch.matmul(folded, keys).mul_(keys.shape[2] ** -0.5).add_(bucket.mask)
         out = torch.matmul(scores.softmax(dim=-1), values)
         return out.view(len(query), query.shape[1], -1)
 
     def _attend_prefill(self, layer: int, run: _Prefill, query: Tensor) -> Tensor:
-        keys, values = self._gather(layer, run.table[None])
+        keys, values = self._gather(layer, run.table[None], query.dtype)
         out = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None], keys.transpose(2, 3), values, attn_mask=run.mask, enable_gqa=True
         )
         return out[0].transpose(0, 1)
 
-    def _gather(self, layer: int, tables: Tensor) -> tuple[Tensor, Tensor]:
-        """tables [R, pages] -> keys [R, heads, key_dim, L] and values [R, heads, L, value_dim], copied."""
+    def _gather(self, layer: int, tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """tables [R, pages] -> keys [R, heads, key_dim, L] and values [R, heads, L, value_dim], copied and in
+        the type that is computed in."""
         cache, (count, pages) = self._cache, tables.shape
         length = pages * PAGE_TOKENS
-        keys = cache.keys[layer][tables].permute(0, 2, 3, 1, 4)
+        keys = cache.keys[layer][tables].to(dtype).permute(0, 2, 3, 1, 4)
         keys = keys.reshape(count, keys.shape[1], keys.shape[2], length)
         if cache.values is None:
             return keys, keys[:, :, : cache.value_dim].transpose(2, 3)
-        values = cache.values[layer][tables].permute(0, 2, 1, 3, 4)
+        values = cache.values[layer][tables].to(dtype).permute(0, 2, 1, 3, 4)
         return keys, values.reshape(count, values.shape[1], length, cache.value_dim)
 
 

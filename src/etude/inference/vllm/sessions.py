@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest, xxh3_128_hexdigest
 
 from etude.errors import PrefixMissError, SamplerError
+from etude.inference.requests import check_length, check_tokens
 from etude.records import SampleRequest
 
 Tokens = NDArray[np.int32]
@@ -81,20 +82,11 @@ class Sessions:
             raise PrefixMissError(
                 "prefix is not held", field="prefix_digest", received=request.prefix_digest[:16]
             )
-        _check_tokens(request.suffix, vocab_size)
+        # vLLM's engine dies of a token outside the vocabulary, and takes all requests with it.
+        check_tokens(request.suffix, vocab_size)
         known = len(session.tokens) if request.prefix_digest is not None else 0
         total = known + len(request.suffix)
-        if not total:
-            raise SamplerError(
-                "nothing to continue", field="suffix", received=0, fix="send at least one token"
-            )
-        if total >= max_tokens:
-            raise SamplerError(
-                "session is too long",
-                field="suffix",
-                received=total,
-                fix=f"stay under {max_tokens} tokens, or raise --max-model-len",
-            )
+        check_length(total, max_tokens, "--max-model-len")
         if request.prefix_digest is None:
             if len(session.tokens):
                 session.epoch += 1
@@ -107,10 +99,3 @@ class Sessions:
 def seed_of(rng_key: Sequence[int], position: int) -> int:
     """vLLM's seed of a request: a function of the key and of where the message begins."""
     return xxh3_64_intdigest(repr((tuple(rng_key), position)).encode()) >> 1
-
-
-def _check_tokens(tokens: Tokens, vocab_size: int) -> None:
-    """vLLM's engine dies of a token outside the vocabulary, and takes all requests with it."""
-    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
-    if len(outside):
-        raise SamplerError(f"tokens must be in 0..{vocab_size - 1}", field="suffix", received=int(outside[0]))

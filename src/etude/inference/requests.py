@@ -1,0 +1,29 @@
+"""What every engine refuses of a request's tokens, in the same words."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.errors import SamplerError
+
+
+def check_tokens(tokens: NDArray[np.integer], vocab_size: int, field: str = "suffix") -> None:
+    """Raises SamplerError if one of `tokens` is outside the vocabulary. `field`: as which they were given."""
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(outside):
+        raise SamplerError(f"tokens must be in 0..{vocab_size - 1}", field=field, received=int(outside[0]))
+
+
+def check_length(num_tokens: int, longest: int, limit: str = "the engine's limit") -> None:
+    """Raises SamplerError unless a session of `num_tokens` can be continued in a context of `longest`, whose
+    name for the user is `limit`."""
+    if not num_tokens:
+        raise SamplerError("nothing to continue", field="suffix", received=0, fix="send at least one token")
+    if num_tokens >= longest:
+        raise SamplerError(
+            "session is too long",
+            field="suffix",
+            received=num_tokens,
+            fix=f"stay under {longest} tokens, or raise {limit}",
+        )
