@@ -35,7 +35,6 @@ def test_bfloat16_keys_cost_little_in_logprob_and_half_the_memory(changes: dict)
         scores = score_sequences(model, [np.array(client.tokens, dtype=np.int32)])[0]
         sampled = np.array(client.sampled)
         differences += np.abs(np.array(client.logprobs)[sampled] - scores[sampled]).tolist()
-    print(np.mean(differences), np.max(differences))
     assert 1e-5 < np.mean(differences) < 0.02
     assert np.max(differences) < 0.2
 

@@ -302,7 +302,6 @@ def test_trained_layers_save_steps(num_layers: int) -> None:
         for name, engine in engines.items()
     }
     steps = {name: engine.counters.steps for name, engine in engines.items()}
-    print(share, steps)
     assert share["trained"] > 0.5
     assert share["untrained"] < 0.15
     assert steps["trained"] < 0.65 * steps["plain"]
