@@ -15,15 +15,21 @@ from etude.controller.parity_report import (
     SAMPLED,
     SCORED,
     ParityReport,
+    PlayedSequence,
+    compare,
+    play,
     random_prompts,
     text_prompts,
 )
 from etude.controller.parity_sides import measure_parity
 from etude.errors import ConfigError
+from etude.inference import EngineService
 from etude.model import LanguageModel, build_model
+from etude.model.kernels.invariant import InvariantOps
 from etude.model.ops import Ops, TorchOps
 from etude.training.parity import compare_logprobs
-from tests.inference.builders import needs_compiler
+from etude.weights import MemoryWeights
+from tests.inference.builders import needs_compiler, small_engine
 from tests.model.builders import VOCAB, small_config
 
 DENSE: dict[str, Any] = {"architecture": "qwen3", "intermediate_size": 40, "tie_embeddings": False}
@@ -60,6 +66,28 @@ def test_fast_sides_agree_within_float32_and_not_exactly(shape: dict[str, Any]) 
     replayed = {SCORED + REPLAYED, SAMPLED + REPLAYED}
     assert set(report.figures) == {SCORED, SAMPLED} | (replayed if shape != DENSE else set())
     assert set(report.deciding) == (replayed if shape != DENSE else {SCORED, SAMPLED})
+
+
+@needs_compiler
+def test_the_size_of_a_micro_batch_changes_no_invariant_bit_and_some_of_others() -> None:
+    model = model_of()
+    played = play_here(model)
+    fast = [compare(model, played, size).figures[SAMPLED] for size in (1, 3)]
+    assert not any(figures.exact for figures in fast)
+    model.ops = InvariantOps()
+    for size in (1, 2, 3):
+        assert compare(model, played, size).passes(0.0, exact=True)
+
+
+def play_here(model: LanguageModel) -> list[PlayedSequence]:
+    """Sessions in an engine with native kernels."""
+
+    async def body() -> list[PlayedSequence]:
+        engine = small_engine(model, kernels="native")
+        async with EngineService(engine, MemoryWeights().fetch, None) as service:
+            return await play(service, PROMPTS, 40)
+
+    return asyncio.run(body())
 
 
 def test_a_trainer_that_computes_otherwise_is_found_out() -> None:

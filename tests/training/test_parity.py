@@ -7,7 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.model.kernels.invariant import InvariantOps
 from etude.training.parity import choose_sequences, compare_logprobs
+from tests.inference.builders import needs_compiler
+from tests.model.builders import small_model
+from tests.training.builders import Rollouts, rl_config, trainer_of
 
 
 def rows(*values: float) -> np.ndarray:
@@ -82,3 +86,15 @@ def test_chosen_sequences_are_beginnings_in_order_within_the_budget(
         assert sum(map(len, chosen)) >= max_tokens - len(chosen), "the budget is used"
     else:
         assert [len(tokens) for tokens in chosen] == [len(candidates[number]) for number in numbers]
+
+
+@needs_compiler
+@pytest.mark.parametrize("micro_batch_tokens", [1, 45, 8192])
+def test_an_invariant_step_has_the_sampled_bits_at_any_size_of_micro_batch(micro_batch_tokens: int) -> None:
+    rollouts = Rollouts(small_model())
+    rollouts.model.ops = InvariantOps()
+    trainer = trainer_of(rl_config(router_replay="off"), rollouts, micro_batch_tokens=micro_batch_tokens)
+    trainer.model.ops = InvariantOps()
+    metrics = trainer.step([rollouts.group([1.0, 0.0, 0.5, 0.25])])
+    assert metrics["parity_max"] == 0.0
+    assert metrics["parity_k3"] == 0.0
