@@ -13,7 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from etude.model import fused
 from etude.model.attention import PackedAttention
+from etude.model.experts import mix_by_expert
 from etude.model.logprobs import checkpointed_logprobs, head_logprobs
 from etude.model.permute import dispatch, permute
 from etude.model.rows import PackedRows
@@ -112,6 +114,11 @@ class Ops(Protocol):
         return compute(rows)
 
 
+def _is_trained_on_cpu(x: Tensor) -> bool:
+    """Whether gradients are written out: autograd's own take twice the passes over memory."""
+    return torch.is_grad_enabled() and x.device.type == "cpu"
+
+
 class TorchOps(Ops):
     """PyTorch's operators: fastest, and free to sum in an order that depends on the batch."""
 
@@ -129,15 +136,21 @@ class TorchOps(Ops):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See Ops."""
+        if _is_trained_on_cpu(x):
+            return fused.rms_norm(x, weight, eps)
         return F.rms_norm(x, weight.shape, weight, eps)
 
     def rotate(self, x: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
         """See Ops."""
+        if _is_trained_on_cpu(x):
+            return fused.rotate(x, cosine, signed_sine)
         swapped = x.roll(x.shape[-1] // 2, dims=-1)
         return torch.addcmul(x * cosine, swapped, signed_sine)
 
     def silu_gate(self, gate: Tensor, up: Tensor) -> Tensor:
         """See Ops."""
+        if _is_trained_on_cpu(gate):
+            return fused.silu_gate(gate, up)
         return F.silu(gate) * up
 
     def router(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -149,6 +162,8 @@ class TorchOps(Ops):
         few = len(x) <= _FEW_TOKENS and gate_up.numel() <= _FEW_WEIGHTS
         if few and not torch.is_grad_enabled():
             return self._mix_all(x, gate_up, down, chosen, weights)
+        if x.device.type == "cpu":
+            return mix_by_expert(x, gate_up, down, chosen, weights)
         flat, top_k = chosen.flatten(), chosen.shape[1]
         order = flat.argsort(stable=True)
         inverse = torch.empty_like(order)

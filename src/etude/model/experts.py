@@ -1,0 +1,95 @@
+"""The experts of one layer on a CPU, forwards and backwards, expert by expert.
+
+Rows are sorted by expert, so that each expert's are one block of rows: two products forwards and four
+backwards, into buffers that are there already. What lies between two products of an expert stays in the
+processor's cache. Gates are applied between the two products, to the narrower tensor (a gate times a row's
+product is the product of the row times the gate), so the wide results are never kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class _Experts(torch.autograd.Function):
+    """See `mix_by_expert`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor
+    ) -> Tensor:
+        top_k = chosen.shape[1]
+        order = chosen.flatten().argsort(stable=True)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order))
+        source = order.div(top_k, rounding_mode="floor")
+        sizes = torch.bincount(chosen.flatten(), minlength=len(gate_up)).tolist()
+        gates = weights.to(x.dtype).flatten()[order, None]
+        rows = x.index_select(0, source)
+        opened = x.new_empty((len(order), gate_up.shape[2]))
+        mixed = x.new_empty((len(order), down.shape[2]))
+        for expert, place in _places(sizes):
+            torch.mm(rows[place], gate_up[expert], out=opened[place])
+            gate, up = opened[place].chunk(2, dim=-1)
+            torch.mm(F.silu(gate).mul_(up).mul_(gates[place]), down[expert], out=mixed[place])
+        ctx.sizes = sizes
+        ctx.save_for_backward(rows, opened, gates, gate_up, down, source, order, inverse)
+        return _sum_copies(mixed, inverse, top_k)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        rows, opened, gates, gate_up, down, source, order, inverse = ctx.saved_tensors
+        top_k = len(order) // len(gradients[0])
+        back = gradients[0].index_select(0, source)
+        to_rows, to_gates = torch.empty_like(rows), torch.empty_like(gates)
+        to_gate_up = torch.zeros_like(gate_up) if ctx.needs_input_grad[1] else None
+        to_down = torch.zeros_like(down) if ctx.needs_input_grad[2] else None
+        for expert, place in _places(ctx.sizes):
+            gate, up = opened[place].chunk(2, dim=-1)
+            risen = F.silu(gate)
+            inner = risen * up
+            to_inner = back[place] @ down[expert].t()
+            to_gates[place] = torch.linalg.vecdot(to_inner, inner).unsqueeze(-1)
+            if to_down is not None:
+                torch.mm(inner.mul_(gates[place]).t(), back[place], out=to_down[expert])
+            to_inner.mul_(gates[place])
+            to_opened = torch.cat(
+                (torch.ops.aten.silu_backward(to_inner * up, gate), to_inner.mul_(risen)), 1
+            )
+            torch.mm(to_opened, gate_up[expert].t(), out=to_rows[place])
+            if to_gate_up is not None:
+                torch.mm(rows[place].t(), to_opened, out=to_gate_up[expert])
+        to_weights = to_gates.flatten().index_select(0, inverse).view(-1, top_k).float()
+        return _sum_copies(to_rows, inverse, top_k), to_gate_up, to_down, None, to_weights
+
+
+def mix_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """See Ops.experts; on a CPU. Sums over a token's experts are float32."""
+    return cast(Tensor, _Experts.apply(x, gate_up, down, chosen, weights))
+
+
+def _places(sizes: list[int]) -> list[tuple[int, slice]]:
+    """Each expert that somebody chose, and its rows."""
+    places: list[tuple[int, slice]] = []
+    first = 0
+    for expert, size in enumerate(sizes):
+        if size:
+            places.append((expert, slice(first, first + size)))
+        first += size
+    return places
+
+
+def _sum_copies(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+    """rows [T * k, width] in the experts' order -> sums by token [T, width], in the order of choice."""
+    if rows.dtype == torch.float32:
+        return F.embedding_bag(inverse.view(-1, top_k), rows, mode="sum")
+    return (
+        rows.index_select(0, inverse)
+        .view(-1, top_k, rows.shape[-1])
+        .sum(1, dtype=torch.float32)
+        .to(rows.dtype)
+    )
