@@ -60,8 +60,24 @@ def test_what_is_dumped_loads_equal(tmp_path_factory: pytest.TempPathFactory, tr
 def test_every_field_is_dumped() -> None:
     tasks = TasksConfig(trail_lengths_at_end=(10, 100))
     rl = RlConfig(stream=StreamConfig(max_step=3))
-    config = RunConfig(initial_checkpoint="x", tasks=tasks, rl=rl)
+    stages = {"long": StageConfig(from_step=3, window=4096)}
+    pretrain = PretrainConfig(sources={"code": SourceConfig(path="x.jsonl")}, stages=stages)
+    sft = SftConfig(sources={"own": SessionsConfig(path="runs/x", min_reward=0.5)})
+    config = RunConfig(initial_checkpoint="x", tasks=tasks, rl=rl, pretrain=pretrain, sft=sft)
     assert tomllib.loads(dump_config(config)) == config.model_dump(mode="json")
+
+
+def test_names_that_older_runs_stored_are_still_read() -> None:
+    rl = parse_config({"rl": {"normalize_std": True, "router_replay": False}}).rl
+    assert (rl.baseline, rl.router_replay) == ("group_mean_std", "off")
+    rl = parse_config({"rl": {"normalize_std": False, "router_replay": True}}).rl
+    assert (rl.baseline, rl.router_replay) == ("group_mean", "r3")
+
+
+@pytest.mark.parametrize("name", ["token_high", "sequence_high"])
+def test_an_upper_bound_of_a_ratio_lets_equals_pass(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        parse_config({"rl": {"loss": {"correction": {name: 0.9}}}})
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from etude.model import Qwen3Moe
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from etude.observe.observer import SilentObserver
-from etude.store.blobs import FileBlobs, MemoryBlobs
+from etude.records import RewardBreakdown
+from etude.store.blobs import FileBlobs, KeptBlobs, MemoryBlobs
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens import ETUDE_TEMPLATE, Tokenizer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
 from etude.training import load_checkpoint, save_checkpoint
 from tests.cli.commands import etude
+from tests.controller.running import run_here, tiny_config
 from tests.model.builders import small_config
 from tests.training.builders import Rollouts
 from tests.training.test_stream import group_of
@@ -125,6 +128,37 @@ def test_routes_that_were_not_kept_are_asked_for_by_name(tmp_path: Path, recorde
     native = config.rl.model_copy(update={"router_replay": "off"})
     _, report = _train(config.model_copy(update={"rl": native, "name": "native"}))
     assert report["rl_steps"] == 1
+
+
+def test_kept_blobs_outlast_their_use(tmp_path: Path) -> None:
+    blobs = KeptBlobs(tmp_path)
+    ref = blobs.put(np.arange(4, dtype=np.uint8))
+    blobs.discard(ref)
+    assert KeptBlobs(tmp_path).get(ref).tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_run_that_keeps_its_routes_is_trained_on_again_with_them(tmp_path: Path) -> None:
+    """The same weights see the same tokens: trainer and engine agree as they did then. The sessions are
+    graded anew, for what so small a model does earns nothing."""
+    rl = {"num_steps": 1, "keep_routes": True}
+    run, _ = run_here(tiny_config(tmp_path, rl=rl, checkpoint={"every_s": 60.0, "curve_every_steps": 0}))
+    graded = tmp_path / "graded"
+    graded.mkdir()
+    (graded / "routes").symlink_to(run.path / "routes")
+    (graded / "checkpoints").symlink_to(run.path / "checkpoints")
+    groups = [
+        replace(
+            group, members=tuple(replace(m, reward=RewardBreakdown(m.id.index % 2)) for m in group.members)
+        )
+        for group in TrajectoryLog(run.trajectories).read()
+    ]
+    TrajectoryLog(graded / "trajectories").append(groups)
+    again, report = _train(_config(tmp_path, graded))
+    assert report["trained_groups"] == len(groups) >= 2
+    rows = read_metrics(again.metrics_file)
+    assert rows[0]["train_tokens"] > 0
+    assert rows[0]["ratio_max"] < 1.001
 
 
 def test_a_source_without_a_log_is_refused_before_a_run_is_made(tmp_path: Path) -> None:

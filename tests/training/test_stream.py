@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,25 @@ def test_what_another_process_appends_is_seen(tmp_path: Path, rollouts: Rollouts
     assert names(stream.take(5)) == ["g0"]
     TrajectoryLog(tmp_path).append([group_of(rollouts, 1)])
     assert names(stream.take(5)) == ["g1"]
+
+
+def test_waiting_for_more_ends_with_the_deadline_or_at_once_when_stopped(
+    tmp_path: Path, rollouts: Rollouts
+) -> None:
+    log = TrajectoryLog(tmp_path)
+    log.append([group_of(rollouts, 0)])
+    began = time.monotonic()
+    assert names(stream_over(log, wait_s=0.3).take(2)) == ["g0"]
+    assert 0.3 <= time.monotonic() - began < 30
+    stream = stream_over(log, wait_s=3600.0)
+    assert stream.take(2, lambda: True) == []
+    assert (stream.num_taken, names(stream.take(1))) == (0, ["g0"]), "what was found comes again"
+
+    def append() -> bool:
+        TrajectoryLog(tmp_path).append([group_of(rollouts, 1)])
+        return False
+
+    assert names(stream.take(1, append)) == ["g1"]
 
 
 def test_a_part_that_is_damaged_is_refused_by_name(tmp_path: Path, rollouts: Rollouts) -> None:

@@ -113,7 +113,8 @@ class StreamConfig(Section):
     repeat_prompts: bool = False
     """Whether a prompt that was trained on may be trained on again."""
     wait_s: float = Field(default=0.0, ge=0)
-    """How long to wait at the log's end for what another process may still append."""
+    """How long to wait at the log's end for what another process may still append. The last step, and with it
+    the run, then depends on when that came."""
 
 
 class RewardConfig(Section):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Any, Protocol
 
@@ -70,19 +70,24 @@ class RecordedStream:
         if state is not None:
             self._restore(state)
 
-    def take(self, num_groups: int) -> list[Group]:
+    def take(self, num_groups: int, stop: Callable[[], bool] = lambda: False) -> list[Group]:
         """The next groups; fewer than `num_groups` only at the log's end.
 
-        There it waits for up to `rl.stream.wait_s` for what another process may still append. Raises
-        StoreError, naming the part, on damage.
+        There it waits for up to `rl.stream.wait_s` for what another process may still append. If `stop` holds
+        while it waits, nothing is taken: what was found comes again. Raises StoreError, naming the part, on
+        damage.
         """
         taken: list[Group] = []
+        before = self.state_dict()
         deadline_s = time.monotonic() + self._config.stream.wait_s
         while len(taken) < num_groups:
             group = self._next()
             if group is None:
                 if time.monotonic() >= deadline_s:
                     break
+                if stop():
+                    self._restore(before)
+                    return []
                 time.sleep(_POLL_S)
                 continue
             reason = self._reason(group)
