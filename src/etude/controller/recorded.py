@@ -5,6 +5,7 @@ log --take--> step --> metrics --> checkpoint: weights, optimiser and the log's 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -17,8 +18,9 @@ from etude.controller.compute import place_model, settle_compute
 from etude.controller.corpus import make_renderer
 from etude.controller.models import settle_model
 from etude.controller.numerics import settle_numerics, use_numerics
+from etude.controller.ranks import open_trainer
 from etude.controller.stopping import StopSignal
-from etude.controller.train import FINAL, LATEST, MIDTRAINED, ROUTES, InterruptedRunError
+from etude.controller.train import FINAL, LATEST, MIDTRAINED, OFFENDING, ROUTES, InterruptedRunError
 from etude.errors import ConfigError
 from etude.model import LanguageModel
 from etude.model.loading import load_any_model
@@ -27,7 +29,7 @@ from etude.records import BlobRef
 from etude.store.blobs import FileBlobs
 from etude.store.trajectories import PART_NAME, TrajectoryLog
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
-from etude.training import RlTrainer, has_checkpoint, load_checkpoint, save_checkpoint
+from etude.training import has_checkpoint, load_checkpoint, save_checkpoint
 from etude.training.feedback import open_feedback
 from etude.training.stream import RecordedStream
 from etude.weights import MemoryWeights
@@ -118,27 +120,29 @@ class _RecordedRun:
         self._tokenizer = Tokenizer.load(directory)
         model = cast(LanguageModel, load_any_model(directory))
         use_numerics(place_model(model, self._config), self._config)
-        self._trainer = RlTrainer(
-            model,
-            config.rl,
-            config.name,
-            MemoryWeights(),
-            source.fetch_routes,
-            feedback=open_feedback(config.rl.feedback, make_renderer(self._tokenizer)),
+        feedback = open_feedback(config.rl.feedback, make_renderer(self._tokenizer))
+        self._parts = contextlib.ExitStack()
+        opened = open_trainer(
+            model, config, MemoryWeights(), source.fetch_routes, run.path / OFFENDING, feedback=feedback
         )
+        self._trainer = self._parts.enter_context(opened)
         if state:
             self._trainer.restore(run.checkpoints / LATEST)
         self._stream = RecordedStream(source.log, config.rl, state.get("stream"))
         self._saved_at = time.monotonic()
 
     def go(self) -> dict[str, Any]:
+        with self._parts:
+            return self._train()
+
+    def _train(self) -> dict[str, Any]:
         rl = self._config.rl
         self._observer.stage_begins("reinforcement learning on recorded trajectories", rl.num_steps)
         exhausted = False
         while self._trainer.version.step < rl.num_steps and not self._stop:
-            groups = self._stream.take(rl.groups_per_step)
+            groups = self._stream.take(rl.groups_per_step, lambda: bool(self._stop))
             if not groups:
-                exhausted = True
+                exhausted = not self._stop
                 break
             trained = self._trainer.step(groups)
             passed = {f"passed_{reason}": float(n) for reason, n in sorted(self._stream.passed.items())}
