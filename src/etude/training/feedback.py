@@ -249,7 +249,7 @@ def _divergence(model: LanguageModel, rows: Tensor, target: Tensor, temperature:
 def _states(
     model: LanguageModel, sequences: Sequence[NDArray[np.int32]], examples: Sequence[FeedbackExample]
 ) -> Tensor:
-    """Final hidden states [N, width] before each taught token, examples in packed order of the students."""
+    """Final hidden states [N, width] before each taught token, in the order of the examples."""
     batch = PackedSequences.pack(sequences, device_of(model))
     starts = dict(zip(batch.order, batch.starts, strict=True))
     rows = [
