@@ -29,7 +29,7 @@ from etude.model.huggingface import load_model, save_model
 from etude.observe import RunDirectory, SilentObserver
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.tokenizer import Tokenizer
-from etude.training import Document, MidtrainTrainer
+from etude.training import Document, NextTokenTrainer, ShuffledDocuments
 
 CONTROLS = ("midtraining", "rejection", "on_policy_rejection")
 
@@ -164,7 +164,9 @@ def fine_tune(run: RunDirectory, documents: list[Document], num_tokens: int, dir
             ),
         }
     )
-    trainer = MidtrainTrainer(model, documents, settings, run.config.seed)
+    trainer = NextTokenTrainer(
+        model, ShuffledDocuments(documents, settings.tokens_per_step, run.config.seed), settings
+    )
     for _ in range(settings.num_steps):
         trainer.step()
     save_model(model, directory)

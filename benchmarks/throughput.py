@@ -53,7 +53,7 @@ from etude.rollout.collect import Collected, GroupCollector
 from etude.store.trajectories import TrajectoryLog
 from etude.tasks.generator import TaskGenerator
 from etude.tokens.tokenizer import Tokenizer
-from etude.training import MidtrainTrainer, RlTrainer
+from etude.training import NextTokenTrainer, RlTrainer, ShuffledDocuments
 from etude.training.batches import split_updates
 from etude.training.intake import ModelLimits, take_groups
 
@@ -349,7 +349,9 @@ def midtrain(config: RunConfig, directory: Path) -> None:
     documents = make_documents(sessions, make_renderer(tokenizer), config.midtrain, config.agent.max_tokens)
     model = Qwen3Moe(config.model, tokenizer.vocab_size)
     model.initialise(config.seed)
-    trainer = MidtrainTrainer(model, documents, config.midtrain, config.seed)
+    trainer = NextTokenTrainer(
+        model, ShuffledDocuments(documents, config.midtrain.tokens_per_step, config.seed), config.midtrain
+    )
     for _ in range(config.midtrain.num_steps):
         trainer.step()
     save_model(model, directory)

@@ -6,8 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.config import (
+    PretrainConfig,
     RlConfig,
     RunConfig,
+    SessionsConfig,
+    SftConfig,
+    SourceConfig,
+    StageConfig,
     StreamConfig,
     TasksConfig,
     dump_config,

@@ -28,7 +28,7 @@ from etude.tasks.generator import Split, TaskGenerator
 from etude.tasks.skill import ExpertSkill
 from etude.tokens import ETUDE_TEMPLATE, Renderer, Tokenizer, train_tokenizer
 from etude.tokens.grammar import XmlGrammar
-from etude.training import MidtrainTrainer, load_checkpoint, save_checkpoint
+from etude.training import NextTokenTrainer, ShuffledDocuments, load_checkpoint, save_checkpoint
 
 SKILL = ExpertSkill(
     right_edit=0.2,
@@ -119,7 +119,9 @@ def _build(directory: Path) -> None:
     documents = make_documents(sessions, [], renderer, CONFIG.midtrain, max_tokens)
     model = Qwen3Moe(CONFIG.model, tokenizer.vocab_size)
     model.initialise(CONFIG.seed)
-    trainer = MidtrainTrainer(model, documents, CONFIG.midtrain, CONFIG.seed)
+    trainer = NextTokenTrainer(
+        model, ShuffledDocuments(documents, CONFIG.midtrain.tokens_per_step, CONFIG.seed), CONFIG.midtrain
+    )
     while trainer.num_steps_taken < CONFIG.midtrain.num_steps:
         trainer.step()
     directory.parent.mkdir(exist_ok=True)

@@ -23,7 +23,7 @@ from etude.records import (
     VersionSpan,
 )
 from etude.store.blobs import MemoryBlobs
-from etude.training import Document, RlTrainer
+from etude.training import Document, NextTokenTrainer, RlTrainer, ShuffledDocuments
 from etude.weights import MemoryWeights
 from tests.model.builders import fresh_routes, random_tokens, small_model
 
@@ -120,3 +120,10 @@ def midtrain_config(**changes: Any) -> MidtrainConfig:
     optimizer = MidtrainOptimizerConfig(warmup_steps=2, matrix_learning_rate=0.02)
     values: dict[str, Any] = {"num_steps": 12, "tokens_per_step": 64, "optimizer": optimizer}
     return MidtrainConfig(**(values | changes))
+
+
+def next_token_trainer(
+    model: Qwen3Moe, documents: Sequence[Document], config: MidtrainConfig, seed: int
+) -> NextTokenTrainer:
+    """A trainer on shuffled documents."""
+    return NextTokenTrainer(model, ShuffledDocuments(documents, config.tokens_per_step, seed), config)

@@ -10,7 +10,6 @@ import torch
 from etude.errors import CheckpointError
 from etude.model import Qwen3Moe
 from etude.training import (
-    MidtrainTrainer,
     RlTrainer,
     has_checkpoint,
     load_checkpoint,
@@ -21,6 +20,7 @@ from tests.training.builders import (
     Rollouts,
     midtrain_config,
     midtrain_documents,
+    next_token_trainer,
     rl_config,
     trainer_of,
 )
@@ -188,16 +188,16 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_changes_nothing(tmp_path:
 
 def test_midtraining_resumed_from_disk_is_the_uninterrupted_one(tmp_path: Path) -> None:
     documents, config = midtrain_documents(), midtrain_config()
-    straight = MidtrainTrainer(small_model(0), documents, config, 0)
+    straight = next_token_trainer(small_model(0), documents, config, 0)
     for _ in range(4):
         straight.step()
-    first = MidtrainTrainer(small_model(0), documents, config, 0)
+    first = next_token_trainer(small_model(0), documents, config, 0)
     for _ in range(2):
         first.step()
     save_checkpoint(tmp_path / "c", first.model, {"trainer": first.state_dict()})
     model, state = load_checkpoint(tmp_path / "c")
     assert state is not None
-    resumed = MidtrainTrainer(model, documents, config, 0)
+    resumed = next_token_trainer(model, documents, config, 0)
     resumed.load_state_dict(state["trainer"])
     for _ in range(2):
         resumed.step()

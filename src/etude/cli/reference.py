@@ -36,10 +36,23 @@ def _section(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             inner.append((name, field.annotation))
             continue
-        cells = (f"`{name}`", f"`{_toml(field.default)}`", _allowed(field), _described(model, name))
+        named = _named_sections(field)
+        if named is not None:
+            inner.append((f"{name}.NAME", named))
+            continue
+        default = "required" if field.is_required() else f"`{_toml(field.default)}`"
+        cells = (f"`{name}`", default, _allowed(field), _described(model, name))
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
     for name, section in inner:
         yield from _section(section, (*path, name))
+
+
+def _named_sections(field: FieldInfo) -> type[BaseModel] | None:
+    """The section of which a field holds any number, by names that the user gives; None for other fields."""
+    arguments = get_args(field.annotation)
+    if get_origin(field.annotation) is dict and issubclass(arguments[1], BaseModel):
+        return arguments[1]
+    return None
 
 
 def _described(model: type[BaseModel], name: str) -> str:

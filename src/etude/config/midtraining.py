@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from etude.config.base import Section
 from etude.config.optimizer import MidtrainOptimizerConfig
+from etude.config.pretraining import NextTokenConfig
 
 
-class MidtrainConfig(Section):
+class MidtrainConfig(NextTokenConfig):
     """Next-token training on code and on sessions of a scripted expert that errs."""
 
     num_sessions: int = Field(default=16_000, ge=1)
@@ -19,10 +19,6 @@ class MidtrainConfig(Section):
     """Fixes in the corpus: a broken file, then the line that mends it, without any tool calls."""
     num_rewrite_documents: int = Field(default=8_000, ge=0)
     """Rewrites in the corpus: a file with up to three bugs, then its function's body as it should be."""
-    num_steps: int = Field(default=1_000, ge=0)
-    """Optimiser steps."""
-    tokens_per_step: int = Field(default=4_096, ge=64)
-    """Tokens per optimiser step, observations included."""
     agent_weight: float = Field(default=1.0, ge=0)
     """Loss weight of what the agent writes."""
     observation_weight: float = Field(default=0.3, ge=0)
@@ -31,7 +27,6 @@ class MidtrainConfig(Section):
     """Loss weight of plain code documents."""
     fix_weight: float = Field(default=4.0, ge=0)
     """Loss weight of the line that mends a broken file; the file itself has `code_weight`."""
-    balance_weight: float = Field(default=0.01, ge=0)
-    """Weight of the router's load-balancing loss."""
-    optimizer: MidtrainOptimizerConfig = MidtrainOptimizerConfig()
+    # Sections are frozen, so a narrower type is safe.
+    optimizer: MidtrainOptimizerConfig = MidtrainOptimizerConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     """Optimiser of this stage."""

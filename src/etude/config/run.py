@@ -12,6 +12,7 @@ from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
 from etude.config.parallel import ParallelConfig
 from etude.config.parity import ParityConfig
+from etude.config.pretraining import PretrainConfig, SftConfig
 from etude.config.reinforcement import RlConfig
 
 
@@ -114,6 +115,9 @@ class RunConfig(Section):
     """`fast`: whatever computes a thing fastest. `invariant`: in reinforcement learning every sum has a fixed
     order, in the trainer as in the engine, so that both give a token the same bits, whatever else is in the
     batch; float32 on a CPU, with a C compiler. See docs/parity.md."""
+    activation_checkpointing: bool = False
+    """Training keeps what goes into a block and computes the rest of it again for the backward pass: more
+    work, much less memory, the same gradients. For the architectures that are defined here."""
     max_wall_s: float = Field(default=0.0, ge=0)
     """Ends mid-training and RL at the next step after so many seconds, evaluation follows; 0: never."""
     initial_checkpoint: str | None = None
@@ -134,6 +138,10 @@ class RunConfig(Section):
     """The inference engine."""
     midtrain: MidtrainConfig = MidtrainConfig()
     """Mid-training."""
+    pretrain: PretrainConfig = PretrainConfig()
+    """Continued pre-training, by `etude pretrain`."""
+    sft: SftConfig = SftConfig()
+    """Supervised fine-tuning on sessions, by `etude sft`."""
     rl: RlConfig = RlConfig()
     """Reinforcement learning."""
     parallel: ParallelConfig = ParallelConfig()

@@ -1,4 +1,4 @@
-"""Mid-training: weighted next-token loss, every document once per epoch, exact resumption."""
+"""Next-token training: weighted loss, micro-batches, every document once per epoch, exact resumption."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 from etude.model import Qwen3Moe
 from etude.model.scoring import score_sequences
-from etude.training import Document, MidtrainTrainer, evaluate_loss
+from etude.training import Document, ShuffledDocuments, evaluate_loss
 from tests.model.builders import random_tokens, small_model
-from tests.training.builders import midtrain_config, midtrain_documents
+from tests.training.builders import midtrain_config, midtrain_documents, next_token_trainer
 
 
 def test_the_loss_is_the_weighted_mean_and_the_agents_is_reported_by_itself() -> None:
@@ -24,7 +24,7 @@ def test_the_loss_is_the_weighted_mean_and_the_agents_is_reported_by_itself() ->
     )
     agent = np.concatenate([s[d.agent] for s, d in zip(scores, documents, strict=True)])
     total = sum(len(document.tokens) for document in documents)
-    metrics = MidtrainTrainer(model, documents, midtrain_config(tokens_per_step=total), 0).step()
+    metrics = next_token_trainer(model, documents, midtrain_config(tokens_per_step=total), 0).step()
     assert metrics["tokens"] == total, "one step sees every document once"
     assert metrics["loss"] == pytest.approx(expected, abs=1e-5)
     assert metrics["agent_loss"] == pytest.approx(-agent.mean(), abs=1e-5)
@@ -33,7 +33,7 @@ def test_the_loss_is_the_weighted_mean_and_the_agents_is_reported_by_itself() ->
 def test_a_document_without_an_agent_reports_no_agent_loss() -> None:
     tokens = random_tokens(64)
     document = Document(tokens, np.ones(64, dtype=np.float32), np.zeros(64, dtype=np.bool_))
-    assert MidtrainTrainer(small_model(0), [document], midtrain_config(), 0).step()["agent_loss"] == 0.0
+    assert next_token_trainer(small_model(0), [document], midtrain_config(), 0).step()["agent_loss"] == 0.0
 
 
 def test_masked_tokens_and_the_first_do_not_matter() -> None:
@@ -52,7 +52,7 @@ def test_masked_tokens_and_the_first_do_not_matter() -> None:
         Document(tokens, first_counts, agent),
     ]
     results = [
-        MidtrainTrainer(small_model(0), [variant], midtrain_config(balance_weight=0.0), 0).step()
+        next_token_trainer(small_model(0), [variant], midtrain_config(balance_weight=0.0), 0).step()
         for variant in variants
     ]
     for result in results[1:]:
@@ -70,19 +70,33 @@ def test_every_document_comes_once_per_epoch_and_epochs_differ() -> None:
 
 def _draw(documents: list[Document], seed: int) -> list[int]:
     """Which documents two epochs train on, in order."""
-    trainer = MidtrainTrainer(small_model(0), documents, midtrain_config(), seed)
+    batches = ShuffledDocuments(documents, 64, seed)
     names = {id(document): index for index, document in enumerate(documents)}
     drawn: list[int] = []
     while len(drawn) < 16:
-        drawn += [names[id(document)] for document in trainer._draw()]
+        drawn += [names[id(document)] for document in batches.draw()]
     return drawn
+
+
+def test_micro_batches_change_rounding_only() -> None:
+    documents = midtrain_documents(12)
+    models = [small_model(0), small_model(0)]
+    metrics = [
+        next_token_trainer(model, documents, midtrain_config(tokens_per_step=200, **changes), 0).step()
+        for model, changes in zip(models, ({"balance_weight": 0.0}, _SMALL), strict=True)
+    ]
+    for name in ("loss", "agent_loss", "grad_norm", "tokens"):
+        assert metrics[0][name] == pytest.approx(metrics[1][name], rel=1e-4), name
+
+
+_SMALL = {"balance_weight": 0.0, "micro_batch_tokens": 50}
 
 
 def test_training_lowers_the_loss() -> None:
     documents = midtrain_documents(2)
     model = small_model(0)
     before = evaluate_loss(model, documents)
-    trainer = MidtrainTrainer(model, documents, midtrain_config(num_steps=20), 0)
+    trainer = next_token_trainer(model, documents, midtrain_config(num_steps=20), 0)
     for _ in range(20):
         trainer.step()
     assert evaluate_loss(model, documents) < 0.5 * before
@@ -97,16 +111,16 @@ def test_the_evaluated_loss_is_the_mean_over_agent_tokens() -> None:
 
 def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit() -> None:
     straight = small_model(0)
-    trainer = MidtrainTrainer(straight, midtrain_documents(), midtrain_config(), 0)
+    trainer = next_token_trainer(straight, midtrain_documents(), midtrain_config(), 0)
     for _ in range(6):
         trainer.step()
     interrupted = small_model(0)
-    first = MidtrainTrainer(interrupted, midtrain_documents(), midtrain_config(), 0)
+    first = next_token_trainer(interrupted, midtrain_documents(), midtrain_config(), 0)
     for _ in range(4):
         first.step()
     resumed = small_model(5)
     resumed.load_state_dict(interrupted.state_dict())
-    second = MidtrainTrainer(resumed, midtrain_documents(), midtrain_config(), 0)
+    second = next_token_trainer(resumed, midtrain_documents(), midtrain_config(), 0)
     second.load_state_dict(first.state_dict())
     assert second.num_steps_taken == 4
     for _ in range(2):

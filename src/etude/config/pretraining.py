@@ -1,0 +1,163 @@
+"""Next-token training: what it has in common everywhere, continued pre-training, and SFT."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from etude.config.base import Section
+from etude.config.optimizer import MidtrainOptimizerConfig, OptimizerConfig
+
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
+
+
+class NextTokenConfig(Section):
+    """What every kind of next-token training is told."""
+
+    num_steps: int = Field(default=1_000, ge=0)
+    """Optimiser steps."""
+    tokens_per_step: int = Field(default=4_096, ge=64)
+    """Tokens per optimiser step, observations included."""
+    micro_batch_tokens: int = Field(default=0, ge=0)
+    """Most tokens computed at once, which bounds memory; 0: the whole step."""
+    balance_weight: float = Field(default=0.01, ge=0)
+    """Weight of the router's load-balancing loss."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimiser of this stage."""
+
+
+class MixtureSourceConfig(Section):
+    """What every source of a mixture is told."""
+
+    path: str
+    """Where it lies."""
+    weight: float = Field(default=1.0, ge=0)
+    """Share of the trained tokens, relative to the other sources'."""
+    max_epochs: int = Field(default=0, ge=0)
+    """Passes through the source, after which the others take its share; 0: as many as it takes."""
+    heldout_share: float = Field(default=0.02, ge=0, lt=1)
+    """Share of the documents, chosen by their content, that is never trained on."""
+
+
+class SourceConfig(MixtureSourceConfig):
+    """One source of documents: a domain, whose loss is reported by itself."""
+
+    path: str
+    """A JSONL file (also .jsonl.zst), a Parquet file, a Lance data set (a directory NAME.lance), a directory
+    of such files, or with `format="files"` a directory of texts."""
+    format: Literal["auto", "jsonl", "parquet", "lance", "files"] = "auto"
+    """`auto`: by the name; a directory is `files`, unless it holds JSONL or Parquet files only."""
+    column: str = "text"
+    """Column or key of a document: a text, or a list of token ids."""
+    pattern: str = "**/*.py"
+    """`files`: which, relative to `path`."""
+
+
+class StageConfig(Section):
+    """A longer window, from some step on."""
+
+    from_step: int = Field(ge=0)
+    """First step, from 0, that is trained with it."""
+    window: int = Field(ge=16)
+    """Tokens of the model's window from here on."""
+    rope: Literal["yarn", "base", "keep"] = "yarn"
+    """`yarn`: positions are stretched by the ratio of the windows (Peng et al. 2023). `base`: the rotary
+    embedding gets the base `rope_theta`. `keep`: neither."""
+    rope_theta: float = Field(default=0.0, ge=0)
+    """`base`: the new base; 0: raised so that the slowest dimension turns as far in the new window as it did
+    in the old one (NTK-aware)."""
+
+
+class DraftsConfig(Section):
+    """Layers for multi-token prediction, which draft for the engine."""
+
+    num_layers: int = Field(default=0, ge=0, le=8)
+    """Layers, one per token drafted ahead; 0: none. Those of the checkpoint that training begins with are
+    trained on."""
+    weight: float = Field(default=0.3, gt=0)
+    """Weight of their loss, the mean over layers (DeepSeek-V3, 2024)."""
+    only: bool = False
+    """Whether the model is frozen, so that only these layers learn."""
+
+
+class MixtureConfig(NextTokenConfig):
+    """Next-token training on a mixture of sources."""
+
+    heldout_every_steps: int = Field(default=100, ge=0)
+    """Steps between measurements of the held-out loss; 0: only before the first and after the last."""
+    heldout_tokens: int = Field(default=16_384, ge=64)
+    """Most held-out tokens per source."""
+    pool_tokens: int = Field(default=32_768, ge=0)
+    """Tokens drawn ahead, from which steps are filled so that little room is wasted."""
+    drafts: DraftsConfig = DraftsConfig()
+    """Layers for multi-token prediction."""
+
+
+class PretrainConfig(MixtureConfig):
+    """`etude pretrain`: next-token training on corpora."""
+
+    sources: dict[str, SourceConfig] = Field(default_factory=dict[str, SourceConfig])
+    """By name: `[pretrain.sources.NAME]`."""
+    tokenizer: str = ""
+    """Directory of a tokenizer; empty: that of `initial_checkpoint`, or trained on the sources."""
+    cache: str = "runs/.corpora"
+    """Directory where corpora are kept tokenised, for every run that reads them."""
+    fim_rate: float = Field(default=0.0, ge=0, le=1)
+    """Share of the text documents that are turned inside out: prefix, suffix, then the middle."""
+    fim_spm_share: float = Field(default=0.5, ge=0, le=1)
+    """Share of those in which the suffix comes first (SPM); the others begin with the prefix (PSM)."""
+    stages: dict[str, StageConfig] = Field(default_factory=dict[str, StageConfig])
+    """Longer windows in stages, by name: `[pretrain.stages.NAME]`."""
+    # Sections are frozen, so a narrower type is safe.
+    optimizer: MidtrainOptimizerConfig = MidtrainOptimizerConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Optimiser of this stage."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> PretrainConfig:
+        check_weights(self.sources)
+        check_names("stages", self.stages)
+        steps = sorted(stage.from_step for stage in self.stages.values())
+        if len(set(steps)) < len(steps):
+            raise ValueError(f"stages: must begin at different steps, received {steps}")
+        return self
+
+
+class SessionsConfig(MixtureSourceConfig):
+    """One source of sessions."""
+
+    path: str
+    """A run directory or its trajectory log; an ATIF JSON file or a directory of them; or a JSONL file of
+    chats, each with `messages`."""
+    min_reward: float | None = None
+    """Sessions with a lower reward, or none, are left out; unset: all are taken."""
+
+
+class SftConfig(MixtureConfig):
+    """`etude sft`: next-token training on what agents wrote."""
+
+    sources: dict[str, SessionsConfig] = Field(default_factory=dict[str, SessionsConfig])
+    """By name: `[sft.sources.NAME]`."""
+    observation_weight: float = Field(default=0.0, ge=0)
+    """Loss weight of prompts and tool results, over that of what agents wrote; 0 masks them out."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> SftConfig:
+        check_weights(self.sources)
+        return self
+
+
+def check_weights(sources: Mapping[str, MixtureSourceConfig]) -> None:
+    """Raises ValueError for names that are no TOML keys, and sources none of which has a weight."""
+    check_names("sources", sources)
+    if sources and not any(source.weight for source in sources.values()):
+        raise ValueError("sources: at least one needs a weight above 0")
+
+
+def check_names(field: str, names: Iterable[str]) -> None:
+    """Raises ValueError for names that would need quotes in TOML."""
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"{field}: a name has letters, digits, - and _ only, received {name!r}")

@@ -1,0 +1,41 @@
+"""Longer windows in stages: rotary embeddings that are stretched while a model goes on learning."""
+
+from __future__ import annotations
+
+import math
+
+from etude.config import ModelConfig, StageConfig
+from etude.errors import ConfigError
+from etude.model import LanguageModel, LatentBlock
+from etude.model.rotary import attention_scale, rotary_tables
+
+
+def extended(config: ModelConfig, stage: StageConfig) -> ModelConfig:
+    """The model's configuration in a stage. Raises ConfigError for a window that it shortens."""
+    ratio = stage.window / config.max_positions
+    if ratio < 1:
+        raise ConfigError(
+            f"is shorter than the model's, which has {config.max_positions} tokens",
+            field="stages.window",
+            received=stage.window,
+            fix="make each stage's window longer than the one before",
+        )
+    changes: dict[str, float | int] = {"max_positions": stage.window}
+    if stage.rope == "yarn":
+        original = config.yarn_original_positions if config.yarn_factor > 1 else config.max_positions
+        changes |= {"yarn_factor": stage.window / original, "yarn_original_positions": original}
+    elif stage.rope == "base":
+        dim = config.rope_dim
+        raised = config.rope_theta * ratio ** (dim / (dim - 2)) if dim > 2 else config.rope_theta * ratio
+        changes["rope_theta"] = stage.rope_theta or raised
+    return config.model_copy(update=changes)
+
+
+def set_context(model: LanguageModel, config: ModelConfig) -> None:
+    """Gives a model the window and the rotary embedding of `config`, in place; no weight changes."""
+    model.config = config
+    for name, table in zip(("cosine", "signed_sine"), rotary_tables(config), strict=True):
+        setattr(model, name, table.to(model.embedding.device))
+    for block in model.blocks:
+        if isinstance(block, LatentBlock):
+            block.scale = attention_scale(config) * math.sqrt(config.key_dim)

@@ -1,0 +1,100 @@
+"""What next-token training reads: token documents with a loss weight per token, drawn step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Document:
+    """Tokens with a loss weight each; 0 masks a token out. No document sees another."""
+
+    tokens: NDArray[np.int32]
+    """[T]"""
+    weights: NDArray[np.float32]
+    """[T] entry 0 is never used: nothing comes before the first token."""
+    agent: NDArray[np.bool_]
+    """[T] True where the agent wrote the token: the loss on these is reported by itself."""
+
+    @staticmethod
+    def plain(tokens: NDArray[np.int32]) -> Document:
+        """A text: every token counts alike, and no agent wrote it."""
+        return Document(tokens, np.ones(len(tokens), dtype=np.float32), np.zeros(len(tokens), dtype=np.bool_))
+
+
+class Batches(Protocol):
+    """Which documents each step trains on. Drawing is deterministic, and resumable at every step."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether there is nothing left to draw."""
+        ...
+
+    def draw(self) -> list[Document]:
+        """The documents of the next step; empty once exhausted."""
+        ...
+
+    def figures(self) -> Mapping[str, float]:
+        """What a step's metrics say of the batches."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain values that `load_state_dict` goes on from."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where the state was taken. Raises CheckpointError where the documents are others."""
+        ...
+
+
+class ShuffledDocuments:
+    """Documents without replacement, epoch by epoch, in an order of their own in each. Implements Batches."""
+
+    def __init__(self, documents: Sequence[Document], tokens_per_step: int, seed: int) -> None:
+        """Steps have at least `tokens_per_step` tokens, and at most one document more."""
+        self._documents = documents
+        self._tokens_per_step = tokens_per_step
+        self._seed = seed
+        self._epoch = 0
+        self._cursor = 0
+        self._order = self._shuffle()
+
+    @property
+    def exhausted(self) -> bool:
+        """See Batches: only where there are no documents."""
+        return not len(self._documents)
+
+    def draw(self) -> list[Document]:
+        """See Batches."""
+        chosen: list[Document] = []
+        num_tokens = 0
+        while num_tokens < self._tokens_per_step and not self.exhausted:
+            if self._cursor == len(self._order):
+                self._epoch, self._cursor = self._epoch + 1, 0
+                self._order = self._shuffle()
+            document = self._documents[self._order[self._cursor]]
+            self._cursor += 1
+            chosen.append(document)
+            num_tokens += len(document.tokens)
+        return chosen
+
+    def figures(self) -> Mapping[str, float]:
+        """See Batches."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Batches."""
+        return {"epoch": self._epoch, "cursor": self._cursor}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Batches."""
+        self._epoch, self._cursor = state["epoch"], state["cursor"]
+        self._order = self._shuffle()
+
+    def _shuffle(self) -> NDArray[np.int64]:
+        return np.random.default_rng((self._seed, self._epoch)).permutation(len(self._documents))

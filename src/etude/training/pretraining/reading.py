@@ -1,0 +1,205 @@
+"""Raw documents from files: JSONL, Parquet, Lance, directories of texts."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from etude.config import SourceConfig
+from etude.errors import ConfigError, ResourceError
+
+Raw = str | NDArray[np.int64]
+"""A document's text, or its token ids."""
+
+_JSONL = (".jsonl", ".jsonl.zst", ".ndjson")
+_ROWS = 1024
+
+
+@dataclass(slots=True)
+class ReadingReport:
+    """What was passed over, and why."""
+
+    num_documents: int = 0
+    skipped: dict[str, int] = field(default_factory=dict[str, int])
+    """Documents by reason: `not UTF-8`, `empty`."""
+
+    def skip(self, reason: str) -> None:
+        """Counts one document that is passed over."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFiles:
+    """Which files a source consists of, in a fixed order, and how they are read."""
+
+    name: str
+    format: str
+    """`jsonl`, `parquet`, `lance` or `files`."""
+    paths: tuple[Path, ...]
+    column: str
+
+    @property
+    def identity(self) -> list[tuple[str, int, int]]:
+        """Name, size in bytes and time of change of every file: what decides whether a cache still holds."""
+        files = [path for root in self.paths for path in _files_below(root)]
+        return [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+
+    def read(self, report: ReadingReport) -> Iterator[Raw]:
+        """Yields every document, in order; what is no document is counted in `report`.
+
+        Raises ConfigError for columns that are not there or hold something else, and for damaged files.
+        """
+        reader = {"jsonl": _read_jsonl, "parquet": _read_parquet, "lance": _read_lance, "files": _read_text}
+        for path in self.paths:
+            for raw in reader[self.format](self, path, report):
+                if not len(raw):
+                    report.skip("empty")
+                    continue
+                report.num_documents += 1
+                yield raw
+
+    def problem(self, message: str, path: Path, received: object, fix: str) -> ConfigError:
+        """An error that names the source."""
+        return ConfigError(f"{path}: {message}", field=f"source {self.name}", received=received, fix=fix)
+
+
+def find_files(name: str, config: SourceConfig) -> SourceFiles:
+    """Looks a source up. Raises ConfigError where there is nothing, or nothing of the format."""
+    root = Path(config.path)
+    if not root.exists():
+        raise ConfigError("no such file or directory", field=f"source {name}", received=config.path)
+    kind = config.format if config.format != "auto" else _guess_format(root)
+    if kind == "lance" or not root.is_dir():
+        paths = [root]
+    elif kind == "files":
+        paths = [path for path in root.glob(config.pattern) if path.is_file()]
+    else:
+        endings = _JSONL if kind == "jsonl" else (".parquet",)
+        paths = [path for path in root.rglob("*") if path.name.endswith(endings)]
+    if not paths:
+        raise ConfigError(
+            "has no documents",
+            field=f"source {name}",
+            received=f"{config.path}, {config.pattern}" if kind == "files" else config.path,
+            fix="name another path, format or pattern",
+        )
+    return SourceFiles(name, kind, tuple(sorted(paths)), config.column)
+
+
+def _guess_format(root: Path) -> str:
+    if root.name.endswith(".lance"):
+        return "lance"
+    if root.is_file():
+        if root.name.endswith(_JSONL):
+            return "jsonl"
+        return "parquet" if root.name.endswith(".parquet") else "files"
+    files = [path for path in root.rglob("*") if path.is_file()]
+    for kind, endings in (("jsonl", _JSONL), ("parquet", (".parquet",))):
+        if files and all(path.name.endswith(endings) for path in files):
+            return kind
+    return "files"
+
+
+def _files_below(path: Path) -> list[Path]:
+    return sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path]
+
+
+def _read_text(source: SourceFiles, path: Path, report: ReadingReport) -> Iterator[str]:
+    try:
+        yield path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        report.skip("not UTF-8")
+
+
+def _read_jsonl(source: SourceFiles, path: Path, report: ReadingReport) -> Iterator[Raw]:
+    with path.open("rb") as file:
+        stream = zstandard.ZstdDecompressor().stream_reader(file) if path.suffix == ".zst" else file
+        for number, line in enumerate(io.BufferedReader(stream), start=1):  # pyright: ignore[reportArgumentType]
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError:
+                report.skip("not UTF-8")
+                continue
+            except ValueError as error:
+                raise source.problem(
+                    f"line {number} is not JSON: {error}", path, line[:80], "mend or remove the line"
+                ) from None
+            if not isinstance(row, Mapping) or source.column not in row:
+                known = ", ".join(row) if isinstance(row, Mapping) else type(row).__name__
+                raise source.problem(
+                    f"line {number} has no {source.column!r}", path, known, "set column to the document's key"
+                )
+            yield _document(source, path, row[source.column], report)
+
+
+def _read_parquet(source: SourceFiles, path: Path, report: ReadingReport) -> Iterator[Raw]:
+    parquet = importlib.import_module("pyarrow.parquet")
+    arrow = importlib.import_module("pyarrow")
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_column(source, path, file.schema_arrow.names)
+            for batch in file.iter_batches(batch_size=_ROWS, columns=[source.column]):
+                for value in batch.column(0).to_pylist():
+                    yield _document(source, path, value, report)
+    except (arrow.ArrowException, OSError) as error:
+        raise source.problem(f"is not Parquet: {error}", path, None, "write the file again") from error
+
+
+def _read_lance(source: SourceFiles, path: Path, report: ReadingReport) -> Iterator[Raw]:
+    try:
+        lance = importlib.import_module("lance")
+    except ImportError as error:
+        raise ResourceError(
+            "Lance data sets need pylance, which is not installed",
+            field=f"source {source.name}",
+            received=str(path),
+            fix="pip install pylance, or export the data set as Parquet",
+        ) from error
+    dataset = lance.dataset(str(path))
+    _check_column(source, path, dataset.schema.names)
+    for batch in dataset.to_batches(columns=[source.column], batch_size=_ROWS):
+        for value in batch.column(0).to_pylist():
+            yield _document(source, path, value, report)
+
+
+def _check_column(source: SourceFiles, path: Path, names: Sequence[str]) -> None:
+    if source.column not in names:
+        raise source.problem(
+            f"has no column {source.column!r}", path, ", ".join(names), "set column to the documents' column"
+        )
+
+
+def _document(source: SourceFiles, path: Path, value: Any, report: ReadingReport) -> Raw:
+    """A text or token ids; nothing at all for a null."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError:
+            report.skip("not UTF-8")
+            return ""
+    tokens = np.asarray(value) if isinstance(value, list) else np.zeros(0)
+    if isinstance(value, list) and not value:
+        return ""
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise source.problem(
+            f"{source.column!r} holds neither texts nor lists of token ids",
+            path,
+            type(value).__name__,
+            "set column to the documents' column",
+        )
+    return tokens.astype(np.int64)

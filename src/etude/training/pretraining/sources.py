@@ -1,0 +1,152 @@
+"""Sources of a mixture: documents, and the pieces of at most a window that are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
+
+from etude.config import MixtureSourceConfig
+from etude.training.pretraining.corpora import Corpus
+from etude.training.pretraining.documents import Document
+from etude.training.pretraining.infilling import Infilling
+
+Pieces = NDArray[np.int64]
+"""[pieces, 3] document, first token, end."""
+
+
+class Source(Protocol):
+    """Documents that a mixture draws from. Two objects of equal digest give the same pieces."""
+
+    @property
+    def name(self) -> str:
+        """Of the domain."""
+        ...
+
+    @property
+    def config(self) -> MixtureSourceConfig:
+        """Its weight, and how often it may be read."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Of everything that decides its pieces."""
+        ...
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[documents] tokens of each, those held out included."""
+        ...
+
+    def pieces(self, window: int) -> Pieces:
+        """What is trained on, in order, with a window of so many tokens."""
+        ...
+
+    def read(self, piece: NDArray[np.int64], window: int, random: np.random.Generator) -> Document:
+        """One piece; a function of the arguments."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class InfillingShares:
+    """How often documents are turned inside out."""
+
+    infilling: Infilling
+    rate: float
+    spm_share: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CorpusSource:
+    """The documents of a corpus that are not held out; what is longer than the window is cut into pieces.
+
+    Neighbouring pieces share one token, the target of one and the context of the other: in one pass every
+    token but a document's first is a target exactly once. Implements Source.
+    """
+
+    corpus: Corpus
+    config: MixtureSourceConfig
+    heldout: NDArray[np.bool_]
+    """[documents]"""
+    end_token: int | None = None
+    shares: InfillingShares | None = None
+
+    @property
+    def name(self) -> str:
+        """See Source."""
+        return self.corpus.name
+
+    @property
+    def digest(self) -> str:
+        """See Source."""
+        turned = None if self.shares is None else (self.shares.rate, self.shares.spm_share)
+        return blake3(repr((self.corpus.digest, turned)).encode() + self.heldout.tobytes()).hexdigest()
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """See Source."""
+        return self.corpus.lengths
+
+    def pieces(self, window: int) -> Pieces:
+        """See Source."""
+        lengths = self.corpus.lengths
+        return cut(np.flatnonzero(~self.heldout & (lengths > 1)), lengths, window)
+
+    def read(self, piece: NDArray[np.int64], window: int, random: np.random.Generator) -> Document:
+        """See Source: at random turned inside out, unless it then is longer than the window."""
+        document, begin, end = (int(value) for value in piece)
+        tokens = self.corpus.document(document)[begin:end]
+        shares = self.shares
+        if shares is not None and self.corpus.is_text and random.random() < shares.rate:
+            turned = shares.infilling.turn(tokens, self.end_token, shares.spm_share, random)
+            if turned is not None and len(turned) <= window:
+                tokens = turned
+        return Document.plain(tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SessionSource:
+    """Whole sessions in memory; those longer than the window are left out. Implements Source."""
+
+    name: str
+    config: MixtureSourceConfig
+    documents: Sequence[Document]
+    digest: str = field(init=False)
+    """See Source."""
+
+    def __post_init__(self) -> None:
+        hasher = blake3()
+        for document in self.documents:
+            hasher.update(document.tokens.tobytes())
+            hasher.update(document.weights.tobytes())
+        object.__setattr__(self, "digest", hasher.hexdigest())
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """See Source."""
+        return np.array([len(document.tokens) for document in self.documents], dtype=np.int64)
+
+    def pieces(self, window: int) -> Pieces:
+        """See Source."""
+        lengths = self.lengths
+        chosen = np.flatnonzero(lengths <= window)
+        return np.stack((chosen, np.zeros_like(chosen), lengths[chosen]), axis=1)
+
+    def read(self, piece: NDArray[np.int64], window: int, random: np.random.Generator) -> Document:
+        """See Source."""
+        return self.documents[int(piece[0])]
+
+
+def cut(documents: NDArray[np.int64], lengths: NDArray[np.int64], window: int) -> Pieces:
+    """Pieces of `documents` (indices into `lengths`), each of at most `window` >= 2 tokens, sharing one token
+    with the next of the same document."""
+    stride = window - 1
+    counts = np.maximum(1, -(-(lengths[documents] - 1) // stride))
+    owners = np.repeat(documents, counts)
+    first = np.repeat(np.cumsum(counts) - counts, counts)
+    begins = (np.arange(len(owners)) - first) * stride
+    return np.stack((owners, begins, np.minimum(begins + window, lengths[owners])), axis=1)
