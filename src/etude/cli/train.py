@@ -23,7 +23,10 @@ from etude.config import RunConfig, load_config
 from etude.errors import RunDirectoryError
 from etude.observe import RunDirectory
 
-MAY_CHANGE_ON_RESUME = frozenset({"runs_directory", "max_wall_s", "engine.kernels"})
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"runs_directory", "max_wall_s", "engine.kernels"}
+    | {f"parallel.{key}" for key in ("ranks", "fsdp", "expert", "context", "timeout_s")}
+)
 
 
 def train_command(
@@ -37,16 +40,22 @@ def train_command(
         Path | None,
         typer.Option("--from-log", metavar="RUN", help="Short for --set rl.stream.source=RUN: no sampling."),
     ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Short for --set parallel.ranks=N: processes that train together.")
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Train an agent: mid-training, reinforcement learning, evaluation before and after."""
-    settings = _merge(overrides or [], seed, name, from_log)
+    settings = _merge(overrides or [], {"seed": seed, "parallel.ranks": ranks}, name, from_log)
     run_config = load_config(config, settings)
     # Heavy: torch comes with it.
+    from etude.controller.ranks import follow_torchrun
     from etude.controller.starting import check_start
     from etude.observe.report import build_report
 
+    if follow_torchrun(run_config):
+        return
     recorded = bool(run_config.rl.stream.source)
     if recorded:
         from etude.controller.recorded import settle_recorded
@@ -109,10 +118,12 @@ def print_recorded(run: RunDirectory, report: dict[str, Any]) -> None:
     console.print(f"report  {run.html_file}", markup=False, soft_wrap=True)
 
 
-def _merge(overrides: list[str], seed: int | None, name: str | None, from_log: Path | None) -> list[str]:
+def _merge(
+    overrides: list[str], numbers: dict[str, int | None], name: str | None, from_log: Path | None
+) -> list[str]:
     """The overrides with the short forms appended, which so win."""
     texts = {"name": name, "rl.stream.source": from_log}
-    short = [] if seed is None else [f"seed={seed}"]
+    short = [f"{key}={number}" for key, number in numbers.items() if number is not None]
     short += [f"{key}={json.dumps(str(text))}" for key, text in texts.items() if text is not None]
     return [*overrides, *short]
 

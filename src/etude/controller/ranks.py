@@ -23,7 +23,7 @@ from torch import Tensor
 from etude.config import ModelConfig, RlConfig, RunConfig
 from etude.controller.compute import choose_device
 from etude.errors import StoreError
-from etude.model import LanguageModel
+from etude.model import LanguageModel, block_of
 from etude.model.ops import Ops
 from etude.model.scoring import device_of
 from etude.records import BlobRef, Group, PolicyVersion, Scores, WeightManifest
@@ -58,6 +58,8 @@ class TrainerPlan:
     vocab_size: int
     device: str
     ops: Ops
+    recompute: bool
+    """Activation checkpointing: what one rank computes again in its backward pass, all must."""
     config: RlConfig
     lineage: str
     offending: Path
@@ -77,6 +79,7 @@ class RankTrainer:
         """`model` and `weights`: the first rank's, which all start from and which it publishes to."""
         own = model.value or LanguageModel(plan.architecture, plan.vocab_size).to(plan.device)
         own.ops = plan.ops
+        own.checkpoint_activations(plan.recompute)
         ranks.place(own)
         self._routes: Routes = {}
         keep, config = plan.config.optimizer.keep_offending, plan.config
@@ -151,8 +154,17 @@ class RankedTrainer:
         self._team = team
         self._fetch_routes = fetch_routes
         device = device_of(model).type
+        recompute = block_of(model, 0).recompute
         plan = TrainerPlan(
-            model.config, model.vocab_size, device, model.ops, run.rl, run.name, offending, options
+            model.config,
+            model.vocab_size,
+            device,
+            model.ops,
+            recompute,
+            run.rl,
+            run.name,
+            offending,
+            options,
         )
         self._own = team.make(RankTrainer, plan, OnlyHere(model), OnlyHere(weights))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from etude.controller.models import settle_model
 from etude.controller.numerics import settle_numerics, use_numerics
 from etude.controller.parity import ParityGate
 from etude.controller.parts import Parts, open_parts
+from etude.controller.ranks import AnyTrainer, open_trainer
 from etude.controller.reinforcement import ReinforcementLoop
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput
@@ -33,7 +35,7 @@ from etude.records import Task
 from etude.rollout.collect import CollectorState, GroupCollector
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
-from etude.training import RlTrainer, has_checkpoint, load_checkpoint, save_checkpoint
+from etude.training import has_checkpoint, load_checkpoint, save_checkpoint
 from etude.training.feedback import open_feedback
 
 MIDTRAINED = "midtrained"
@@ -41,6 +43,7 @@ FINAL = "final"
 LATEST = "latest"
 TOKENIZER = "tokenizer"
 SNAPSHOTS = "snapshots"
+OFFENDING = "offending"
 ROUTES = "routes"
 CURVE = "curve"
 SESSIONS_BEFORE = "sessions_before.json"
@@ -149,31 +152,29 @@ class _Run:
         routes = self.run.path / ROUTES if self.config.rl.keep_routes else None
         snapshots = self.run.path / SNAPSHOTS
         async with open_parts(self.config, tokenizer, model, snapshots=snapshots, routes=routes) as parts:
-            trainer = await self._spawn_trainer(model, parts)
             heldout = self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks)
-            await self._evaluate_before(heldout, trainer, parts)
-            await self._reinforce(trainer, parts, training_threads)
-            self._save_model(self.run.checkpoints / FINAL, trainer.model, tokenizer)
+            with self._open_trainer(model, parts) as trainer:
+                if self.state.get("stage") == "rl":
+                    trainer.restore(self.run.checkpoints / LATEST)
+                await self._evaluate_before(heldout, trainer, parts)
+                await self._reinforce(trainer, parts, training_threads)
+                self._save_model(self.run.checkpoints / FINAL, trainer.model, tokenizer)
             after = await self._evaluate(heldout, "after", parts)
             family_tasks = self.family.evaluation_tasks("heldout_family", self.config.evaluation.num_tasks)
             family = await self._evaluate(family_tasks, "family", parts)
             self._finish_report(heldout, after, family)
 
-    async def _spawn_trainer(self, model: AnyModel, parts: Parts) -> RlTrainer:
-        # It learns through the same packed scoring whatever its architecture.
-        trainer = RlTrainer(
-            cast(LanguageModel, model),
-            self.config.rl,
-            self.config.name,
+    def _open_trainer(self, model: AnyModel, parts: Parts) -> AbstractContextManager[AnyTrainer]:
+        return open_trainer(
+            cast(LanguageModel, model),  # any architecture learns through the same packed scoring
+            self.config,
             parts.weights,
             parts.blobs.get,
+            self.run.path / OFFENDING,
             feedback=open_feedback(self.config.rl.feedback, parts.renderer),
         )
-        if self.state.get("stage") == "rl":
-            trainer.restore(self.run.checkpoints / LATEST)
-        return trainer
 
-    async def _reinforce(self, trainer: RlTrainer, parts: Parts, num_threads: int) -> None:
+    async def _reinforce(self, trainer: AnyTrainer, parts: Parts, num_threads: int) -> None:
         config, executor = self.config, LocalExecutor()
         source = self.family.source()
         collector = GroupCollector(
@@ -182,7 +183,8 @@ class _Run:
         saved: dict[str, Any] = self.state.get("loop", {}) if self.state.get("stage") == "rl" else {}
         if saved:
             collector.state = CollectorState(**saved)
-        handle = await executor.spawn(lambda: trainer, resources=Resources(num_cpus=num_threads))
+        threads = max(1, num_threads // config.parallel.ranks)
+        handle = await executor.spawn(lambda: trainer, resources=Resources(num_cpus=threads))
         gate = self._make_gate(handle, parts, collector.state.next_task)
         loop = ReinforcementLoop(
             handle,
@@ -216,7 +218,7 @@ class _Run:
         if self.stop.interrupted and taken < config.rl.num_steps:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
 
-    def _make_gate(self, trainer: Handle[RlTrainer], parts: Parts, next_task: int) -> ParityGate:
+    def _make_gate(self, trainer: Handle[AnyTrainer], parts: Parts, next_task: int) -> ParityGate:
         """A gate that begins with the prompts of the tasks that come next."""
         source, last_task = self.family.source(), next_task + self.config.parity.num_sequences
         coming = [source(number) for number in range(next_task, last_task)]
@@ -228,7 +230,7 @@ class _Run:
 
     # ---- evaluation -----------------------------------------------------------------------------
 
-    async def _evaluate_before(self, tasks: list[Task], trainer: RlTrainer, parts: Parts) -> None:
+    async def _evaluate_before(self, tasks: list[Task], trainer: AnyTrainer, parts: Parts) -> None:
         """The mid-trained model's figures, unless an earlier sitting has them."""
         if "heldout_before" in self.report:
             return
@@ -272,7 +274,7 @@ class _Run:
 
     # ---- what stays -----------------------------------------------------------------------------
 
-    def save_latest(self, trainer: RlTrainer, loop: ReinforcementLoop) -> None:
+    def save_latest(self, trainer: AnyTrainer, loop: ReinforcementLoop) -> None:
         """The resumable checkpoint of the RL stage."""
         extra = {"stage": "rl", "loop": dict(loop.collector_state), "elapsed_s": self.stop.elapsed_s}
         trainer.save(self.run.checkpoints / LATEST, extra)
@@ -313,7 +315,7 @@ class _Run:
 class _Saver:
     """Saves after RL steps: the resumable checkpoint by time, curve snapshots by step."""
 
-    def __init__(self, run: _Run, trainer: RlTrainer, loop: ReinforcementLoop) -> None:
+    def __init__(self, run: _Run, trainer: AnyTrainer, loop: ReinforcementLoop) -> None:
         self._run, self._trainer, self._loop = run, trainer, loop
         self._saved_at = time.monotonic()
 

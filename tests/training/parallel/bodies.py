@@ -80,9 +80,11 @@ def losses_and_gradients(
     lengths: tuple[int, ...] = SHORT,
     replay: bool = False,
     balance: bool = False,
+    recompute: bool = False,
 ) -> tuple[float, Gradients]:
     """The whole batch's loss and gradients, as every rank of the mesh finds them together."""
     model = model_of(0 if ranks.is_main else 1)  # rank 0's weights are those that count
+    model.checkpoint_activations(recompute)
     ranks.place(model)
     total = gradients_of(model, ranks.share(plan), lengths, replay, balance)
     ranks.reduce_gradients(model)

@@ -99,6 +99,20 @@ def test_the_balancing_loss_of_a_micro_batch_is_the_same(sizes: dict[str, int]) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "sizes", [{"ranks": 4, "fsdp": 2, "expert": 2}, {"ranks": 4, "fsdp": 2, "context": 2}]
+)
+def test_activation_checkpointing_computes_and_exchanges_the_same_again(sizes: dict[str, int]) -> None:
+    config = ParallelConfig(**sizes)
+    plan = plan_of(config.ranks // config.context, per_batch=2)
+    order = [batch for batches in plan for batch in batches]
+    loss, gradients = _one_process(order, LONG, replay=True, balance=True)
+    for rank_loss, ours in on_ranks(losses_and_gradients, config, plan, LONG, True, True, True):
+        assert rank_loss == pytest.approx(loss, rel=LOSS_TOLERANCE)
+        _assert_close(ours, gradients, GRADIENT_TOLERANCE)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"ranks": 2, "fsdp": 2}, {"ranks": 4, "fsdp": 2, "expert": 2}])
 def test_whole_weights_come_out_and_go_in_again(sizes: dict[str, int]) -> None:
     expected, other = (score_sequences(model_of(seed), [random_tokens(20, 3)])[0] for seed in (0, 5))

@@ -123,9 +123,10 @@ class MeshLayout:
         gradients = {name: g for name, g in self.gradients().items() if g is not None}
         if sizes["fsdp"] == sizes["expert"] == 1:
             return float(nn.utils.clip_grad_norm_(self._parameters.values(), max_norm, foreach=True))
-        squares = torch.zeros(2, dtype=torch.float64)
+        device = next(iter(gradients.values())).device if gradients else None
+        squares = torch.zeros(2, dtype=torch.float64, device=device)
         for name, gradient in gradients.items():
-            squares[int(is_expert_weight(name))] += float(gradient.float().norm()) ** 2
+            squares[int(is_expert_weight(name))] += gradient.float().norm().double().square()
         sum_in_order(squares[:1], self._mesh.group("fsdp"))
         sum_in_order(squares[1:], self._mesh.group("fsdp", "expert"))
         norm = float(squares.sum().sqrt())

@@ -20,7 +20,7 @@ import os
 import pickle
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -42,6 +42,8 @@ TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  (public, 
 
 _CPU = torch.device("cpu")
 _POLL_S = 2.0
+_START_S = 600.0
+"""How long ranks may take to start."""
 _GRACE_S = 15.0
 """How long a rank that failed waits to hear that all did, before it ends and so wakes those that wait."""
 _LEAD, _GO, _CLOSE = "lead", "go", "close"
@@ -63,13 +65,24 @@ class _Command:
 class _Seat(Generic[T]):
     """What the lead and the others have in common: a place in the group, and an object."""
 
-    def __init__(self, config: ParallelConfig, store: Store, rank: int, device: str) -> None:
+    def __init__(
+        self,
+        config: ParallelConfig,
+        store: Store,
+        rank: int,
+        device: str,
+        processes: Sequence[BaseProcess] = (),
+    ) -> None:
         self.config = config
         self.rank = rank
+        self.store = PrefixStore("team", store)
+        self._assemble(processes)
         timeout = timedelta(seconds=config.timeout_s)
         store.set_timeout(timeout)
-        self.store = PrefixStore("team", store)
-        backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = "gloo"
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+            backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
@@ -80,6 +93,16 @@ class _Seat(Generic[T]):
         self.ranks = MeshRanks(Mesh(config, device))
         self.held: T | None = None
         self.number = 0
+
+    def _assemble(self, processes: Sequence[BaseProcess]) -> None:
+        """Waits until all ranks are up: that takes as long as imports do, and is no measure of a step."""
+        self.store.set(f"here/{self.rank}", "")
+        deadline = time.monotonic() + _START_S
+        for rank in range(self.config.ranks):
+            while not self.store.check([f"here/{rank}"]):
+                if _dead(processes) or time.monotonic() > deadline:
+                    raise RankError(f"did not start: {_dead(processes) or 'too late'}", field=f"rank {rank}")
+                time.sleep(0.05)
 
     def announce(self, what: str) -> None:
         """The lead's word that something comes next."""
@@ -127,7 +150,7 @@ class Team(Generic[T]):
     def spawn(config: ParallelConfig, device: str = "cpu", num_threads: int = 1) -> Team[Any]:
         """Starts the other ranks on this machine; `num_threads`: compute threads of each.
 
-        Raises RankError if they do not come up in `parallel.timeout_s`.
+        Raises RankError if they do not come up.
         """
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("forkserver")
@@ -142,7 +165,7 @@ class Team(Generic[T]):
             process.start()
         try:
             with _group_errors(processes):
-                return Team(_Seat(config, store, 0, device), processes)
+                return Team(_Seat(config, store, 0, device, processes), processes)
         except RankError:
             _end(processes, at_once=True)
             raise
@@ -151,7 +174,7 @@ class Team(Generic[T]):
     def join(config: ParallelConfig, device: str = "cpu") -> Team[Any] | None:
         """Leads the processes that `torchrun` started; None if it did not start this one.
 
-        Raises RankError if the others do not come in `parallel.timeout_s`, ConfigError as `check_world`.
+        Raises RankError if the others do not come, ConfigError as `check_world`.
         """
         check_world(config)
         if not _started_by_torchrun():
@@ -274,7 +297,7 @@ def _next_command(seat: _Seat[Any]) -> bool:
 
 
 @contextlib.contextmanager
-def _group_errors(processes: list[BaseProcess]) -> Iterator[None]:
+def _group_errors(processes: Sequence[BaseProcess]) -> Iterator[None]:
     """Raises RankError for what a communication library raises when others are gone or late."""
     try:
         yield
@@ -294,7 +317,7 @@ def _is_network(error: Exception) -> bool:
     return isinstance(error, _NETWORK_ERRORS) or any(word in str(error) for word in words)
 
 
-def _dead(processes: list[BaseProcess], within_s: float = 0.0) -> str:
+def _dead(processes: Sequence[BaseProcess], within_s: float = 0.0) -> str:
     """Which started ranks have ended, and how; waits a little for one to do so."""
     deadline = time.monotonic() + within_s
     while True:
@@ -304,7 +327,7 @@ def _dead(processes: list[BaseProcess], within_s: float = 0.0) -> str:
         time.sleep(0.05)
 
 
-def _end(processes: list[BaseProcess], *, at_once: bool) -> None:
+def _end(processes: Sequence[BaseProcess], *, at_once: bool) -> None:
     """Waits for started ranks to end; ends those that do not."""
     for process in processes:
         process.join(0.0 if at_once else _GRACE_S)
