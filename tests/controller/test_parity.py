@@ -256,13 +256,6 @@ def _no_compiler() -> None:
 
 
 @needs_compiler
-def test_a_model_without_such_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etude.controller.numerics.choose_kernels", lambda kind, model: "eager")
-    with pytest.raises(ResourceError, match="no batch-invariant kernels for this model"):
-        settle_numerics(RunConfig.model_validate({"numerics": "invariant"}))
-
-
-@needs_compiler
 def test_invariant_operations_refuse_bfloat16() -> None:
     model = model_of().cast(torch.bfloat16)
     model.ops = InvariantOps()

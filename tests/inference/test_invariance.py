@@ -13,13 +13,14 @@ from etude.model import LanguageModel, build_model
 from etude.model.kernels.invariant import InvariantOps
 from etude.model.scoring import score_sequences
 from tests.inference.builders import Client, drain, needs_compiler, small_engine
-from tests.model.builders import VOCAB, random_tokens, small_config
+from tests.model.builders import LATENT, VOCAB, random_tokens, small_config
 
 pytestmark = needs_compiler
 SHAPES: list[dict[str, Any]] = [
     {},
     {"architecture": "qwen3", "intermediate_size": 40, "tie_embeddings": False},
     {"hidden_size": 76, "num_heads": 6, "num_kv_heads": 2, "head_dim": 20, "experts_per_token": 3},
+    LATENT,
 ]
 
 

@@ -12,6 +12,36 @@ from etude.config import ModelConfig
 from etude.model import DraftLayers, LanguageModel, PackedAttention, Qwen3Moe, RecordedRoutes
 
 VOCAB = 64
+LATENT: dict[str, Any] = {
+    "architecture": "deepseek_v3",
+    "num_heads": 6,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "num_experts": 12,
+    "experts_per_token": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+    "n_shared_experts": 2,
+    "intermediate_size": 40,
+    "yarn_factor": 4.0,
+    "yarn_original_positions": 32,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.7,
+}
+"""Latent attention with everything that DeepSeek-V3 has."""
+PLAIN_LATENT: dict[str, Any] = {
+    "architecture": "deepseek_v3",
+    "num_heads": 9,
+    "kv_lora_rank": 48,
+    "n_shared_experts": 0,
+    "first_k_dense_replace": 0,
+    "norm_topk_prob": False,
+}
+"""Latent attention with as little as it can have; a run's heads do not fit in one piece of work."""
 
 
 def small_config(**changes: Any) -> ModelConfig:

@@ -189,7 +189,7 @@ class EngineChoice:
         from etude.observe.machine import available_cores
 
         config, longest = opened.weights.config, opened.served.max_context_tokens + 1
-        place = choose_place(kernels=self.kernels, model=config)
+        place = choose_place(kernels=self.kernels)
         return Engine(
             config,
             opened.served.tokenizer.vocab_size,

@@ -38,7 +38,7 @@ def settle_compute(run: RunDirectory, config: RunConfig, observer: Observer) -> 
     cannot be had; ConfigError for a number format that the device does not compute in.
     """
     device, dtype, kernels = _as_begun(run, config)
-    place = choose_place(device, dtype, kernels, config.numerics, config.model, observer)
+    place = choose_place(device, dtype, kernels, config.numerics, observer)
     threads = _begun_threads(run, config, place.device)
     settled = {"device": place.device, "dtype": place.dtype, "kernels": place.kernels}
     run.update_environment({**settled, "compute_threads": threads})
@@ -53,7 +53,7 @@ def settle_evaluation(run: RunDirectory) -> RunConfig:
     device = choose_device("cpu" if wanted == "cpu" else "auto", config.numerics)
     dtype = dtype if wanted in (device, "auto") else "auto"
     kernels = "eager" if kernels == "eager" and device == "cpu" else "auto"
-    place = choose_place(device, dtype, kernels, config.numerics, config.model)
+    place = choose_place(device, dtype, kernels, config.numerics)
     return _settled(config, place, _begun_threads(run, config, place.device))
 
 
@@ -103,7 +103,6 @@ def choose_place(
     dtype: str = "auto",
     kernels: str = "auto",
     numerics: str = "fast",
-    model: ModelConfig | None = None,
     observer: Observer | None = None,
 ) -> Place:
     """What is configured (see RunConfig and EngineConfig), with open choices made to fit together and this
@@ -111,7 +110,7 @@ def choose_place(
     if device == "auto" and kernels in ("eager", "native"):
         device = "cpu"
     chosen = choose_device(device, numerics)
-    return Place(chosen, choose_dtype(dtype, chosen), choose_kernels(kernels, observer, model, chosen))
+    return Place(chosen, choose_dtype(dtype, chosen), choose_kernels(kernels, observer, chosen))
 
 
 def free_memory_bytes(model: nn.Module, place: Place) -> int:
@@ -166,10 +165,9 @@ def choose_dtype(configured: str, device: Device) -> Dtype:
 def choose_kernels(
     configured: str,
     observer: Observer | None = None,
-    model: ModelConfig | None = None,
     device: Device = "cpu",
 ) -> Kernels:
-    """`gpu` on a GPU; `native` where it compiles and computes `model`, if the choice is open; says why not.
+    """`gpu` on a GPU; `native` where it compiles, if the choice is open; says why not.
 
     Raises ResourceError if it must be `native` and does not compile, ConfigError for kernels of another
     device.
@@ -183,7 +181,7 @@ def choose_kernels(
         )
     if device == "cuda":
         return "gpu"
-    if configured == "eager" or (configured == "auto" and model is not None and model.is_latent):
+    if configured == "eager":
         return "eager"
     try:
         load_library()

@@ -37,7 +37,7 @@ async def measure_parity(
     """
     if isinstance(model, LanguageModel):
         config = settle_numerics(config.model_copy(update={"model": model.config}))
-    place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics, config.model)
+    place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
     config = config.model_copy(update={"device": place.device, "dtype": place.dtype})
     async with _open(model, config, len(prompts), num_tokens + 1) as (weights, service):
         use_numerics(place_model(model, config), config)
@@ -66,7 +66,7 @@ async def _open(
             received=config.engine.backend,
             fix="compare such a model with vLLM",
         )
-    place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics, own)
+    place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
     engine = Engine(
         own,
         model.vocab_size,

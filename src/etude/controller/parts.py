@@ -85,7 +85,7 @@ async def _open_engine(
     config: RunConfig, tokenizer: Tokenizer, deterministic: bool
 ) -> AsyncIterator[tuple[WeightPublisher, Service]]:
     weights = MemoryWeights()
-    place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics, config.model)
+    place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
     engine = Engine(
         config.model,
         tokenizer.vocab_size,

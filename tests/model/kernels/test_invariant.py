@@ -16,7 +16,7 @@ from etude.model.kernels.invariant import InvariantOps, InvariantPackedAttention
 from etude.model.kernels.native import find_compiler
 from etude.model.ops import TorchOps
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
-from tests.model.builders import VOCAB, random_tokens, small_config
+from tests.model.builders import LATENT, VOCAB, random_tokens, small_config
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
 SHAPES: list[dict[str, Any]] = [
@@ -24,6 +24,7 @@ SHAPES: list[dict[str, Any]] = [
     {"architecture": "qwen3", "intermediate_size": 40, "tie_embeddings": False},
     {"hidden_size": 76, "num_heads": 3, "num_kv_heads": 3, "head_dim": 10, "expert_size": 12},
     {"num_experts": 40, "experts_per_token": 6, "norm_topk_prob": False},
+    LATENT,
 ]
 
 
@@ -85,7 +86,9 @@ def numeric_gradient(loss: Any, x: Tensor) -> Tensor:
     return result
 
 
-@pytest.mark.parametrize("name", ["linear", "rms_norm", "silu_gate", "softmax", "log_softmax", "attention"])
+@pytest.mark.parametrize(
+    "name", ["linear", "rms_norm", "silu_gate", "softmax", "sigmoid", "log_softmax", "attention"]
+)
 def test_gradients_are_the_slope_of_the_forward_pass(name: str) -> None:
     ops = InvariantOps()
     generator = torch.Generator().manual_seed(1)
@@ -96,6 +99,7 @@ def test_gradients_are_the_slope_of_the_forward_pass(name: str) -> None:
         "rms_norm": lambda x: ops.rms_norm(x, weight[0], 1e-6),
         "silu_gate": lambda x: ops.silu_gate(x, weight[:3]),
         "softmax": lambda x: ops.activate(x, "softmax"),
+        "sigmoid": lambda x: ops.activate(x, "sigmoid"),
         "log_softmax": ops.log_softmax,
         "attention": lambda x: InvariantPackedAttention([3]).attend(0, x[:, None], key, value)[:, 0],
     }
@@ -120,6 +124,19 @@ def test_attention_is_that_of_the_reference() -> None:
     torch.testing.assert_close(
         InvariantPackedAttention(lengths).attend(0, query, key, value), expected, atol=1e-5, rtol=1e-5
     )
+
+
+def test_narrower_values_must_be_the_beginning_of_the_key() -> None:
+    lengths = [130, 64, 17, 1]
+    rows = sum(lengths)
+    query, key = torch.randn((rows, 20, 20)), torch.randn((rows, 1, 20))
+    value = key[..., :12]
+    expected = PackedAttention(lengths).attend(0, query, key, value)
+    own = InvariantPackedAttention(lengths)
+    torch.testing.assert_close(own.attend(0, query, key, value), expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ResourceError) as caught:
+        own.attend(0, query, key, value.clone())
+    assert caught.value.field == "value"
 
 
 def test_other_types_than_float32_are_refused_by_name() -> None:

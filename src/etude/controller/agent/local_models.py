@@ -86,7 +86,7 @@ async def open_model(choice: ModelChoice) -> AsyncIterator[Policy]:
         _NUM_SESSIONS,
         limits.max_tokens + 1,
         _PREFILL_TOKENS,
-        choose_kernels("auto", model=model.config),
+        choose_kernels("auto"),
         available_cores(),
         token_bytes=tokenizer.decode_bytes,
     )

@@ -1,4 +1,4 @@
-"""The structures that `forward.c` and `sampling.c` take, field by field."""
+"""The structures that `forward.h` and `sampling.c` declare, field by field."""
 
 from __future__ import annotations
 
@@ -9,20 +9,33 @@ from etude.model.kernels.native.matrices import NativeMatrix
 
 
 class Model(ctypes.Structure):
-    """`Model` of forward.c."""
+    """`Model` of forward.h."""
 
     _fields_: ClassVar = [
         ("width", ctypes.c_int64),
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("dim", ctypes.c_int64),
+        ("value_dim", ctypes.c_int64),
         ("layers", ctypes.c_int64),
         ("experts", ctypes.c_int64),
         ("top_k", ctypes.c_int64),
         ("expert_size", ctypes.c_int64),
         ("inner", ctypes.c_int64),
         ("normalise", ctypes.c_int64),
+        ("latent", ctypes.c_int64),
+        ("query_rank", ctypes.c_int64),
+        ("nope", ctypes.c_int64),
+        ("rope", ctypes.c_int64),
+        ("head_value_dim", ctypes.c_int64),
+        ("sigmoid", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("top_groups", ctypes.c_int64),
+        ("shared_inner", ctypes.c_int64),
         ("eps", ctypes.c_float),
+        ("latent_eps", ctypes.c_float),
+        ("query_scale", ctypes.c_float),
+        ("gate_scale", ctypes.c_float),
         ("embedding", ctypes.c_void_p),
         ("cosine", ctypes.c_void_p),
         ("signed_sine", ctypes.c_void_p),
@@ -31,18 +44,24 @@ class Model(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """`Layer` of forward.c."""
+    """`Layer` of forward.h."""
 
     _fields_: ClassVar = [
         ("attention_norm", ctypes.c_void_p),
         ("query_norm", ctypes.c_void_p),
         ("key_norm", ctypes.c_void_p),
         ("experts_norm", ctypes.c_void_p),
+        ("score_bias", ctypes.c_void_p),
         ("qkv", NativeMatrix),
+        ("query_up", NativeMatrix),
         ("out", NativeMatrix),
         ("router", NativeMatrix),
+        ("key_up", ctypes.c_void_p),
+        ("value_up", ctypes.c_void_p),
         ("gate_up", ctypes.c_void_p),
         ("down", ctypes.c_void_p),
+        ("shared_gate_up", ctypes.c_void_p),
+        ("shared_down", ctypes.c_void_p),
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("route_layer", ctypes.c_int64),
@@ -50,7 +69,7 @@ class Layer(ctypes.Structure):
 
 
 class Step(ctypes.Structure):
-    """`Step` of forward.c."""
+    """`Step` of forward.h."""
 
     _fields_: ClassVar = [
         ("rows", ctypes.c_int64),

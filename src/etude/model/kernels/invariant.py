@@ -64,7 +64,7 @@ class InvariantOps(Ops):
     def activate(self, scores: Tensor, activation: Literal["softmax", "sigmoid"]) -> Tensor:
         """See Ops."""
         if activation == "sigmoid":
-            return scores.sigmoid()
+            return _compute(lambda x: calls.sigmoid(x, _threads()), torch.sigmoid, scores)
         return _compute(lambda x: calls.softmax(x, _threads()), lambda x: x.softmax(dim=-1), scores)
 
     def gates(self, activated: Tensor, chosen: Tensor, normalise: bool, scale: float) -> Tensor:
@@ -111,21 +111,27 @@ class InvariantPackedAttention:
         self._reference = reference or PackedAttention(lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """query [T, heads, dim], key and value [T, kv_heads, dim] -> [T, heads, dim]."""
-        if query.shape[-1] != value.shape[-1]:
+        """query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim] -> [T, heads,
+        value_dim]. Values that are narrower must be a view of the beginning of the only key head."""
+        is_prefix = value.shape[-1] < key.shape[-1]
+        if is_prefix and not _begins(key, value):
             raise ResourceError(
-                "batch-invariant attention takes keys and values of one width",
-                field="model.architecture",
-                received=f"keys of {query.shape[-1]}, values of {value.shape[-1]}",
+                "batch-invariant attention takes narrower values only as the beginning of one key head",
+                field="value",
+                received=f"keys of {tuple(key.shape[1:])}, values of {tuple(value.shape[1:])}",
                 fix="use the default operations",
             )
-        return _compute(
-            lambda q, k, v: calls.attention(q, k, v, self._lengths, _threads()),
-            lambda q, k, v: self._reference.attend(layer, q, k, v),
-            query,
-            key,
-            value,
-        )
+
+        def native(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            given = None if is_prefix else v
+            return calls.attention(q, k, given, self._lengths, _threads(), v.shape[-1])
+
+        return _compute(native, lambda q, k, v: self._reference.attend(layer, q, k, v), query, key, value)
+
+
+def _begins(key: Tensor, value: Tensor) -> bool:
+    """Whether `value` is a view of the first entries of a single key head."""
+    return key.shape[1] == 1 and value.data_ptr() == key.data_ptr() and value.stride() == key.stride()
 
 
 class _Linear(torch.autograd.Function):

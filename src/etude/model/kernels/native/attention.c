@@ -4,6 +4,9 @@
  * goes over its positions in blocks of BLOCK_PAGES pages from position 0 on, with a running maximum and sum
  * (Milakov and Gimelshein 2018): in the same steps whether it is decoded alone or prefilled among others, and
  * however a prompt is cut into chunks. Rows of one sequence share the pages' way through the caches.
+ *
+ * Latent attention (one key head for many query heads, a value is the beginning of its key) turns each block's
+ * values around for all query rows that follow.
  */
 
 #include "common.h"
@@ -11,6 +14,7 @@
 #define BLOCK_PAGES 4
 #define POSITIONS (BLOCK_PAGES * PAGE)
 #define FEW_ROWS 16             /* up to so many, memory is slower than arithmetic */
+#define LATENT_ROWS 128         /* query rows that share a turned block: more would leave the cache */
 
 typedef struct {
     const float *keys[BLOCK_PAGES], *values[BLOCK_PAGES];
@@ -22,6 +26,11 @@ typedef struct {
     float highest, sum;
 } Softmax;
 
+/* The query heads of each key head that are computed together. */
+typedef struct {
+    int64_t first, count;
+} Heads;
+
 void store_row(const Pages *pages, int64_t sequence, int64_t position, const float *keys, const float *values)
 {
     int64_t page = pages->tables[sequence * pages->max_pages + position / PAGE], slot = position % PAGE;
@@ -30,7 +39,8 @@ void store_row(const Pages *pages, int64_t sequence, int64_t position, const flo
         int64_t place = (page * pages->kv_heads + h) * dim * PAGE;
         for (int64_t d = 0; d < dim; d++)
             pages->keys[place + d * PAGE + slot] = keys[h * dim + d];
-        memcpy(pages->values + place + slot * dim, values + h * dim, (size_t)dim * sizeof(float));
+        if (pages->values)
+            memcpy(pages->values + place + slot * dim, values + h * dim, (size_t)dim * sizeof(float));
     }
 }
 
@@ -48,10 +58,17 @@ int64_t cut_runs(int64_t rows, const int64_t *sequences, const int64_t *position
     return count;
 }
 
-int64_t attention_scratch(const Pages *pages)
+/* Most query rows of one key head that are computed together. */
+static int64_t most_rows(const Pages *pages)
 {
     int64_t rows = MAX_RUN * (pages->heads / pages->kv_heads);
-    return rows * POSITIONS + (rows > FEW_ROWS ? rows : FEW_ROWS) * (2 * pages->dim + 2);
+    return pages->values || rows < LATENT_ROWS ? rows : LATENT_ROWS;
+}
+
+int64_t attention_scratch(const Pages *pages)
+{
+    int64_t rows = most_rows(pages), turned = pages->values ? 0 : POSITIONS * pages->value_dim;
+    return turned + rows * POSITIONS + (rows > FEW_ROWS ? rows : FEW_ROWS) * (pages->dim + pages->value_dim + 2);
 }
 
 /* scores[rows, POSITIONS] of one band of query rows [rows, dim] against `vectors` vectors of positions. */
@@ -197,10 +214,12 @@ static BLOCK void weigh(int64_t seen, int64_t positions, float *scores, Softmax 
     state->sum += add_up(sums[0]);
 }
 
-/* All rows [rows, dim] of a run on one block. `last`: position of each row, relative to the block. */
-static void attend_block(int64_t rows, int64_t group, int64_t dim, const float *queries, const Block *block,
+/* All rows [rows, dim] of a run on one block, `group` of each position. `first_seen`: positions of the block that
+ * the first of them sees. */
+static void attend_block(const Pages *pages, int64_t rows, int64_t group, const float *queries, const Block *block,
                          int64_t first_seen, float *scores, Softmax *states, float *sums)
 {
+    int64_t dim = pages->dim, value_dim = pages->value_dim;
     for (int64_t r = 0; r < rows; r += ROWS) {
         const float *from = queries + r * dim;
         switch (rows - r) {
@@ -215,19 +234,20 @@ static void attend_block(int64_t rows, int64_t group, int64_t dim, const float *
         }
     }
     for (int64_t r = 0; r < rows; r++)
-        weigh(first_seen + r / group, block->positions, scores + r * POSITIONS, states + r, dim, sums + r * dim);
+        weigh(first_seen + r / group, block->positions, scores + r * POSITIONS, states + r, value_dim,
+              sums + r * value_dim);
     for (int64_t r = 0; r < rows; r += ROWS) {
         const float *weights = scores + r * POSITIONS;
-        float *out = sums + r * dim;
+        float *out = sums + r * value_dim;
         switch (rows - r) {
-        case 1: value_band(1, dim, weights, block, out); break;
-        case 2: value_band(2, dim, weights, block, out); break;
-        case 3: value_band(3, dim, weights, block, out); break;
+        case 1: value_band(1, value_dim, weights, block, out); break;
+        case 2: value_band(2, value_dim, weights, block, out); break;
+        case 3: value_band(3, value_dim, weights, block, out); break;
 #if ROWS > 4
-        case 4: value_band(4, dim, weights, block, out); break;
-        case 5: value_band(5, dim, weights, block, out); break;
+        case 4: value_band(4, value_dim, weights, block, out); break;
+        case 5: value_band(5, value_dim, weights, block, out); break;
 #endif
-        default: value_band(ROWS, dim, weights, block, out); break;
+        default: value_band(ROWS, value_dim, weights, block, out); break;
         }
     }
 }
@@ -241,7 +261,21 @@ static void find_block(const Pages *pages, const Run *run, int64_t head, int64_t
         /* Pages behind the end are never read. */
         int64_t place = p * PAGE < block->positions ? (table[first / PAGE + p] * pages->kv_heads + head) * size : 0;
         block->keys[p] = pages->keys + place;
-        block->values[p] = pages->values + place;
+        block->values[p] = (pages->values ? pages->values : pages->keys) + place;
+    }
+}
+
+/* Latent attention: the block's values, which are the beginnings of its keys [dim, PAGE], become
+ * [POSITIONS, value_dim] in `turned`. */
+static void turn_values(const Pages *pages, Block *block, float *turned)
+{
+    int64_t dim = pages->value_dim;
+    for (int64_t p = 0; p * PAGE < block->positions; p++) {
+        float *to = turned + p * PAGE * dim;
+        for (int64_t j = 0; j < PAGE; j++)
+            for (int64_t d = 0; d < dim; d++)
+                to[j * dim + d] = block->keys[p][d * PAGE + j];
+        block->values[p] = to;
     }
 }
 
@@ -264,66 +298,84 @@ typedef struct {
     Softmax *states;
 } Part;
 
-static void begin_part(const Pages *pages, const Run *run, int64_t head, const float *queries, int64_t stride,
-                       const Part *part)
+static void begin_part(const Pages *pages, const Run *run, int64_t head, Heads heads, const float *queries,
+                       int64_t stride, const Part *part)
 {
-    int64_t dim = pages->dim, group = pages->heads / pages->kv_heads, rows = run->count * group;
+    int64_t dim = pages->dim, first = head * (pages->heads / pages->kv_heads) + heads.first;
+    int64_t rows = run->count * heads.count;
     for (int64_t r = 0; r < rows; r++) {
-        const float *query = queries + (run->first_row + r / group) * stride + (head * group + r % group) * dim;
+        int64_t query_head = first + r % heads.count;
+        const float *query = queries + (run->first_row + r / heads.count) * stride + query_head * dim;
         scale_query(dim, query, part->scaled + r * dim);
         part->states[r] = (Softmax){-INFINITY, 0};
     }
-    memset(part->sums, 0, (size_t)(rows * dim) * sizeof(float));
+    memset(part->sums, 0, (size_t)(rows * pages->value_dim) * sizeof(float));
 }
 
-static void finish_part(const Pages *pages, const Run *run, int64_t head, const Part *part, float *out)
+static void finish_part(const Pages *pages, const Run *run, int64_t head, Heads heads, const Part *part, float *out)
 {
-    int64_t dim = pages->dim, group = pages->heads / pages->kv_heads, rows = run->count * group;
-    for (int64_t r = 0; r < rows; r++) {
-        float *to = out + ((run->first_row + r / group) * pages->heads + head * group + r % group) * dim;
+    int64_t dim = pages->value_dim, first = head * (pages->heads / pages->kv_heads) + heads.first;
+    for (int64_t r = 0; r < run->count * heads.count; r++) {
+        int64_t query_head = first + r % heads.count;
+        float *to = out + ((run->first_row + r / heads.count) * pages->heads + query_head) * dim;
         finish_row(dim, part->sums + r * dim, part->states[r].sum, to);
     }
 }
 
-static void attend_run(const Pages *pages, const Run *run, int64_t first_head, int64_t end_head, const float *queries,
-                int64_t stride, float *out, float *scratch)
+/* The key heads `first_head` to `end_head`, and of each the query heads `heads`. */
+static void attend_run(const Pages *pages, const Run *run, int64_t first_head, int64_t end_head, Heads heads,
+                       const float *queries, int64_t stride, float *out, float *scratch)
 {
-    int64_t dim = pages->dim, group = pages->heads / pages->kv_heads, rows = run->count * group;
+    int64_t dim = pages->dim, value_dim = pages->value_dim, rows = run->count * heads.count;
     int64_t end = run->first_position + run->count;
     /* Few rows wait for memory, and a page's heads lie together; many rows want one head's pages in the cache. */
     int64_t together = rows <= FEW_ROWS ? FEW_ROWS / rows : 1;
-    float *scores = scratch, *rest = scores + MAX_RUN * group * POSITIONS;
+    float *turned = scratch, *scores = turned + (pages->values ? 0 : POSITIONS * value_dim);
+    float *rest = scores + most_rows(pages) * POSITIONS;
     for (int64_t h = first_head; h < end_head; h += together) {
         Part parts[FEW_ROWS];
-        int64_t heads = end_head - h < together ? end_head - h : together;
-        for (int64_t i = 0; i < heads; i++) {
-            float *from = rest + i * rows * (2 * dim + 2);
-            parts[i] = (Part){from, from + rows * dim, (Softmax *)(from + 2 * rows * dim)};
-            begin_part(pages, run, h + i, queries, stride, parts + i);
+        int64_t count = end_head - h < together ? end_head - h : together;
+        for (int64_t i = 0; i < count; i++) {
+            float *from = rest + i * rows * (dim + value_dim + 2), *sums = from + rows * dim;
+            parts[i] = (Part){from, sums, (Softmax *)(sums + rows * value_dim)};
+            begin_part(pages, run, h + i, heads, queries, stride, parts + i);
         }
         for (int64_t first = 0; first < end; first += POSITIONS)
-            for (int64_t i = 0; i < heads; i++) {
+            for (int64_t i = 0; i < count; i++) {
                 Block block, next;
-                int64_t ahead = first / POSITIONS * heads + i + 1, later = ahead / heads * POSITIONS;
+                int64_t ahead = first / POSITIONS * count + i + 1, later = ahead / count * POSITIONS;
                 find_block(pages, run, h + i, first, &block);
-                find_block(pages, run, h + ahead % heads, later < end ? later : first, &next);
+                find_block(pages, run, h + ahead % count, later < end ? later : first, &next);
                 memcpy(block.next_keys, next.keys, sizeof next.keys);
                 memcpy(block.next_values, next.values, sizeof next.values);
-                attend_block(rows, group, dim, parts[i].scaled, &block, run->first_position + 1 - first, scores,
-                             parts[i].states, parts[i].sums);
+                if (!pages->values)
+                    turn_values(pages, &block, turned);
+                attend_block(pages, rows, heads.count, parts[i].scaled, &block, run->first_position + 1 - first,
+                             scores, parts[i].states, parts[i].sums);
             }
-        for (int64_t i = 0; i < heads; i++)
-            finish_part(pages, run, h + i, parts + i, out);
+        for (int64_t i = 0; i < count; i++)
+            finish_part(pages, run, h + i, heads, parts + i, out);
     }
 }
 
 void attend_runs(const Pages *pages, int64_t num_runs, const Run *runs, const float *queries, int64_t stride,
                  float *out, float *scratch, atomic_long *counter, int threads)
 {
-    int64_t slices = num_runs >= 4 * threads ? 1 : pages->kv_heads, item;
+    int64_t group = pages->heads / pages->kv_heads, item, slices = 1;
+    if (num_runs < 4 * threads)
+        slices = pages->values ? pages->kv_heads : group < threads ? group : threads;
     while ((item = take_next(counter)) < num_runs * slices) {
+        const Run *run = runs + item / slices;
         int64_t slice = item % slices, first, end;
-        share(pages->kv_heads, (int)slice, (int)slices, &first, &end);
-        attend_run(pages, runs + item / slices, first, end, queries, stride, out, scratch);
+        share(pages->values ? pages->kv_heads : group, (int)slice, (int)slices, &first, &end);
+        if (pages->values) {
+            attend_run(pages, run, first, end, (Heads){0, group}, queries, stride, out, scratch);
+            continue;
+        }
+        int64_t most = LATENT_ROWS / run->count;
+        for (; first < end; first += most) {
+            Heads heads = {first, end - first < most ? end - first : most};
+            attend_run(pages, run, 0, 1, heads, queries, stride, out, scratch);
+        }
     }
 }

@@ -51,9 +51,20 @@ BLOCK void rotate(int64_t dim, const float *x, const float *cosine, const float 
     }
 }
 
-INLINE vector gated(vector gate, vector up)
+/* e^-x, without overflow. */
+INLINE vector inverse_mass(vector x) { return exponential(choose(x < splat(-80.0f), splat(80.0f), -x)); }
+
+INLINE vector gated(vector gate, vector up) { return gate / (inverse_mass(gate) + splat(1.0f)) * up; }
+
+/* Each value of a row becomes 1 / (1 + e^-x). */
+BLOCK void sigmoid(int64_t size, float *row)
 {
-    return gate / (exponential(choose(gate < splat(-80.0f), splat(80.0f), -gate)) + splat(1.0f)) * up;
+    const vector one = splat(1.0f);
+    int64_t i = 0;
+    for (; i + LANES <= size; i += LANES)
+        store(row + i, one / (inverse_mass(load(row + i)) + one));
+    if (i < size)
+        store_some(row + i, one / (inverse_mass(load_some(row + i, size - i)) + one), size - i);
 }
 
 /* out[size] = silu(gate) * up; out may be gate or up. */

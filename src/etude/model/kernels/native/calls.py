@@ -15,7 +15,7 @@ from etude.model.kernels.native.matrices import PackedMatrices, aligned, pointer
 
 PAGE_TOKENS = 16
 """PAGE of the source: positions in a page of keys and values."""
-_LINEAR, _RMS_NORM, _ROTATE, _SWIGLU, _SOFTMAX, _LOG_SOFTMAX = range(6)
+_LINEAR, _RMS_NORM, _ROTATE, _SWIGLU, _SOFTMAX, _SIGMOID, _LOG_SOFTMAX = range(7)
 
 
 class _Rows(ctypes.Structure):
@@ -42,6 +42,7 @@ class _Pages(ctypes.Structure):
         ("heads", ctypes.c_int64),
         ("kv_heads", ctypes.c_int64),
         ("dim", ctypes.c_int64),
+        ("value_dim", ctypes.c_int64),
         ("tables", ctypes.c_void_p),
         ("max_pages", ctypes.c_int64),
         ("keys", ctypes.c_void_p),
@@ -90,14 +91,22 @@ def softmax(x: Tensor, threads: int) -> Tensor:
     return _each_row(_SOFTMAX, x, threads)
 
 
+def sigmoid(x: Tensor, threads: int) -> Tensor:
+    """Of each value."""
+    return _each_row(_SIGMOID, x, threads)
+
+
 def log_softmax(x: Tensor, threads: int) -> Tensor:
     """Over the last dimension."""
     return _each_row(_LOG_SOFTMAX, x, threads)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], threads: int) -> Tensor:
-    """Causal within sequences of `lengths` rows: query [T, heads, dim], key and value [T, kv_heads, dim] ->
-    [T, heads, dim]."""
+def attention(
+    query: Tensor, key: Tensor, value: Tensor | None, lengths: Sequence[int], threads: int, value_dim: int
+) -> Tensor:
+    """Causal within sequences of `lengths` rows: query [T, heads, dim], key [T, kv_heads, dim] and value
+    [T, kv_heads, value_dim] -> [T, heads, value_dim]. Without `value`, values are the first `value_dim`
+    entries of the keys, of which there is one head."""
     library = load_library()
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[2]
     num_pages = [-(-length // PAGE_TOKENS) for length in lengths]
@@ -107,10 +116,18 @@ def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],
     tables[used] = np.arange(total)
     sequences = np.repeat(np.arange(len(lengths)), lengths)
     positions = np.concatenate([np.arange(length) for length in lengths])
-    keys, values = (aligned((total, kv_heads, dim * PAGE_TOKENS)) for _ in range(2))
-    out = torch.empty_like(query)
+    keys = aligned((total, kv_heads, dim * PAGE_TOKENS))
+    values = None if value is None else aligned((total, kv_heads, value_dim * PAGE_TOKENS))
+    out = query.new_empty((len(query), heads, value_dim))
     pages = _Pages(
-        heads, kv_heads, dim, tables.ctypes.data, tables.shape[1], keys.data_ptr(), values.data_ptr()
+        heads,
+        kv_heads,
+        dim,
+        value_dim,
+        tables.ctypes.data,
+        tables.shape[1],
+        keys.data_ptr(),
+        None if values is None else values.data_ptr(),
     )
     rows, num_threads = ctypes.c_int64(len(query)), ctypes.c_int64(threads)
     scratch = aligned((library.etude_attention_floats(ctypes.byref(pages), rows, num_threads),))
@@ -119,7 +136,10 @@ def attention(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int],
         rows,
         ctypes.c_void_p(sequences.ctypes.data),
         ctypes.c_void_p(positions.ctypes.data),
-        *(pointer(tensor) for tensor in (query, key, value, out)),
+        pointer(query),
+        pointer(key),
+        None if value is None else pointer(value),
+        pointer(out),
         num_threads,
         pointer(scratch),
     )

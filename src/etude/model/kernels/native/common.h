@@ -36,7 +36,6 @@
 
 #define PANEL 64        /* columns of a packed matrix that lie together */
 #define PAGE 16         /* positions of a page of keys and values */
-#define MAX_DIM 256     /* widest head */
 
 #if defined(__clang__)
 #define BLOCK __attribute__((noinline))
@@ -163,6 +162,17 @@ typedef struct {
 /* c[rows, outputs] (+)= a[rows, inputs] matrix, the part of it that belongs to `thread` of `threads`. */
 void multiply(const Matrix *matrix, int64_t rows, const float *a, float *c, int add, int thread, int threads);
 
+/* Rows of values that lie `stride` apart, some of which are `step` further for each head. */
+typedef struct {
+    float *values;
+    int64_t stride, step;
+} Strided;
+
+/* to = from matrices[head], head by head, the part of it that belongs to `thread` of `threads`; the same bits as
+ * those of `multiply`. */
+void multiply_heads(int64_t heads, const Matrix *matrices, int64_t rows, Strided from, Strided to, int thread,
+                    int threads);
+
 /* ---- blocks, a row at a time ------------------------------------------------------------------ */
 
 void rms_norm(int64_t size, const float *x, const float *weight, float eps, float *out);
@@ -170,18 +180,21 @@ void rotate(int64_t dim, const float *x, const float *cosine, const float *signe
 void swiglu(int64_t size, const float *gate, const float *up, float *out);
 void add_rows(int64_t size, const float *x, float *out);
 void softmax(int64_t size, float *row);
+void sigmoid(int64_t size, float *row);
 
 /* ---- attention -------------------------------------------------------------------------------- */
 
 typedef struct {
     int64_t heads, kv_heads, dim;
+    int64_t value_dim;          /* dim, or less in latent attention */
     const int32_t *tables;      /* [sequences, max_pages] */
     int64_t max_pages;
     float *keys;                /* [pages, kv_heads, dim, PAGE] */
-    float *values;              /* [pages, kv_heads, PAGE, dim] */
+    float *values;              /* [pages, kv_heads, PAGE, value_dim]; NULL in latent attention: there is one key
+                                 * head, and a value is the first value_dim entries of its key */
 } Pages;
 
-/* Stores a row's keys and values [kv_heads, dim] at `position` of a sequence. */
+/* Stores a row's keys [kv_heads, dim] and values [kv_heads, value_dim] at `position` of a sequence. */
 void store_row(const Pages *pages, int64_t sequence, int64_t position, const float *keys, const float *values);
 
 /* A run of rows of one sequence, at positions that follow each other. */
@@ -195,7 +208,7 @@ int64_t cut_runs(int64_t rows, const int64_t *sequences, const int64_t *position
 /* Floats of scratch space that a thread needs to attend. */
 int64_t attention_scratch(const Pages *pages);
 /* Attention of all rows of the runs over the positions up to their own. Row t's queries [heads, dim] begin at
- * queries + t * stride; out [rows, heads, dim]. Threads share the work by `counter`. */
+ * queries + t * stride; out [rows, heads, value_dim]. Threads share the work by `counter`. */
 void attend_runs(const Pages *pages, int64_t num_runs, const Run *runs, const float *queries, int64_t stride,
                  float *out, float *scratch, atomic_long *counter, int threads);
 

@@ -1,54 +1,19 @@
-/* One forward pass of a Qwen3, dense or a mixture of experts, over the rows of an engine step.
+/* One forward pass over the rows of an engine step: Qwen3, dense or a mixture of experts, and DeepSeek-V3.
  *
  * All threads go through the pass together and share each phase's work: rows, columns of a product, runs of
  * attention or experts. Keys and values of all rows are stored before any row attends, so that decoding and
  * prefilling are the same thing.
  */
 
-#include "common.h"
-
-typedef struct {
-    int64_t width, heads, kv_heads, dim, layers, experts, top_k, expert_size, inner, normalise;
-    float eps;
-    const float *embedding;                 /* [vocabulary, width] */
-    const float *cosine, *signed_sine;      /* [positions, dim] */
-    const float *final_norm;                /* [width] */
-} Model;
-
-typedef struct {
-    const float *attention_norm, *query_norm, *key_norm, *experts_norm;
-    Matrix qkv, out, router;
-    const Matrix *gate_up, *down;           /* one of each for a dense layer, else one per expert */
-    float *keys, *values;                   /* see Pages */
-    int64_t route_layer;                    /* place among the layers that route; -1: dense */
-} Layer;
-
-typedef struct {
-    int64_t rows, max_pages, route_layers, route_bytes;
-    const int64_t *tokens, *sequences, *positions;  /* [rows] */
-    const int32_t *tables;                          /* [sequences, max_pages] */
-    float *hidden;                                  /* out: [rows, width], after the last norm */
-    void *routes;                                   /* out: [rows, route_layers, top_k], best first */
-} Step;
-
-typedef struct {
-    const Model *model;
-    const Layer *layers;
-    const Step *step;
-    int64_t num_runs;
-    Run *runs;                              /* [rows] */
-    atomic_long *counters;                  /* [layers, 2] */
-    int64_t *chosen, *order, *starts;       /* [rows, top_k] both, [experts + 2] */
-    float *normed, *qkv, *attended, *wide, *narrow, *gates, *mixed, *private;
-    int64_t private_floats;                 /* of each thread */
-} Pass;
+#include "forward.h"
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static Pages pages_of(const Model *model, const Layer *layer, const Step *step)
 {
-    return (Pages){model->heads, model->kv_heads, model->dim, step->tables, step->max_pages,
-                   layer ? layer->keys : NULL, layer ? layer->values : NULL};
+    static float nowhere;       /* measuring asks whether there are values, not where */
+    return (Pages){model->heads, model->kv_heads, model->dim, model->value_dim, step->tables, step->max_pages,
+                   layer ? layer->keys : NULL, layer ? layer->values : model->latent ? NULL : &nowhere};
 }
 
 static Experts experts_of(const Model *model, const Layer *layer)
@@ -64,24 +29,28 @@ static int64_t lay_out(Pass *pass, int64_t rows, int64_t threads, char *memory)
     Step none = {0};
     Pages pages = pages_of(m, NULL, &none);
     Experts experts = experts_of(m, NULL);
-    int64_t used = 0, head_width = (m->heads + 2 * m->kv_heads) * m->dim, top_k = m->experts ? m->top_k : 0;
+    int64_t used = 0, top_k = m->experts ? m->top_k : 0, inner = larger(m->inner, m->shared_inner);
+    int64_t query_rows = m->latent ? rows * m->heads : 0;
 #define PLACE(field, count) \
     do { \
         pass->field = (void *)(memory + used); \
         used += ((count) * (int64_t)sizeof *pass->field + 63) / 64 * 64; \
     } while (0)
     pass->private_floats = larger(attention_scratch(&pages), m->experts ? expert_scratch(&experts) : 0);
-    pass->private_floats = larger(pass->private_floats, m->experts + m->dim) / 16 * 16 + 16;
+    pass->private_floats = larger(pass->private_floats, route_scratch(m) + m->dim) / 16 * 16 + 16;
     PLACE(runs, rows);
     PLACE(counters, 2 * m->layers);
     PLACE(chosen, rows * top_k);
     PLACE(order, rows * top_k);
     PLACE(starts, m->experts + 2);
     PLACE(normed, rows * m->width);
-    PLACE(qkv, rows * head_width);
-    PLACE(attended, rows * m->heads * m->dim);
-    PLACE(wide, rows * 2 * m->inner);
-    PLACE(narrow, rows * m->inner);
+    PLACE(qkv, rows * projected_width(m));
+    PLACE(raised, m->query_rank ? query_rows * (m->nope + m->rope) : 0);
+    PLACE(queries, query_rows * m->dim);
+    PLACE(attended, rows * m->heads * m->value_dim);
+    PLACE(headed, query_rows * m->head_value_dim);
+    PLACE(wide, rows * 2 * inner);
+    PLACE(narrow, rows * inner);
     PLACE(gates, rows * top_k);
     PLACE(mixed, rows * top_k * m->width);
     PLACE(private, threads * pass->private_floats);
@@ -101,7 +70,7 @@ static void prepare_row(const Pass *pass, const Layer *layer, const Pages *pages
 {
     const Model *m = pass->model;
     int64_t dim = m->dim, position = pass->step->positions[t];
-    float *row = pass->qkv + t * (m->heads + 2 * m->kv_heads) * dim;
+    float *row = pass->qkv + t * projected_width(m);
     const float *cosine = m->cosine + position * dim, *sine = m->signed_sine + position * dim;
     for (int64_t h = 0; h < m->heads + m->kv_heads; h++) {
         float *head = row + h * dim;
@@ -113,11 +82,23 @@ static void prepare_row(const Pass *pass, const Layer *layer, const Pages *pages
     store_row(pages, pass->step->sequences[t], position, key, key + m->kv_heads * dim);
 }
 
+/* Queries of all rows, and their keys and values in the pages. */
+static void project(Team *team, int thread, const Pass *pass, const Layer *layer, const Pages *pages)
+{
+    int64_t rows = pass->step->rows, first, end;
+    int threads = team_size(team);
+    multiply(&layer->qkv, rows, pass->normed, pass->qkv, 0, thread, threads);
+    wait_for_all(team);
+    share(rows, thread, threads, &first, &end);
+    for (int64_t t = first; t < end; t++)
+        prepare_row(pass, layer, pages, t, pass->private + thread * pass->private_floats);
+}
+
 static void attend(Team *team, int thread, const Pass *pass, int64_t index)
 {
     const Model *m = pass->model;
     const Layer *layer = pass->layers + index;
-    int64_t rows = pass->step->rows, stride = (m->heads + 2 * m->kv_heads) * m->dim, first, end;
+    int64_t rows = pass->step->rows, stride = m->latent ? m->heads * m->dim : projected_width(m), first, end;
     float *private = pass->private + thread * pass->private_floats;
     Pages pages = pages_of(m, layer, pass->step);
     int threads = team_size(team);
@@ -126,88 +107,76 @@ static void attend(Team *team, int thread, const Pass *pass, int64_t index)
         rms_norm(m->width, pass->step->hidden + t * m->width, layer->attention_norm, m->eps,
                  pass->normed + t * m->width);
     wait_for_all(team);
-    multiply(&layer->qkv, rows, pass->normed, pass->qkv, 0, thread, threads);
+    (m->latent ? enter_latent : project)(team, thread, pass, layer, &pages);
     wait_for_all(team);
-    for (int64_t t = first; t < end; t++)
-        prepare_row(pass, layer, &pages, t, private);
+    attend_runs(&pages, pass->num_runs, pass->runs, m->latent ? pass->queries : pass->qkv, stride, pass->attended,
+                private, pass->counters + 2 * index, threads);
     wait_for_all(team);
-    attend_runs(&pages, pass->num_runs, pass->runs, pass->qkv, stride, pass->attended, private,
-                pass->counters + 2 * index, threads);
-    wait_for_all(team);
-    multiply(&layer->out, rows, pass->attended, pass->step->hidden, 1, thread, threads);
+    if (m->latent) {
+        leave_latent(team, thread, pass, layer);
+        wait_for_all(team);
+    }
+    multiply(&layer->out, rows, m->latent ? pass->headed : pass->attended, pass->step->hidden, 1, thread, threads);
     wait_for_all(team);
     for (int64_t t = first; t < end; t++)
         rms_norm(m->width, pass->step->hidden + t * m->width, layer->experts_norm, m->eps,
                  pass->normed + t * m->width);
 }
 
-/* The layer's dense part: hidden += down(swiglu(gate_up(normed))). */
-static void feed(Team *team, int thread, const Pass *pass, const Layer *layer)
+/* narrow = swiglu(gate_up(normed)), of one inner width. Threads must meet before and after. */
+static void open_up(Team *team, int thread, const Pass *pass, const Matrix *gate_up, int64_t inner)
 {
-    int64_t rows = pass->step->rows, inner = pass->model->inner, first, end;
+    int64_t rows = pass->step->rows, first, end;
     int threads = team_size(team);
-    wait_for_all(team);
-    multiply(layer->gate_up, rows, pass->normed, pass->wide, 0, thread, threads);
+    multiply(gate_up, rows, pass->normed, pass->wide, 0, thread, threads);
     wait_for_all(team);
     share(rows, thread, threads, &first, &end);
     for (int64_t t = first; t < end; t++) {
         const float *gate = pass->wide + t * 2 * inner;
         swiglu(inner, gate, gate + inner, pass->narrow + t * inner);
     }
-    wait_for_all(team);
-    multiply(layer->down, rows, pass->narrow, pass->step->hidden, 1, thread, threads);
-    wait_for_all(team);
 }
 
-/* Chooses a row's experts: the best first, the lower number of two equals. */
-static void route_row(const Pass *pass, const Layer *layer, int64_t t, float *scores)
+/* The layer's dense part: hidden += down(swiglu(gate_up(normed))). */
+static void feed(Team *team, int thread, const Pass *pass, const Layer *layer)
 {
-    const Model *m = pass->model;
-    const Step *step = pass->step;
-    int64_t *chosen = pass->chosen + t * m->top_k, place = (t * step->route_layers + layer->route_layer) * m->top_k;
-    float *gates = pass->gates + t * m->top_k, sum = 0;
-    multiply(&layer->router, 1, pass->normed + t * m->width, scores, 0, 0, 1);
-    softmax(m->experts, scores);
-    for (int64_t k = 0; k < m->top_k; k++) {
-        int64_t best = 0;
-        for (int64_t e = 1; e < m->experts; e++)
-            best = scores[e] > scores[best] ? e : best;
-        chosen[k] = best;
-        gates[k] = scores[best];
-        sum += scores[best];
-        scores[best] = -INFINITY;
-        if (step->route_bytes == 1)
-            ((uint8_t *)step->routes)[place + k] = (uint8_t)best;
-        else
-            ((uint16_t *)step->routes)[place + k] = (uint16_t)best;
-    }
-    if (m->normalise)
-        for (int64_t k = 0; k < m->top_k; k++)
-            gates[k] /= sum;
+    wait_for_all(team);
+    open_up(team, thread, pass, layer->gate_up, pass->model->inner);
+    wait_for_all(team);
+    multiply(layer->down, pass->step->rows, pass->narrow, pass->step->hidden, 1, thread, team_size(team));
+    wait_for_all(team);
 }
 
-/* The layer's experts: hidden += experts(normed). */
+/* The layer's experts: hidden += experts(normed) + shared(normed). */
 static void consult(Team *team, int thread, const Pass *pass, const Layer *layer, int64_t index)
 {
     const Model *m = pass->model;
     int64_t rows = pass->step->rows, first, end;
+    int threads = team_size(team);
     float *private = pass->private + thread * pass->private_floats;
     Experts experts = experts_of(m, layer);
-    share(rows, thread, team_size(team), &first, &end);
+    share(rows, thread, threads, &first, &end);
     for (int64_t t = first; t < end; t++)
         route_row(pass, layer, t, private);
     wait_for_all(team);
     if (thread == 0)
         sort_by_expert(&experts, rows, pass->chosen, pass->order, pass->starts);
+    if (m->shared_inner)
+        open_up(team, thread, pass, layer->shared_gate_up, m->shared_inner);
     wait_for_all(team);
     run_experts(&experts, pass->normed, pass->order, pass->starts, pass->mixed, private,
                 pass->counters + 2 * index + 1);
     wait_for_all(team);
-    for (int64_t t = first; t < end; t++) {
-        float *sum = pass->normed + t * m->width;
-        mix(m->top_k, m->width, pass->mixed + t * m->top_k * m->width, pass->gates + t * m->top_k, sum);
-        add_rows(m->width, sum, pass->step->hidden + t * m->width);
+    for (int64_t t = first; t < end; t++)
+        mix(m->top_k, m->width, pass->mixed + t * m->top_k * m->width, pass->gates + t * m->top_k,
+            pass->normed + t * m->width);
+    if (m->shared_inner) {
+        wait_for_all(team);
+        multiply(layer->shared_down, rows, pass->narrow, pass->normed, 1, thread, threads);
+        wait_for_all(team);
     }
+    for (int64_t t = first; t < end; t++)
+        add_rows(m->width, pass->normed + t * m->width, pass->step->hidden + t * m->width);
 }
 
 static void run_pass(Team *team, int thread, void *argument)

@@ -88,58 +88,78 @@ INLINE void tile(const int rows, const int vectors, const int half, int64_t k, c
 }
 
 /* One band of up to ROWS rows against one panel, while the part `ahead` of the next panel comes nearer. */
-INLINE void band(const int rows, const int half, int64_t k, const float *a, const void *panel, int64_t columns,
-                 const char *ahead, float *c, int64_t ldc, int64_t left, int add)
+INLINE void band(const int rows, const int half, int64_t k, const float *a, int64_t lda, const void *panel,
+                 int64_t columns, const char *ahead, float *c, int64_t ldc, int64_t left, int add)
 {
     int64_t j = 0, size = half ? 2 : 4;
     for (; j + COLUMNS * LANES <= columns; j += COLUMNS * LANES)
-        tile(rows, COLUMNS, half, k, a, k, (const char *)panel + j * size, columns, ahead, c + j, ldc, left - j, add);
+        tile(rows, COLUMNS, half, k, a, lda, (const char *)panel + j * size, columns, ahead, c + j, ldc, left - j, add);
     for (; j + LANES <= columns; j += LANES)
-        tile(rows, 1, half, k, a, k, (const char *)panel + j * size, columns, ahead, c + j, ldc, left - j, add);
+        tile(rows, 1, half, k, a, lda, (const char *)panel + j * size, columns, ahead, c + j, ldc, left - j, add);
 }
 
 INLINE void panel_product(const int half, const Matrix *matrix, int64_t panel, int64_t rows, const float *a,
-                          float *c, int add)
+                          int64_t lda, float *c, int64_t ldc, int add)
 {
     int64_t k = matrix->inputs, n = matrix->outputs, columns = panel_columns(n, panel);
     int64_t left = n - panel * PANEL;
     const char *from = (const char *)matrix->panels + panel * PANEL * k * (half ? 2 : 4);
     for (int64_t i = 0; i < rows; i += ROWS) {
-        const float *left_rows = a + i * k;
-        float *to = c + i * n + panel * PANEL;
+        const float *left_rows = a + i * lda;
+        float *to = c + i * ldc + panel * PANEL;
         /* Each band asks for one cache line in each row of the next panel; it may lie behind the last. */
         const char *ahead = from + columns * k * (half ? 2 : 4) + i / ROWS * 64 % (PANEL * (half ? 2 : 4));
         switch (rows - i) {
-        case 1: band(1, half, k, left_rows, from, columns, ahead, to, n, left, add); break;
-        case 2: band(2, half, k, left_rows, from, columns, ahead, to, n, left, add); break;
-        case 3: band(3, half, k, left_rows, from, columns, ahead, to, n, left, add); break;
+        case 1: band(1, half, k, left_rows, lda, from, columns, ahead, to, ldc, left, add); break;
+        case 2: band(2, half, k, left_rows, lda, from, columns, ahead, to, ldc, left, add); break;
+        case 3: band(3, half, k, left_rows, lda, from, columns, ahead, to, ldc, left, add); break;
 #if ROWS > 4
-        case 4: band(4, half, k, left_rows, from, columns, ahead, to, n, left, add); break;
-        case 5: band(5, half, k, left_rows, from, columns, ahead, to, n, left, add); break;
+        case 4: band(4, half, k, left_rows, lda, from, columns, ahead, to, ldc, left, add); break;
+        case 5: band(5, half, k, left_rows, lda, from, columns, ahead, to, ldc, left, add); break;
 #endif
-        default: band(ROWS, half, k, left_rows, from, columns, ahead, to, n, left, add); break;
+        default: band(ROWS, half, k, left_rows, lda, from, columns, ahead, to, ldc, left, add); break;
         }
     }
 }
 
-static BLOCK void float_product(const Matrix *matrix, int64_t panel, int64_t rows, const float *a, float *c, int add)
+static BLOCK void float_product(const Matrix *matrix, int64_t panel, int64_t rows, const float *a, int64_t lda,
+                                float *c, int64_t ldc, int add)
 {
-    panel_product(0, matrix, panel, rows, a, c, add);
+    panel_product(0, matrix, panel, rows, a, lda, c, ldc, add);
 }
 
-static BLOCK void half_product(const Matrix *matrix, int64_t panel, int64_t rows, const float *a, float *c, int add)
+static BLOCK void half_product(const Matrix *matrix, int64_t panel, int64_t rows, const float *a, int64_t lda,
+                               float *c, int64_t ldc, int add)
 {
-    panel_product(1, matrix, panel, rows, a, c, add);
+    panel_product(1, matrix, panel, rows, a, lda, c, ldc, add);
 }
 
-void multiply(const Matrix *matrix, int64_t rows, const float *a, float *c, int add, int thread, int threads)
+static void multiply_strided(const Matrix *matrix, int64_t rows, const float *a, int64_t lda, float *c, int64_t ldc,
+                             int add, int thread, int threads)
 {
     int64_t panels = (matrix->outputs + PANEL - 1) / PANEL, bands = (rows + BAND - 1) / BAND, first, end;
     share(panels * bands, thread, threads, &first, &end);
     for (int64_t piece = first; piece < end; piece++) {
         int64_t start = piece / panels * BAND, count = rows - start < BAND ? rows - start : BAND;
-        const float *from = a + start * matrix->inputs;
-        float *to = c + start * matrix->outputs;
-        (matrix->half ? half_product : float_product)(matrix, piece % panels, count, from, to, add);
+        const float *from = a + start * lda;
+        float *to = c + start * ldc;
+        (matrix->half ? half_product : float_product)(matrix, piece % panels, count, from, lda, to, ldc, add);
     }
+}
+
+void multiply(const Matrix *matrix, int64_t rows, const float *a, float *c, int add, int thread, int threads)
+{
+    multiply_strided(matrix, rows, a, matrix->inputs, c, matrix->outputs, add, thread, threads);
+}
+
+void multiply_heads(int64_t heads, const Matrix *matrices, int64_t rows, Strided from, Strided to, int thread,
+                    int threads)
+{
+    int64_t first = 0, end = heads;
+    int whole = heads >= threads;       /* each head is one thread's, else all threads share each */
+    if (whole)
+        share(heads, thread, threads, &first, &end);
+    for (int64_t h = first; h < end; h++)
+        multiply_strided(matrices + h, rows, from.values + h * from.step, from.stride, to.values + h * to.step,
+                         to.stride, 0, whole ? 0 : thread, whole ? 1 : threads);
 }

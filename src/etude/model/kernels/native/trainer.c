@@ -3,7 +3,7 @@
 
 #include "common.h"
 
-enum { LINEAR, RMS_NORM, ROTATE, SWIGLU, SOFTMAX, LOG_SOFTMAX };
+enum { LINEAR, RMS_NORM, ROTATE, SWIGLU, SOFTMAX, SIGMOID, LOG_SOFTMAX };
 
 typedef struct {
     int64_t kind, rows, size, heads;
@@ -25,6 +25,10 @@ static void run_row(const Rows *rows, int64_t t)
     case SOFTMAX:
         memcpy(out, x, (size_t)rows->size * sizeof(float));
         softmax(rows->size, out);
+        break;
+    case SIGMOID:
+        memcpy(out, x, (size_t)rows->size * sizeof(float));
+        sigmoid(rows->size, out);
         break;
     default:
         normaliser(rows->size, x, &highest, &log_sum, NULL);
@@ -65,11 +69,11 @@ static void run_packed(Team *team, int thread, void *argument)
 {
     Packed *packed = argument;
     const Pages *pages = &packed->pages;
-    int64_t wide = pages->kv_heads * pages->dim, first, end;
+    int64_t wide = pages->kv_heads * pages->dim, values = pages->kv_heads * pages->value_dim, first, end;
     share(packed->rows, thread, team_size(team), &first, &end);
     for (int64_t t = first; t < end; t++)
         store_row(pages, packed->sequences[t], packed->positions[t], packed->keys + t * wide,
-                  packed->values + t * wide);
+                  packed->values + t * values);
     wait_for_all(team);
     attend_runs(pages, packed->num_runs, packed->runs, packed->queries, pages->heads * pages->dim, packed->out,
                 packed->scratch + thread * attention_scratch(pages), &packed->counter, team_size(team));
@@ -80,8 +84,8 @@ int64_t etude_attention_floats(const Pages *pages, int64_t rows, int64_t threads
     return threads * attention_scratch(pages) + rows * (int64_t)(sizeof(Run) / sizeof(float));
 }
 
-/* Causal attention of whole sequences [rows, heads, dim]; their pages are filled here. `scratch`:
- * etude_attention_floats, aligned to 8 bytes. */
+/* Causal attention of whole sequences, queries [rows, heads, dim] and out [rows, heads, value_dim]; their pages are
+ * filled here, and `values` not read where the pages have none. `scratch`: etude_attention_floats, aligned to 8 bytes. */
 void etude_attention(const Pages *pages, int64_t rows, const int64_t *sequences, const int64_t *positions,
                      const float *queries, const float *keys, const float *values, float *out, int64_t threads,
                      float *scratch)

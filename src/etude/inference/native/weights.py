@@ -1,0 +1,136 @@
+"""The model's weights as the native pass reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from etude.inference.cache import PagedCache
+from etude.inference.native.structures import Layer, Model
+from etude.model import Block, DenseMlp, Experts, GroupedQueryBlock, LanguageModel
+from etude.model.blocks import LATENT_NORM_EPS, LatentBlock
+from etude.model.feed_forward import SharedExperts
+from etude.model.kernels.native.matrices import NativeMatrix, PackedMatrices, WeightType, address, pack
+
+
+class NativeWeights:
+    """Copies of the weights, packed for the products, and the structures that point into them and into the
+    pages of a cache."""
+
+    @torch.no_grad()
+    def __init__(self, model: LanguageModel, cache: PagedCache, weight_type: WeightType) -> None:
+        self._type: WeightType = weight_type
+        self._cache = cache
+        self._held: list[Tensor | PackedMatrices] = []
+        self._top_k = model.config.experts_per_token
+        self.head = self._pack([model.head.t()])
+        """The output head."""
+        self.work_per_row = 0
+        """Multiplications with matrices for one row, the output head's left out."""
+        self.model = self._describe(model)
+        self.layers = (Layer * model.config.num_layers)()
+        for index, block in enumerate(model.blocks):
+            self.layers[index] = self._layer(cast(Block, block), index)
+
+    def _describe(self, model: LanguageModel) -> Model:
+        config = model.config
+        described = Model(
+            width=config.hidden_size,
+            heads=config.num_heads,
+            kv_heads=config.cache_heads,
+            dim=config.key_dim,
+            value_dim=config.value_dim,
+            layers=config.num_layers,
+            experts=config.num_experts if config.num_moe_layers else 0,
+            top_k=config.experts_per_token,
+            expert_size=config.expert_size if config.num_moe_layers else 0,
+            inner=0 if config.num_moe_layers == config.num_layers else config.intermediate_size,
+            normalise=config.norm_topk_prob,
+            eps=config.rms_norm_eps,
+            gate_scale=1.0,
+            embedding=self._keep(model.embedding),
+            cosine=self._keep(cast(Tensor, model.cosine)),
+            signed_sine=self._keep(cast(Tensor, model.signed_sine)),
+            final_norm=self._keep(model.final_norm),
+        )
+        if config.is_latent:
+            described.latent = described.sigmoid = 1
+            described.query_rank = config.q_lora_rank
+            described.nope, described.rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+            described.head_value_dim = config.v_head_dim
+            described.latent_eps = LATENT_NORM_EPS
+            described.query_scale = cast(LatentBlock, model.blocks[0]).scale
+            described.gate_scale = config.routed_scaling_factor
+            described.groups, described.top_groups = config.n_group, config.topk_group
+            described.shared_inner = config.n_shared_experts * described.expert_size
+        return described
+
+    def _layer(self, block: Block, index: int) -> Layer:
+        layer = Layer(
+            attention_norm=self._keep(block.attention_norm),
+            experts_norm=self._keep(block.experts_norm),
+            out=self._single(block.out),
+            keys=self._cache.keys[index].data_ptr(),
+            route_layer=max(-1, block.route_layer),
+        )
+        if isinstance(block, LatentBlock):
+            self._add_latent(layer, block)
+        else:
+            self._add_grouped(layer, cast(GroupedQueryBlock, block))
+            layer.values = cast(Tensor, self._cache.values)[index].data_ptr()
+        if block.experts is None:
+            mlp = cast(DenseMlp, block.mlp)
+            layer.gate_up, layer.down = self._several([mlp.gate_up.t()]), self._several([mlp.down.t()])
+        else:
+            self._add_experts(layer, block.experts)
+        return layer
+
+    def _add_grouped(self, layer: Layer, block: GroupedQueryBlock) -> None:
+        layer.query_norm, layer.key_norm = self._keep(block.query_norm), self._keep(block.key_norm)
+        layer.qkv = self._single(block.qkv)
+
+    def _add_latent(self, layer: Layer, block: LatentBlock) -> None:
+        layer.key_norm = self._keep(block.compress_norm)
+        queries = block.query_up
+        if block.has_query_rank:
+            layer.query_norm = self._keep(block.query_norm)
+            layer.query_up = self._single(block.query_up)
+            queries = block.query_down
+        layer.qkv = self._single(torch.cat((queries, block.compress)))
+        layer.key_up = self._several(block.key_up.unbind(0))
+        layer.value_up = self._several(block.value_up.transpose(1, 2).unbind(0))
+
+    def _add_experts(self, layer: Layer, experts: Experts) -> None:
+        layer.router = self._single(experts.router, "float32")  # as the module has it
+        layer.gate_up = self._several(experts.gate_up.unbind(0), self._top_k)
+        layer.down = self._several(experts.down.unbind(0), self._top_k)
+        if isinstance(experts, SharedExperts):
+            layer.score_bias = self._keep(experts.score_bias)
+            if experts.shared is not None:
+                layer.shared_gate_up = self._several([experts.shared.gate_up.t()])
+                layer.shared_down = self._several([experts.shared.down.t()])
+
+    def _single(self, weight: Tensor, weight_type: WeightType | None = None) -> NativeMatrix:
+        """weight [outputs, inputs], packed."""
+        packed = self._pack([weight.t()], weight_type)
+        self.work_per_row += weight.numel()
+        return packed.native[0]
+
+    def _several(self, weights: Sequence[Tensor], per_row: int | None = None) -> int:
+        """Address of packed matrices [inputs, outputs], of which a row meets `per_row` (default: all)."""
+        self.work_per_row += weights[0].numel() * (len(weights) if per_row is None else per_row)
+        return address(self._pack(weights).native)
+
+    def _pack(self, weights: Sequence[Tensor], weight_type: WeightType | None = None) -> PackedMatrices:
+        packed = pack(weights, weight_type or self._type)
+        self._held.append(packed)
+        return packed
+
+    def _keep(self, tensor: Tensor) -> int:
+        """Address of the tensor's contiguous float32 values, which are kept."""
+        kept = tensor.detach().float().contiguous()
+        self._held.append(kept)
+        return kept.data_ptr()

@@ -1,0 +1,67 @@
+/* The model, a step, and the pass that computes it. */
+
+#ifndef ETUDE_FORWARD_H
+#define ETUDE_FORWARD_H
+
+#include "common.h"
+
+typedef struct {
+    int64_t width, heads, kv_heads, dim, value_dim, layers, experts, top_k, expert_size, inner, normalise;
+    int64_t latent;                         /* whether attention is latent: the next four count, dim is rank + rope */
+    int64_t query_rank;                     /* width through which queries are projected; 0: directly */
+    int64_t nope, rope, head_value_dim;     /* of each head before compression */
+    int64_t sigmoid;                        /* whether the router has a bias and groups; else softmax */
+    int64_t groups, top_groups;             /* of experts */
+    int64_t shared_inner;                   /* of the experts that see every row; 0: none */
+    float eps, latent_eps, query_scale, gate_scale;
+    const float *embedding;                 /* [vocabulary, width] */
+    const float *cosine, *signed_sine;      /* [positions, rope or dim] */
+    const float *final_norm;                /* [width] */
+} Model;
+
+typedef struct {
+    const float *attention_norm, *query_norm, *key_norm, *experts_norm; /* latent: the two norms of compressed rows */
+    const float *score_bias;                /* [experts], on the choice alone */
+    Matrix qkv;                             /* latent: queries (or their compressed rows), then the compressed key */
+    Matrix query_up, out, router;
+    const Matrix *key_up, *value_up;        /* [heads] each: [nope, rank], [rank, head_value_dim] */
+    const Matrix *gate_up, *down;           /* one of each for a dense layer, else one per expert */
+    const Matrix *shared_gate_up, *shared_down;
+    float *keys, *values;                   /* see Pages */
+    int64_t route_layer;                    /* place among the layers that route; -1: dense */
+} Layer;
+
+typedef struct {
+    int64_t rows, max_pages, route_layers, route_bytes;
+    const int64_t *tokens, *sequences, *positions;  /* [rows] */
+    const int32_t *tables;                          /* [sequences, max_pages] */
+    float *hidden;                                  /* out: [rows, width], after the last norm */
+    void *routes;                                   /* out: [rows, route_layers, top_k], best first */
+} Step;
+
+typedef struct {
+    const Model *model;
+    const Layer *layers;
+    const Step *step;
+    int64_t num_runs;
+    Run *runs;                              /* [rows] */
+    atomic_long *counters;                  /* [layers, 2] */
+    int64_t *chosen, *order, *starts;       /* [rows, top_k] both, [experts + 2] */
+    float *normed, *qkv, *raised, *queries, *attended, *headed, *wide, *narrow, *gates, *mixed, *private;
+    int64_t private_floats;                 /* of each thread */
+} Pass;
+
+/* Columns of `qkv`. */
+int64_t projected_width(const Model *model);
+
+/* Latent attention, around the attention itself: queries and cached keys of all rows; then, from what was
+ * attended, what goes to the output projection. Threads must meet before and after each. */
+void enter_latent(Team *team, int thread, const Pass *pass, const Layer *layer, const Pages *pages);
+void leave_latent(Team *team, int thread, const Pass *pass, const Layer *layer);
+
+/* Chooses a row's experts, the best first, the lower number of two equals: their gates, and their record. */
+void route_row(const Pass *pass, const Layer *layer, int64_t t, float *scratch);
+/* Floats of `scratch`. */
+int64_t route_scratch(const Model *model);
+
+#endif

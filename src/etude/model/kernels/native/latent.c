@@ -1,0 +1,74 @@
+/* Multi-head latent attention in its absorbed form (DeepSeek-V2, 2024).
+ *
+ * What is cached of a position is one key for all heads, [compressed | rotary], of which the compressed part is the
+ * value too. A head's key projection is applied to its query, and its value projection to what it attended.
+ */
+
+#include "forward.h"
+
+int64_t projected_width(const Model *m)
+{
+    if (!m->latent)
+        return (m->heads + 2 * m->kv_heads) * m->dim;
+    return (m->query_rank ? m->query_rank : m->heads * (m->nope + m->rope)) + m->dim;
+}
+
+/* Normalises what a row was compressed to, and stores its key. */
+static void compress_row(const Pass *pass, const Layer *layer, const Pages *pages, int64_t t, float *key)
+{
+    const Model *m = pass->model;
+    int64_t position = pass->step->positions[t], width = projected_width(m), rank = m->value_dim;
+    float *row = pass->qkv + t * width, *compressed = row + width - m->dim;
+    if (m->query_rank)
+        rms_norm(m->query_rank, row, layer->query_norm, m->latent_eps, row);
+    rms_norm(rank, compressed, layer->key_norm, m->latent_eps, key);
+    rotate(m->rope, compressed + rank, m->cosine + position * m->rope, m->signed_sine + position * m->rope, key + rank);
+    store_row(pages, pass->step->sequences[t], position, key, NULL);
+}
+
+/* Turns the rotary parts of a row's queries and scales all. */
+static BLOCK void finish_queries(const Pass *pass, int64_t t, const float *heads)
+{
+    const Model *m = pass->model;
+    int64_t position = pass->step->positions[t], rank = m->value_dim;
+    for (int64_t h = 0; h < m->heads; h++) {
+        float *query = pass->queries + (t * m->heads + h) * m->dim;
+        rotate(m->rope, heads + h * (m->nope + m->rope) + m->nope, m->cosine + position * m->rope,
+               m->signed_sine + position * m->rope, query + rank);
+        for (int64_t d = 0; d < m->dim; d++)
+            query[d] *= m->query_scale;
+    }
+}
+
+void enter_latent(Team *team, int thread, const Pass *pass, const Layer *layer, const Pages *pages)
+{
+    const Model *m = pass->model;
+    int64_t rows = pass->step->rows, head_dim = m->nope + m->rope, first, end;
+    int threads = team_size(team);
+    Strided heads = {pass->qkv, projected_width(m), head_dim};
+    Strided queries = {pass->queries, m->heads * m->dim, m->dim};
+    multiply(&layer->qkv, rows, pass->normed, pass->qkv, 0, thread, threads);
+    wait_for_all(team);
+    share(rows, thread, threads, &first, &end);
+    for (int64_t t = first; t < end; t++)
+        compress_row(pass, layer, pages, t, pass->private + thread * pass->private_floats);
+    if (m->query_rank) {
+        Strided compressed = {pass->qkv, heads.stride, 0};
+        heads = (Strided){pass->raised, m->heads * head_dim, head_dim};
+        wait_for_all(team);
+        multiply_heads(1, &layer->query_up, rows, compressed, heads, thread, threads);
+        wait_for_all(team);
+    }
+    multiply_heads(m->heads, layer->key_up, rows, heads, queries, thread, threads);
+    wait_for_all(team);
+    for (int64_t t = first; t < end; t++)
+        finish_queries(pass, t, heads.values + t * heads.stride);
+}
+
+void leave_latent(Team *team, int thread, const Pass *pass, const Layer *layer)
+{
+    const Model *m = pass->model;
+    Strided attended = {pass->attended, m->heads * m->value_dim, m->value_dim};
+    Strided headed = {pass->headed, m->heads * m->head_value_dim, m->head_value_dim};
+    multiply_heads(m->heads, layer->value_up, pass->step->rows, attended, headed, thread, team_size(team));
+}
