@@ -43,6 +43,11 @@ class PackedAttention:
         """Tokens of each sequence."""
         self._buckets = [_make_bucket(bucket, device) for bucket in _split(lengths, waste)]
 
+    @property
+    def padded_lengths(self) -> list[int]:
+        """Of each sequence, the length at which its bucket computes it."""
+        return [bucket.length for bucket in self._buckets for _ in range(bucket.num_sequences)]
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim] -> [T, heads,
         value_dim], where value_dim <= dim."""

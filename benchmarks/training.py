@@ -1,0 +1,220 @@
+"""The training step and the whole RL step beside transformers and TRL: speed, memory, exactness.
+
+    python benchmarks/training.py --json FILE [--rounds 5] [--threads 2] [--only step memory rl packing]
+
+Peers run with their best settings of those tried, side by side with ours. TRL runs in an environment of its
+own (`environments.py`), made on first use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from common import Figures, median_ratio, print_table, write_result
+from environments import python_of
+from training_step import MODELS, step_figures
+
+from etude.config import ModelConfig
+from etude.model import PackedAttention, build_model
+from etude.model.huggingface import save_model
+from etude.training.packing import pack_sequences, packing_waste, sequence_cost
+
+_WORKERS = Path(__file__).parent / "training_workers"
+_TIMEOUT_S = 900.0
+_WARM_UP_STEPS = 3
+_LARGE_VOCAB = 150_000
+_RL_MODEL = ModelConfig(
+    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, expert_size=64, max_positions=128
+)
+_RL_VOCAB = 256
+_TRL_VARIANTS: dict[str, dict[str, Any]] = {
+    "generate, grouped_mm": {"model": {"experts_implementation": "grouped_mm"}, "config": {}},
+    "generate, eager": {"model": {"experts_implementation": "eager"}, "config": {}},
+    "continuous batching, grouped_mm": {
+        "model": {"experts_implementation": "grouped_mm"},
+        "config": {"use_transformers_continuous_batching": True},
+    },
+}
+"""Settings of TRL that might be its fastest on a CPU."""
+
+
+def work(python: Path | str, worker: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Runs a worker; returns the last line that it prints. Raises RuntimeError with its last words."""
+    environment = os.environ | {"OMP_NUM_THREADS": str(asked["threads"])}
+    command = [str(python), str(_WORKERS / worker), json.dumps(asked)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False, env=environment
+    )
+    if done.returncode:
+        raise RuntimeError(f"{worker}: {done.stderr[-1500:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def memory_figures(threads: int, quick: bool) -> Figures:
+    """Most memory of a process that takes one step over 150,000 tokens' vocabulary."""
+    with tempfile.TemporaryDirectory() as directory:
+        model = build_model(ModelConfig(), _LARGE_VOCAB)
+        model.initialise(0)
+        save_model(model, Path(directory))
+        del model
+        asked = {
+            "checkpoint": directory,
+            "threads": threads,
+            "sequences": 2 if quick else 6,
+            "length": 256,
+            "vocab_size": _LARGE_VOCAB,
+        }
+        found = {side: work(sys.executable, "memory.py", asked | {"side": side}) for side in ("ours", "peer")}
+    if abs(found["ours"]["loss"] - found["peer"]["loss"]) > 1e-3:
+        raise RuntimeError(f"losses differ: {found}")
+    return {
+        "memory_vs_transformers_large_vocab": found["ours"]["peak_bytes"] / found["peer"]["peak_bytes"],
+        "large_vocab_peak_gb": found["ours"]["peak_bytes"] / 1e9,
+        "large_vocab_peak_transformers_gb": found["peer"]["peak_bytes"] / 1e9,
+    }
+
+
+def rl_figures(threads: int, quick: bool) -> tuple[Figures, dict[str, Any]]:
+    """Samples per second and learning curves of whole RL steps, ours and TRL's, seed by seed."""
+    trl = python_of("trl")
+    seeds, steps = (1, 6) if quick else (3, 40)
+    with tempfile.TemporaryDirectory() as directory:
+        model = build_model(_RL_MODEL, _RL_VOCAB)
+        model.initialise(0)
+        save_model(model, Path(directory))
+        asked: dict[str, Any] = {
+            "checkpoint": directory,
+            "threads": threads,
+            "groups": 8,
+            "group_size": 8,
+            "steps": steps,
+            "learning_rate": 3e-3,
+            "seed": 0,
+        }
+        tried, failures = _try_variants(trl, asked | {"steps": _WARM_UP_STEPS + 2})
+        best = min(tried, key=lambda label: tried[label])
+        runs: dict[str, list[dict[str, Any]]] = {"ours": [], "invariant": [], "trl": []}
+        for seed in range(seeds):
+            one = asked | {"seed": seed}
+            runs["ours"].append(work(sys.executable, "etude_rl.py", one))
+            runs["invariant"].append(work(sys.executable, "etude_rl.py", one | {"invariant": True}))
+            runs["trl"].append(work(trl, "trl_rl.py", one | _TRL_VARIANTS[best]))
+    times = {side: [_step_s(run) for run in found] for side, found in runs.items()}
+    processor = {side: [_step_s(run, "processor_s") for run in found] for side, found in runs.items()}
+    gains = {side: [_gain(run) for run in found] for side, found in runs.items()}
+    samples = asked["groups"] * asked["group_size"]
+    figures = {
+        "rl_samples_vs_trl": median_ratio(times["trl"], times["ours"]),
+        "rl_samples_per_s": samples / statistics.median(times["ours"]),
+        "rl_samples_per_s_trl": samples / statistics.median(times["trl"]),
+        "rl_samples_vs_trl_processor": median_ratio(processor["trl"], processor["ours"]),
+        "batch_invariant_cost": median_ratio(processor["invariant"], processor["ours"]) - 1.0,
+        "logprob_max_difference": max(run["largest_difference"] for run in runs["invariant"]),
+        "logprob_max_difference_fast": max(run["largest_difference"] for run in runs["ours"]),
+        "rl_reward_gain": statistics.median(gains["ours"]),
+        "rl_reward_gain_trl": statistics.median(gains["trl"]),
+    }
+    curves = {side: [run["rewards"] for run in found] for side, found in runs.items()}
+    return figures, {"trl": best, "trl_step_s": tried, "trl_failures": failures, "curves": curves}
+
+
+def _try_variants(python: Path, asked: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
+    """Seconds per step of each setting of TRL, or why it does not run here."""
+    tried: dict[str, float] = {}
+    failures: dict[str, str] = {}
+    for label, variant in _TRL_VARIANTS.items():
+        try:
+            tried[label] = _step_s(work(python, "trl_rl.py", asked | variant))
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            failures[label] = str(error)[-300:]
+    if not tried:
+        raise RuntimeError(f"TRL ran with no setting: {failures}")
+    return tried, failures
+
+
+def _step_s(run: dict[str, Any], clock: str = "times_s") -> float:
+    return statistics.median(run[clock][_WARM_UP_STEPS:])
+
+
+def _gain(run: dict[str, Any]) -> float:
+    """Mean reward of the last five steps over that of the first five: the same samples on both sides."""
+    return statistics.fmean(run["rewards"][-5:]) - statistics.fmean(run["rewards"][:5])
+
+
+def packing_figures() -> Figures:
+    """What is computed or waited for in vain, over batches of 64 sessions per rank (median 3,000 tokens)."""
+    figures: Figures = {}
+    for ranks in (1, 8):
+        wastes: list[float] = []
+        for seed in range(20):
+            drawn = np.random.default_rng(seed).lognormal(8.0, 1.2, 64 * ranks)
+            lengths = np.clip(drawn, 16, 32_768).astype(int).tolist()
+            packing = pack_sequences(lengths, 32_768, ranks)
+            wastes.append(_lost_share(lengths, packing))
+        figures[f"packing_waste_{ranks}_ranks"] = statistics.mean(wastes)
+    figures["packing_waste"] = max(figures.values())
+    return figures
+
+
+def _lost_share(lengths: list[int], packing: list[list[list[int]]]) -> float:
+    """Padding inside attention, as a share of all work, and ranks that wait."""
+    useful = sum(sequence_cost(length) for length in lengths)
+    padding = 0.0
+    for batches in packing:
+        for batch in batches:
+            padding += _padding_cost([lengths[i] for i in batch])
+    waiting = packing_waste(lengths, packing)
+    return 1.0 - (1.0 - waiting) * useful / (useful + padding)
+
+
+def _padding_cost(lengths: list[int]) -> float:
+    """What attention computes for nothing in a micro-batch, in tokens without attention."""
+    padded = PackedAttention(lengths).padded_lengths if lengths else []
+    pairs = zip(lengths, padded, strict=True)
+    return sum(sequence_cost(long) - sequence_cost(own) - (long - own) for own, long in pairs)
+
+
+def main() -> None:
+    """Measures, prints, writes."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parts = ("step", "memory", "rl", "packing")
+    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--quick", action="store_true", help="a trial of the script, not a measurement")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    figures: Figures = {}
+    peers: dict[str, Any] = {}
+    if "packing" in options.only:
+        figures |= packing_figures()
+    if "memory" in options.only:
+        figures |= memory_figures(options.threads, options.quick)
+    if "rl" in options.only:
+        found, described = rl_figures(options.threads, options.quick)
+        figures |= found
+        peers |= described
+    if "step" in options.only:
+        found, described = step_figures(options.rounds, ["tiny"] if options.quick else list(MODELS))
+        figures |= found
+        peers |= described
+    print_table(f"Training, {options.threads} thread(s)", figures)
+    if options.json is not None:
+        write_result(options.json, figures, peers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""The same steps by TRL's GRPOTrainer, in an environment of its own: of ours it knows the task alone."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import tempfile
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import torch
+import transformers
+from datasets import Dataset
+from rl_task import COMPLETION_TOKENS, Clock, prompts, report, reward, settings
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trl import GRPOConfig, GRPOTrainer
+
+
+class Laps(transformers.TrainerCallback):
+    """Times each step, from the end of the one before."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Loading the model does not count."""
+        self.clock.restart()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Sampling, rewards and update are done."""
+        self.clock.lap()
+
+
+def word_tokenizer(vocab_size: int) -> transformers.PreTrainedTokenizerFast:
+    """A word per token: `t17` is token 17."""
+    inner = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="t0", eos_token="t1", padding_side="left"
+    )
+
+
+def main() -> None:
+    """Trains and reports. Dr.GRPO's loss without standard deviation, no KL, one update per step: as ours."""
+    asked = settings()
+    torch.set_num_threads(asked["threads"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        asked["checkpoint"], dtype=torch.float32, attn_implementation="sdpa", **asked["model"]
+    )
+    vocab_size = model.config.vocab_size
+    rewards: list[float] = []
+
+    def rewarded(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        found = [reward(list(tokens), vocab_size) for tokens in completion_ids]
+        rewards.append(sum(found) / len(found))
+        return found
+
+    drawn = prompts(asked["seed"], asked["groups"] * asked["steps"], vocab_size)
+    rows = [{"prompt": " ".join(f"t{token}" for token in tokens)} for tokens in drawn]
+    with tempfile.TemporaryDirectory() as directory:
+        config = GRPOConfig(
+            output_dir=directory,
+            max_steps=asked["steps"],
+            per_device_train_batch_size=asked["groups"] * asked["group_size"],
+            num_generations=asked["group_size"],
+            max_completion_length=COMPLETION_TOKENS,
+            generation_kwargs={"min_new_tokens": COMPLETION_TOKENS},
+            learning_rate=asked["learning_rate"],
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused",
+            adam_beta2=0.999,
+            max_grad_norm=1.0,
+            loss_type="dr_grpo",
+            scale_rewards="none",
+            beta=0.0,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            shuffle_dataset=False,
+            gradient_checkpointing=False,
+            bf16=False,
+            use_cpu=True,
+            seed=asked["seed"],
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            **asked["config"],
+        )
+        laps = Laps()
+        trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=rewarded,
+            args=config,
+            train_dataset=Dataset.from_list(rows),
+            processing_class=word_tokenizer(vocab_size),
+            callbacks=[laps],
+        )
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer.train()
+    report(laps.clock, rewards)
+
+
+if __name__ == "__main__":
+    main()
