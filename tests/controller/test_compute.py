@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from etude.controller.compute import (
 from etude.controller.starting import check_start
 from etude.errors import ConfigError, ResourceError, UserError
 from etude.inference.native import load_library
+from etude.model import LanguageModel
+from etude.model.language_model import block_of
 from etude.observe import RunDirectory
 from etude.observe.observer import RecordingObserver
 from tests.model.builders import small_model
@@ -133,3 +136,10 @@ def test_on_a_cpu_a_model_stays_as_it_is() -> None:
     assert place_model(model, RunConfig(device="cpu")) is model
     assert model.ops is ops
     assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
+
+
+def test_a_placed_model_recomputes_its_activations_if_told_to() -> None:
+    for enabled in (True, False):
+        model = place_model(small_model(), RunConfig(device="cpu", activation_checkpointing=enabled))
+        blocks = [block_of(cast(LanguageModel, model), layer) for layer in range(2)]
+        assert {block.recompute for block in blocks} == {enabled}

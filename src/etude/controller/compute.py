@@ -196,7 +196,10 @@ def choose_kernels(
 
 def place_model(model: AnyModule, config: RunConfig) -> AnyModule:
     """Brings a model to be trained to the device of a settled configuration, in its number format, and gives
-    it the device's arithmetic. On a CPU nothing changes. Changes the model in place and returns it."""
+    it the device's arithmetic and, if wanted, activation checkpointing. Changes the model in place, and
+    returns it."""
+    if isinstance(model, LanguageModel):
+        model.checkpoint_activations(config.activation_checkpointing)
     if config.device != "cuda":
         return model
     model.to("cuda")
