@@ -5,7 +5,7 @@
 1. A small mixture of experts, trained for a minute on the bytes of this project's own source, plays sessions
    in the engine. The trainer scores the same tokens: with other number formats, other sizes of micro-batch,
    with experts replayed or chosen anew, and with batch-invariant operations.
-2. An RL run with an exact engine, and with one whose weights are rounded to 8 bits (`parity_learning.py`).
+2. An RL run with an exact engine, and with one that samples from rounded weights (`parity_learning.py`).
 3. The cost of batch-invariant operations over rollout plus training, in pairs within this process.
 """
 
@@ -212,12 +212,12 @@ def learning(seeds: int, steps: int, rate: float) -> dict[str, Any]:
         found[name] = {
             "steps": curves[0].steps,
             "accuracy": [curve.accuracy for curve in curves],
-            "k3": [curve.k3 for curve in curves],
+            "median_k3": [statistics.median(curve.k3) for curve in curves],
         }
         ends = [curve.accuracy[-1] for curve in curves]
-        gap = statistics.median(statistics.median(curve.k3) for curve in curves)
+        gap = statistics.median(found[name]["median_k3"])
         shown = " ".join(f"{end:.2f}" for end in ends)
-        print(f"  {name:36s} right at the end {shown}   median k3 {gap:.1e}")
+        print(f"  {name:18s} right at the end {shown}   median k3 {gap:.1e}", flush=True)
     return found
 
 

@@ -66,21 +66,24 @@ _WRONG = 0.5
 class Arm:
     """One way of training."""
 
-    rounded: bool
-    """Whether the engine samples from weights rounded to 8 bits (e4m3, one scale per tensor)."""
-    replay: bool
+    bits: int = 0
+    """To how many bits the weights are rounded from which the engine samples; 0: not at all."""
+    replay: bool = True
     """Whether the engine's experts are replayed."""
-    corrected: bool
+    corrected: bool = True
     """Whether the trainer is told with which log-probabilities the engine sampled; otherwise it takes its own
     for those, as a trainer does that computes them anew."""
 
 
 ARMS: Mapping[str, Arm] = {
-    "exact": Arm(rounded=False, replay=True, corrected=True),
-    "rounded, replay and correction": Arm(rounded=True, replay=True, corrected=True),
-    "rounded, correction alone": Arm(rounded=True, replay=False, corrected=True),
-    "rounded, neither": Arm(rounded=True, replay=False, corrected=False),
+    "exact": Arm(),
+    "8 bits": Arm(8),
+    "8 bits, no replay": Arm(8, replay=False),
+    "3 bits": Arm(3),
+    "3 bits, no replay": Arm(3, replay=False),
+    "3 bits, neither": Arm(3, replay=False, corrected=False),
 }
+"""With 3 bits so much goes wrong that it does so within a minute; with 8 bits an engine passes the gate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ class _Run:
     def __init__(self, arm: Arm, seed: int, num_steps: int, first: Mapping[str, Tensor], rate: float) -> None:
         self.arm, self.seed, self.num_steps = arm, seed, num_steps
         self.model = _model_with(first)
-        if not arm.rounded:
+        if not arm.bits:
             self.model.ops = InvariantOps()
         self.blobs = MemoryBlobs()
         config = RlConfig.model_validate(
@@ -169,7 +172,7 @@ class _Run:
         return Curve(curve.steps, curve.accuracy, self.k3, time.perf_counter() - began)
 
     def _collect(self, step: int) -> list[Group]:
-        version = self._serve(self.engine, rounded=self.arm.rounded)
+        version = self._serve(self.engine, self.arm.bits)
         given = np.repeat(prompts(_GROUPS, 10_000 * self.seed + step), _GROUP_SIZE, axis=0)
         chunks = _sample(self.engine, list(given), (self.seed, step))
         tokens = [np.concatenate((p, c.tokens)) for p, c in zip(given, chunks, strict=True)]
@@ -219,16 +222,16 @@ class _Run:
         return Trajectory(identity, (segment,), (), Status.DONE, reward=RewardBreakdown(right))
 
     def _accuracy(self) -> float:
-        self._serve(self.judge, rounded=False)
+        self._serve(self.judge, 0)
         given = prompts(_HELDOUT, 77_777_777)
         chunks = _sample(self.judge, list(given), (123,))
         answers = np.stack([chunk.tokens for chunk in chunks])
         return float(np.mean(answers == partners()[given[:, 1:-1]]))
 
-    def _serve(self, engine: Engine, *, rounded: bool) -> PolicyVersion:
+    def _serve(self, engine: Engine, bits: int) -> PolicyVersion:
         version = self.trainer.publish().version
         tensors: dict[str, Tensor] = {
-            name: to_eight_bits(tensor) if rounded else tensor.detach()
+            name: to_few_bits(tensor, bits) if bits else tensor.detach()
             for name, tensor in self.model.named_parameters()
         }
         engine.stage(version, tensors)
@@ -237,12 +240,13 @@ class _Run:
 
 
 @torch.no_grad()
-def to_eight_bits(tensor: Tensor) -> Tensor:
-    """Matrices rounded to e4m3 with one scale for the tensor; vectors as they are."""
+def to_few_bits(tensor: Tensor, bits: int) -> Tensor:
+    """Matrices rounded to integers of so many bits with one scale for each row; vectors as they are."""
     if tensor.ndim < 2:
         return tensor.detach()
-    scale = tensor.abs().max() / torch.finfo(torch.float8_e4m3fn).max
-    return (tensor / scale).to(torch.float8_e4m3fn).float() * scale
+    largest = 2 ** (bits - 1) - 1
+    scale = tensor.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest
+    return (tensor / scale).round() * scale
 
 
 def _model_with(weights: Mapping[str, Tensor]) -> LanguageModel:
