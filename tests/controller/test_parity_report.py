@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,11 @@ from etude.errors import ConfigError
 from etude.inference import EngineService
 from etude.model import LanguageModel, build_model
 from etude.model.kernels.invariant import InvariantOps
+from etude.model.loading import AnyModel, save_any_model
 from etude.model.ops import Ops, TorchOps
 from etude.training.parity import compare_logprobs
 from etude.weights import MemoryWeights
+from tests.controller.test_vllm_run import fake_vllm, glm_model, small_model
 from tests.inference.builders import needs_compiler, small_engine
 from tests.model.builders import VOCAB, small_config
 
@@ -126,3 +130,22 @@ def test_prompts_of_a_text_are_pieces_from_all_over_it() -> None:
     assert [len(piece) for piece in text_prompts(text, 50, 10)] == [2] * 50
     with pytest.raises(ConfigError, match="too short for 60 prompts"):
         text_prompts(text, 60, 10)
+
+
+@pytest.mark.parametrize("make", [small_model, glm_model])
+def test_vllm_is_compared_as_our_engine_is(make: Callable[[int], AnyModel], tmp_path: Path) -> None:
+    model = make(VOCAB)
+    save_any_model(model, tmp_path / "first")
+    with fake_vllm(tmp_path / "first") as url:
+        engine = {"backend": "vllm", "vllm": {"url": url}}
+        config = RunConfig.model_validate({"device": "cpu", "engine": engine})
+        report = asyncio.run(measure_parity(model, config, PROMPTS, 40))
+    assert report.passes(1e-6)
+    assert report.figures[SAMPLED].num_tokens == 3 * 24
+    ours = isinstance(model, LanguageModel)
+    assert (SCORED + REPLAYED in report.figures) == ours, "routes are recorded where they can be replayed"
+
+
+def test_our_engine_refuses_an_architecture_that_is_not_ours() -> None:
+    with pytest.raises(ConfigError, match="compare such a model with vLLM"):
+        asyncio.run(measure_parity(glm_model(VOCAB), RunConfig(device="cpu"), PROMPTS, 40))

@@ -75,6 +75,7 @@ def test_everything_from_outside_is_escaped(run: RunDirectory) -> None:
     write_json(run.examples_file, examples)
     report = {"name": attack, "commit": attack, "versions": {attack: attack}, "machine": {"cpu": attack}}
     labels = {"behaviour_before": {attack: 1.0}, "throughput": {attack: 2.0}, "parity": {attack: 0.1}}
+    labels["parity_gate"] = {attack: 0.2}
     write_json(run.report_file, {**report, **labels})
     page = build_report(run).read_text()
     assert "<script" not in page

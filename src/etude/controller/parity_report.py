@@ -170,7 +170,7 @@ def _assemble_routes(chunks: Sequence[SampleChunk], length: int) -> NDArray[Any]
     if not told:
         return None
     first = told[0][1]
-    missing = missing_route(torch.from_numpy(first).dtype)
+    missing = missing_route(torch.from_numpy(first[:0].copy()).dtype)
     routes = np.full((length, *first.shape[1:]), missing, dtype=first.dtype)
     for start, rows in told:
         routes[start : start + len(rows)] = rows

@@ -188,6 +188,9 @@ def facts(report: Report) -> list[tuple[str, str]]:
     for name, value in _mapping(report, "parity").items():
         if _is_number(value):
             rows.append((labels.get(name, name.replace("_", " ")), f"{value:.3g}"))
+    for name, value in _mapping(report, "parity_gate").items():
+        if _is_number(value):
+            rows.append((f"parity gate, {name}", f"{value:.3g}"))
     return rows
 
 
