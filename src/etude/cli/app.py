@@ -14,6 +14,7 @@ from etude.cli.doctor import doctor_app
 from etude.cli.environment import env_app
 from etude.cli.evaluate import eval_command
 from etude.cli.exits import ErrorReportingGroup
+from etude.cli.pretrain import pretrain_command
 from etude.cli.record import record_app
 from etude.cli.report import report_command
 from etude.cli.route import route_command
@@ -33,6 +34,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("train")(train_command)
+app.command("pretrain")(pretrain_command)
 app.command("eval")(eval_command)
 app.command("agent")(agent_command)
 app.command("serve")(serve_command)

@@ -26,13 +26,19 @@ SHOWN = {
     "reward": "reward {:.2f}",
     "pass_rate": "pass {:.0%}",
     "agent_loss": "loss {:.3f}",
+    "loss": "loss {:.3f}",
     "tokens_per_s": "{:,.0f} tokens/s",
 }
 
 
 def describe_values(values: Mapping[str, float]) -> str:
-    """The figures worth watching, in a fixed order."""
-    return "  ".join(form.format(float(values[name])) for name, form in SHOWN.items() if name in values)
+    """The figures worth watching, in a fixed order; the loss on what agents wrote where there is one."""
+    left_out = {"loss"} if "agent_loss" in values else set[str]()
+    return "  ".join(
+        form.format(float(values[name]))
+        for name, form in SHOWN.items()
+        if name in values and name not in left_out
+    )
 
 
 def open_observer() -> Observer:

@@ -66,7 +66,7 @@ def train_command(
         from etude.controller.train import train
 
     if resume:
-        run = _resumed(run_config)
+        run = resumed_run(run_config)
     else:
         check_start(run_config)
         run = RunDirectory.create(run_config)
@@ -128,7 +128,7 @@ def _merge(
     return [*overrides, *short]
 
 
-def _resumed(config: RunConfig) -> RunDirectory:
+def resumed_run(config: RunConfig) -> RunDirectory:
     """The run to go on with. Raises RunDirectoryError where it was begun with another configuration."""
     run = RunDirectory.open(Path(config.runs_directory) / config.name)
     stored, wanted = _flatten(run.config), _flatten(config)

@@ -6,7 +6,7 @@ import math
 
 from etude.config import ModelConfig, StageConfig
 from etude.errors import ConfigError
-from etude.model import LanguageModel, LatentBlock
+from etude.model import DraftLayer, DraftLayers, LanguageModel, LatentBlock
 from etude.model.rotary import attention_scale, rotary_tables
 
 
@@ -31,11 +31,15 @@ def extended(config: ModelConfig, stage: StageConfig) -> ModelConfig:
     return config.model_copy(update=changes)
 
 
-def set_context(model: LanguageModel, config: ModelConfig) -> None:
-    """Gives a model the window and the rotary embedding of `config`, in place; no weight changes."""
+def set_context(model: LanguageModel, config: ModelConfig, drafts: DraftLayers | None = None) -> None:
+    """Gives a model, and its draft layers, the window and the rotary embedding of `config`, in place; no
+    weight changes."""
     model.config = config
     for name, table in zip(("cosine", "signed_sine"), rotary_tables(config), strict=True):
         setattr(model, name, table.to(model.embedding.device))
-    for block in model.blocks:
+    blocks = [*model.blocks]
+    if drafts is not None:
+        blocks += [layer.block for layer in drafts.layers if isinstance(layer, DraftLayer)]
+    for block in blocks:
         if isinstance(block, LatentBlock):
             block.scale = attention_scale(config) * math.sqrt(config.key_dim)

@@ -38,17 +38,25 @@ class Infilling:
     middle: int
 
     @staticmethod
-    def of(tokenizer: Tokenizer) -> Infilling:
-        """With the sentinels that the tokenizer has. Raises ConfigError where it has none."""
+    def find(tokenizer: Tokenizer) -> Infilling | None:
+        """With the sentinels that the tokenizer has; None where it has none."""
         for names in SENTINELS:
             if all(tokenizer.has_control(name) for name in names):
                 return Infilling(tokenizer, *(tokenizer.control_id(name) for name in names))
-        raise ConfigError(
-            "the tokenizer has no tokens for filling in",
-            field="pretrain.fim_rate",
-            received="none of " + ", ".join(names[0] for names in SENTINELS),
-            fix="set it to 0, or add them with Tokenizer.with_control_tokens",
-        )
+        return None
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> Infilling:
+        """As `find`. Raises ConfigError where there are none."""
+        found = Infilling.find(tokenizer)
+        if found is None:
+            raise ConfigError(
+                "the tokenizer has no tokens for filling in",
+                field="pretrain.fim_rate",
+                received="none of " + ", ".join(names[0] for names in SENTINELS),
+                fix="set it to 0, or add them with Tokenizer.with_control_tokens",
+            )
+        return found
 
     def turn(
         self, tokens: NDArray[np.int32], end_token: int | None, spm_share: float, random: np.random.Generator

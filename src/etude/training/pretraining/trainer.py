@@ -22,6 +22,9 @@ from etude.training.parallel.ranks import Ranks, SingleRank
 from etude.training.pretraining.documents import Batches, Document
 from etude.training.pretraining.drafts import DraftLoss, hidden_and_logprobs
 
+EVALUATED_TOKENS = 16_384
+"""Tokens computed at once where no gradient is wanted."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftTraining:
@@ -142,14 +145,24 @@ class NextTokenTrainer:
         return found, drafted.detach().double().cpu()
 
 
-def evaluate_loss(model: LanguageModel, documents: Sequence[Document]) -> float:
-    """Mean loss in nats per agent token."""
-    batch = PackedSequences.pack([document.tokens for document in documents], device_of(model))
-    agent = batch.pack_rows([document.agent for document in documents])
-    agent[batch.starts] = False
-    with torch.no_grad():
-        logprobs, _ = packed_logprobs(model, batch, agent.nonzero().flatten())
-    return -float(logprobs.mean())
+@torch.no_grad()
+def evaluate_loss(
+    model: LanguageModel, documents: Sequence[Document], max_tokens: int = EVALUATED_TOKENS
+) -> float:
+    """Mean loss in nats per agent token, computed up to `max_tokens` at once; NaN where there are none."""
+    lengths = [len(document.tokens) for document in documents]
+    total, count = 0.0, 0
+    for indices in pack_sequences(lengths, max_tokens)[0]:
+        chosen = [documents[i] for i in indices]
+        batch = PackedSequences.pack([document.tokens for document in chosen], device_of(model))
+        agent = batch.pack_rows([document.agent for document in chosen])
+        agent[batch.starts] = False
+        targets = agent.nonzero().flatten()
+        if len(targets):
+            logprobs, _ = packed_logprobs(model, batch, targets)
+            total -= float(logprobs.double().sum())
+            count += len(targets)
+    return total / count if count else float("nan")
 
 
 def _learning(model: LanguageModel, drafts: DraftTraining | None) -> nn.Module:

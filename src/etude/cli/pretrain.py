@@ -1,0 +1,124 @@
+"""`etude pretrain`."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from etude.cli.exits import EXIT_INTERRUPTED, error_console
+from etude.cli.output import output_console, print_json, program
+from etude.cli.progress import open_observer
+from etude.cli.train import resumed_run
+from etude.config import load_config
+from etude.errors import ConfigError
+from etude.observe import RunDirectory
+
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML file, such as configs/pretraining.toml.")
+]
+OverridesOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one value; repeatable.")
+]
+DataOption = Annotated[
+    list[str] | None,
+    typer.Option("--data", metavar="NAME=PATH", help="Short for --set SECTION.sources.NAME.path=PATH."),
+]
+CheckpointOption = Annotated[
+    Path | None,
+    typer.Option("--from", metavar="DIR", help="Short for --set initial_checkpoint=DIRECTORY."),
+]
+NameOption = Annotated[str | None, typer.Option(help="Short for --set name=NAME.")]
+DraftLayersOption = Annotated[
+    int | None, typer.Option("--draft-layers", help="Short for --set SECTION.drafts.num_layers=N.")
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+
+
+def pretrain_command(
+    config: ConfigOption = None,
+    data: DataOption = None,
+    checkpoint: CheckpointOption = None,
+    overrides: OverridesOption = None,
+    name: NameOption = None,
+    draft_layers: DraftLayersOption = None,
+    resume: ResumeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model on corpora: JSONL, Parquet, Lance or directories of files."""
+    settings = merge("pretrain", overrides, data, checkpoint, name, draft_layers)
+    run_config = load_config(config, settings)
+    # Heavy: torch comes with it.
+    from etude.controller.pretraining import check_pretraining, pretrain
+
+    if resume:
+        run = resumed_run(run_config)
+    else:
+        check_pretraining(run_config)
+        run = RunDirectory.create(run_config)
+    try:
+        report = pretrain(run_config, run, open_observer(), resume)
+    except KeyboardInterrupt:
+        print_interrupted("pretrain", run, config, settings)
+        raise typer.Exit(EXIT_INTERRUPTED) from None
+    print_report(run, report, as_json)
+
+
+def merge(
+    section: str,
+    overrides: Sequence[str] | None,
+    data: Sequence[str] | None,
+    checkpoint: Path | None,
+    name: str | None,
+    draft_layers: int | None,
+) -> list[str]:
+    """The overrides with the short forms appended, which so win. Raises ConfigError for a source without a
+    name."""
+    settings = list(overrides or [])
+    for item in data or []:
+        source, equals, path = item.partition("=")
+        if not equals or not source:
+            raise ConfigError("has no name", field="--data", received=item, fix="write --data NAME=PATH")
+        settings.append(f"{section}.sources.{source}.path={json.dumps(path)}")
+    texts = {"initial_checkpoint": checkpoint, "name": name}
+    settings += [f"{key}={json.dumps(str(text))}" for key, text in texts.items() if text is not None]
+    return settings + ([] if draft_layers is None else [f"{section}.drafts.num_layers={draft_layers}"])
+
+
+def print_interrupted(command: str, run: RunDirectory, config: Path | None, settings: Sequence[str]) -> None:
+    """How to go on, on standard error."""
+    options = [part for setting in settings for part in ("--set", setting)]
+    file = [] if config is None else ["--config", str(config)]
+    again = shlex.join([program(), command, *file, *options, "--resume"])
+    error_console().print(f"interrupted; state saved in {run.path}; resume with:", markup=False)
+    error_console().print(f"  {again}", markup=False, soft_wrap=True)
+
+
+def print_report(run: RunDirectory, report: Mapping[str, Any], as_json: bool) -> None:
+    """What came out: held-out losses by source, what was read, and where the model is."""
+    if as_json:
+        print_json(report)
+        return
+    console = output_console()
+    table = Table(title=f"{report['steps']} steps", title_justify="left", box=None, pad_edge=False)
+    columns = ("source", "held-out loss", "after", "tokens trained", "documents", "epochs")
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number else "left")
+    for name, account in report["sources"].items():
+        before, after = (report[key].get(name, {}).get("loss") for key in ("heldout_before", "heldout_after"))
+        losses = (f"{value:.3f}" if value is not None else "-" for value in (before, after))
+        counts = (account["tokens"], account["documents"], account["epochs"])
+        table.add_row(Text(name), *losses, *(f"{count:,}" for count in counts))
+    console.print(table)
+    for name, depths in report.get("acceptance", {}).items():
+        shares = ", ".join(f"{depth['greedy']:.0%}" for depth in depths)
+        console.print(f"drafts that agree, {name}: {shares}", markup=False)
+    console.print(f"model   {run.checkpoints / 'final'}", markup=False, soft_wrap=True)
+    console.print(f"report  {run.report_file}", markup=False, soft_wrap=True)

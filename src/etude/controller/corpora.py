@@ -1,0 +1,141 @@
+"""Sources of pre-training opened: their files, a tokenizer, tokens, and what is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from etude.agent import core_registry
+from etude.config import PretrainConfig, RunConfig, SourceConfig
+from etude.errors import ConfigError
+from etude.observe import Observer
+from etude.tokens.grammar import XmlGrammar
+from etude.tokens.template import ETUDE_TEMPLATE
+from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
+from etude.tokens.training import END_TOKEN, train_tokenizer
+from etude.training import Document
+from etude.training.pretraining.corpora import Corpus, open_corpus
+from etude.training.pretraining.infilling import OWN_SENTINELS, Infilling
+from etude.training.pretraining.reading import ReadingReport, SourceFiles, find_files
+from etude.training.pretraining.sources import CorpusSource, InfillingShares, cut
+
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", END_TOKEN)
+"""What stands behind a document, as known tokenizers call it."""
+TOKENIZER_CHARACTERS = 20_000_000
+"""Characters of all sources together that a tokenizer is trained on."""
+
+
+def session_control_tokens() -> list[str]:
+    """What a tokenizer of our own holds as single tokens: framing, the tools' tags, and filling in."""
+    grammar = XmlGrammar(core_registry().schemas)
+    return [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens(), *OWN_SENTINELS]
+
+
+def find_sources(sources: Mapping[str, SourceConfig]) -> list[SourceFiles]:
+    """The files of every source. Raises ConfigError where there are no sources, or one has no files."""
+    if not sources:
+        raise ConfigError(
+            "there are none", field="pretrain.sources", fix="--data NAME=PATH, or [pretrain.sources.NAME]"
+        )
+    return [find_files(name, source) for name, source in sources.items()]
+
+
+def train_source_tokenizer(files: Sequence[SourceFiles], vocab_size: int) -> Tokenizer:
+    """A tokenizer for texts of these sources, as many characters from each. Raises ConfigError where there
+    are no texts."""
+    each = TOKENIZER_CHARACTERS // len(files)
+    tokenizer = train_tokenizer(
+        (text for source in files for text in _texts(source, each)), vocab_size, session_control_tokens()
+    )
+    if tokenizer.vocab_size <= 256 + len(session_control_tokens()):
+        raise ConfigError(
+            "the sources hold no texts to learn a tokenizer from",
+            field="pretrain.sources",
+            received=", ".join(source.name for source in files),
+            fix="name texts, or a tokenizer: pretrain.tokenizer",
+        )
+    return tokenizer
+
+
+def _texts(source: SourceFiles, most_characters: int) -> Iterator[str]:
+    left = most_characters
+    for raw in source.read(ReadingReport()):
+        if isinstance(raw, str):
+            yield raw.encode("utf-8", "replace").decode()
+            left -= len(raw)
+        if left <= 0:
+            return
+
+
+def open_tokenizer(
+    config: RunConfig, own: Path, files: Sequence[SourceFiles], observer: Observer
+) -> Tokenizer:
+    """The tokenizer of a pre-training run: named, the checkpoint's, or trained once and kept in `own`."""
+    if config.pretrain.tokenizer:
+        return Tokenizer.load(Path(config.pretrain.tokenizer))
+    if config.initial_checkpoint is not None:
+        return Tokenizer.load(Path(config.initial_checkpoint))
+    if not (own / TOKENIZER_FILE).exists():
+        observer.say("training a tokenizer")
+        train_source_tokenizer(files, config.tokenizer.vocab_size).save(own)
+    return Tokenizer.load(own)
+
+
+def end_token_of(tokenizer: Tokenizer) -> int | None:
+    """What stands behind a document; None where the tokenizer has nothing known for it."""
+    names = (name for name in _END_TOKENS if tokenizer.has_control(name))
+    return next((tokenizer.control_id(name) for name in names), None)
+
+
+def open_sources(
+    files: Sequence[SourceFiles], tokenizer: Tokenizer, config: PretrainConfig, observer: Observer
+) -> list[CorpusSource]:
+    """The sources as tokens, tokenised now if nobody has before. Raises ConfigError."""
+    shares = None
+    if config.fim_rate:
+        shares = InfillingShares(Infilling.of(tokenizer), config.fim_rate, config.fim_spm_share)
+    end_token = end_token_of(tokenizer)
+    opened: list[CorpusSource] = []
+    for source in files:
+        corpus = open_corpus(source, tokenizer, end_token, Path(config.cache))
+        skipped = "".join(f", {count} skipped: {reason}" for reason, count in corpus.skipped.items())
+        observer.say(f"{source.name}: {len(corpus):,} documents, {len(corpus.tokens):,} tokens{skipped}")
+        settings = config.sources[source.name]
+        held = corpus.heldout(settings.heldout_share)
+        opened.append(CorpusSource(corpus, settings, held, end_token, shares))
+    return opened
+
+
+def heldout_documents(source: CorpusSource, window: int, most_tokens: int) -> list[Document]:
+    """Held-out pieces of one source, in an order of their own, up to so many tokens and at least one. All
+    their tokens are marked."""
+    pieces = cut(np.flatnonzero(source.heldout & (source.lengths > 1)), source.lengths, window)
+    order = np.random.default_rng(0).permutation(len(pieces))
+    found: list[Document] = []
+    left = most_tokens
+    for document, begin, end in pieces[order].tolist():
+        if found and end - begin > left:
+            continue
+        left -= end - begin
+        tokens = source.corpus.document(document)[begin:end]
+        found.append(Document(tokens, np.ones(len(tokens), np.float32), np.ones(len(tokens), np.bool_)))
+    return found
+
+
+def heldout_middles(
+    corpus: Corpus, documents: Sequence[Document], tokenizer: Tokenizer, window: int
+) -> list[Document]:
+    """The same texts with a gap to fill in (prefix, suffix, middle); only the gap's tokens are marked. Empty
+    where the tokenizer or the corpus has no way to."""
+    infilling = Infilling.find(tokenizer)
+    if infilling is None or not corpus.is_text:
+        return []
+    end_token, random = end_token_of(tokenizer), np.random.default_rng(0)
+    turned = [infilling.turn(document.tokens, end_token, 0.0, random) for document in documents]
+    return [
+        Document(tokens, np.ones(len(tokens), np.float32), infilling.middles(tokens))
+        for tokens in turned
+        if tokens is not None and len(tokens) <= window
+    ]

@@ -1,0 +1,283 @@
+"""One run of next-token training on a mixture of sources: what `etude pretrain` and `etude sft` share.
+
+held-out loss -> steps, with the held-out loss now and then -> held-out loss -> model, report
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from etude.config import MixtureConfig, PretrainConfig, RunConfig, StageConfig
+from etude.controller.compute import place_model
+from etude.controller.models import settle_model
+from etude.controller.stages import Figures, StageRunner
+from etude.controller.stopping import StopSignal
+from etude.controller.train import FINAL, LATEST, OFFENDING, InterruptedRunError
+from etude.errors import ConfigError
+from etude.model import DraftLayers, LanguageModel, build_model
+from etude.model.huggingface import load_draft_layers
+from etude.model.huggingface.drafts import add_draft_layers
+from etude.model.loading import AnyModel, load_any_model
+from etude.observe import MetricSink, Observer, RunDirectory, write_json
+from etude.tokens.tokenizer import Tokenizer
+from etude.training import (
+    Document,
+    NextTokenTrainer,
+    evaluate_loss,
+    save_checkpoint,
+)
+from etude.training.checkpoints import find_resumable, read_state
+from etude.training.optimizer import OffendingBatches
+from etude.training.pretraining.context import extended, set_context
+from etude.training.pretraining.drafts import initialise_drafts, measure_acceptance
+from etude.training.pretraining.mixture import Mixture
+from etude.training.pretraining.trainer import DraftTraining
+
+HELDOUT = "heldout"
+"""Kind of the rows of metrics that hold held-out losses, one per source."""
+
+Heldout = Mapping[str, Mapping[str, Sequence[Document]]]
+"""By source and by what is measured (`loss`, `middle_loss`): documents, whose marked tokens count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """What is trained."""
+
+    tokenizer: Tokenizer
+    model: LanguageModel
+    drafts: DraftLayers | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sitting:
+    """One sitting of a run."""
+
+    config: RunConfig
+    section: MixtureConfig
+    stage: str
+    """`pretrain` or `sft`."""
+    run: RunDirectory
+    observer: Observer
+    stop: StopSignal
+    metrics: MetricSink
+    report: dict[str, Any]
+
+    def train(self, learner: Learner, mixture: Mixture, heldout: Callable[[int], Heldout]) -> dict[str, Any]:
+        """Trains to the end of the stage and returns the report. `heldout`: what is held out, for a window.
+
+        Raises InterruptedRunError after Ctrl-C or SIGTERM, with the state saved.
+        """
+        return _Training(self, learner, mixture, heldout).go()
+
+
+class _Training:
+    """The stage of one sitting."""
+
+    def __init__(
+        self, sitting: Sitting, learner: Learner, mixture: Mixture, heldout: Callable[[int], Heldout]
+    ) -> None:
+        self.config, self.section, self.stage = sitting.config, sitting.section, sitting.stage
+        self.run, self.observer, self.stop = sitting.run, sitting.observer, sitting.stop
+        self.metrics, self.report = sitting.metrics, sitting.report
+        self.tokenizer, self.model, self.drafts = learner.tokenizer, learner.model, learner.drafts
+        self.mixture, self.heldout = mixture, heldout
+
+    def go(self) -> dict[str, Any]:
+        """See Sitting.train."""
+        mixture = self.mixture
+        training = None if self.drafts is None else DraftTraining(self.drafts, self.section.drafts)
+        keep = self.section.optimizer.keep_offending
+        offending = OffendingBatches(self.run.path / OFFENDING, keep)
+        trainer = NextTokenTrainer(self.model, mixture, self.section, training, offending=offending)
+        runner = StageRunner(
+            self.stage,
+            "pre-training" if self.stage == "pretrain" else "fine-tuning",
+            self.config.checkpoint,
+            self.run.checkpoints / LATEST,
+            self.stop,
+            self.metrics,
+            self.observer,
+            _shown,
+        )
+        if not runner.restore(trainer, self._adopt_context):
+            self._enter_stages(0)
+        if "heldout_before" not in self.report:
+            self.report["heldout_before"] = self._measure(trainer)
+            write_json(self.run.report_file, self.report)
+
+        def after_step(step: int) -> None:
+            every = self.section.heldout_every_steps
+            if every and step % every == 0 and step < self.section.num_steps:
+                self._measure(trainer)
+            self._enter_stages(step)
+
+        if not runner.run(trainer, self.section.num_steps, after_step):
+            raise InterruptedRunError(f"resume with: etude {self.stage} --resume --name {self.run.name}")
+        return self._finish(trainer)
+
+    def _finish(self, trainer: NextTokenTrainer) -> dict[str, Any]:
+        mixture = self.mixture
+        if mixture.exhausted and trainer.num_steps_taken < self.section.num_steps:
+            self.observer.say(f"every source ran out after {trainer.num_steps_taken} steps")
+        self.report |= {
+            "name": self.run.name,
+            "stage": self.stage,
+            "steps": trainer.num_steps_taken,
+            "exhausted": mixture.exhausted,
+            "window": self.model.config.max_positions if isinstance(self.model, LanguageModel) else None,
+            "wall_s": self.stop.elapsed_s,
+            "heldout_after": self._measure(trainer),
+            "sources": _describe_accounts(mixture),
+        }
+        if self.drafts is not None:
+            self.report["acceptance"] = self._measure_acceptance()
+        environment = self.run.environment
+        self.report |= {key: environment.get(key, {}) for key in ("machine", "versions", "commit")}
+        save_checkpoint(self.run.checkpoints / FINAL, self.model, write_more=self._write_beside)
+        write_json(self.run.report_file, {**self.report, "complete": True})
+        return self.report
+
+    def _write_beside(self, directory: Path) -> None:
+        self.tokenizer.save(directory)
+        if self.drafts is not None:
+            add_draft_layers(self.drafts, directory)
+
+    def _measure(self, trainer: NextTokenTrainer) -> dict[str, dict[str, float]]:
+        """Held-out losses in nats per token, by source."""
+        measured: dict[str, dict[str, float]] = {}
+        for name, kinds in self.heldout(self._window).items():
+            losses = {
+                kind: evaluate_loss(self.model, documents) for kind, documents in kinds.items() if documents
+            }
+            if losses:
+                measured[name] = losses
+                row = {"name": name, **losses, "window": self._window, "wall_s": self.stop.elapsed_s}
+                self.metrics.write(HELDOUT, trainer.num_steps_taken, row)
+        return measured
+
+    def _measure_acceptance(self) -> dict[str, list[dict[str, float]]]:
+        """Of drafts on held-out texts, by source and depth."""
+        assert self.drafts is not None
+        return {
+            name: [asdict(one) for one in measure_acceptance(self.model, self.drafts, kinds["loss"])]
+            for name, kinds in self.heldout(self._window).items()
+            if kinds.get("loss")
+        }
+
+    @property
+    def _window(self) -> int:
+        return window_of(self.model, self.config)
+
+    @property
+    def _stages(self) -> Mapping[str, StageConfig]:
+        return self.section.stages if isinstance(self.section, PretrainConfig) else {}
+
+    def _enter_stages(self, step: int) -> None:
+        """Gives model and mixture the window that begins with `step`, if one does."""
+        for name, stage in self._stages.items():
+            if stage.from_step == step:
+                set_context(self.model, extended(self.model.config, stage), self.drafts)
+                self.mixture.set_window(stage.window)
+                self.observer.say(f"stage {name}: a window of {stage.window} tokens")
+
+    def _adopt_context(self, stored: AnyModel) -> None:
+        if self._stages:
+            set_context(self.model, cast(LanguageModel, stored).config, self.drafts)
+
+
+def window_of(model: LanguageModel, config: RunConfig) -> int:
+    """Tokens that a sequence may have: of the model as it is now, or of one that is not defined here."""
+    return model.config.max_positions if isinstance(model, LanguageModel) else config.model.max_positions
+
+
+def open_model(config: RunConfig, section: MixtureConfig, tokenizer: Tokenizer) -> LanguageModel:
+    """The model that training begins with: the checkpoint's, or a new one. Raises ConfigError where it does
+    not fit the tokenizer or the section, CheckpointError."""
+    if config.initial_checkpoint is None:
+        model: AnyModel = build_model(config.model, tokenizer.vocab_size)
+        model.initialise(config.seed)
+    else:
+        model = load_any_model(Path(config.initial_checkpoint))
+    if isinstance(model, LanguageModel):
+        if model.vocab_size < tokenizer.vocab_size:
+            raise ConfigError(
+                f"has {tokenizer.vocab_size} tokens, the model {model.vocab_size}",
+                field="tokenizer",
+                received=tokenizer.vocab_size,
+                fix="use the model's own tokenizer",
+            )
+    elif section.drafts.num_layers or (isinstance(section, PretrainConfig) and section.stages):
+        raise ConfigError(
+            "draft layers and stages need an architecture that is defined here",
+            field="initial_checkpoint",
+            received=config.initial_checkpoint,
+        )
+    # What is not ours trains through the same packed scoring.
+    return cast(LanguageModel, place_model(model, config))
+
+
+def open_drafts(config: RunConfig, section: MixtureConfig, model: LanguageModel) -> DraftLayers | None:
+    """The draft layers to train: the checkpoint's, new ones, or none. Raises ConfigError."""
+    wanted, initial = section.drafts.num_layers, config.initial_checkpoint
+    if not wanted:
+        if section.drafts.only:
+            raise ConfigError("there are no draft layers to train", field="drafts.num_layers", received=0)
+        return None
+    drafts = None if initial is None else load_draft_layers(Path(initial))
+    if drafts is None:
+        drafts = DraftLayers(model.config, wanted)
+        initialise_drafts(drafts, config.seed)
+    elif len(drafts.layers) != wanted:
+        raise ConfigError(
+            f"the checkpoint has {len(drafts.layers)}",
+            field="drafts.num_layers",
+            received=wanted,
+            fix=f"set it to {len(drafts.layers)}",
+        )
+    return place_model(drafts, config)
+
+
+def check_single_rank(config: RunConfig) -> None:
+    """Raises ConfigError where several processes are to train together."""
+    if config.parallel.ranks > 1:
+        raise ConfigError(
+            "next-token training on several ranks is not there yet",
+            field="parallel.ranks",
+            received=config.parallel.ranks,
+            fix="set it to 1",
+        )
+
+
+def settle(config: RunConfig) -> RunConfig:
+    """The configuration with the model of `initial_checkpoint`. Raises ConfigError, CheckpointError."""
+    check_single_rank(config)
+    return settle_model(config)
+
+
+def open_stop(config: RunConfig, run: RunDirectory, metrics: MetricSink, observer: Observer) -> StopSignal:
+    """What stops this sitting; earlier ones' wall time counts, as of the last checkpoint."""
+    newest = find_resumable(run.checkpoints / LATEST, metrics, observer)
+    state = read_state(newest) if newest is not None else None
+    return StopSignal(observer, config.max_wall_s, float((state or {}).get("elapsed_s", 0.0)))
+
+
+def _describe_accounts(mixture: Mixture) -> dict[str, dict[str, Any]]:
+    """As JSON reads them again."""
+    described: dict[str, dict[str, Any]] = {}
+    for name, account in mixture.accounts().items():
+        times = {str(count): number for count, number in account.times_seen.items()}
+        described[name] = {**asdict(account), "times_seen": times}
+    return described
+
+
+def _shown(values: Figures) -> Figures:
+    kept = ("loss", "balance", "grad_norm", "skipped", "fill")
+    return {
+        name: value
+        for name, value in values.items()
+        if name in kept or name.startswith(("draft_loss_", "epochs/", "share/"))
+    }
