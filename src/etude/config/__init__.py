@@ -1,5 +1,6 @@
 """Typed configuration: defaults < TOML file < dotted overrides. Imports neither torch nor ray."""
 
+from etude.config.adapter import AdapterConfig
 from etude.config.base import Section
 from etude.config.engine import EngineConfig
 from etude.config.loading import dump_config, load_config, parse_config
@@ -39,6 +40,7 @@ from etude.config.run import (
 )
 
 __all__ = [
+    "AdapterConfig",
     "AgentConfig",
     "Baseline",
     "CheckpointConfig",

@@ -6,6 +6,7 @@ from typing import Any, Literal, cast
 
 from pydantic import Field, model_validator
 
+from etude.config.adapter import AdapterConfig
 from etude.config.base import Section
 from etude.config.optimizer import OptimizerConfig
 
@@ -174,6 +175,8 @@ class RlConfig(Section):
     """Recorded trajectories."""
     reward: RewardConfig = RewardConfig()
     """The reward."""
+    adapter: AdapterConfig = AdapterConfig()
+    """Low-rank adapters, which are trained instead of the weights. See docs/lora.md."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimiser of this stage."""
 

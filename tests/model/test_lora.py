@@ -1,0 +1,136 @@
+"""Low-rank adapters: the gradient of the formula, and nothing but factors that learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from etude.config import AdapterConfig
+from etude.errors import CheckpointError, ConfigError
+from etude.model import Qwen3Moe
+from etude.model.lora import Adapters
+from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
+from etude.model.transformers_model import TransformersModel
+from tests.model.builders import random_tokens, small_model
+from tests.model.transformers_builders import tiny_model
+
+CONFIG = AdapterConfig(rank=3, alpha=6.0)
+
+
+def learned_adapters(model: nn.Module, **changes: Any) -> Adapters:
+    """Adapters that have moved."""
+    adapters = Adapters(model, CONFIG.model_copy(update=changes))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapters.parameters():
+            parameter.normal_(0.0, 0.1, generator=generator)
+    adapters.merge()
+    return adapters
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    batch = PackedSequences.pack([random_tokens(20, 1), random_tokens(11, 2)])
+    targets = torch.tensor([3, 7, 19, 25, 30])
+    chosen, _ = packed_logprobs(model, batch, targets)
+    return chosen.sum()
+
+
+@pytest.mark.parametrize("make", [small_model, lambda: tiny_model("mixtral")])
+def test_factors_get_the_gradient_of_the_merged_weights(make: Any) -> None:
+    merged, adapted = make(), make()
+    base = {name: parameter.detach().clone() for name, parameter in merged.named_parameters()}
+    adapters = learned_adapters(adapted)
+    merged.load_state_dict(adapted.state_dict())
+    loss_of(merged).backward()
+    for _ in range(2):  # as two micro-batches of one update
+        loss_of(adapted).backward()
+    pairs, scale = dict(adapters.named_parameters()), CONFIG.alpha / CONFIG.rank
+    for name, left, right in adapters.factors():
+        weight = merged.get_parameter(name)
+        torch.testing.assert_close(weight.detach(), base[name] + scale * left @ right, rtol=1e-5, atol=1e-6)
+        assert weight.grad is not None and float(weight.grad.abs().max()) > 0
+        expected = {"left": weight.grad @ right.mT, "right": left.mT @ weight.grad}
+        for side, gradient in expected.items():
+            got = pairs[f"{name.replace('.', '/')}.{side}"].grad
+            torch.testing.assert_close(got, 2 * scale * gradient, rtol=1e-4, atol=1e-4)
+    assert all(parameter.grad is None for parameter in adapted.parameters())
+
+
+def test_new_adapters_change_nothing_and_are_few() -> None:
+    model, plain = small_model(), small_model()
+    adapters = Adapters(model, CONFIG)
+    adapters.merge()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(parameter, model.get_parameter(name))
+    given = [random_tokens(20)]
+    np.testing.assert_array_equal(score_sequences(model, given)[0], score_sequences(plain, given)[0])
+    assert adapters.num_parameters < sum(p.numel() for p in plain.parameters()) / 3
+    adapted = {name for name, _, _ in adapters.factors()}
+    assert not any("router" in name or "norm" in name or "embedding" in name for name in adapted)
+    assert {name.rpartition(".")[2] for name in adapted} == {"qkv", "out", "gate_up", "down"}
+
+
+def test_weights_of_any_type_hold_the_rounded_sum() -> None:
+    model = small_model()
+    model.cast(torch.bfloat16)
+    base = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    adapters = learned_adapters(model, targets=("qkv",))
+    for name, left, right in adapters.factors():
+        total = base[name].float() + 2.0 * left @ right
+        assert left.dtype == torch.float32
+        torch.testing.assert_close(model.get_parameter(name), total.bfloat16(), rtol=1e-2, atol=1e-6)
+    changed = {n for n, p in model.named_parameters() if not torch.equal(p, base[n])}
+    assert changed == {"blocks.0.qkv", "blocks.1.qkv"}
+
+
+def test_state_goes_on_exactly_and_only_over_its_own_base() -> None:
+    model, again = small_model(), small_model()
+    state = learned_adapters(model).state()
+    Adapters(again, CONFIG).load_state(state)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name))
+    for other, config in (
+        (small_model(1), CONFIG),
+        (small_model(), CONFIG.model_copy(update={"alpha": 7.0})),
+        (small_model(), CONFIG.model_copy(update={"targets": ("qkv",)})),
+    ):
+        before = score_sequences(other, [random_tokens(20)])[0]
+        with pytest.raises(CheckpointError, match="another base or configuration"):
+            Adapters(other, config).load_state(state)
+        np.testing.assert_array_equal(score_sequences(other, [random_tokens(20)])[0], before)
+
+
+def test_a_target_that_names_nothing_is_refused_with_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="gate_up"):
+        Adapters(small_model(), AdapterConfig(rank=2, targets=("q_proj",)))
+
+
+@pytest.mark.parametrize("kind", ["llama", "glm4_moe", "gpt_oss", "deepseek"])
+def test_targets_by_word_find_projections_and_never_routers(kind: str) -> None:
+    model: Qwen3Moe | TransformersModel = _deepseek() if kind == "deepseek" else tiny_model(kind)
+    adapters = Adapters(model, AdapterConfig(rank=2))
+    last = {name.removesuffix(".weight").rpartition(".")[2] for name, _, _ in adapters.factors()}
+    expected = {
+        "llama": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        "gpt_oss": {"q_proj", "k_proj", "v_proj", "o_proj", "gate_up_proj", "down_proj"},
+        "deepseek": {"query_up", "compress", "key_up", "value_up", "out", "gate_up", "down"},
+    }
+    expected["glm4_moe"] = expected["llama"] | {"gate_up_proj"}
+    assert last == expected[kind]
+
+
+def _deepseek() -> Qwen3Moe:
+    return small_model(
+        architecture="deepseek_v3",
+        intermediate_size=48,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+        n_shared_experts=1,
+    )
