@@ -241,9 +241,9 @@ def test_an_engine_that_cannot_score_ends_the_run_with_its_own_error(tmp_path: P
 
 
 def test_invariant_numerics_are_refused_where_they_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    for engine, field in (({"backend": "vllm"}, "backend"), ({"kernels": "eager"}, "kernels")):
+    for field, value in (("backend", "vllm"), ("kernels", "eager"), ("cache_dtype", "bfloat16")):
         with pytest.raises(ValueError, match=rf"engine\.{field}: must be .* with numerics"):
-            RunConfig.model_validate({"numerics": "invariant", "engine": engine})
+            RunConfig.model_validate({"numerics": "invariant", "engine": {field: value}})
     config = RunConfig.model_validate({"numerics": "invariant"})
     monkeypatch.setattr("etude.controller.numerics.load_library", _no_compiler)
     with pytest.raises(ResourceError, match="no C compiler"):

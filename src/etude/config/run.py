@@ -174,6 +174,7 @@ class RunConfig(Section):
         for field, received, fix in (
             ("backend", self.engine.backend, "etude"),
             ("kernels", self.engine.kernels, "native"),
+            ("cache_dtype", self.engine.cache_dtype, "float32"),
         ):
             if received not in (fix, "auto"):
                 raise ValueError(
