@@ -6,11 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.config import ModelConfig
 from etude.model import LanguageModel, RouterStatistics
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
+from etude.training import NextTokenTrainer, ShuffledDocuments
 from etude.training.parallel.mesh_ranks import MeshRanks
-from etude.training.parallel.ranks import Share
-from tests.model.builders import fresh_routes, random_tokens, small_model
+from etude.training.parallel.ranks import Ranks, Share
+from tests.model.builders import VOCAB, fresh_routes, random_tokens, small_model
+from tests.training.builders import midtrain_config, midtrain_documents
 
 SHORT = (33, 21, 40, 12, 25, 18, 29, 16)
 LONG = (270, 90, 33, 21, 530, 12, 40, 7)
@@ -85,13 +88,39 @@ def losses_and_gradients(
     """The whole batch's loss and gradients, as every rank of the mesh finds them together."""
     model = model_of(0 if ranks.is_main else 1)  # rank 0's weights are those that count
     model.checkpoint_activations(recompute)
+    return _train(ranks, model, plan, lengths, replay, balance)
+
+
+def latent_gradients(ranks: MeshRanks, plan: Plan, dtype: str) -> tuple[float, Gradients]:
+    """The same of a model with latent attention, shared experts and biases that stay float32."""
+    return _train(ranks, latent_model(dtype), plan, SHORT, False, False)
+
+
+def latent_model(dtype: str) -> LanguageModel:
+    """DeepSeek-V3 in small."""
+    config = ModelConfig(
+        architecture="deepseek_v3", tie_embeddings=False, hidden_size=32, num_layers=3, q_lora_rank=24
+    )
+    model = LanguageModel(config, VOCAB)
+    model.initialise(0)
+    return model.cast(getattr(torch, dtype))
+
+
+def _train(
+    ranks: MeshRanks,
+    model: LanguageModel,
+    plan: Plan,
+    lengths: tuple[int, ...],
+    replay: bool,
+    balance: bool,
+) -> tuple[float, Gradients]:
     ranks.place(model)
     total = gradients_of(model, ranks.share(plan), lengths, replay, balance)
     ranks.reduce_gradients(model)
     loss = ranks.all_reduce_(torch.tensor([total], dtype=torch.float64))
     layout = ranks.layout(model)
     whole = {
-        name: layout.gather(name, gradient).numpy().copy()
+        name: layout.gather(name, gradient).float().numpy().copy()
         for name, gradient in layout.gradients().items()
         if gradient is not None
     }
@@ -112,3 +141,20 @@ def whole_weights(ranks: MeshRanks) -> tuple[bool, bool, list[np.ndarray], list[
     frozen = ranks.frozen_copy(model)
     assert not any(parameter.requires_grad for parameter in frozen.parameters())
     return same, replaced, scores, score_sequences(frozen, [random_tokens(20, 3)])
+
+
+def next_token_weights(ranks: MeshRanks, steps: int) -> tuple[Gradients, list[float]]:
+    """Whole weights and losses after some steps of next-token training on the same documents."""
+    model = model_of(0)
+    ranks.place(model)
+    trainer = next_token_trainer_of(model, ranks)
+    losses = [trainer.step()["loss"] for _ in range(steps)]
+    whole = ranks.whole_model(model)
+    return {name: p.detach().numpy().copy() for name, p in whole.named_parameters()}, losses
+
+
+def next_token_trainer_of(model: LanguageModel, ranks: Ranks | None = None) -> NextTokenTrainer:
+    """Micro-batches of 32 tokens, so that every rank has some."""
+    config = midtrain_config(micro_batch_tokens=32, balance_weight=0.0)
+    batches = ShuffledDocuments(midtrain_documents(), config.tokens_per_step, 0)
+    return NextTokenTrainer(model, batches, config, ranks=ranks)

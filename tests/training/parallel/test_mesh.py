@@ -14,8 +14,12 @@ from tests.training.parallel.bodies import (
     SHORT,
     Gradients,
     gradients_of,
+    latent_gradients,
+    latent_model,
     losses_and_gradients,
     model_of,
+    next_token_trainer_of,
+    next_token_weights,
     plan_of,
     whole_weights,
 )
@@ -113,6 +117,21 @@ def test_activation_checkpointing_computes_and_exchanges_the_same_again(sizes: d
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", GRADIENT_TOLERANCE), ("bfloat16", 0.05)])
+@pytest.mark.parametrize("sizes", [{"ranks": 4, "fsdp": 2, "expert": 2}, {"ranks": 2, "context": 2}])
+def test_latent_attention_and_shared_experts_are_divided_too(
+    sizes: dict[str, int], dtype: str, tolerance: float
+) -> None:
+    config, model = ParallelConfig(**sizes), latent_model(dtype)
+    plan = plan_of(config.ranks // config.context, per_batch=4 if config.context > 1 else 2)
+    loss = gradients_of(model, [Share(tuple(batch)) for batches in plan for batch in batches])
+    gradients = {n: p.grad.float().numpy() for n, p in model.named_parameters() if p.grad is not None}
+    for rank_loss, ours in on_ranks(latent_gradients, config, plan, dtype):
+        assert rank_loss == pytest.approx(loss, rel=1e-6 if dtype == "float32" else 1e-3)
+        _assert_close(ours, gradients, tolerance)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"ranks": 2, "fsdp": 2}, {"ranks": 4, "fsdp": 2, "expert": 2}])
 def test_whole_weights_come_out_and_go_in_again(sizes: dict[str, int]) -> None:
     expected, other = (score_sequences(model_of(seed), [random_tokens(20, 3)])[0] for seed in (0, 5))
@@ -127,6 +146,19 @@ def test_whole_weights_come_out_and_go_in_again(sizes: dict[str, int]) -> None:
 def test_experts_that_cannot_be_divided_are_refused() -> None:
     with pytest.raises(AssertionError, match=r"parallel\.expert: must divide the number of experts"):
         on_ranks(losses_and_gradients, ParallelConfig(ranks=3, expert=3), plan_of(3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"ranks": 2, "fsdp": 2}, {"ranks": 4, "expert": 2, "context": 2}])
+def test_next_token_training_takes_the_steps_of_one_process(sizes: dict[str, int]) -> None:
+    model, steps = model_of(0), 3
+    trainer = next_token_trainer_of(model)
+    expected = [trainer.step()["loss"] for _ in range(steps)]
+    assert expected[0] - expected[-1] > 1e-3, "a test of nothing"
+    for weights, losses in on_ranks(next_token_weights, ParallelConfig(**sizes), steps):
+        assert losses == pytest.approx(expected, rel=1e-4)
+        for name, parameter in model.named_parameters():
+            np.testing.assert_allclose(weights[name], parameter.detach().numpy(), atol=2e-4, err_msg=name)
 
 
 def test_sizes_that_do_not_multiply_to_the_ranks_are_refused() -> None:

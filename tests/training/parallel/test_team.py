@@ -121,7 +121,7 @@ from etude.config.parallel import ParallelConfig
 from etude.training.parallel.team import Team
 from tests.training.parallel.test_team import Counter
 if __name__ == "__main__":
-    team = Team.spawn(ParallelConfig(ranks=3, timeout_s=45.0))
+    team = Team.spawn(ParallelConfig(ranks=3, timeout_s=20.0))
     team.make(Counter, 5)
     print(*[process.pid for process in team._processes], flush=True)
     if sys.argv[1] == "idle":

@@ -41,7 +41,9 @@ T = TypeVar("T")
 TCPStore = dist.TCPStore  # pyright: ignore[reportPrivateImportUsage]  (public, if not by its own __all__)
 
 _CPU = torch.device("cpu")
-_POLL_S = 2.0
+_POLL_S = 0.02
+_DEATH_S = 2.0
+"""How long it may take to see that a process has ended, once its connections have."""
 _START_S = 600.0
 """How long ranks may take to start."""
 _GRACE_S = 15.0
@@ -97,12 +99,8 @@ class _Seat(Generic[T]):
     def _assemble(self, processes: Sequence[BaseProcess]) -> None:
         """Waits until all ranks are up: that takes as long as imports do, and is no measure of a step."""
         self.store.set(f"here/{self.rank}", "")
-        deadline = time.monotonic() + _START_S
         for rank in range(self.config.ranks):
-            while not self.store.check([f"here/{rank}"]):
-                if _dead(processes) or time.monotonic() > deadline:
-                    raise RankError(f"did not start: {_dead(processes) or 'too late'}", field=f"rank {rank}")
-                time.sleep(0.05)
+            self.wait_for(f"here/{rank}", rank, _START_S, processes)
 
     def announce(self, what: str) -> None:
         """The lead's word that something comes next."""
@@ -125,17 +123,24 @@ class _Seat(Generic[T]):
                 self.store.set(f"{self.number}/{self.rank}", cast(str, outcome))  # bytes are as good
         return result
 
-    def outcome_of(self, rank: int, within_s: float) -> Exception | None:
-        """What `rank` raised in the current command. Raises RankError if it does not say in time."""
+    def outcome_of(
+        self, rank: int, within_s: float, processes: Sequence[BaseProcess] = ()
+    ) -> Exception | None:
+        """What `rank` raised in the current command. Raises RankError if it does not say in time, or if one
+        of `processes` has died."""
         key = f"{self.number}/{rank}"
-        try:
-            self.store.wait([key], timedelta(seconds=within_s))
-            told = self.store.get(key)
-        except _NETWORK_ERRORS as error:
-            raise RankError(
-                "does not answer", field=f"rank {rank}", received=f"nothing in {within_s:.0f} s"
-            ) from error
+        self.wait_for(key, rank, within_s, processes)
+        told = self.store.get(key)
         return pickle.loads(told) if told else None
+
+    def wait_for(self, key: str, rank: int, within_s: float, processes: Sequence[BaseProcess]) -> None:
+        """Waits until `rank` has said `key`. Raises RankError as `outcome_of`."""
+        deadline = time.monotonic() + within_s
+        while not self.store.check([key]):  # its own wait would print a warning each time
+            dead = _dead(processes)
+            if dead or time.monotonic() > deadline:
+                raise RankError(dead or f"said nothing for {within_s:.0f} s", field=f"rank {rank}")
+            time.sleep(_POLL_S)
 
 
 class Team(Generic[T]):
@@ -225,7 +230,10 @@ class Team(Generic[T]):
                 dist.broadcast_object_list([command], src=0, device=_CPU)
                 result, error = self._run(command)
                 within_s = self._seat.config.timeout_s if error is None else _GRACE_S
-                others = [self._outcome(rank, within_s) for rank in range(1, self._seat.config.ranks)]
+                others = [
+                    self._seat.outcome_of(rank, within_s, self._processes)
+                    for rank in range(1, self._seat.config.ranks)
+                ]
         except BaseException:
             self._break()
             raise
@@ -246,16 +254,6 @@ class Team(Generic[T]):
             raise
         except EtudeError as error:
             return None, error
-
-    def _outcome(self, rank: int, within_s: float) -> Exception | None:
-        """Waits for a rank's report as long as it lives."""
-        deadline = time.monotonic() + within_s
-        while True:
-            try:
-                return self._seat.outcome_of(rank, min(_POLL_S, within_s))
-            except RankError:
-                if _dead(self._processes) or time.monotonic() > deadline:
-                    raise
 
     def _break(self) -> None:
         self._broken = True
@@ -291,8 +289,7 @@ def _next_command(seat: _Seat[Any]) -> bool:
     seat.number += 1
     key = f"{seat.number}/next"
     while not seat.store.check([key]):
-        with contextlib.suppress(dist.DistStoreError):  # nothing yet
-            seat.store.wait([key], timedelta(seconds=_POLL_S))
+        time.sleep(_POLL_S)
     return seat.store.get(key).decode() == _GO
 
 
@@ -304,7 +301,7 @@ def _group_errors(processes: Sequence[BaseProcess]) -> Iterator[None]:
     except (RuntimeError, ConnectionError) as error:
         if isinstance(error, EtudeError) or not _is_network(error):
             raise
-        dead = _dead(processes, within_s=_POLL_S)
+        dead = _dead(processes, within_s=_DEATH_S)
         raise RankError(
             f"a rank is gone or too late: {dead or error}",
             field="parallel",
