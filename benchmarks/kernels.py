@@ -45,6 +45,24 @@ DENSE = ModelConfig(
     intermediate_size=2304,
     max_positions=2048,
 )
+LATENT = ModelConfig(
+    architecture="deepseek_v3",
+    hidden_size=512,
+    num_layers=6,
+    num_heads=16,
+    q_lora_rank=192,
+    kv_lora_rank=128,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=16,
+    v_head_dim=32,
+    num_experts=32,
+    experts_per_token=4,
+    expert_size=192,
+    n_group=4,
+    topk_group=2,
+    intermediate_size=1536,
+    max_positions=2048,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +89,8 @@ class Case:
         total = sum(p.numel() for p in model.parameters())
         idle = config.num_experts - config.experts_per_token
         unused = config.num_moe_layers * idle * 3 * config.hidden_size * config.expert_size
-        cached = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4
+        cached_width = config.key_dim + (0 if config.value_is_key_prefix else config.value_dim)
+        cached = config.num_layers * config.cache_heads * cached_width * 4
         return Case(
             name,
             model,
@@ -214,7 +233,12 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     read, rate, figures = machine()
-    for case in (Case.make("moe", ModelConfig(), 1024), Case.make("dense_95m", DENSE, 16_384)):
+    cases = (
+        Case.make("moe", ModelConfig(), 1024),
+        Case.make("latent_60m", LATENT, 8192),
+        Case.make("dense_95m", DENSE, 16_384),
+    )
+    for case in cases:
         with torch.no_grad():
             figures |= engine_figures(case, read, rate)
         figures |= trainer_figures(case)

@@ -14,12 +14,17 @@ from hypothesis import strategies as st
 
 from etude.controller.compute import choose_kernels
 from etude.errors import ResourceError
+from etude.inference import Engine
 from etude.inference.forward import EagerForward
 from etude.inference.native import NativeForward, find_compiler, load_library
 from etude.model import LanguageModel, build_model
+from etude.model.huggingface import load_model
 from etude.records import SamplingParams
+from tests.inference.builders import Client, drain, serve
 from tests.inference.native_steps import Sequences, cache_for, needs_compiler, random_sequences
 from tests.model.builders import LATENT, PLAIN_LATENT, VOCAB, small_config
+from tests.model.reference import VOCAB as REFERENCE_VOCAB
+from tests.model.reference import reference_checkpoint, tokens_of
 
 LENGTHS = [16, 21, 33, 133, 5]
 SHAPES: list[dict[str, Any]] = [
@@ -113,6 +118,21 @@ def test_the_bits_of_a_row_depend_neither_on_the_others_nor_on_the_cut_nor_on_th
         hidden, _ = native(sequences.take(counts))
         for s, part in zip(chosen, hidden.split(list(counts.values())), strict=True):
             assert torch.equal(part, expected[s][before[s] : before[s] + len(part)])
+
+
+@needs_compiler
+@pytest.mark.parametrize("variant", ["latent_direct", "latent_mscale"])
+def test_greedy_tokens_of_latent_attention_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
+    theirs = reference_checkpoint(tmp_path, variant, seed=1)
+    tokens = tokens_of(12, seed=1)
+    expected = theirs.generate(tokens[None], do_sample=False, max_new_tokens=24, pad_token_id=0)[0].tolist()
+    model = load_model(tmp_path).requires_grad_(requires_grad=False)
+    engine = Engine(model.config, REFERENCE_VOCAB, 1, 64, 64, "native")
+    serve(engine, model, 0)
+    client = Client("one", 0)
+    client.ask(engine, tokens.tolist(), max_tokens=24, temperature=0.0)
+    drain(engine, [client])
+    assert client.tokens == expected
 
 
 @needs_compiler
