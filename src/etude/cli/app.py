@@ -9,6 +9,7 @@ import typer
 import etude
 from etude.cli.agent import agent_command
 from etude.cli.bench import bench_app
+from etude.cli.checkpoint import checkpoint_app
 from etude.cli.config import config_app
 from etude.cli.doctor import doctor_app
 from etude.cli.environment import env_app
@@ -20,7 +21,9 @@ from etude.cli.report import report_command
 from etude.cli.route import route_command
 from etude.cli.sandbox import sandbox_app
 from etude.cli.serve import serve_command
+from etude.cli.sft import sft_command
 from etude.cli.tasks import tasks_app
+from etude.cli.tokenizer import tokenizer_app
 from etude.cli.train import train_command
 from etude.cli.trajectory import trajectory_app
 
@@ -35,6 +38,7 @@ app = typer.Typer(
 )
 app.command("train")(train_command)
 app.command("pretrain")(pretrain_command)
+app.command("sft")(sft_command)
 app.command("eval")(eval_command)
 app.command("agent")(agent_command)
 app.command("serve")(serve_command)
@@ -48,6 +52,8 @@ app.add_typer(sandbox_app)
 app.add_typer(record_app)
 app.add_typer(env_app)
 app.add_typer(bench_app)
+app.add_typer(checkpoint_app)
+app.add_typer(tokenizer_app)
 
 
 def _print_version(wanted: bool) -> None:

@@ -140,6 +140,10 @@ class SftConfig(MixtureConfig):
 
     sources: dict[str, SessionsConfig] = Field(default_factory=dict[str, SessionsConfig])
     """By name: `[sft.sources.NAME]`."""
+    grammar: Literal["auto", "hermes", "xml"] = "auto"
+    """How calls are written where sessions come as messages; `auto`: by the tokenizer."""
+    template: Literal["auto", "etude", "chatml", "qwen3"] = "auto"
+    """What stands between messages where sessions come as such; `auto`: by the tokenizer."""
     observation_weight: float = Field(default=0.0, ge=0)
     """Loss weight of prompts and tool results, over that of what agents wrote; 0 masks them out."""
 

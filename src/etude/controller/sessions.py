@@ -1,0 +1,208 @@
+"""Sessions of agents as documents to fine-tune on: what the agent wrote counts, what it read is context.
+
+Token ids are taken as they were recorded. Where there are none but messages, the one renderer makes them, as
+it would for a rollout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from etude.config import SessionsConfig
+from etude.errors import ConfigError, StoreError
+from etude.records import Status, Trajectory
+from etude.store import TrajectoryLog, parse_atif
+from etude.store.trajectories import PART_NAME
+from etude.tokens.chat.errors import BadRequestError
+from etude.tokens.chat.framing import Framing
+from etude.tokens.chat.messages import Answer, Opening
+from etude.tokens.chat.openai_messages import read_messages, read_tools
+from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.tokenizer import Tokenizer
+from etude.training import Document
+
+_HASHES = 1 << 32
+
+OpenShelf = Callable[[], RendererShelf]
+"""Called only where messages are to be rendered."""
+
+
+@dataclass(slots=True)
+class LoadedSessions:
+    """The sessions of one source."""
+
+    documents: list[Document] = field(default_factory=list[Document])
+    skipped: dict[str, int] = field(default_factory=dict[str, int])
+    """Sessions, or segments of them, that are left out, by reason."""
+
+    def skip(self, reason: str) -> None:
+        """Counts one that is left out."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class SessionReader:
+    """Reads sources of sessions for one tokenizer."""
+
+    tokenizer: Tokenizer
+    open_shelf: OpenShelf
+    observation_weight: float
+    window: int
+
+    def load(self, name: str, config: SessionsConfig) -> LoadedSessions:
+        """Every session of a source. Raises ConfigError for one that is not there, holds none that can be
+        trained on, or has tokens of another tokenizer; StoreError for damaged files."""
+        path, loaded = Path(config.path), LoadedSessions()
+        for documents in self._sessions(name, path, config, loaded):
+            for document in documents:
+                if len(document.tokens) > self.window:
+                    loaded.skip("longer than the window")
+                elif not document.weights[1:].any():
+                    loaded.skip("nothing that an agent wrote")
+                else:
+                    loaded.documents.append(document)
+        if not loaded.documents:
+            raise ConfigError(
+                "has no sessions to train on",
+                field=f"source {name}",
+                received=loaded.skipped or config.path,
+                fix="name a run, ATIF files or a JSONL file of chats",
+            )
+        return loaded
+
+    def _sessions(
+        self, name: str, path: Path, config: SessionsConfig, loaded: LoadedSessions
+    ) -> Iterator[list[Document]]:
+        if not path.exists():
+            raise ConfigError("no such file or directory", field=f"source {name}", received=config.path)
+        log = path / "trajectories" if (path / "trajectories").is_dir() else path
+        if log.is_dir() and any(PART_NAME.fullmatch(file.name) for file in log.iterdir()):
+            for group in TrajectoryLog(log).read():
+                for trajectory in group.members:
+                    if self._wanted(trajectory, config, loaded):
+                        yield self._recorded(name, trajectory)
+        elif path.name.endswith(".jsonl"):
+            yield from self._chats(name, path)
+        else:
+            for file in sorted(path.rglob("*.json")) if path.is_dir() else [path]:
+                data = file.read_bytes()
+                trajectory = parse_atif(data, str(file))
+                if self._wanted(trajectory, config, loaded):
+                    recorded = self._recorded(name, trajectory)
+                    yield recorded or [self._rendered(name, str(file), atif_messages(json.loads(data)), [])]
+
+    def _wanted(self, trajectory: Trajectory, config: SessionsConfig, loaded: LoadedSessions) -> bool:
+        if trajectory.status is Status.INFRASTRUCTURE:
+            loaded.skip("infrastructure failed")
+            return False
+        reward = None if trajectory.reward is None else trajectory.reward.total
+        if config.min_reward is not None and (reward is None or reward < config.min_reward):
+            loaded.skip("reward under min_reward")
+            return False
+        return True
+
+    def _recorded(self, name: str, trajectory: Trajectory) -> list[Document]:
+        """One document per segment that holds sampled tokens, with its tokens as they were."""
+        documents: list[Document] = []
+        for segment in trajectory.segments:
+            if not segment.sampled.any():
+                continue
+            # Files of others do not say which tokenizer theirs was.
+            known, largest = segment.tokenizer_digest, int(segment.tokens.max())
+            if known not in ("", self.tokenizer.digest) or largest >= self.tokenizer.vocab_size:
+                raise ConfigError(
+                    f"the tokens of {trajectory.id} are another tokenizer's",
+                    field=f"source {name}",
+                    received=known or largest,
+                    fix="fine-tune the model that wrote the sessions, or give them as messages",
+                )
+            documents.append(self._document(segment.tokens, segment.sampled))
+        return documents
+
+    def _document(self, tokens: NDArray[np.int32], sampled: NDArray[np.bool_]) -> Document:
+        weights = np.where(sampled, 1.0, self.observation_weight).astype(np.float32)
+        return Document(tokens, weights, sampled)
+
+    def _chats(self, name: str, path: Path) -> Iterator[list[Document]]:
+        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line.decode("utf-8"))
+                messages, tools = row["messages"], row.get("tools") or []
+            except (UnicodeDecodeError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise ConfigError(
+                    f"{where}: is no chat: {type(error).__name__}: {error}",
+                    field=f"source {name}",
+                    fix='write one object per line, with "messages" and perhaps "tools"',
+                ) from error
+            yield [self._rendered(name, where, messages, tools)]
+
+    def _rendered(
+        self, name: str, where: str, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
+    ) -> Document:
+        """A chat as the renderer makes it; the answers are marked, their ends included."""
+        try:
+            system, rest = read_messages(messages)
+            opening = Opening(system, read_tools(list(tools)))
+            framing = Framing(self.open_shelf().find(opening))
+            begins = [opening, *rest] if system or opening.tools else rest
+            parts = [framing.given(message, first=not place) for place, message in enumerate(begins)]
+        except (BadRequestError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{where}: {error}", field=f"source {name}", fix="mend the messages") from error
+        marks: list[NDArray[np.bool_]] = []
+        for place, (message, part) in enumerate(zip(begins, parts, strict=True)):
+            mark = np.full(len(part), isinstance(message, Answer))
+            if isinstance(message, Answer):
+                mark[: len(framing.answer_frame(not place))] = False
+            marks.append(mark)
+        if not parts:
+            raise ConfigError(f"{where}: has no messages", field=f"source {name}")
+        return self._document(np.concatenate(parts).astype(np.int32), np.concatenate(marks))
+
+
+def split_heldout(documents: Sequence[Document], share: float) -> tuple[list[Document], list[Document]]:
+    """(to train on, held out): by content, so that copies are on the same side; one to train on at least."""
+    held = [xxhash.xxh32_intdigest(document.tokens.tobytes()) < share * _HASHES for document in documents]
+    if all(held):
+        held = [False] * len(documents)
+    kept = [document for document, is_held in zip(documents, held, strict=True) if not is_held]
+    return kept, [document for document, is_held in zip(documents, held, strict=True) if is_held]
+
+
+def atif_messages(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The steps of an ATIF document as chat messages. Raises StoreError where they are not as ATIF says."""
+    messages: list[dict[str, Any]] = []
+    try:
+        for step in document["steps"]:
+            words = step.get("message") or ""
+            if step["source"] != "agent":
+                messages.append({"role": step["source"], "content": words})
+                continue
+            calls = [
+                {
+                    "id": call["tool_call_id"],
+                    "type": "function",
+                    "function": {"name": call["function_name"], "arguments": json.dumps(call["arguments"])},
+                }
+                for call in step.get("tool_calls") or []
+            ]
+            answer = {"role": "assistant", "content": words, "tool_calls": calls}
+            messages.append(answer | {"reasoning_content": step.get("reasoning_content") or ""})
+            results = (step.get("observation") or {}).get("results") or []
+            for place, result in enumerate(results):
+                source = result.get("source_call_id") or (calls[place]["id"] if place < len(calls) else "")
+                content = result.get("content") or ""
+                messages.append({"role": "tool", "tool_call_id": source, "content": content})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise StoreError(
+            f"is not valid ATIF: {type(error).__name__}: {error}", field="steps", fix="export it again"
+        ) from error
+    return messages

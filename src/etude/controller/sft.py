@@ -1,0 +1,99 @@
+"""Supervised fine-tuning: sessions of agents in, a model that writes like them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.config import RunConfig
+from etude.controller.compute import settle_compute
+from etude.controller.mixtures import (
+    Heldout,
+    Learner,
+    Sitting,
+    open_drafts,
+    open_model,
+    open_stop,
+    settle,
+    window_of,
+)
+from etude.controller.sessions import SessionReader, split_heldout
+from etude.errors import ConfigError
+from etude.observe import JsonlSink, Observer, RunDirectory
+from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.tokenizer import Tokenizer
+from etude.training import Document
+from etude.training.pretraining.mixture import Mixture
+from etude.training.pretraining.sources import SessionSource
+
+STAGE = "sft"
+
+MakeShelf = Callable[[Tokenizer, str, str], RendererShelf]
+"""From a tokenizer, and the names of a grammar and of a template."""
+
+
+def check_sft(config: RunConfig) -> None:
+    """Refuses, before a run directory is made, what would end the run at once. Raises ConfigError."""
+    settle(config)
+    for missing, field, fix in (
+        (config.initial_checkpoint is None, "initial_checkpoint", "--from DIRECTORY: the model to fine-tune"),
+        (not config.sft.sources, "sft.sources", "--data NAME=PATH, or [sft.sources.NAME]"),
+    ):
+        if missing:
+            raise ConfigError("there is none", field=field, fix=fix)
+
+
+def fine_tune(
+    config: RunConfig, run: RunDirectory, observer: Observer, resume: bool, make_shelf: MakeShelf
+) -> dict[str, Any]:
+    """Trains as the section `sft` says and returns the report; resumes and stops as `pretrain` does."""
+    with run.lock():
+        report: dict[str, Any] = (run.read_json(run.report_file) or {}) if resume else {}
+        if report.get("complete"):
+            observer.say("the run is finished already")
+            return report
+        with JsonlSink(run.metrics_file) as metrics, open_stop(config, run, metrics, observer) as stop:
+            config = settle_compute(run, settle(config), observer)
+            section = config.sft
+            check_sft(config)
+            tokenizer = Tokenizer.load(Path(str(config.initial_checkpoint)))
+            model = open_model(config, section, tokenizer)
+            window = window_of(model, config)
+            reader = SessionReader(
+                tokenizer,
+                lambda: make_shelf(tokenizer, section.grammar, section.template),
+                section.observation_weight,
+                window,
+            )
+            sources, held = _open_sources(reader, config, observer)
+            mixture = Mixture(sources, section.tokens_per_step, section.pool_tokens, window, config.seed)
+            learner = Learner(tokenizer, model, open_drafts(config, section, model))
+            sitting = Sitting(config, section, STAGE, run, observer, stop, metrics, report)
+            return sitting.train(learner, mixture, lambda _: held)
+
+
+def _open_sources(
+    reader: SessionReader, config: RunConfig, observer: Observer
+) -> tuple[list[SessionSource], Heldout]:
+    sources: list[SessionSource] = []
+    held: dict[str, Mapping[str, Sequence[Document]]] = {}
+    for name, settings in config.sft.sources.items():
+        loaded = reader.load(name, settings)
+        skipped = "".join(f", {count} skipped: {reason}" for reason, count in loaded.skipped.items())
+        observer.say(f"{name}: {len(loaded.documents):,} sessions{skipped}")
+        kept, heldout = split_heldout(loaded.documents, settings.heldout_share)
+        sources.append(SessionSource(name, settings, kept))
+        held[name] = {"loss": _some(heldout, config.sft.heldout_tokens)}
+    return sources, held
+
+
+def _some(documents: Sequence[Document], most_tokens: int) -> list[Document]:
+    """The first documents of so many tokens together; one at least, if there are any."""
+    found: list[Document] = []
+    for document in documents:
+        most_tokens -= len(document.tokens)
+        if found and most_tokens < 0:
+            break
+        found.append(document)
+    return found
