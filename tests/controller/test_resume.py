@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from etude.config import RunConfig
+from etude.errors import CheckpointError
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from tests.controller.learning import CONFIG, learned
@@ -119,17 +120,27 @@ def test_a_second_interrupt_stops_at_once_and_leaves_no_process(tmp_path: Path) 
     assert "heldout_after" not in state
 
 
-@pytest.mark.parametrize("part", ["latest", "midtrained"])
-def test_a_damaged_checkpoint_is_refused_by_name(part: str, tmp_path: Path) -> None:
-    from etude.errors import CheckpointError
-
+def test_a_damaged_checkpoint_is_refused_by_name_or_an_older_one_taken(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     run, _ = run_here(config)
+    weights = final_weights(run)
     report = json.loads(run.report_file.read_text())
-    run.report_file.write_text(json.dumps({key: report[key] for key in report if key != "rl_steps"}))
-    weights = run.checkpoints / part / "model.safetensors"
+    unfinished = {key: report[key] for key in report if key != "rl_steps"}
+    run.report_file.write_text(json.dumps(unfinished))
+    _damage(run.checkpoints / "latest")
+    run_here(config, resume=True)
+    assert final_weights(run) == weights
+    assert (run.checkpoints / "damaged" / "latest").is_dir()
+    skipped = [row for row in read_metrics(run.metrics_file) if "skipped_damaged" in row]
+    assert [row["kind"] for row in skipped] == ["resume"]
+    run.report_file.write_text(json.dumps(unfinished))
+    _damage(run.checkpoints / "midtrained")
+    with pytest.raises(CheckpointError, match=r"damaged.*midtrained"):
+        run_here(config, resume=True)
+
+
+def _damage(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with pytest.raises(CheckpointError, match=f"damaged.*{part}"):
-        run_here(config, resume=True)

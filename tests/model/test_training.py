@@ -14,7 +14,7 @@ from etude.config.optimizer import OptimizerConfig
 from etude.model import LanguageModel, build_model
 from etude.model.scoring import PackedSequences, packed_logprobs
 from etude.records import PolicyVersion
-from etude.training.checkpoint import load_checkpoint, save_checkpoint
+from etude.training.checkpoints import load_checkpoint, save_checkpoint
 from etude.training.optimizer import Optimizer
 from etude.weights import MemoryWeights
 

@@ -2,6 +2,7 @@
 
 from etude.config.adapter import AdapterConfig
 from etude.config.base import Section
+from etude.config.checkpoint import CheckpointConfig
 from etude.config.engine import EngineConfig
 from etude.config.loading import dump_config, load_config, parse_config
 from etude.config.midtraining import MidtrainConfig
@@ -32,7 +33,6 @@ from etude.config.reinforcement import (
 )
 from etude.config.run import (
     AgentConfig,
-    CheckpointConfig,
     EvaluationConfig,
     RunConfig,
     SandboxConfig,

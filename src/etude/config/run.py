@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from etude.config.base import Section
+from etude.config.checkpoint import CheckpointConfig
 from etude.config.engine import EngineConfig
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
@@ -83,15 +84,6 @@ class EvaluationConfig(Section):
     """Held-out tasks per evaluation."""
 
 
-class CheckpointConfig(Section):
-    """What is kept on the way."""
-
-    every_s: float = Field(default=20.0, gt=0)
-    """Seconds between resumable checkpoints."""
-    curve_every_steps: int = Field(default=10, ge=0)
-    """RL steps between weight snapshots kept for the learning curve; 0: none."""
-
-
 class RunConfig(Section):
     """Everything that decides what a run does. Stored with it as `config.toml`."""
 
@@ -163,6 +155,10 @@ class RunConfig(Section):
                 f"agent.max_tokens: must be at most model.max_positions={self.model.max_positions}, "
                 f"received {self.agent.max_tokens}"
             )
+        if self.rl.adapter.rank and self.parallel.fsdp * self.parallel.expert > 1:
+            raise ValueError(
+                "parallel: fsdp and expert must be 1 with rl.adapter: it needs whole weights in each process"
+            )
         if self.agent.max_message_tokens >= self.agent.max_tokens:
             raise ValueError(
                 f"agent.max_message_tokens: must be under agent.max_tokens={self.agent.max_tokens}, "
@@ -175,6 +171,7 @@ class RunConfig(Section):
             ("backend", self.engine.backend, "etude"),
             ("kernels", self.engine.kernels, "native"),
             ("cache_dtype", self.engine.cache_dtype, "float32"),
+            ("weight_dtype", self.engine.weight_dtype, "float32"),
         ):
             if received not in (fix, "auto"):
                 raise ValueError(

@@ -18,6 +18,11 @@ from etude.observe import Observer, RunDirectory
 from etude.records import Task
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import load_checkpoint
+from etude.training.checkpoints.history import DAMAGED, HISTORY
+
+_SERIES = (CURVE, HISTORY)
+"""Directories of many checkpoints."""
+_OTHERS = (*_SERIES, DAMAGED)
 
 
 def evaluate_run(
@@ -42,7 +47,7 @@ def load_policy(run: RunDirectory, checkpoint: str | None) -> tuple[Tokenizer, A
     """Tokenizer and model of a run's checkpoint: `final` unless named, before that `midtrained`."""
     names = [checkpoint] if checkpoint else [FINAL, MIDTRAINED]
     for name in names:
-        for directory in (run.checkpoints / name, run.checkpoints / CURVE / name):
+        for directory in (run.checkpoints / name, *(run.checkpoints / series / name for series in _SERIES)):
             if directory.exists():
                 model, _ = load_checkpoint(directory)
                 return Tokenizer.load(_tokenizer_directory(run, directory)), model
@@ -55,8 +60,9 @@ def load_policy(run: RunDirectory, checkpoint: str | None) -> tuple[Tokenizer, A
 
 
 def _names(run: RunDirectory) -> list[str]:
-    directories = [*run.checkpoints.glob("[!.]*"), *(run.checkpoints / CURVE).glob("[!.]*")]
-    return sorted(directory.name for directory in directories if directory.name != CURVE)
+    places = [run.checkpoints, *(run.checkpoints / name for name in _SERIES)]
+    directories = [directory for place in places for directory in place.glob("[!.]*")]
+    return sorted(directory.name for directory in directories if directory.name not in _OTHERS)
 
 
 def _tokenizer_directory(run: RunDirectory, checkpoint: Path) -> Path:

@@ -24,10 +24,12 @@ from etude.config import ModelConfig, RlConfig, RunConfig
 from etude.controller.compute import choose_device
 from etude.errors import StoreError
 from etude.model import LanguageModel, block_of
+from etude.model.lora import Adapters
 from etude.model.ops import Ops
 from etude.model.scoring import device_of
 from etude.records import BlobRef, Group, PolicyVersion, Scores, WeightManifest
 from etude.training import RlTrainer
+from etude.training.checkpoints import WriteCheckpoint, save_checkpoint
 from etude.training.intake import RouteFetcher
 from etude.training.optimizer import OffendingBatches
 from etude.training.parallel.mesh_ranks import MeshRanks, check_spreadable
@@ -64,6 +66,14 @@ class TrainerPlan:
     lineage: str
     offending: Path
     options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Saving:
+    """What goes into a checkpoint beside the trainer's own, and how it is written."""
+
+    extra: Mapping[str, Any] | None
+    write: WriteCheckpoint
 
 
 class RankTrainer:
@@ -116,9 +126,10 @@ class RankTrainer:
         """See RlTrainer.whole_model."""
         return self.trainer.whole_model()
 
-    def save(self, directory: Path, extra: OnlyHere[Mapping[str, Any]]) -> None:
+    def save(self, directory: Path, saving: OnlyHere[_Saving]) -> None:
         """See Trainer.save."""
-        self.trainer.save(directory, extra.value)
+        how = saving.value or _Saving(None, save_checkpoint)
+        self.trainer.save(directory, how.extra, how.write)
 
     def restore(self, directory: Path) -> None:
         """See Trainer.restore."""
@@ -178,6 +189,11 @@ class RankedTrainer:
         """See Trainer.version."""
         return self._own.trainer.version
 
+    @property
+    def adapters(self) -> Adapters | None:
+        """See RlTrainer.adapters: equal on every rank."""
+        return self._own.trainer.adapters
+
     def step(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """See Trainer.step."""
         return self._team.call(RankTrainer.step, groups, self._routes_of(groups))
@@ -192,9 +208,14 @@ class RankedTrainer:
         """See Trainer.score."""
         return self._team.call(RankTrainer.score, sequences, routes)
 
-    def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """See Trainer.save."""
-        self._team.call(RankTrainer.save, directory, OnlyHere(extra))
+    def save(
+        self,
+        directory: Path,
+        extra: Mapping[str, Any] | None = None,
+        write: WriteCheckpoint = save_checkpoint,
+    ) -> None:
+        """See RlTrainer.save."""
+        self._team.call(RankTrainer.save, directory, OnlyHere(_Saving(extra, write)))
 
     def restore(self, directory: Path) -> None:
         """See Trainer.restore. Every rank reads the directory."""

@@ -6,7 +6,6 @@ log --take--> step --> metrics --> checkpoint: weights, optimiser and the log's 
 from __future__ import annotations
 
 import contextlib
-import time
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,8 @@ from etude.records import BlobRef
 from etude.store.blobs import FileBlobs
 from etude.store.trajectories import PART_NAME, TrajectoryLog
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
-from etude.training import has_checkpoint, load_checkpoint, save_checkpoint
+from etude.training import save_checkpoint
+from etude.training.checkpoints import CheckpointKeeper, find_resumable, read_state
 from etude.training.feedback import open_feedback
 from etude.training.stream import RecordedStream
 from etude.weights import MemoryWeights
@@ -90,14 +90,11 @@ def train_recorded(config: RunConfig, run: RunDirectory, observer: Observer, res
     With `resume` goes on from the last checkpoint. Raises InterruptedRunError after Ctrl-C or SIGTERM, with
     the state saved.
     """
-    with run.lock():
-        latest = run.checkpoints / LATEST
-        state = (load_checkpoint(latest)[1] or {}) if resume and has_checkpoint(latest) else {}
-        with (
-            StopSignal(observer, config.max_wall_s, float(state.get("elapsed_s", 0.0))) as stop,
-            JsonlSink(run.metrics_file) as metrics,
-        ):
-            return _RecordedRun(config, run, observer, stop, metrics, state).go()
+    with run.lock(), JsonlSink(run.metrics_file) as metrics:
+        newest = find_resumable(run.checkpoints / LATEST, metrics, observer) if resume else None
+        state = (read_state(newest) or {}) if newest is not None else {}
+        with StopSignal(observer, config.max_wall_s, float(state.get("elapsed_s", 0.0))) as stop:
+            return _RecordedRun(config, run, observer, stop, metrics, newest, state).go()
 
 
 class _RecordedRun:
@@ -110,6 +107,7 @@ class _RecordedRun:
         observer: Observer,
         stop: StopSignal,
         metrics: JsonlSink,
+        newest: Path | None,
         state: dict[str, Any],
     ) -> None:
         config = settle_numerics(settle_model(settle_recorded(config)))
@@ -126,10 +124,13 @@ class _RecordedRun:
             model, config, MemoryWeights(), source.fetch_routes, run.path / OFFENDING, feedback=feedback
         )
         self._trainer = self._parts.enter_context(opened)
-        if state:
-            self._trainer.restore(run.checkpoints / LATEST)
+        if newest is not None:
+            self._trainer.restore(newest)
         self._stream = RecordedStream(source.log, config.rl, state.get("stream"))
-        self._saved_at = time.monotonic()
+        latest = run.checkpoints / LATEST
+        self._keeper = self._parts.enter_context(
+            CheckpointKeeper(latest, config.checkpoint, metrics, observer)
+        )
 
     def go(self) -> dict[str, Any]:
         with self._parts:
@@ -150,9 +151,10 @@ class _RecordedRun:
             values["wall_s"] = self._stop.elapsed_s
             self._metrics.write("rl", self._trainer.version.step, values)
             self._observer.stage_advances(self._trainer.version.step, values)
-            if time.monotonic() - self._saved_at > self._config.checkpoint.every_s:
+            if self._keeper.due:
                 self._save()
         self._save()
+        self._keeper.flush()
         self._observer.stage_ends()
         if self._stop.interrupted and not exhausted and self._trainer.version.step < rl.num_steps:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self._run.name}")
@@ -164,8 +166,7 @@ class _RecordedRun:
             "stream": self._stream.state_dict(),
             "elapsed_s": self._stop.elapsed_s,
         }
-        self._trainer.save(self._run.checkpoints / LATEST, extra)
-        self._saved_at = time.monotonic()
+        self._trainer.save(self._run.checkpoints / LATEST, extra, self._keeper.write)
 
     def _finish(self) -> dict[str, Any]:
         final = self._run.checkpoints / FINAL

@@ -90,6 +90,8 @@ class ReinforcementLoop:
         self.parity = {"k3": 0.0, "max_abs_dlogp": 0.0}
         """Worst over all steps: the trainer's log-probabilities against those that were sampled, at the first
         update, when both have the same weights. A resumed run puts in what earlier sittings found."""
+        self.reward = 0.0
+        """Mean reward of the last step's sessions."""
         self._trainer = trainer
         self._sink = sink
         self._collector = collector
@@ -173,8 +175,9 @@ class ReinforcementLoop:
     def _report(self, step: int, batch: Batch, trained: Mapping[str, float]) -> None:
         graded = [t for t in batch.collected.trajectories if t.reward is not None]
         groups = batch.collected
+        self.reward = _mean([t.reward.total for t in graded if t.reward is not None])
         values = {
-            "reward": _mean([t.reward.total for t in graded if t.reward is not None]),
+            "reward": self.reward,
             "pass_rate": _mean([t.reward.task for t in graded if t.reward is not None]),
             "trained_groups": float(len(groups.trained)),
             "dropped_all_passed": float(_count_verdict(groups.dropped, 1.0)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 from etude.config import CheckpointConfig
 from etude.controller.stopping import StopSignal
-from etude.errors import CheckpointError
-from etude.model import LanguageModel
+from etude.model.loading import AnyModel
 from etude.observe import MetricSink, Observer
-from etude.training import NextTokenTrainer, has_checkpoint, load_checkpoint, save_checkpoint
+from etude.training import NextTokenTrainer, load_checkpoint
+from etude.training.checkpoints import CheckpointKeeper, find_resumable
 
 REPORT_EVERY = 10
 """Steps between two rows of metrics."""
@@ -40,20 +39,17 @@ class StageRunner:
     write_more: Callable[[Path], object] | None = None
     """Adds files to the checkpoint: it gets the directory to write to."""
 
-    def restore(
-        self, trainer: NextTokenTrainer, adapt: Callable[[LanguageModel], None] | None = None
-    ) -> bool:
+    def restore(self, trainer: NextTokenTrainer, adapt: Callable[[AnyModel], None] | None = None) -> bool:
         """Takes up the stage's checkpoint, if there is one; returns whether there was.
 
         `adapt` is shown the stored model before its weights are taken over. Raises CheckpointError.
         """
-        if not has_checkpoint(self.latest):
+        newest = find_resumable(self.latest, self.metrics, self.observer)
+        if newest is None:
             return False
-        model, state = load_checkpoint(self.latest)
+        model, state = load_checkpoint(newest)
         if state is None or state.get("stage") != self.stage:
             return False
-        if not isinstance(model, LanguageModel):
-            raise CheckpointError("is of an architecture that is not defined here", field="checkpoint")
         if adapt is not None:
             adapt(model)
         trainer.model.load_state_dict(model.state_dict())
@@ -66,7 +62,18 @@ class StageRunner:
         """Takes steps until `num_steps`; returns whether the stage is over: complete, exhausted or out of
         time. `after_step` is told each step, before it is saved."""
         self.observer.stage_begins(self.title, num_steps)
-        saved_at = time.monotonic()
+        with CheckpointKeeper(self.latest, self.checkpoint, self.metrics, self.observer) as keeper:
+            self._take_steps(trainer, keeper, after_step)
+            self.observer.stage_ends()
+            if self.stop.interrupted and not trainer.finished:
+                self._save(trainer, keeper)
+                keeper.flush()
+                return False
+        return True
+
+    def _take_steps(
+        self, trainer: NextTokenTrainer, keeper: CheckpointKeeper, after_step: Callable[[int], None]
+    ) -> None:
         while not trainer.finished and not self.stop:
             values = trainer.step()
             step = trainer.num_steps_taken
@@ -76,22 +83,16 @@ class StageRunner:
                 self.metrics.write(self.stage, step, shown)
                 self.observer.stage_advances(step, shown)
             after_step(step)
-            if time.monotonic() - saved_at > self.checkpoint.every_s:
-                self.save(trainer)
-                saved_at = time.monotonic()
-        self.observer.stage_ends()
-        if self.stop.interrupted and not trainer.finished:
-            self.save(trainer)
-            return False
-        return True
+            if keeper.due:
+                self._save(trainer, keeper)
 
-    def save(self, trainer: NextTokenTrainer) -> None:
-        """Writes the resumable checkpoint now."""
+    def _save(self, trainer: NextTokenTrainer, keeper: CheckpointKeeper) -> None:
         state: dict[str, Any] = {
             "stage": self.stage,
+            "step": trainer.num_steps_taken,
             "trainer": trainer.state_dict(),
             "elapsed_s": self.stop.elapsed_s,
         }
         if trainer.drafts is not None:
             state["drafts"] = trainer.drafts.layers.state_dict()
-        save_checkpoint(self.latest, trainer.model, state, self.write_more)
+        keeper.save(trainer.model, state, self.write_more)

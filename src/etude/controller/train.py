@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -26,20 +25,24 @@ from etude.controller.ranks import AnyTrainer, open_trainer
 from etude.controller.reinforcement import ReinforcementLoop
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput
+from etude.errors import CheckpointError
 from etude.evaluation import Evaluation, evaluate_policy
 from etude.model import LanguageModel, Qwen3Moe
 from etude.model.loading import AnyModel, load_any_model
+from etude.model.peft import save_peft
 from etude.observe import JsonlSink, MetricSink, Observer, RunDirectory, write_json
 from etude.protocols import Handle, Resources
 from etude.records import Task
 from etude.rollout.collect import CollectorState, GroupCollector
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
-from etude.training import has_checkpoint, load_checkpoint, save_checkpoint
+from etude.training import load_checkpoint, save_checkpoint
+from etude.training.checkpoints import CheckpointKeeper, find_resumable, read_state
 from etude.training.feedback import open_feedback
 
 MIDTRAINED = "midtrained"
 FINAL = "final"
+ADAPTER = "adapter"
 LATEST = "latest"
 TOKENIZER = "tokenizer"
 SNAPSHOTS = "snapshots"
@@ -65,18 +68,11 @@ def train(config: RunConfig, run: RunDirectory, observer: Observer, resume: bool
         if "heldout_after" in report and report.get("rl_steps") == config.rl.num_steps:
             observer.say("the run is finished already")
             return report
-        state = _latest_state(run)
-        with (
-            StopSignal(observer, config.max_wall_s, float(state.get("elapsed_s", 0.0))) as stop,
-            JsonlSink(run.metrics_file) as metrics,
-        ):
-            return _Run(config, run, observer, stop, metrics, report, state).go()
-
-
-def _latest_state(run: RunDirectory) -> dict[str, Any]:
-    """What the resumable checkpoint says beside the weights; empty if there is none."""
-    latest = run.checkpoints / LATEST
-    return (load_checkpoint(latest)[1] or {}) if has_checkpoint(latest) else {}
+        with JsonlSink(run.metrics_file) as metrics:
+            newest = find_resumable(run.checkpoints / LATEST, metrics, observer)
+            state = (read_state(newest) or {}) if newest is not None else {}
+            with StopSignal(observer, config.max_wall_s, float(state.get("elapsed_s", 0.0))) as stop:
+                return _Run(config, run, observer, stop, metrics, report, newest, state).go()
 
 
 class _Run:
@@ -90,10 +86,13 @@ class _Run:
         stop: StopSignal,
         metrics: MetricSink,
         report: dict[str, Any],
+        newest: Path | None,
         state: dict[str, Any],
     ) -> None:
+        """`newest`: the checkpoint to go on from, with its state."""
         self.config, self.run, self.observer = config, run, observer
-        self.stop, self.metrics, self.report, self.state = stop, metrics, report, state
+        self.stop, self.metrics, self.report = stop, metrics, report
+        self.newest, self.state = newest, state
         self.throughput = RunThroughput()
         self.family = open_family(config)
 
@@ -154,11 +153,12 @@ class _Run:
         async with open_parts(self.config, tokenizer, model, snapshots=snapshots, routes=routes) as parts:
             heldout = self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks)
             with self._open_trainer(model, parts) as trainer:
-                if self.state.get("stage") == "rl":
-                    trainer.restore(self.run.checkpoints / LATEST)
+                if self.newest is not None and self.state.get("stage") == "rl":
+                    trainer.restore(self.newest)
                 await self._evaluate_before(heldout, trainer, parts)
                 await self._reinforce(trainer, parts, training_threads)
                 self._save_model(self.run.checkpoints / FINAL, trainer.model, tokenizer)
+                self._save_adapters(trainer)
             after = await self._evaluate(heldout, "after", parts)
             family_tasks = self.family.evaluation_tasks("heldout_family", self.config.evaluation.num_tasks)
             family = await self._evaluate(family_tasks, "family", parts)
@@ -200,21 +200,26 @@ class _Run:
         loop.first_step = trainer.version.step
         loop.parity.update(self.report.get("parity", {}))
         self.report["parity"] = loop.parity
-        saver = _Saver(self, trainer, loop)
+        latest = self.run.checkpoints / LATEST
+        keeper = CheckpointKeeper(latest, config.checkpoint, self.metrics, self.observer)
+        saver = _Saver(self, trainer, loop, keeper)
         self.observer.stage_begins("reinforcement learning", config.rl.num_steps)
         before = self.stop.elapsed_s
         self.throughput.begin(parts)
-        try:
-            taken = await loop.run(config.rl.num_steps, saver)
-        finally:
-            await executor.shutdown()
+        with keeper:
+            try:
+                taken = await loop.run(config.rl.num_steps, saver)
+            finally:
+                await executor.shutdown()
+            saver.save()
+            keeper.flush()
         self.throughput.end(parts, loop)
         self._add_stage_time("rl_s", self.stop.elapsed_s - before)
         self.observer.stage_ends()
         self.report["rl_steps"] = taken
         if taken > loop.first_step or "throughput" not in self.report:
             self.report["throughput"] = self.throughput.to_json()
-        saver.save()
+        write_json(self.run.report_file, self.report)
         if self.stop.interrupted and taken < config.rl.num_steps:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
 
@@ -274,10 +279,15 @@ class _Run:
 
     # ---- what stays -----------------------------------------------------------------------------
 
-    def save_latest(self, trainer: AnyTrainer, loop: ReinforcementLoop) -> None:
+    def save_latest(self, trainer: AnyTrainer, loop: ReinforcementLoop, keeper: CheckpointKeeper) -> None:
         """The resumable checkpoint of the RL stage."""
-        extra = {"stage": "rl", "loop": dict(loop.collector_state), "elapsed_s": self.stop.elapsed_s}
-        trainer.save(self.run.checkpoints / LATEST, extra)
+        extra = {
+            "stage": "rl",
+            "score": loop.reward,
+            "loop": dict(loop.collector_state),
+            "elapsed_s": self.stop.elapsed_s,
+        }
+        trainer.save(self.run.checkpoints / LATEST, extra, keeper.write)
         write_json(self.run.report_file, self.report)
 
     def save_curve(self, name: str, model: AnyModel) -> None:
@@ -288,6 +298,16 @@ class _Run:
     def _save_model(self, directory: Path, model: AnyModel, tokenizer: Tokenizer | None = None) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(directory, model, write_more=tokenizer.save if tokenizer is not None else None)
+
+    def _save_adapters(self, trainer: AnyTrainer) -> None:
+        """The adapters alone, for what takes them beside its own base, if there are any."""
+        if trainer.adapters is None:
+            return
+        base = self.config.initial_checkpoint or str(self.run.checkpoints / MIDTRAINED)
+        try:
+            save_peft(trainer.adapters, trainer.model, self.run.checkpoints / ADAPTER, base)
+        except CheckpointError as error:
+            self.observer.say(f"no adapters are written for the peft library: {error}")
 
     def _add_stage_time(self, name: str, seconds: float) -> None:
         stages = self.report.setdefault("stages", {})
@@ -315,18 +335,18 @@ class _Run:
 class _Saver:
     """Saves after RL steps: the resumable checkpoint by time, curve snapshots by step."""
 
-    def __init__(self, run: _Run, trainer: AnyTrainer, loop: ReinforcementLoop) -> None:
-        self._run, self._trainer, self._loop = run, trainer, loop
-        self._saved_at = time.monotonic()
+    def __init__(
+        self, run: _Run, trainer: AnyTrainer, loop: ReinforcementLoop, keeper: CheckpointKeeper
+    ) -> None:
+        self._run, self._trainer, self._loop, self._keeper = run, trainer, loop, keeper
 
     async def __call__(self, step: int) -> None:
         settings = self._run.config.checkpoint
         if settings.curve_every_steps and step % settings.curve_every_steps == 0:
             self._run.save_curve(f"rl-{step:05d}", self._trainer.model)
-        if time.monotonic() - self._saved_at > settings.every_s:
+        if self._keeper.due:
             self.save()
 
     def save(self) -> None:
         """Saves now."""
-        self._run.save_latest(self._trainer, self._loop)
-        self._saved_at = time.monotonic()
+        self._run.save_latest(self._trainer, self._loop, self._keeper)

@@ -1,6 +1,6 @@
 """Updating weights: next-token training, the RL step, optimisers, checkpoints."""
 
-from etude.training.checkpoint import has_checkpoint, load_checkpoint, save_checkpoint
+from etude.training.checkpoints import has_checkpoint, load_checkpoint, save_checkpoint
 from etude.training.pretraining import Document, NextTokenTrainer, ShuffledDocuments, evaluate_loss
 from etude.training.rl import RlTrainer
 

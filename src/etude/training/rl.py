@@ -19,10 +19,11 @@ from numpy.typing import NDArray
 from etude.config import RlConfig
 from etude.errors import CheckpointError, ConfigError
 from etude.model import Qwen3Moe, RouterStatistics
+from etude.model.lora import Adapters
 from etude.model.scoring import PackedSequences, device_of, packed_logprobs, score_sequences
 from etude.records import Group, PolicyVersion, Scores, WeightManifest
 from etude.training.batches import TrainingSequence, Update, describe_batch, split_updates
-from etude.training.checkpoint import load_checkpoint, save_checkpoint
+from etude.training.checkpoints import WriteCheckpoint, load_checkpoint, load_state, save_checkpoint
 from etude.training.feedback import Feedback, Lessons
 from etude.training.intake import ModelLimits, RouteFetcher, take_groups
 from etude.training.loss import Rows, policy_loss
@@ -70,9 +71,12 @@ class RlTrainer:
         self._micro_batch_tokens = micro_batch_tokens
         self._ranks: Ranks = ranks or SingleRank()
         num_updates = config.num_steps * config.updates_per_step
-        self._optimizer = Optimizer(model, config.optimizer, num_updates, self._ranks, offending)
-        self._version = PolicyVersion(lineage, 0)
         self._reference = self._ranks.frozen_copy(model) if config.loss.kl_weight > 0 else None
+        self.adapters = Adapters(model, config.adapter) if config.adapter.rank else None
+        """What is trained, where that is not the model itself. Their sum with it is always in its weights."""
+        learning = self.adapters or model
+        self._optimizer = Optimizer(learning, config.optimizer, num_updates, self._ranks, offending)
+        self._version = PolicyVersion(lineage, 0)
 
     @property
     def version(self) -> PolicyVersion:
@@ -124,8 +128,17 @@ class RlTrainer:
         scored = score_sequences(self.model, sequences, routes=routes)
         return [Scores(logprobs, self._version) for logprobs in scored]
 
-    def save(self, directory: Path, extra: Mapping[str, Any] | None = None) -> None:
-        """See Trainer.save. `extra`: plain values of the caller's, stored beside the trainer's state."""
+    def save(
+        self,
+        directory: Path,
+        extra: Mapping[str, Any] | None = None,
+        write: WriteCheckpoint = save_checkpoint,
+    ) -> None:
+        """See Trainer.save. `extra`: plain values of the caller's, stored beside the trainer's state.
+        `write`: how, perhaps while training goes on.
+
+        Of a model with adapters only these are stored.
+        """
         state: dict[str, Any] = {
             **(extra or {}),
             "optimizer": self._optimizer.state_dict(),
@@ -134,19 +147,33 @@ class RlTrainer:
         }
         if self._reference is not None:
             state["reference"] = self._ranks.whole_model(self._reference).state_dict()
-        whole = self.whole_model()
+        if self.adapters is not None:
+            state["adapters"] = self.adapters.state()
+        whole = self.whole_model() if self.adapters is None else None
         if self._ranks.is_main:
-            save_checkpoint(directory, whole, state)
+            write(directory, whole, state)
 
     def restore(self, directory: Path) -> None:
         """See Trainer.restore."""
-        model, state = load_checkpoint(directory)
+        state = load_state(directory)
         if state is None or "optimizer" not in state:
             raise CheckpointError("has no optimiser state", field="checkpoint", received=str(directory))
-        if model.config != self.model.config or model.vocab_size != self.model.vocab_size:
-            raise CheckpointError("is of another architecture", field="checkpoint", received=model.config)
-        self._optimizer.load_state_dict(state["optimizer"])
-        self._ranks.load_whole(self.model, model.state_dict())
+        if (self.adapters is not None) != ("adapters" in state):
+            raise CheckpointError(
+                "has adapters" if "adapters" in state else "has no adapters",
+                field="checkpoint",
+                received=str(directory),
+                fix="resume with the rl.adapter that the run began with",
+            )
+        if self.adapters is not None:
+            self._optimizer.load_state_dict(state["optimizer"])
+            self.adapters.load_state(state["adapters"])
+        else:
+            model, _ = load_checkpoint(directory)
+            if model.config != self.model.config or model.vocab_size != self.model.vocab_size:
+                raise CheckpointError("is of another architecture", field="checkpoint", received=model.config)
+            self._optimizer.load_state_dict(state["optimizer"])
+            self._ranks.load_whole(self.model, model.state_dict())
         self._version = PolicyVersion(state["lineage"], state["step"])
         if self._reference is not None and "reference" in state:
             self._ranks.load_whole(self._reference, state["reference"])
@@ -169,6 +196,8 @@ class RlTrainer:
             self._accumulate(sequences, share.weight, batch_share, meter)
         lessons.teach(number, self.model, self._ranks, self._micro_batch_tokens, self._config.temperature)
         norm = self._optimizer.step(lambda: describe_batch(update[index] for index in sorted(own)))
+        if self.adapters is not None:
+            self.adapters.merge()
         meter.add_update(norm, num_tokens)
 
     def _shares(self, update: Update) -> list[Share]:

@@ -14,7 +14,7 @@ from etude.inference.server.checkpoints import CheckpointWeights, checkpoint_man
 from etude.model import build_model
 from etude.observe import RunDirectory
 from etude.records import PolicyVersion
-from etude.training.checkpoint import save_checkpoint
+from etude.training.checkpoints import save_checkpoint
 from etude.weights import MemoryWeights
 from tests.environment.recording.recording_builders import qwen_tokenizer
 from tests.inference.server.checkpoint import write_checkpoint

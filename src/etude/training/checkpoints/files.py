@@ -1,0 +1,187 @@
+"""Directories that exist only when they are whole, and that say of every file what it must hold.
+
+    fill .NAME.partial -> hash every file (digests.json) -> fsync
+        -> NAME becomes .NAME.old -> .NAME.partial becomes NAME -> fsync -> .NAME.old is retired
+
+Killed anywhere, the older checkpoint or the newer one is there, whole; `recover` finishes the one case in
+which it lies under its other name.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from blake3 import blake3
+
+from etude.errors import CheckpointError, ResourceError
+
+DIGESTS = "digests.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class Flaw(StrEnum):
+    """Why a checkpoint cannot be used."""
+
+    UNFINISHED = "unfinished"
+    """It was being written when the process ended, or it is no checkpoint."""
+    MISSING = "missing"
+    """A file is not there."""
+    DAMAGED = "damaged"
+    """A file does not hold what was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileFlaw:
+    """What is wrong with which file."""
+
+    file: Path
+    flaw: Flaw
+
+    def error(self) -> CheckpointError:
+        """What a reader raises."""
+        if self.flaw is Flaw.UNFINISHED:
+            return CheckpointError(
+                "no checkpoint here",
+                field="checkpoint",
+                received=str(self.file),
+                fix="name a whole checkpoint",
+            )
+        message = "is damaged" if self.flaw is Flaw.DAMAGED else "is damaged: a file is missing"
+        return CheckpointError(
+            message, field="checkpoint", received=str(self.file), fix="resume from an older checkpoint"
+        )
+
+
+def write_whole(
+    directory: Path, fill: Callable[[Path], None], retire: Callable[[Path], object] = shutil.rmtree
+) -> None:
+    """Makes `directory` of what `fill` puts into the empty one that it is given.
+
+    An older checkpoint of that name is replaced and handed to `retire`, under another name. Whatever fails,
+    the older one stays. Raises ResourceError where the disk is full, and whatever `fill` raises.
+    """
+    partial, old = partial_of(directory), _old_of(directory)
+    if partial.exists():
+        shutil.rmtree(partial)
+    try:
+        with _full_disk_named(directory):
+            partial.mkdir(parents=True)
+            fill(partial)
+            seal(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if directory.exists():
+        if old.exists():  # a save was killed before it retired that
+            retire(old)
+        directory.rename(old)
+    partial.rename(directory)
+    _sync(directory.parent)
+    if old.exists():
+        retire(old)
+
+
+def seal(directory: Path) -> None:
+    """Writes down every file's hash, and makes all of it durable."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != DIGESTS)
+    digests = {path.relative_to(directory).as_posix(): _digest(path) for path in files}
+    (directory / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
+    for path in [*directory.rglob("*"), directory]:
+        _sync(path)
+
+
+def recover(directory: Path) -> None:
+    """Puts back the older checkpoint if a save was killed between its two renames."""
+    old = _old_of(directory)
+    if old.exists() and not directory.exists():
+        old.rename(directory)
+
+
+def partial_of(directory: Path) -> Path:
+    """Where `directory` is while it is being written; left behind by a process that was killed."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def find_flaws(directory: Path) -> list[FileFlaw]:
+    """Everything that is wrong with a checkpoint; reads all of it. Empty: it is whole."""
+    path = directory / DIGESTS
+    if not path.is_file():
+        return [FileFlaw(directory, Flaw.UNFINISHED)]
+    digests = read_digests(directory)
+    if digests is None:
+        return [FileFlaw(path, Flaw.DAMAGED)]
+    flaws: list[FileFlaw] = []
+    for name, digest in digests.items():
+        file = directory / name
+        if not file.is_file():
+            flaws.append(FileFlaw(file, Flaw.MISSING))
+        elif _digest(file) != digest:
+            flaws.append(FileFlaw(file, Flaw.DAMAGED))
+    return flaws
+
+
+def read_digests(directory: Path) -> dict[str, str] | None:
+    """The hash of each file, by its path in the directory; None if that list is damaged."""
+    try:
+        digests = json.loads((directory / DIGESTS).read_text(encoding="utf-8"))
+    except ValueError:
+        return None
+    return digests if isinstance(digests, dict) else None
+
+
+def check_whole(directory: Path) -> None:
+    """Raises CheckpointError if anything is wrong with a checkpoint."""
+    for flaw in find_flaws(directory):
+        raise flaw.error()
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether this is how a full disk shows: an OSError, perhaps beneath another, or a library's words."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in _FULL:
+            return True
+        if any(f"os error {number}" in str(seen) for number in _FULL):  # safetensors
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+@contextmanager
+def _full_disk_named(directory: Path) -> Iterator[None]:
+    """Raises ResourceError for a full disk, whatever a library makes of it."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full_disk(error):
+            raise
+        raise ResourceError(
+            "the disk is full: this checkpoint was not written, older ones are as they were",
+            field="checkpoint",
+            received=str(directory),
+            fix="free some space, or keep fewer: checkpoint.keep_last, checkpoint.keep_every_steps",
+        ) from error
+
+
+def _old_of(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.old")
+
+
+def _digest(path: Path) -> str:
+    return blake3().update_mmap(path).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,131 @@
+"""Older checkpoints than the newest: which are kept, and which one a run goes on from.
+
+    checkpoints/latest                 the newest
+    checkpoints/history/000012-rl-30   the one before: its number, its stage, its step
+    checkpoints/damaged/latest         found damaged when a run went on, from an older one
+
+Only whole checkpoints come into the history, by a rename; what is deleted is never the newest.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.config import CheckpointConfig
+from etude.observe import MetricSink, Observer
+from etude.training.checkpoints.files import FileFlaw, Flaw, find_flaws, partial_of, recover
+from etude.training.checkpoints.saving import read_state
+
+HISTORY, DAMAGED = "history", "damaged"
+KIND = "resume"
+"""Of the rows of metrics: one per sitting that passed checkpoints over."""
+_NAME = re.compile(r"(\d+)-(.+)-(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An older checkpoint."""
+
+    path: Path
+    number: int
+    """Grows from save to save."""
+    step: int
+
+    def score(self) -> float | None:
+        """What it was saved with; more is better."""
+        score = (read_state(self.path) or {}).get("score")
+        return None if score is None else float(score)
+
+
+class History:
+    """What was the newest checkpoint once. One process changes it at a time."""
+
+    def __init__(self, latest: Path) -> None:
+        """`latest`: where the newest is."""
+        self._directory = latest.with_name(HISTORY)
+
+    def entries(self) -> list[Kept]:
+        """Oldest first."""
+        if not self._directory.is_dir():
+            return []
+        named = [(path, _NAME.fullmatch(path.name)) for path in self._directory.iterdir()]
+        found = [Kept(path, int(match[1]), int(match[3])) for path, match in named if match]
+        return sorted(found, key=lambda kept: kept.number)
+
+    def add(self, directory: Path) -> None:
+        """Moves a checkpoint in; one without a state, from which nothing could go on, is deleted."""
+        state = read_state(directory)
+        if state is None:
+            shutil.rmtree(directory)
+            return
+        entries = self.entries()
+        number = entries[-1].number + 1 if entries else 1
+        self._directory.mkdir(exist_ok=True)
+        name = f"{number:06d}-{state.get('stage', 'training')}-{int(state.get('step', 0))}"
+        directory.rename(self._directory / name)
+
+    def prune(self, settings: CheckpointConfig) -> None:
+        """Deletes what no rule keeps. The newest checkpoint, which is not in here, is one of `keep_last`."""
+        entries = self.entries()
+        keep = entries[max(0, len(entries) + 1 - settings.keep_last) :]
+        if settings.keep_every_steps:
+            keep += [kept for kept in entries if kept.step % settings.keep_every_steps == 0]
+        if settings.keep_best:
+            scored = [(score, kept) for kept in entries if (score := kept.score()) is not None]
+            scored.sort(key=lambda pair: (pair[0], pair[1].number))
+            keep += [kept for _, kept in scored[-settings.keep_best :]]
+        wanted = {kept.path for kept in keep}
+        for kept in entries:
+            if kept.path not in wanted:
+                shutil.rmtree(kept.path)
+
+
+def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Path | None:
+    """The newest whole checkpoint, of `latest` and its history; None if nothing was saved yet.
+
+    Reads all of it. Those passed over are told, counted by reason in the metrics, and moved to `damaged`.
+    Raises CheckpointError if there are some and none is whole: starting over would lose what they hold.
+    """
+    recover(latest)
+    candidates = [latest] if latest.exists() else []
+    candidates += [kept.path for kept in reversed(History(latest).entries())]
+    flaws: list[FileFlaw] = []
+    damaged: list[Path] = []
+    found: Path | None = None
+    for candidate in candidates:
+        wrong = find_flaws(candidate)
+        if not wrong:
+            found = candidate
+            break
+        flaws.append(wrong[0])
+        damaged.append(candidate)
+    if flaws and found is None:
+        raise flaws[0].error()
+    if partial_of(latest).exists():
+        flaws.append(FileFlaw(partial_of(latest), Flaw.UNFINISHED))
+    if flaws:
+        _tell(flaws, found, metrics, observer)
+    for path in damaged:
+        _put_aside(path, latest.with_name(DAMAGED))
+    return found
+
+
+def _tell(flaws: list[FileFlaw], found: Path | None, metrics: MetricSink, observer: Observer) -> None:
+    for flaw in flaws:
+        observer.say(f"passing over a checkpoint that is {flaw.flaw}: {flaw.file}")
+    counts = Counter(f"skipped_{flaw.flaw}" for flaw in flaws)
+    state = read_state(found) if found is not None else None
+    step = int((state or {}).get("step", 0))
+    metrics.write(KIND, step, {reason: float(number) for reason, number in counts.items()})
+
+
+def _put_aside(path: Path, directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    target = directory / path.name
+    if target.exists():
+        shutil.rmtree(target)
+    path.rename(target)

@@ -1,0 +1,38 @@
+"""Copies in host memory of what is being trained, to be written while training goes on."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from etude.model.loading import AnyModel
+
+
+@torch.no_grad()
+def copy_model(model: AnyModel) -> AnyModel:
+    """The model as it is now, without gradients. Tied weights stay tied; what computes (`ops`) is shared."""
+    known: dict[int, Any] = {id(model.ops): model.ops}
+    for parameter in model.parameters():
+        known[id(parameter)] = nn.Parameter(_host(parameter), requires_grad=False)
+    for buffer in model.buffers():
+        known[id(buffer)] = _host(buffer)
+    return copy.deepcopy(model, known)
+
+
+def copy_state(value: Any) -> Any:
+    """Plain values and tensors, nested: copied, tensors into host memory."""
+    if isinstance(value, Tensor):
+        return _host(value)
+    if isinstance(value, Mapping):
+        return {key: copy_state(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copy_state(entry) for entry in value)
+    return copy.deepcopy(value)
+
+
+def _host(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
