@@ -19,6 +19,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -157,13 +159,12 @@ class Team(Generic[T]):
 
         Raises RankError if they do not come up.
         """
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        _stay_on_loopback()
+        store, port = _loopback_store()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed.fsdp", __name__])
         processes: list[BaseProcess] = [
-            context.Process(
-                target=_spawned, args=(config, store.port, rank, device, num_threads), daemon=True
-            )
+            context.Process(target=_spawned, args=(config, port, rank, device, num_threads), daemon=True)
             for rank in range(1, config.ranks)
         ]
         for process in processes:
@@ -265,10 +266,29 @@ def _spawned(config: ParallelConfig, port: int, rank: int, device: str, num_thre
     """A started rank's whole life."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the lead, which ends a step first
     torch.set_num_threads(num_threads)
+    _stay_on_loopback()
     # The lead says what happened: it sees this process end.
     with contextlib.suppress(RankError), _group_errors([]):
         store = TCPStore("127.0.0.1", port, is_master=False)
         _follow(_Seat(config, store, rank, device))
+
+
+def _loopback_store() -> tuple[Store, int]:
+    """A store and its port, on loopback alone: left to itself it listens everywhere, and what ranks tell each
+    other is unpickled."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    # The store closes the descriptor in the end.
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
+    return store, port
+
+
+def _stay_on_loopback() -> None:
+    """Lets gloo connect the ranks of one machine over loopback, whatever the host's name resolves to."""
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _follow(seat: _Seat[Any]) -> None:
