@@ -34,18 +34,19 @@ _TIMEOUT_S = 900.0
 _WARM_UP_STEPS = 3
 _LARGE_VOCAB = 150_000
 _RL_MODEL = ModelConfig(
-    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, expert_size=64, max_positions=128
+    hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, expert_size=64, max_positions=512
 )
 _RL_VOCAB = 256
+_DEFAULT_SHAPE = {"groups": 1, "group_size": 8, "completion_tokens": 256}
+"""TRL's own defaults: per_device_train_batch_size, num_generations, max_completion_length."""
+_WIDE_SHAPE = {"groups": 8, "group_size": 8, "completion_tokens": 32}
+"""Many short samples, which suits a batch in which all have one length; the learning curves are of it."""
 _TRL_VARIANTS: dict[str, dict[str, Any]] = {
     "generate, grouped_mm": {"model": {"experts_implementation": "grouped_mm"}, "config": {}},
     "generate, eager": {"model": {"experts_implementation": "eager"}, "config": {}},
-    "continuous batching, grouped_mm": {
-        "model": {"experts_implementation": "grouped_mm"},
-        "config": {"use_transformers_continuous_batching": True},
-    },
 }
-"""Settings of TRL that might be its fastest on a CPU."""
+"""Settings of TRL that might be its fastest on a CPU. (Continuous batching had taken 11 GB, and no
+five steps of the tiny model, after two minutes.)"""
 
 
 def work(python: Path | str, worker: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -86,8 +87,6 @@ def memory_figures(threads: int, quick: bool) -> Figures:
 
 def rl_figures(threads: int, quick: bool) -> tuple[Figures, dict[str, Any]]:
     """Samples per second and learning curves of whole RL steps, ours and TRL's, seed by seed."""
-    trl = python_of("trl")
-    seeds, steps = (1, 6) if quick else (3, 40)
     with tempfile.TemporaryDirectory() as directory:
         model = build_model(_RL_MODEL, _RL_VOCAB)
         model.initialise(0)
@@ -95,37 +94,48 @@ def rl_figures(threads: int, quick: bool) -> tuple[Figures, dict[str, Any]]:
         asked: dict[str, Any] = {
             "checkpoint": directory,
             "threads": threads,
-            "groups": 8,
-            "group_size": 8,
-            "steps": steps,
             "learning_rate": 3e-3,
             "seed": 0,
         }
-        tried, failures = _try_variants(trl, asked | {"steps": _WARM_UP_STEPS + 2})
-        best = min(tried, key=lambda label: tried[label])
-        runs: dict[str, list[dict[str, Any]]] = {"ours": [], "invariant": [], "trl": []}
-        for seed in range(seeds):
-            one = asked | {"seed": seed}
-            runs["ours"].append(work(sys.executable, "etude_rl.py", one))
-            runs["invariant"].append(work(sys.executable, "etude_rl.py", one | {"invariant": True}))
-            runs["trl"].append(work(trl, "trl_rl.py", one | _TRL_VARIANTS[best]))
+        seeds, steps = (1, 6) if quick else (3, 40)
+        few = asked | _DEFAULT_SHAPE | {"steps": 6 if quick else 13}
+        figures, peers = _compare_loops(few, seeds, "")
+        wide, described = _compare_loops(asked | _WIDE_SHAPE | {"steps": steps}, seeds, "_wide")
+    return figures | wide, peers | described
+
+
+def _compare_loops(asked: dict[str, Any], seeds: int, suffix: str) -> tuple[Figures, dict[str, Any]]:
+    """One shape of a step: both loops and our batch-invariant one, in turn for each seed."""
+    trl = python_of("trl")
+    tried, failures = _try_variants(trl, asked | {"steps": _WARM_UP_STEPS + 2})
+    best = min(tried, key=lambda label: tried[label])
+    runs: dict[str, list[dict[str, Any]]] = {"ours": [], "invariant": [], "trl": []}
+    for seed in range(seeds):
+        one = asked | {"seed": seed}
+        runs["ours"].append(work(sys.executable, "etude_rl.py", one))
+        runs["invariant"].append(work(sys.executable, "etude_rl.py", one | {"invariant": True}))
+        runs["trl"].append(work(trl, "trl_rl.py", one | _TRL_VARIANTS[best]))
     times = {side: [_step_s(run) for run in found] for side, found in runs.items()}
     processor = {side: [_step_s(run, "processor_s") for run in found] for side, found in runs.items()}
-    gains = {side: [_gain(run) for run in found] for side, found in runs.items()}
+    gains = {side: statistics.median(_gain(run) for run in found) for side, found in runs.items()}
     samples = asked["groups"] * asked["group_size"]
     figures = {
         "rl_samples_vs_trl": median_ratio(times["trl"], times["ours"]),
+        "rl_samples_vs_trl_processor": median_ratio(processor["trl"], processor["ours"]),
         "rl_samples_per_s": samples / statistics.median(times["ours"]),
         "rl_samples_per_s_trl": samples / statistics.median(times["trl"]),
-        "rl_samples_vs_trl_processor": median_ratio(processor["trl"], processor["ours"]),
         "batch_invariant_cost": median_ratio(processor["invariant"], processor["ours"]) - 1.0,
         "logprob_max_difference": max(run["largest_difference"] for run in runs["invariant"]),
         "logprob_max_difference_fast": max(run["largest_difference"] for run in runs["ours"]),
-        "rl_reward_gain": statistics.median(gains["ours"]),
-        "rl_reward_gain_trl": statistics.median(gains["trl"]),
+        "rl_reward_gain": gains["ours"],
+        "rl_reward_gain_trl": gains["trl"],
     }
     curves = {side: [run["rewards"] for run in found] for side, found in runs.items()}
-    return figures, {"trl": best, "trl_step_s": tried, "trl_failures": failures, "curves": curves}
+    peers = {"trl": best, "trl_step_s": tried, "trl_failures": failures, "curves": curves}
+    return (
+        {f"{name}{suffix}": value for name, value in figures.items()},
+        {f"{name}{suffix}": value for name, value in peers.items()},
+    )
 
 
 def _try_variants(python: Path, asked: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
@@ -152,29 +162,24 @@ def _gain(run: dict[str, Any]) -> float:
 
 
 def packing_figures() -> Figures:
-    """What is computed or waited for in vain, over batches of 64 sessions per rank (median 3,000 tokens)."""
-    figures: Figures = {}
-    for ranks in (1, 8):
-        wastes: list[float] = []
-        for seed in range(20):
-            drawn = np.random.default_rng(seed).lognormal(8.0, 1.2, 64 * ranks)
-            lengths = np.clip(drawn, 16, 32_768).astype(int).tolist()
-            packing = pack_sequences(lengths, 32_768, ranks)
-            wastes.append(_lost_share(lengths, packing))
-        figures[f"packing_waste_{ranks}_ranks"] = statistics.mean(wastes)
-    figures["packing_waste"] = max(figures.values())
-    return figures
+    """What is computed and what is waited for in vain, over batches of 64 sessions per rank (median 3,000
+    tokens, up to 32,768)."""
+    padded: list[float] = []
+    waited: list[float] = []
+    for seed in range(20):
+        drawn = np.random.default_rng(seed).lognormal(8.0, 1.2, 64 * 8)
+        lengths = np.clip(drawn, 16, 32_768).astype(int).tolist()
+        packing = pack_sequences(lengths, 32_768, 8)
+        padded.append(_padded_share(lengths, packing))
+        waited.append(packing_waste(lengths, packing))
+    return {"packing_waste": statistics.mean(padded), "packing_wait_8_ranks": statistics.mean(waited)}
 
 
-def _lost_share(lengths: list[int], packing: list[list[list[int]]]) -> float:
-    """Padding inside attention, as a share of all work, and ranks that wait."""
+def _padded_share(lengths: list[int], packing: list[list[list[int]]]) -> float:
+    """Padding, which is inside attention alone, as a share of all that is computed."""
     useful = sum(sequence_cost(length) for length in lengths)
-    padding = 0.0
-    for batches in packing:
-        for batch in batches:
-            padding += _padding_cost([lengths[i] for i in batch])
-    waiting = packing_waste(lengths, packing)
-    return 1.0 - (1.0 - waiting) * useful / (useful + padding)
+    padding = sum(_padding_cost([lengths[i] for i in batch]) for batches in packing for batch in batches)
+    return padding / (useful + padding)
 
 
 def _padding_cost(lengths: list[int]) -> float:

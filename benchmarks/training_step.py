@@ -125,6 +125,7 @@ class Timed:
 
 def step_figures(rounds: int, models: Sequence[str]) -> tuple[Figures, dict[str, Any]]:
     """Ratios of tokens per second, for every model and kind of batch; the worse model's under plain names."""
+    transformers.utils.logging.disable_progress_bar()
     figures: Figures = {}
     peers: dict[str, Any] = {}
     for name in models:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from rl_task import COMPLETION_TOKENS, PROMPT_TOKENS, Clock, prompts, report, reward, settings
+from rl_task import PROMPT_TOKENS, Clock, prompts, report, reward, settings
 
 from etude.config import LossConfig, OptimizerConfig, RlConfig
 from etude.inference import Engine
@@ -29,9 +29,6 @@ from etude.store.blobs import MemoryBlobs
 from etude.training import RlTrainer
 from etude.weights import MemoryWeights
 
-_LENGTH = PROMPT_TOKENS + COMPLETION_TOKENS
-_PARAMS = SamplingParams(max_tokens=COMPLETION_TOKENS)
-
 
 class Loop:
     """One run: an engine, a trainer, and what goes between them."""
@@ -39,13 +36,15 @@ class Loop:
     def __init__(self, asked: dict[str, Any]) -> None:
         model = load_model(Path(asked["checkpoint"]))
         self.group_size, self.seed = asked["group_size"], asked["seed"]
+        self.length = PROMPT_TOKENS + asked["completion_tokens"]
+        self.params = SamplingParams(max_tokens=asked["completion_tokens"])
         self.weights, self.blobs = MemoryWeights(), MemoryBlobs()
         config = RlConfig(
             num_steps=asked["steps"],
             groups_per_step=asked["groups"],
             group_size=self.group_size,
             updates_per_step=1,
-            loss=LossConfig(kind="clip", clip_high=0.2, constant_tokens=COMPLETION_TOKENS),
+            loss=LossConfig(kind="clip", clip_high=0.2, constant_tokens=asked["completion_tokens"]),
             optimizer=OptimizerConfig(
                 learning_rate=asked["learning_rate"],
                 beta2=0.999,
@@ -61,7 +60,12 @@ class Loop:
         self.largest_difference = 0.0
         """Between any sampled token's log-probability and the trainer's."""
         self.engine = Engine(
-            model.config, model.vocab_size, rows, _LENGTH, kernels="native", native_threads=asked["threads"]
+            model.config,
+            model.vocab_size,
+            rows,
+            self.length,
+            kernels="native",
+            native_threads=asked["threads"],
         )
         self.publish()
 
@@ -80,7 +84,7 @@ class Loop:
         }
         for name, tokens in asked.items():
             self.engine.submit(
-                SampleRequest(name, name, tokens, _PARAMS, frozenset(), (self.seed, *name.encode()))
+                SampleRequest(name, name, tokens, self.params, frozenset(), (self.seed, *name.encode()))
             )
         segments: dict[str, Segment] = {}
         while len(segments) < len(asked):
@@ -92,16 +96,16 @@ class Loop:
 
     def _segment(self, name: str, prompt: NDArray[np.int32], chunks: list[Any]) -> Segment:
         tokens = np.concatenate([prompt, *(chunk.tokens for chunk in chunks)])
-        logprobs = np.zeros(_LENGTH, dtype=np.float32)
+        logprobs = np.zeros(self.length, dtype=np.float32)
         logprobs[PROMPT_TOKENS:] = np.concatenate([chunk.logprobs for chunk in chunks])
         found = [chunk for chunk in chunks if chunk.routes is not None]
-        routes = np.full((_LENGTH, *found[0].routes.shape[1:]), 255, dtype=np.uint8)
+        routes = np.full((self.length, *found[0].routes.shape[1:]), 255, dtype=np.uint8)
         for chunk in found:  # the last token's experts are never computed: nothing follows it
             routes[chunk.routes_start : chunk.routes_start + len(chunk.routes)] = chunk.routes
-        span = (VersionSpan(0, _LENGTH, chunks[-1].version),)
-        sampled = np.arange(_LENGTH) >= PROMPT_TOKENS
+        span = (VersionSpan(0, self.length, chunks[-1].version),)
+        sampled = np.arange(self.length) >= PROMPT_TOKENS
         kept = self.blobs.put(routes)
-        return Segment(name, name, tokens, sampled, logprobs, span, span, (), _PARAMS, "t", "t", kept)
+        return Segment(name, name, tokens, sampled, logprobs, span, span, (), self.params, "t", "t", kept)
 
     def step(self, number: int, given: list[list[int]]) -> float:
         """One whole step; returns the mean reward."""

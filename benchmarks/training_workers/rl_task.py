@@ -1,7 +1,7 @@
 """The single-turn task that both sides learn, in the standard library only: both environments import it.
 
-A prompt of eight tokens, thirty-two are sampled, the reward is the share of them in the lower quarter of the
-vocabulary.
+A prompt of eight tokens, a fixed number of tokens sampled, and as reward the share of these in the lower
+quarter of the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from typing import Any
 
 PROMPT_TOKENS = 8
-COMPLETION_TOKENS = 32
 
 
 def prompts(seed: int, count: int, vocab_size: int) -> list[list[int]]:

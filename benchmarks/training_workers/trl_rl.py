@@ -14,7 +14,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 import torch
 import transformers
 from datasets import Dataset
-from rl_task import COMPLETION_TOKENS, Clock, prompts, report, reward, settings
+from rl_task import Clock, prompts, report, reward, settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import GRPOConfig, GRPOTrainer
 
@@ -66,8 +66,8 @@ def main() -> None:
             max_steps=asked["steps"],
             per_device_train_batch_size=asked["groups"] * asked["group_size"],
             num_generations=asked["group_size"],
-            max_completion_length=COMPLETION_TOKENS,
-            generation_kwargs={"min_new_tokens": COMPLETION_TOKENS},
+            max_completion_length=asked["completion_tokens"],
+            generation_kwargs={"min_new_tokens": asked["completion_tokens"]},
             learning_rate=asked["learning_rate"],
             lr_scheduler_type="constant",
             optim="adamw_torch_fused",

@@ -14,11 +14,10 @@ sys.path.insert(0, str(Path(training.__file__).parent / "training_workers"))
 import rl_task
 
 
-def test_lost_work_counts_padding_and_waiting() -> None:
-    assert training._lost_share([100, 100], [[[0, 1]]]) == 0.0
-    padded = training._lost_share([4000, 3900], [[[0, 1]]])
-    assert 0.0 < padded < 0.03
-    assert training._lost_share([100], [[[0]], [[]]]) == pytest.approx(0.5)
+def test_padding_is_counted_inside_attention_alone() -> None:
+    assert training._padded_share([100, 100], [[[0, 1]]]) == 0.0
+    assert 0.0 < training._padded_share([4000, 3900], [[[0, 1]]]) < 0.02
+    assert training._padded_share([4000, 100], [[[0], [1]], [[], []]]) == 0.0
 
 
 def test_gains_are_of_five_steps_against_five() -> None:
