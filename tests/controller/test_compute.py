@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +13,7 @@ from etude.config import RunConfig
 from etude.controller.compute import (
     Place,
     choose_place,
+    choose_weight_dtype,
     place_model,
     settle_compute,
     settle_evaluation,
@@ -92,7 +93,7 @@ def test_what_would_end_a_run_at_once_is_refused_before_it_has_a_directory(
     ],
 )
 def test_what_does_not_fit_together_or_cannot_be_had_is_refused_by_its_field(
-    options: dict[str, str], error: type[UserError], field: str
+    options: dict[str, Any], error: type[UserError], field: str
 ) -> None:
     with pytest.raises(error) as caught:
         choose_place(**options)
@@ -101,6 +102,15 @@ def test_what_does_not_fit_together_or_cannot_be_had_is_refused_by_its_field(
 
 def test_kernels_of_a_cpu_choose_the_cpu() -> None:
     assert choose_place(kernels="eager") == Place("cpu", "float32", "eager")
+
+
+def test_only_native_kernels_keep_weights_in_another_format_than_the_model() -> None:
+    native, eager = (Place("cpu", "float32", kernels) for kernels in ("native", "eager"))
+    assert [choose_weight_dtype(w, native) for w in ("auto", "bfloat16")] == ["float32", "bfloat16"]
+    assert choose_weight_dtype("auto", Place("cuda", "bfloat16", "gpu")) == "bfloat16"
+    with pytest.raises(ConfigError) as caught:
+        choose_weight_dtype("bfloat16", eager)
+    assert caught.value.field == "engine.weight_dtype" and caught.value.fix
 
 
 def test_device_and_number_format_are_stored_with_the_run_and_kept(tmp_path: Path) -> None:

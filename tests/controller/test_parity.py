@@ -241,7 +241,12 @@ def test_an_engine_that_cannot_score_ends_the_run_with_its_own_error(tmp_path: P
 
 
 def test_invariant_numerics_are_refused_where_they_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    for field, value in (("backend", "vllm"), ("kernels", "eager"), ("cache_dtype", "bfloat16")):
+    for field, value in (
+        ("backend", "vllm"),
+        ("kernels", "eager"),
+        ("cache_dtype", "bfloat16"),
+        ("weight_dtype", "bfloat16"),
+    ):
         with pytest.raises(ValueError, match=rf"engine\.{field}: must be .* with numerics"):
             RunConfig.model_validate({"numerics": "invariant", "engine": {field: value}})
     config = RunConfig.model_validate({"numerics": "invariant"})

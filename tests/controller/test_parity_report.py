@@ -53,13 +53,20 @@ def measure(model: LanguageModel, **sections: Any) -> ParityReport:
 
 
 @needs_compiler
-@pytest.mark.parametrize("shape", [{}, DENSE])
+@pytest.mark.parametrize("shape", [{}, DENSE, LATENT])
 def test_invariant_sides_are_equal_in_every_comparison(shape: dict[str, Any]) -> None:
     report = measure(model_of(**shape), numerics="invariant")
     assert report.passes(0.0, exact=True)
     assert report.figures[SAMPLED].num_tokens == 3 * 24
     assert report.figures[SCORED].num_tokens == 3 * 39
-    assert report.routes_differing == (None if shape else 0.0)
+    assert report.routes_differing == (None if shape is DENSE else 0.0)
+
+
+@needs_compiler
+def test_weights_in_bfloat16_stay_within_the_gate_and_not_within_float32() -> None:
+    report = measure(model_of(), engine={"kernels": "native", "weight_dtype": "bfloat16"})
+    assert report.passes(1e-3)
+    assert not report.passes(1e-6)
 
 
 @pytest.mark.parametrize("shape", [{}, DENSE, LATENT])

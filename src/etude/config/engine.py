@@ -61,6 +61,11 @@ class EngineConfig(Section):
     """Number format of keys and values. `auto`: as the model computes. `bfloat16` holds twice as many where
     that is float32, and moves the engine's log-probabilities away from the trainer's: by 0.002 on average in
     small random models, by 0.01 at most. Not with native kernels."""
+    weight_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Number format in which native kernels keep their copy of the matrices; they compute in float32 all the
+    same. `auto`: as the model computes. `bfloat16` halves what is read of them, which is most of the time
+    where few sessions decode with a large model, and moves log-probabilities away from the trainer's as far
+    as the rounding of weights does. On a GPU set `dtype` instead."""
     speculative_tokens: int = Field(default=0, ge=0, le=64)
     """Most tokens that are guessed ahead and verified in one step; 0: none. Tokens are the same either way:
     it saves steps where guesses are right, and costs some otherwise."""

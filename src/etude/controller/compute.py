@@ -113,6 +113,21 @@ def choose_place(
     return Place(chosen, choose_dtype(dtype, chosen), choose_kernels(kernels, observer, chosen))
 
 
+def choose_weight_dtype(configured: str, place: Place) -> Dtype:
+    """The number format of the engine's matrices (see EngineConfig). Raises ConfigError for another one than
+    the model's where the kernels are not native."""
+    if configured == "auto":
+        return place.dtype
+    if place.kernels != "native" and configured != place.dtype:
+        raise ConfigError(
+            f"the {place.kernels} kernels keep weights as the model has them",
+            field="engine.weight_dtype",
+            received=configured,
+            fix="leave it at auto" + ("" if place.device == "cpu" else ", and set dtype"),
+        )
+    return "bfloat16" if configured == "bfloat16" else "float32"
+
+
 def free_memory_bytes(model: nn.Module, place: Place) -> int:
     """Memory that is left for keys and values of an engine yet to be made, which will hold the weights of
     `model` twice: those in service, and the next ones beside them."""

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.config import RunConfig
-from etude.controller.compute import choose_place, place_model
+from etude.controller.compute import choose_place, choose_weight_dtype, place_model
 from etude.controller.numerics import settle_numerics, use_numerics
 from etude.controller.parity_report import ParityReport, compare, play
 from etude.errors import ConfigError
@@ -75,7 +75,7 @@ async def _open(
         config.engine.prefill_tokens,
         place.kernels,
         config.engine.native_threads or available_cores(),
-        native_weights=place.dtype,
+        native_weights=choose_weight_dtype(config.engine.weight_dtype, place),
         device=place.device,
     )
     weights = MemoryWeights()

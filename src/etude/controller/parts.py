@@ -10,7 +10,7 @@ from pathlib import Path
 
 from etude.config import RunConfig
 from etude.controller.backends import open_checked_backend
-from etude.controller.compute import choose_place
+from etude.controller.compute import choose_place, choose_weight_dtype
 from etude.controller.corpus import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.inference import Engine, EngineService, choose_drafts, pages_for
@@ -96,7 +96,7 @@ async def _open_engine(
         config.engine.native_threads or available_cores(),
         num_pages=pages_for(config.engine.cache_tokens),
         token_bytes=tokenizer.decode_bytes,
-        native_weights=place.dtype,
+        native_weights=choose_weight_dtype(config.engine.weight_dtype, place),
         device=place.device,
         drafts=choose_drafts(
             config.engine.drafts, config.engine.speculative_tokens, config.initial_checkpoint

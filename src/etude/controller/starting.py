@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from etude.config import RunConfig
-from etude.controller.compute import choose_device, choose_place
+from etude.controller.compute import choose_device, choose_place, choose_weight_dtype
 from etude.controller.models import settle_model
 from etude.controller.numerics import settle_numerics
 from etude.inference.vllm import check_vllm
@@ -18,4 +18,5 @@ def check_start(config: RunConfig) -> None:
         check_vllm(config.engine.vllm)
         choose_device(config.device, config.numerics)
     else:
-        choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
+        place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
+        choose_weight_dtype(config.engine.weight_dtype, place)
