@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -103,8 +103,12 @@ def _explain(error: ValidationError) -> ConfigError:
 
 def _field_names(sections: tuple[str, ...]) -> list[str]:
     model: type[BaseModel] = RunConfig
-    for section in sections:
+    names = iter(sections)
+    for section in names:
         annotation = model.model_fields[section].annotation
+        if get_origin(annotation) is dict:  # sections by names that the user gives
+            next(names, None)
+            annotation = get_args(annotation)[1]
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation

@@ -17,7 +17,7 @@ from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 from etude.tokens.training import END_TOKEN, train_tokenizer
 from etude.training import Document
 from etude.training.pretraining.corpora import Corpus, open_corpus
-from etude.training.pretraining.infilling import OWN_SENTINELS, Infilling
+from etude.training.pretraining.infilling import OWN_SENTINELS, RESERVED_TOKENS, Infilling
 from etude.training.pretraining.reading import ReadingReport, SourceFiles, find_files
 from etude.training.pretraining.sources import CorpusSource, InfillingShares, cut
 
@@ -127,13 +127,14 @@ def heldout_documents(source: CorpusSource, window: int, most_tokens: int) -> li
 def heldout_middles(
     corpus: Corpus, documents: Sequence[Document], tokenizer: Tokenizer, window: int
 ) -> list[Document]:
-    """The same texts with a gap to fill in (prefix, suffix, middle); only the gap's tokens are marked. Empty
+    """The same texts, a little shortened, with a gap to fill in (prefix, suffix, middle); only the gap's tokens are marked. Empty
     where the tokenizer or the corpus has no way to."""
     infilling = Infilling.find(tokenizer)
     if infilling is None or not corpus.is_text:
         return []
     end_token, random = end_token_of(tokenizer), np.random.default_rng(0)
-    turned = [infilling.turn(document.tokens, end_token, 0.0, random) for document in documents]
+    shortened = (document.tokens[: window - RESERVED_TOKENS] for document in documents)
+    turned = [infilling.turn(tokens, end_token, 0.0, random) for tokens in shortened]
     return [
         Document(tokens, np.ones(len(tokens), np.float32), infilling.middles(tokens))
         for tokens in turned

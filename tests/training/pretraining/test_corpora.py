@@ -15,7 +15,9 @@ from etude.config import SourceConfig
 from etude.errors import ConfigError, ResourceError
 from etude.tokens.training import END_TOKEN
 from etude.training.pretraining.corpora import Corpus, open_corpus
+from etude.training.pretraining.infilling import Infilling
 from etude.training.pretraining.reading import find_files
+from etude.training.pretraining.sources import CorpusSource, InfillingShares
 from tests.training.pretraining.builders import TEXTS, make_corpus, tiny_tokenizer, write_jsonl
 
 
@@ -153,3 +155,17 @@ def test_copies_are_on_the_same_side_of_what_is_held_out(tmp_path: Path) -> None
     assert corpus.heldout(1e-9).sum() == 2, "at least one document, with its copy"
     assert not corpus.heldout(0.0).any()
     assert not make_corpus(tmp_path, ["only one"], "single").heldout(0.5).any()
+
+
+def test_pieces_of_long_documents_are_turned_inside_out_too(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path, [TEXTS[0] * 40])
+    infilling = Infilling.of(tiny_tokenizer())
+    source = CorpusSource(
+        corpus, SourceConfig(path="x"), corpus.heldout(0.0), shares=InfillingShares(infilling, 1.0, 0.5)
+    )
+    pieces = source.pieces(64)
+    assert len(pieces) > 10
+    read = [source.read(piece, 64, np.random.default_rng(number)) for number, piece in enumerate(pieces)]
+    turned = sum(int(document.tokens[0]) == infilling.prefix for document in read)
+    assert turned >= len(pieces) - 1, "all but what may be left of the end"
+    assert all(len(document.tokens) <= 64 for document in read)

@@ -24,6 +24,8 @@ SENTINELS = (
     ("[PREFIX]", "[SUFFIX]", "[MIDDLE]"),  # Codestral
 )
 """Prefix, suffix, middle, as known tokenizers call them."""
+RESERVED_TOKENS = 16
+"""By how much a document may grow when it is turned: three marks, and words that are cut at two places."""
 OWN_SENTINELS = SENTINELS[0]
 """What tokenizers that are trained here have."""
 

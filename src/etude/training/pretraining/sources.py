@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from etude.config import MixtureSourceConfig
 from etude.training.pretraining.corpora import Corpus
 from etude.training.pretraining.documents import Document
-from etude.training.pretraining.infilling import Infilling
+from etude.training.pretraining.infilling import RESERVED_TOKENS, Infilling
 
 Pieces = NDArray[np.int64]
 """[pieces, 3] document, first token, end."""
@@ -92,8 +92,10 @@ class CorpusSource:
         return self.corpus.lengths
 
     def pieces(self, window: int) -> Pieces:
-        """See Source."""
+        """See Source. Where pieces may be turned inside out, they leave room for that."""
         lengths = self.corpus.lengths
+        if self.shares is not None:
+            window = max(2, window - RESERVED_TOKENS)
         return cut(np.flatnonzero(~self.heldout & (lengths > 1)), lengths, window)
 
     def read(self, piece: NDArray[np.int64], window: int, random: np.random.Generator) -> Document:
