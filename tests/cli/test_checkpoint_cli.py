@@ -106,9 +106,7 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path: Path, mistake: str) -> N
 
 def test_the_settings_of_the_page_are_the_defaults_and_its_commands_exist() -> None:
     page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
-    blocks = {
-        kind: text for kind, text in re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    }
+    blocks = dict(re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
     assert parse_config(tomllib.loads(blocks["toml"])).checkpoint == CheckpointConfig()
     commands = re.findall(r"^etude checkpoint (\w+)", blocks[""], re.MULTILINE)
     assert sorted(commands) == ["export", "import", "show", "verify"]

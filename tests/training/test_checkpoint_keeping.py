@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -137,6 +138,48 @@ def test_the_last_whole_one_is_found_and_others_are_counted_by_reason(tmp_path: 
     with _keeper(tmp_path, keep_last=3) as keeper:
         keeper.save(small_model(4), _state(4))
     assert _steps(tmp_path) == [1, 4]
+
+
+def _save_until_killed(directory: Path, num_syncs: int) -> None:
+    """Saves step after step, and dies at the n-th sync of a file, in the thread that writes."""
+    left, fsync = [num_syncs], os.fsync
+
+    def dying_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        left[0] -= 1
+        if left[0] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.fsync = dying_fsync
+    with _keeper(directory) as keeper:
+        for step in range(1, 10):
+            keeper.save(small_model(step), _state(step))
+
+
+def test_a_save_in_flight_at_a_kill_costs_nothing_that_was_saved_before(tmp_path: Path) -> None:
+    syncs = 6  # four files, their directory, the one above
+    for number in range(1, 2 * syncs + 1):
+        directory = tmp_path / str(number)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)
+            try:
+                _save_until_killed(directory, number)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        found = find_resumable(directory / "latest", MemorySink(), SilentObserver())
+        if number < syncs:
+            assert found is None
+            continue
+        assert found is not None
+        model, state = load_checkpoint(found)
+        assert state is not None
+        assert state["step"] == number // syncs
+        assert _same(model, small_model(state["step"]))  # type: ignore[arg-type]
+        with _keeper(directory) as keeper:
+            keeper.save(small_model(7), _state(7))
+        assert _steps(directory)[-1] == 7
 
 
 def test_nothing_whole_is_refused_as_often_as_it_is_asked_for(tmp_path: Path) -> None:
