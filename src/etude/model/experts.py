@@ -36,7 +36,7 @@ class _Experts(torch.autograd.Function):
             torch.mm(rows[place], gate_up[expert], out=opened[place])
             gate, up = opened[place].chunk(2, dim=-1)
             torch.mm(F.silu(gate).mul_(up).mul_(gates[place]), down[expert], out=mixed[place])
-        ctx.sizes = sizes
+        ctx.sizes, ctx.weights_dtype = sizes, weights.dtype
         ctx.save_for_backward(rows, opened, gates, gate_up, down, source, order, inverse)
         return _sum_copies(mixed, inverse, top_k)
 
@@ -63,12 +63,12 @@ class _Experts(torch.autograd.Function):
             torch.mm(to_opened, gate_up[expert].t(), out=to_rows[place])
             if to_gate_up is not None:
                 torch.mm(rows[place].t(), to_opened, out=to_gate_up[expert])
-        to_weights = to_gates.flatten().index_select(0, inverse).view(-1, top_k).float()
+        to_weights = to_gates.flatten().index_select(0, inverse).view(-1, top_k).to(ctx.weights_dtype)
         return _sum_copies(to_rows, inverse, top_k), to_gate_up, to_down, None, to_weights
 
 
 def mix_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """See Ops.experts; on a CPU. Sums over a token's experts are float32."""
+    """See Ops.experts; on a CPU. Sums over a token's experts are float32 where x has 16 bits."""
     return cast(Tensor, _Experts.apply(x, gate_up, down, chosen, weights))
 
 
@@ -87,9 +87,6 @@ def _sum_copies(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
     """rows [T * k, width] in the experts' order -> sums by token [T, width], in the order of choice."""
     if rows.dtype == torch.float32:
         return F.embedding_bag(inverse.view(-1, top_k), rows, mode="sum")
-    return (
-        rows.index_select(0, inverse)
-        .view(-1, top_k, rows.shape[-1])
-        .sum(1, dtype=torch.float32)
-        .to(rows.dtype)
-    )
+    wide = torch.float32 if rows.dtype.itemsize == 2 else rows.dtype
+    copies = rows.index_select(0, inverse).view(-1, top_k, rows.shape[-1])
+    return copies.sum(1, dtype=wide).to(rows.dtype)

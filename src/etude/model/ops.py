@@ -26,6 +26,8 @@ _FEW_TOKENS = 32
 _FEW_WEIGHTS = 250_000
 """That holds for experts whose gate and up projections have no more weights in all; larger ones are best read
 for the tokens that chose them (measured, at widths 128 and 512 with 8 to 128 experts)."""
+_ROWS_PER_EXPERT = 16
+"""With fewer rows for an expert on average, calling a product for each costs more than it saves."""
 
 
 class Ops(Protocol):
@@ -162,7 +164,7 @@ class TorchOps(Ops):
         few = len(x) <= _FEW_TOKENS and gate_up.numel() <= _FEW_WEIGHTS
         if few and not torch.is_grad_enabled():
             return self._mix_all(x, gate_up, down, chosen, weights)
-        if x.device.type == "cpu":
+        if x.device.type == "cpu" and chosen.numel() >= _ROWS_PER_EXPERT * len(gate_up):
             return mix_by_expert(x, gate_up, down, chosen, weights)
         flat, top_k = chosen.flatten(), chosen.shape[1]
         order = flat.argsort(stable=True)
