@@ -127,8 +127,8 @@ def heldout_documents(source: CorpusSource, window: int, most_tokens: int) -> li
 def heldout_middles(
     corpus: Corpus, documents: Sequence[Document], tokenizer: Tokenizer, window: int
 ) -> list[Document]:
-    """The same texts, a little shortened, with a gap to fill in (prefix, suffix, middle); only the gap's tokens are marked. Empty
-    where the tokenizer or the corpus has no way to."""
+    """The same texts, a little shortened, with a gap to fill in (prefix, suffix, middle); only the gap's
+    tokens are marked. Empty where the tokenizer or the corpus has no way to."""
     infilling = Infilling.find(tokenizer)
     if infilling is None or not corpus.is_text:
         return []
