@@ -39,7 +39,7 @@ class RecordedRoutes:
     def __init__(self, top_k: int, num_layers: int, dtype: RouteDtype = "uint8") -> None:
         """`num_layers`: those that route."""
         self._native = NativeRoutes(top_k)
-        self._chosen: list[Tensor] = []
+        self._chosen: list[list[Tensor]] = [[] for _ in range(num_layers)]
         self._num_layers = num_layers
         self._dtype = torch.uint8 if dtype == "uint8" else torch.uint16
 
@@ -48,10 +48,11 @@ class RecordedRoutes:
         """A recorder for models of this configuration."""
         return RecordedRoutes(config.routes_per_token, config.num_moe_layers, config.route_dtype)
 
-    def select(self, layer: int, scores: Tensor) -> Tensor:
-        """See NativeRoutes.select."""
+    def select(self, layer: int, scores: Tensor, rows: Tensor | None = None) -> Tensor:
+        """See NativeRoutes.select. `rows`: these come next in order; other calls bring the rest."""
         chosen = self._native.select(layer, scores)
-        self._chosen.append(chosen)
+        assert rows is not None or not self._chosen[layer], "one record per layer and forward pass"
+        self._chosen[layer].append(chosen)
         return chosen
 
     def take(self, num_rows: int = 0, wanted: Tensor | None = None) -> Tensor:
@@ -60,16 +61,16 @@ class RecordedRoutes:
         `num_rows`: T, which a dense model's record does not tell. `wanted` [N]: the rows that the last layer
         computed, where not all; the others are missing there.
         """
-        assert len(self._chosen) == self._num_layers, "one record per layer and forward pass"
+        assert all(self._chosen), "one record per layer and forward pass"
         if not self._chosen:
             return torch.zeros((num_rows, 0, 0), dtype=self._dtype)
+        layers = [parts[0] if len(parts) == 1 else torch.cat(parts) for parts in self._chosen]
         if wanted is not None:
-            computed = self._chosen[-1]
+            computed = layers[-1]
             rows = computed.new_full((num_rows, computed.shape[1]), missing_route(self._dtype))
-            self._chosen[-1] = rows.index_copy(0, wanted, computed)
-        routes = torch.stack(self._chosen, dim=1).to(self._dtype)
-        self._chosen = []
-        return routes
+            layers[-1] = rows.index_copy(0, wanted, computed)
+        self._chosen = [[] for _ in range(self._num_layers)]
+        return torch.stack(layers, dim=1).to(self._dtype)
 
 
 class ReplayedRoutes:
@@ -97,26 +98,31 @@ class ReplayedRoutes:
         self._all_recorded = not any(bool(rows.any()) for rows in self._missing)
         self._min_share = min_share
         self._uses = [0] * len(by_layer)
+        """Rows that were replayed, by layer."""
 
-    def select(self, layer: int, scores: Tensor) -> Tensor:
-        """scores [T, experts] -> [T, top_k], in the recorded order."""
-        chosen = self._recorded[layer]
-        self._uses[layer] += 1
+    def select(self, layer: int, scores: Tensor, rows: Tensor | None = None) -> Tensor:
+        """scores [T, experts] -> [T, top_k], in the recorded order; `rows` [n]: of these alone, [n, experts]
+        -> [n, top_k]."""
+        chosen, missing = self._recorded[layer], self._missing[layer]
+        if rows is not None:
+            chosen, missing = chosen[rows], missing[rows]
+        self._uses[layer] += len(chosen)
         if not self._all_recorded:
             native = scores.topk(chosen.shape[-1], dim=-1).indices
-            chosen = torch.where(self._missing[layer][:, None], native, chosen)
+            chosen = torch.where(missing[:, None], native, chosen)
         return _plausible(chosen, scores, self._min_share) if self._min_share > 0 else chosen
 
     def check_consumed(self) -> None:
         """To be called after the forward pass, before its backward pass, which may compute layers again.
 
-        Raises RouteReplayError unless every layer's record was used exactly once.
+        Raises RouteReplayError unless every row of every layer's record was used exactly once.
         """
-        if any(uses != 1 for uses in self._uses):
+        pairs = list(zip(self._uses, self._recorded, strict=True))
+        if any(uses != len(record) for uses, record in pairs):
             raise RouteReplayError(
                 "each layer's routes must be replayed exactly once per forward pass",
                 field="routes",
-                received=self._uses,
+                received=[uses / max(1, len(record)) for uses, record in pairs],
                 fix="give each forward pass its own ReplayedRoutes",
             )
 

@@ -1,14 +1,14 @@
 """Architectures that are not defined here: transformers' AutoModelForCausalLM behind our Model protocol.
 
-They train with the same loss, batches and scoring as our own, and sample through vLLM. What they lack: routes
-are neither recorded nor replayed, and there is no batch-invariant mode; the importance ratio and the parity
-gate carry the difference.
+They train with the same loss, batches and scoring as our own, and sample through vLLM. Experts are recorded
+and replayed through their router modules. There is no batch-invariant mode; the importance ratio and the
+parity gate carry the difference.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,8 +23,13 @@ from etude.model.attention import PackedAttention
 from etude.model.feed_forward import RouterStatistics
 from etude.model.logprobs import checkpointed_logprobs
 from etude.model.ops import Ops, TorchOps
+from etude.model.routes import NativeRoutes, RecordedRoutes, ReplayedRoutes
+from etude.model.transformers_routes import LayerLoads, find_routers, routed_by
 from etude.protocols import Attention, Routes
 
+_ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+_STATE_FIELDS = ("state_size", "ssm_state_size", "mamba_d_state", "time_step_rank", "attention_hidden_size")
+"""What configurations of state-space and recurrent models have."""
 MAX_GROUP_TOKENS = 8192
 """Sequences are computed together up to so many tokens, padding included."""
 _CIRCUMSTANCES = frozenset(
@@ -67,6 +72,7 @@ class TransformersModel(nn.Module):
             raise CheckpointError(
                 f"transformers cannot load it: {error}", field="directory", received=str(directory)
             ) from error
+        _check_supported(config)
         _check_report(cast(Mapping[str, Any], report))
         model = TransformersModel(inner)
         for name, parameter in model.named_parameters():
@@ -78,7 +84,8 @@ class TransformersModel(nn.Module):
 
     @staticmethod
     def from_config(config: Any, seed: int) -> TransformersModel:
-        """A model of a transformers configuration with new weights."""
+        """A model of a transformers configuration with new weights. Raises CheckpointError as `load` does."""
+        _check_supported(config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             inner = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -111,28 +118,49 @@ class TransformersModel(nn.Module):
     ) -> Tensor:
         """tokens [T], positions [T] -> final hidden states [T, width], or the rows `wanted` [N] of them.
 
-        Raises ConfigError for what needs an architecture of our own: another attention than PackedAttention,
-        routes, router statistics.
+        Every layer computes all rows; of the last that routes, `routes` and `statistics` are asked for those
+        `wanted`, as they are by our own models. Raises ConfigError for another attention than
+        PackedAttention, and for routes or statistics of a model without routers that are known.
         """
-        if not isinstance(attention, PackedAttention) or routes is not None or statistics is not None:
+        asks_routers = routes is not None or statistics is not None
+        if not isinstance(attention, PackedAttention) or (asks_routers and not self.routers):
             raise ConfigError(
-                "transformers' models are computed in packed batches, without routes and router statistics",
+                "transformers' models are computed in packed batches, and replay experts of usual routers",
                 field="model",
                 received=type(self.inner).__name__,
                 fix="switch route replay and the balance loss off, and sample with engine.backend = 'vllm'",
             )
         body = cast(Any, self.inner).base_model
+        loads = None if statistics is None else LayerLoads()
         parts: list[Tensor] = []
         start = 0
         for lengths in _groups(attention.lengths):
             rows = slice(start, start + sum(lengths))
             given = [values[rows].split(lengths) for values in (tokens, positions)]
             ids, places = (nn.utils.rnn.pad_sequence(list(parts), batch_first=True) for parts in given)
-            output = body(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state
+            with ExitStack() as stack:
+                if asks_routers:
+                    real = _real_rows(lengths, ids.device)
+                    choose = _GroupChoice(routes, self.routers, real, start, wanted)
+                    stack.enter_context(routed_by(self.routers, choose, loads, real))
+                output = body(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state
             parts += [row[:length] for row, length in zip(output, lengths, strict=True)]
             start = rows.stop
+        if statistics is not None and loads is not None:
+            loads.put_into(statistics)
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
         return hidden if wanted is None else hidden.index_select(0, wanted)
+
+    @property
+    def routers(self) -> list[nn.Module]:
+        """Those of a mixture of experts, by layer."""
+        return find_routers(self.inner)
+
+    @property
+    def routes_shape(self) -> tuple[int, int]:
+        """Layers that route, and experts per token; (0, 0) where no experts are chosen."""
+        routers = self.routers
+        return (len(routers), int(cast(Any, routers[0]).top_k)) if routers else (0, 0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, width] -> logits [N, vocabulary] in float32."""
@@ -148,6 +176,42 @@ class TransformersModel(nn.Module):
         """Writes a Hugging Face directory that transformers, vLLM and `load` read."""
         with _no_progress_bars():
             cast(Any, self.inner).save_pretrained(directory, safe_serialization=True)
+
+
+class _GroupChoice:
+    """Chooses experts for one padded group out of a packed batch."""
+
+    def __init__(
+        self,
+        routes: Routes[Tensor] | None,
+        routers: list[nn.Module],
+        real: Tensor,
+        start: int,
+        wanted: Tensor | None,
+    ) -> None:
+        """`real`: the tokens among the group's rows; the first is row `start` of the batch."""
+        assert routes is None or isinstance(routes, (NativeRoutes, RecordedRoutes, ReplayedRoutes))
+        self._routes = routes
+        self._routers = routers
+        self._real = real
+        self._rows = torch.arange(start, start + len(real), device=real.device)
+        self._wanted = wanted
+
+    def __call__(self, layer: int, scores: Tensor) -> Tensor:
+        native = scores.topk(int(cast(Any, self._routers[layer]).top_k), dim=-1).indices
+        if self._routes is None or isinstance(self._routes, NativeRoutes):
+            return native
+        real, rows = self._real, self._rows
+        if self._wanted is not None and layer == len(self._routers) - 1:
+            rows = ((self._wanted >= rows[0]) & (self._wanted <= rows[-1])).nonzero().flatten()
+            real = real[self._wanted[rows] - self._rows[0]]
+        return native.index_copy(0, real, self._routes.select(layer, scores[real], rows))
+
+
+def _real_rows(lengths: list[int], device: torch.device) -> Tensor:
+    """Which rows of the sequences, padded to the first's length and flattened, are tokens."""
+    width = lengths[0]
+    return torch.cat([torch.arange(i * width, i * width + n, device=device) for i, n in enumerate(lengths)])
 
 
 @contextmanager
@@ -172,6 +236,21 @@ def _groups(lengths: tuple[int, ...]) -> list[list[int]]:
         else:
             groups.append([length])
     return groups
+
+
+def _check_supported(config: Any) -> None:
+    """Raises CheckpointError for models that are no decoders with attention alone: what they carry from token
+    to token would run on through padding, and an encoder's input is not there at all."""
+    text = config.get_text_config()
+    kinds = {str(kind) for kind in getattr(text, "layer_types", None) or ()}
+    recurrent = sorted(kinds - _ATTENTION_KINDS) or [n for n in _STATE_FIELDS if getattr(text, n, None)]
+    if config.is_encoder_decoder or recurrent:
+        raise CheckpointError(
+            "is an encoder with a decoder" if config.is_encoder_decoder else "has layers that carry a state",
+            field="config.json: model_type",
+            received=f"{config.model_type}: {', '.join(recurrent)}" if recurrent else config.model_type,
+            fix="use a causal language model whose layers are all attention",
+        )
 
 
 def _check_report(report: Mapping[str, Any]) -> None:

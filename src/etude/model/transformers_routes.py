@@ -1,0 +1,130 @@
+"""Expert routes of transformers' mixtures of experts.
+
+Their routers are modules that end with a top k over the experts' scores and make gates of what it gives. For
+the time of a pass that one top k is answered by our routes: everything else, gates and gradients included, is
+the router's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from etude.errors import RouteReplayError
+from etude.model.feed_forward import RouterStatistics
+
+Choose = Callable[[int, Tensor], Tensor]
+"""(layer among those that route, scores [rows, experts] without gradient) -> experts [rows, top_k]."""
+_ROUTER = re.compile(r"Top[kK]Router$")
+
+
+def find_routers(model: nn.Module) -> list[nn.Module]:
+    """The routers of a mixture of experts, by layer; empty for a dense model, and for a mixture whose routers
+    are not built as transformers' usually are."""
+    return [
+        module
+        for module in model.modules()
+        if _ROUTER.search(type(module).__name__)
+        and hasattr(module, "top_k")
+        and hasattr(module, "num_experts")
+    ]
+
+
+class LayerLoads:
+    """Sums of the routers' probabilities and of their assignments, over the groups of one pass."""
+
+    def __init__(self) -> None:
+        self._probabilities: dict[int, Tensor] = {}
+        self._counts: dict[int, Tensor] = {}
+        self._num_rows: dict[int, int] = {}
+
+    def add(self, layer: int, probabilities: Tensor, chosen: Tensor) -> None:
+        """probabilities [rows, experts], differentiable, and experts [rows, top_k] of some rows."""
+        counts = torch.zeros_like(probabilities[0].detach())
+        flat = chosen.flatten()
+        counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=counts.dtype))
+        total = probabilities.sum(0)
+        self._probabilities[layer] = self._probabilities.get(layer, 0) + total
+        self._counts[layer] = self._counts.get(layer, 0) + counts
+        self._num_rows[layer] = self._num_rows.get(layer, 0) + len(probabilities)
+
+    def put_into(self, statistics: RouterStatistics) -> None:
+        """Means over all rows, layer by layer."""
+        for layer in sorted(self._counts):
+            statistics.probabilities.append(self._probabilities[layer] / self._num_rows[layer])
+            statistics.shares.append(self._counts[layer] / self._counts[layer].sum())
+
+
+@contextmanager
+def routed_by(
+    routers: Sequence[nn.Module], choose: Choose, loads: LayerLoads | None, real: Tensor
+) -> Iterator[None]:
+    """Lets `choose` pick the experts of every row of one forward pass.
+
+    `real` [rows]: which rows of what the routers see are tokens and no padding; only those enter `loads`.
+    Raises RouteReplayError, in the pass, for a router that asks otherwise than it should.
+    """
+    with ExitStack() as stack:
+        for layer, router in enumerate(routers):
+            own = router.forward
+            router.forward = partial(_route, own, router, layer, choose, loads, real)
+            stack.callback(router.__dict__.pop, "forward")
+        yield
+
+
+def _route(
+    forward: Callable[[Tensor], Any],
+    router: nn.Module,
+    layer: int,
+    choose: Choose,
+    loads: LayerLoads | None,
+    real: Tensor,
+    hidden: Tensor,
+) -> Any:
+    choice = _Choice(cast(Any, router), partial(choose, layer))
+    with choice:
+        output = forward(hidden)
+    if choice.chosen is None:
+        raise RouteReplayError(
+            "this router's choice cannot be replaced",
+            field="model",
+            received=type(router).__name__,
+            fix='set rl.router_replay = "off"',
+        )
+    if loads is not None:
+        logits = output[0].reshape(-1, output[0].shape[-1]).float()[real]
+        if hasattr(router, "e_score_correction_bias"):
+            scores = logits.sigmoid()
+            probabilities = scores / scores.sum(-1, keepdim=True)
+        else:
+            probabilities = logits.softmax(-1)
+        loads.add(layer, probabilities, choice.chosen[real])
+    return output
+
+
+class _Choice(TorchFunctionMode):
+    """Answers the top k over all experts with another choice."""
+
+    def __init__(self, router: Any, choose: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._shape = (int(router.num_experts), int(router.top_k))
+        self._choose = choose
+        self.chosen: Tensor | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.topk, torch.Tensor.topk) and args[0].ndim == 2:
+            k = args[1] if len(args) > 1 else kwargs["k"]
+            if (args[0].shape[-1], k) == self._shape:
+                self.chosen = self._choose(args[0].detach())
+                return torch.return_types.topk((args[0].gather(-1, self.chosen), self.chosen))
+        return func(*args, **kwargs)
