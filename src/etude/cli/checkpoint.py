@@ -125,13 +125,13 @@ def _convert(source: Path, target: Path, dtype: Dtype, max_file_gb: float) -> No
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """A checkpoint itself; of a run all that it has, the model that it is known by first."""
+    """A checkpoint itself; of a run all that can be used, the model that it is known by first."""
     if (path / "config.toml").is_file():
         root = path / "checkpoints"
         found = [file.parent for name in ("config.json", "state.pt") for file in root.rglob(name)]
         order = {"final": 0, "midtrained": 1, "latest": 2}
-        visible = {p for p in found if not any(part.startswith(".") for part in p.relative_to(root).parts)}
-        found = sorted(visible, key=lambda p: (order.get(p.name, len(order)), p.name))
+        usable = {p for p in found if not _put_aside(p.relative_to(root).parts)}
+        found = sorted(usable, key=lambda p: (order.get(p.name, len(order)), p.name))
     else:
         found = [path] if any((path / name).is_file() for name in ("config.json", "state.pt")) else []
     if not found:
@@ -142,6 +142,11 @@ def _checkpoints(path: Path) -> list[Path]:
             fix="name a checkpoint or Hugging Face directory, or a run directory with checkpoints",
         )
     return found
+
+
+def _put_aside(parts: tuple[str, ...]) -> bool:
+    """Whether it is half-written, or known as damaged."""
+    return parts[0] == "damaged" or any(part.startswith(".") for part in parts)
 
 
 def _name(directory: Path, asked: Path) -> str:
