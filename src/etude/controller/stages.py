@@ -36,8 +36,6 @@ class StageRunner:
     observer: Observer
     shown: Callable[[Figures], Figures]
     """Which of a step's figures are reported."""
-    write_more: Callable[[Path], object] | None = None
-    """Adds files to the checkpoint: it gets the directory to write to."""
 
     def restore(self, trainer: NextTokenTrainer, adapt: Callable[[AnyModel], None] | None = None) -> bool:
         """Takes up the stage's checkpoint, if there is one; returns whether there was.
@@ -95,4 +93,4 @@ class StageRunner:
         }
         if trainer.drafts is not None:
             state["drafts"] = trainer.drafts.layers.state_dict()
-        keeper.save(trainer.model, state, self.write_more)
+        keeper.save(trainer.model, state)

@@ -28,7 +28,6 @@ _ROWS = 1024
 class ReadingReport:
     """What was passed over, and why."""
 
-    num_documents: int = 0
     skipped: dict[str, int] = field(default_factory=dict[str, int])
     """Documents by reason: `not UTF-8`, `empty`."""
 
@@ -64,7 +63,6 @@ class SourceFiles:
                 if not len(raw):
                     report.skip("empty")
                     continue
-                report.num_documents += 1
                 yield raw
 
     def problem(self, message: str, path: Path, received: object, fix: str) -> ConfigError:
