@@ -15,7 +15,7 @@ from etude.controller.families import open_family
 from etude.controller.parts import open_parts
 from etude.evaluation.statistics import wilson_interval
 from etude.observe import RunDirectory
-from etude.records import PolicyVersion, SamplingParams, Status, Task, Trajectory
+from etude.records import SamplingParams, Status, Task, Trajectory
 from etude.rollout.collect import run_tasks
 
 
