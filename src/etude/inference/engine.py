@@ -31,6 +31,7 @@ from etude.inference.scheduler import Scheduler, StepPlan
 from etude.inference.scoring import score_tokens
 from etude.inference.sequences import Answer, TokenBytes
 from etude.inference.speculation import NgramLookup
+from etude.inference.versions import serves
 from etude.inference.weights import DoubleWeights
 from etude.model import LanguageModel
 from etude.model.kernels.native.matrices import WeightType
@@ -227,7 +228,7 @@ class Engine:
 
     def _check(self, request: SampleRequest) -> None:
         version = self.current()
-        if request.version is not None and not _serves(version, request.version, request.version_is_minimum):
+        if request.version is not None and not serves(version, request.version, request.version_is_minimum):
             raise SamplerError(
                 "version is not served", field="version", received=f"{request.version}; serving {version}"
             )
@@ -423,11 +424,3 @@ def _cache_type(wanted: CacheType, kernels: Kernels, computed: torch.dtype) -> t
             fix="leave it at auto, or set engine.kernels=eager",
         )
     return held
-
-
-def _serves(current: PolicyVersion, wanted: PolicyVersion, wanted_is_minimum: bool) -> bool:
-    if current.lineage != wanted.lineage:
-        return False
-    if current.step == wanted.step:
-        return wanted.digest in ("", current.digest)
-    return wanted_is_minimum and current.step > wanted.step
