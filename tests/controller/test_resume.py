@@ -47,6 +47,7 @@ def rl_figures(run: RunDirectory) -> list[tuple[int, float, float, float]]:
     return [(row["step"], row["reward"], row["trained_groups"], row.get("grad_norm", 0.0)) for row in rows]
 
 
+@pytest.mark.slow
 def test_mid_training_goes_on_bit_for_bit_after_a_kill_and_an_interrupt(tmp_path: Path) -> None:
     undisturbed, report = run_here(midtraining_config(tmp_path / "whole"))
     config = midtraining_config(tmp_path / "broken")
@@ -105,6 +106,7 @@ def test_reinforcement_learning_goes_on_bit_for_bit_after_a_kill_and_an_interrup
         assert resumed_report[name] == report[name], name
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_stops_at_once_and_leaves_no_process(tmp_path: Path) -> None:
     config = learning_config(tmp_path)
     with adopting_orphans() as left_behind, run_elsewhere(config) as process:
