@@ -34,7 +34,7 @@ from etude.agent.index.grep.query import GrepQuery, GrepResult
 from etude.agent.index.grep.ripgrep import Ripgrep, sort_key
 from etude.agent.index.grep.search import Base, Searcher
 from etude.agent.index.grep.segment import Flags, Segment
-from etude.agent.index.grep.tree import Tree, scan, stat_file, walk_flags
+from etude.agent.index.grep.tree import Statuses, Tree, scan, stat_file, walk_flags
 from etude.errors import StoreError
 
 __all__ = ["GrepIndex"]
@@ -126,7 +126,7 @@ class GrepIndex:
             scanned_ns = time.time_ns()
             suspects = None if changed is None else {os.fsencode(path) for path in changed}
             tree, statuses = await self._look(root, suspects)
-            state = await asyncio.to_thread(_compare, self._contents, root, tree.files, statuses)
+            state = await asyncio.to_thread(_compare, self._contents, root, tree.files, statuses, suspects)
             fresh, entries = await asyncio.to_thread(_merge_small, self._contents, *state)
             jobs = await asyncio.to_thread(
                 plan_jobs, root, sorted(fresh, key=sort_key), lambda: self.directory / new_name("segment")
@@ -147,7 +147,7 @@ class GrepIndex:
         """
         contents = self._contents
         tree, statuses = await self._look(self.root, None)
-        fresh, entries = await asyncio.to_thread(_compare, contents, self.root, tree.files, statuses)
+        fresh, entries = await asyncio.to_thread(_compare, contents, self.root, tree.files, statuses, None)
         stale = set(fresh)
         for entry, old, segment in zip(entries, contents.manifest.segments, contents.segments, strict=True):
             stale |= {segment.document_path(number) for number in set(entry.dead) - set(old.dead)}
@@ -155,12 +155,11 @@ class GrepIndex:
         stale |= await asyncio.to_thread(_newer_rules, self.root, tree.rules, contents.manifest.scanned_ns)
         return sorted(map(os.fsdecode, stale)), sorted(map(os.fsdecode, tree.directories))
 
-    async def _look(self, root: Path, suspects: set[bytes] | None) -> tuple[Tree, list[_Statuses]]:
-        """The tree as it is now, and the status of every document that may have changed, looked up while
-        ripgrep lists."""
-        flags = self._searcher.base.flags
-        looking = asyncio.to_thread(_look_up, self._contents, os.fsencode(root), suspects)
-        return await asyncio.gather(scan(self._ripgrep, root, flags), looking)
+    async def _look(self, root: Path, suspects: set[bytes] | None) -> tuple[Tree, Statuses | None]:
+        """The tree as it is now, with the status of its files where any of them may have changed."""
+        statuses: Statuses | None = {} if suspects is None else None
+        tree = await scan(self._ripgrep, root, self._searcher.base.flags, statuses)
+        return tree, statuses
 
     def overlay(self) -> Overlay:
         """A place for the edits of one session, searched together with this index as it is now."""
@@ -222,46 +221,53 @@ def _entries(paths: Iterable[Path]) -> list[SegmentEntry]:
     ]
 
 
-_Statuses = list[os.stat_result | Literal["trusted"] | None]
-"""Per document: its file's status, None if there is none; `trusted` where it cannot have changed."""
-
-
-def _look_up(contents: Contents, root: bytes, suspects: set[bytes] | None) -> list[_Statuses]:
-    """The statuses of every segment's documents. `suspects`: only these, and what lies below them."""
-
-    def status_of(path: bytes) -> os.stat_result | Literal["trusted"] | None:
-        if suspects is not None and path not in suspects and suspects.isdisjoint(above_paths(path)):
-            return "trusted"
-        return stat_file(root, path)
-
-    return [[status_of(path) for path in segment.paths()] for segment in contents.segments]
-
-
 def _compare(
-    contents: Contents, root: Path, files: tuple[bytes, ...], statuses: list[_Statuses]
+    contents: Contents,
+    root: Path,
+    files: tuple[bytes, ...],
+    statuses: Statuses | None,
+    suspects: set[bytes] | None,
 ) -> tuple[list[bytes], list[SegmentEntry]]:
-    """Files to index anew, and the segments with the documents that these or removals replace marked dead."""
+    """Files to index anew, and the segments with the documents that these or removals replace marked dead.
+
+    `statuses`: of all files, or None if only `suspects`, and what lies below them, can have changed.
+    """
+    base = os.fsencode(root)
+    look = _lookup(base, statuses, suspects)
     listed = set(files)
     known: set[bytes] = set()
     entries: list[SegmentEntry] = []
-    segments = zip(contents.manifest.segments, contents.segments, statuses, strict=True)
-    for entry, segment, found in segments:
-        same = _same(segment, os.fsencode(root), contents.manifest.scanned_ns, listed, found)
+    for entry, segment in zip(contents.manifest.segments, contents.segments, strict=True):
+        same = _same(segment, base, contents.manifest.scanned_ns, listed, look)
         known |= {path for path, is_same in same if is_same}
         dead = {number for number, (_, is_same) in enumerate(same) if not is_same}
         entries.append(replace(entry, dead=tuple(sorted(dead))))
     return [path for path in files if path not in known], entries
 
 
+_Lookup = Callable[[bytes], os.stat_result | Literal["trusted"] | None]
+"""A file's status; None if there is none; `trusted` where it cannot have changed."""
+
+
+def _lookup(root: bytes, statuses: Statuses | None, suspects: set[bytes] | None) -> _Lookup:
+    def of_suspects(path: bytes) -> os.stat_result | Literal["trusted"] | None:
+        assert suspects is not None
+        if path not in suspects and suspects.isdisjoint(above_paths(path)):
+            return "trusted"
+        return stat_file(root, path)
+
+    return of_suspects if statuses is None else statuses.get
+
+
 def _same(
-    segment: Segment, root: bytes, scanned_ns: int, listed: set[bytes], statuses: _Statuses
+    segment: Segment, root: bytes, scanned_ns: int, listed: set[bytes], look: _Lookup
 ) -> list[tuple[bytes, bool]]:
     """Each document and whether it is alive, listed and as it was: by size and time, by its hash in doubt."""
     sizes_bytes, mtimes_ns = segment.sizes_bytes.tolist(), segment.mtimes_ns.tolist()
     safe_ns = scanned_ns - _RACY_NS
 
     def is_same(number: int, path: bytes) -> bool:
-        status = statuses[number]
+        status = look(path)
         if status == "trusted":
             return True
         if status is None or status.st_size != sizes_bytes[number]:

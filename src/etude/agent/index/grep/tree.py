@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import re
 import stat
@@ -16,6 +17,7 @@ from etude.errors import ConfigError, SandboxError
 __all__ = [
     "GIT_EXCLUDE",
     "IGNORE_NAMES",
+    "Statuses",
     "Tree",
     "is_rule_path",
     "list_files",
@@ -29,6 +31,10 @@ GIT_EXCLUDE = b".git/info/exclude"
 _DEADLINE_S = 600.0
 _LOG_BYTES = 1 << 30
 _IGNORING = re.compile(rb"ignoring \./(.*): Ignore\(")
+
+
+Statuses = dict[bytes, os.stat_result]
+"""Of regular files, by path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +82,13 @@ async def list_files(
     return _paths(output.stdout)
 
 
-async def scan(ripgrep: Ripgrep, root: Path, flags: Iterable[str] = ()) -> Tree:
-    """Lists the tree. Raises ConfigError if `root` is no directory, SandboxError if ripgrep fails."""
+async def scan(
+    ripgrep: Ripgrep, root: Path, flags: Iterable[str] = (), statuses: Statuses | None = None
+) -> Tree:
+    """Lists the tree, and takes into `statuses`, if given, that of every regular file in its directories.
+
+    Raises ConfigError if `root` is no directory, SandboxError if ripgrep fails.
+    """
     if not await asyncio.to_thread(root.is_dir):
         raise ConfigError(
             "is no directory", field="root", received=str(root), fix="name the root of a source tree"
@@ -91,19 +102,19 @@ async def scan(ripgrep: Ripgrep, root: Path, flags: Iterable[str] = ()) -> Tree:
     )
     if output.cut or output.status not in (0, 1, 2):
         raise SandboxError("ripgrep could not list the tree", field="root", received=str(root))
-    return await asyncio.to_thread(_read_listing, root, output)
+    return await asyncio.to_thread(_read_listing, root, output, statuses)
 
 
-def _read_listing(root: Path, output: Output) -> Tree:
+def _read_listing(root: Path, output: Output, statuses: Statuses | None) -> Tree:
     skipped = {match[1] for match in _IGNORING.finditer(output.stderr)}
-    return _surroundings(root, sorted(_paths(output.stdout), key=sort_key), skipped)
+    return _surroundings(root, sorted(_paths(output.stdout), key=sort_key), skipped, statuses)
 
 
 def _paths(listing: bytes) -> list[bytes]:
     return [path.removeprefix(b"./") for path in listing.split(b"\0") if path]
 
 
-def _surroundings(root: Path, files: list[bytes], skipped: set[bytes]) -> Tree:
+def _surroundings(root: Path, files: list[bytes], skipped: set[bytes], statuses: Statuses | None) -> Tree:
     """Looks into each directory that holds a listed file, and into those that were entered for nothing."""
     listed = set(files)
     directories = _directories_of(files)
@@ -111,8 +122,7 @@ def _surroundings(root: Path, files: list[bytes], skipped: set[bytes]) -> Tree:
     shadows: list[bytes] = []
     rules: list[bytes] = []
     for directory in queue:
-        for name, is_directory in _entries(root, directory):
-            path = directory + b"/" + name if directory else name
+        for path, is_directory in _entries(root, directory, statuses):
             if is_rule_path(path):
                 rules.append(path)
             if path in listed or path in directories:
@@ -138,13 +148,21 @@ def _directories_of(files: Iterable[bytes]) -> set[bytes]:
     return found
 
 
-def _entries(root: Path, directory: bytes) -> list[tuple[bytes, bool]]:
-    """Names in one directory and whether each is a directory itself; none if it is gone or closed to us."""
+def _entries(root: Path, directory: bytes, statuses: Statuses | None) -> list[tuple[bytes, bool]]:
+    """Paths in one directory and whether each is a directory itself; none if it is gone or closed to us."""
+    prefix = directory + b"/" if directory else b""
+    found: list[tuple[bytes, bool]] = []
     try:
         with os.scandir(os.fsencode(root) + b"/" + directory) as entries:
-            return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+            for entry in entries:
+                path = prefix + entry.name
+                found.append((path, entry.is_dir(follow_symlinks=False)))
+                if statuses is not None and entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+                        statuses[path] = entry.stat(follow_symlinks=False)
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
+    return found
 
 
 def stat_file(root: bytes, path: bytes) -> os.stat_result | None:
