@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import re
 import stat
@@ -28,6 +27,7 @@ __all__ = [
 
 IGNORE_NAMES = (b".gitignore", b".ignore", b".rgignore")
 GIT_EXCLUDE = b".git/info/exclude"
+_RULE_ENDINGS = (b"ignore", b".git", b"/exclude")
 _DEADLINE_S = 600.0
 _LOG_BYTES = 1 << 30
 _IGNORING = re.compile(rb"ignoring \./(.*): Ignore\(")
@@ -123,7 +123,7 @@ def _surroundings(root: Path, files: list[bytes], skipped: set[bytes], statuses:
     rules: list[bytes] = []
     for directory in queue:
         for path, is_directory in _entries(root, directory, statuses):
-            if is_rule_path(path):
+            if path.endswith(_RULE_ENDINGS) and is_rule_path(path):  # hardly any: the first look is quick
                 rules.append(path)
             if path in listed or path in directories:
                 continue
@@ -158,8 +158,10 @@ def _entries(root: Path, directory: bytes, statuses: Statuses | None) -> list[tu
                 path = prefix + entry.name
                 found.append((path, entry.is_dir(follow_symlinks=False)))
                 if statuses is not None and entry.is_file(follow_symlinks=False):
-                    with contextlib.suppress(FileNotFoundError):  # gone since it was listed
+                    try:
                         statuses[path] = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue  # gone since it was listed
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return []
     return found
