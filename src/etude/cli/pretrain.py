@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,9 +16,9 @@ from etude.cli.exits import EXIT_INTERRUPTED, error_console
 from etude.cli.output import output_console, print_json, program
 from etude.cli.progress import open_observer
 from etude.cli.train import resumed_run
-from etude.config import load_config
+from etude.config import RunConfig, load_config
 from etude.errors import ConfigError
-from etude.observe import RunDirectory
+from etude.observe import Observer, RunDirectory
 
 ConfigOption = Annotated[
     Path | None, typer.Option("--config", help="TOML file, such as configs/pretraining.toml.")
@@ -58,17 +58,31 @@ def pretrain_command(
     # Heavy: torch comes with it.
     from etude.controller.pretraining import check_pretraining, pretrain
 
+    train_stage("pretrain", check_pretraining, pretrain, run_config, config, settings, resume, as_json)
+
+
+def train_stage(
+    stage: str,
+    check: Callable[[RunConfig], None],
+    train: Callable[[RunConfig, RunDirectory, Observer, bool], dict[str, Any]],
+    run_config: RunConfig,
+    file: Path | None,
+    settings: Sequence[str],
+    resume: bool,
+    as_json: bool,
+) -> None:
+    """Begins a run of a stage, or goes on with it, and prints its report, or how to go on after Ctrl-C."""
     if resume:
         run = resumed_run(run_config)
     else:
-        check_pretraining(run_config)
+        check(run_config)
         run = RunDirectory.create(run_config)
     try:
-        report = pretrain(run_config, run, open_observer(), resume)
+        report = train(run_config, run, open_observer(), resume)
     except KeyboardInterrupt:
-        print_interrupted("pretrain", run, config, settings)
+        _print_interrupted(stage, run, file, settings)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    print_report(run, report, as_json)
+    _print_report(run, report, as_json)
 
 
 def merge(
@@ -92,7 +106,7 @@ def merge(
     return settings + ([] if draft_layers is None else [f"{section}.drafts.num_layers={draft_layers}"])
 
 
-def print_interrupted(command: str, run: RunDirectory, config: Path | None, settings: Sequence[str]) -> None:
+def _print_interrupted(command: str, run: RunDirectory, config: Path | None, settings: Sequence[str]) -> None:
     """How to go on, on standard error."""
     options = [part for setting in settings for part in ("--set", setting)]
     file = [] if config is None else ["--config", str(config)]
@@ -101,7 +115,7 @@ def print_interrupted(command: str, run: RunDirectory, config: Path | None, sett
     error_console().print(f"  {again}", markup=False, soft_wrap=True)
 
 
-def print_report(run: RunDirectory, report: Mapping[str, Any], as_json: bool) -> None:
+def _print_report(run: RunDirectory, report: Mapping[str, Any], as_json: bool) -> None:
     """What came out: held-out losses by source, what was read, and where the model is."""
     if as_json:
         print_json(report)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import typer
+from functools import partial
 
-from etude.cli.exits import EXIT_INTERRUPTED
 from etude.cli.pretrain import (
     CheckpointOption,
     ConfigOption,
@@ -15,14 +14,10 @@ from etude.cli.pretrain import (
     OverridesOption,
     ResumeOption,
     merge,
-    print_interrupted,
-    print_report,
+    train_stage,
 )
-from etude.cli.progress import open_observer
 from etude.cli.served_model import make_shelf
-from etude.cli.train import resumed_run
 from etude.config import load_config
-from etude.observe import RunDirectory
 
 
 def sft_command(
@@ -41,14 +36,5 @@ def sft_command(
     # Heavy: torch comes with it.
     from etude.controller.sft import check_sft, fine_tune
 
-    if resume:
-        run = resumed_run(run_config)
-    else:
-        check_sft(run_config)
-        run = RunDirectory.create(run_config)
-    try:
-        report = fine_tune(run_config, run, open_observer(), resume, make_shelf)
-    except KeyboardInterrupt:
-        print_interrupted("sft", run, config, settings)
-        raise typer.Exit(EXIT_INTERRUPTED) from None
-    print_report(run, report, as_json)
+    train = partial(fine_tune, make_shelf=make_shelf)
+    train_stage("sft", check_sft, train, run_config, config, settings, resume, as_json)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from etude.config import MixtureConfig, PretrainConfig, RunConfig, StageConfig
-from etude.controller.compute import place_model
+from etude.controller.compute import place_model, settle_compute
 from etude.controller.models import settle_model
 from etude.controller.stages import Figures, StageRunner
 from etude.controller.stopping import StopSignal
@@ -21,7 +21,7 @@ from etude.model import DraftLayers, LanguageModel, build_model
 from etude.model.huggingface import load_draft_layers
 from etude.model.huggingface.drafts import add_draft_layers
 from etude.model.loading import AnyModel, load_any_model
-from etude.observe import MetricSink, Observer, RunDirectory, write_json
+from etude.observe import JsonlSink, MetricSink, Observer, RunDirectory, write_json
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import (
     Document,
@@ -38,6 +38,8 @@ from etude.training.pretraining.trainer import DraftTraining
 
 HELDOUT = "heldout"
 """Kind of the rows of metrics that hold held-out losses, one per source."""
+
+Stage = Literal["pretrain", "sft"]
 
 Heldout = Mapping[str, Mapping[str, Sequence[Document]]]
 """By source and by what is measured (`loss`, `middle_loss`): documents, whose marked tokens count."""
@@ -57,14 +59,17 @@ class Sitting:
     """One sitting of a run."""
 
     config: RunConfig
-    section: MixtureConfig
-    stage: str
-    """`pretrain` or `sft`."""
+    stage: Stage
     run: RunDirectory
     observer: Observer
     stop: StopSignal
     metrics: MetricSink
     report: dict[str, Any]
+
+    @property
+    def section(self) -> MixtureConfig:
+        """The stage's settings."""
+        return self.config.pretrain if self.stage == "pretrain" else self.config.sft
 
     def train(self, learner: Learner, mixture: Mixture, heldout: Callable[[int], Heldout]) -> dict[str, Any]:
         """Trains to the end of the stage and returns the report. `heldout`: what is held out, for a window.
@@ -72,6 +77,25 @@ class Sitting:
         Raises InterruptedRunError after Ctrl-C or SIGTERM, with the state saved.
         """
         return _Training(self, learner, mixture, heldout).go()
+
+
+def sit(
+    stage: Stage,
+    config: RunConfig,
+    run: RunDirectory,
+    observer: Observer,
+    resume: bool,
+    train: Callable[[Sitting], dict[str, Any]],
+) -> dict[str, Any]:
+    """Opens a sitting for `train` and returns its report, or that of a run which is finished already."""
+    with run.lock():
+        report: dict[str, Any] = (run.read_json(run.report_file) or {}) if resume else {}
+        if report.get("complete"):
+            observer.say("the run is finished already")
+            return report
+        with JsonlSink(run.metrics_file) as metrics, open_stop(config, run, metrics, observer) as stop:
+            config = settle_compute(run, settle(config), observer)
+            return train(Sitting(config, stage, run, observer, stop, metrics, report))
 
 
 class _Training:

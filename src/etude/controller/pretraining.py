@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from etude.config import RunConfig
-from etude.controller.compute import settle_compute
 from etude.controller.corpora import (
     find_sources,
     heldout_documents,
@@ -20,18 +19,16 @@ from etude.controller.mixtures import (
     Sitting,
     open_drafts,
     open_model,
-    open_stop,
     settle,
+    sit,
     window_of,
 )
 from etude.controller.train import TOKENIZER
-from etude.observe import JsonlSink, Observer, RunDirectory
+from etude.observe import Observer, RunDirectory
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document
 from etude.training.pretraining.mixture import Mixture
 from etude.training.pretraining.sources import CorpusSource
-
-STAGE = "pretrain"
 
 
 def check_pretraining(config: RunConfig) -> None:
@@ -46,25 +43,22 @@ def pretrain(config: RunConfig, run: RunDirectory, observer: Observer, resume: b
     With `resume` goes on where an earlier sitting of the same run ended, however it ended, bit for bit.
     Raises InterruptedRunError after Ctrl-C or SIGTERM, with the state saved.
     """
-    with run.lock():
-        report: dict[str, Any] = (run.read_json(run.report_file) or {}) if resume else {}
-        if report.get("complete"):
-            observer.say("the run is finished already")
-            return report
-        with JsonlSink(run.metrics_file) as metrics, open_stop(config, run, metrics, observer) as stop:
-            config = settle_compute(run, settle(config), observer)
-            section = config.pretrain
-            files = find_sources(section.sources)
-            tokenizer = open_tokenizer(config, run.path / TOKENIZER, files, observer)
-            sources = open_sources(files, tokenizer, section, observer)
-            model = open_model(config, section, tokenizer)
-            learner = Learner(tokenizer, model, open_drafts(config, section, model))
-            window = window_of(model, config)
-            mixture = Mixture(sources, section.tokens_per_step, section.pool_tokens, window, config.seed)
-            sitting = Sitting(config, section, STAGE, run, observer, stop, metrics, report)
-            return sitting.train(
-                learner, mixture, lambda window: _heldout(sources, tokenizer, window, section.heldout_tokens)
-            )
+    return sit("pretrain", config, run, observer, resume, _pretrain)
+
+
+def _pretrain(sitting: Sitting) -> dict[str, Any]:
+    config, section, observer = sitting.config, sitting.config.pretrain, sitting.observer
+    files = find_sources(section.sources)
+    tokenizer = open_tokenizer(config, sitting.run.path / TOKENIZER, files, observer)
+    sources = open_sources(files, tokenizer, section, observer)
+    model = open_model(config, section, tokenizer)
+    learner = Learner(tokenizer, model, open_drafts(config, section, model))
+    mixture = Mixture(
+        sources, section.tokens_per_step, section.pool_tokens, window_of(model, config), config.seed
+    )
+    return sitting.train(
+        learner, mixture, lambda window: _heldout(sources, tokenizer, window, section.heldout_tokens)
+    )
 
 
 def _heldout(sources: Sequence[CorpusSource], tokenizer: Tokenizer, window: int, most_tokens: int) -> Heldout:

@@ -7,27 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from etude.config import RunConfig
-from etude.controller.compute import settle_compute
 from etude.controller.mixtures import (
     Heldout,
     Learner,
     Sitting,
     open_drafts,
     open_model,
-    open_stop,
     settle,
+    sit,
     window_of,
 )
 from etude.controller.sessions import SessionReader, split_heldout
 from etude.errors import ConfigError
-from etude.observe import JsonlSink, Observer, RunDirectory
+from etude.observe import Observer, RunDirectory
 from etude.tokens.chat.shelf import RendererShelf
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document
 from etude.training.pretraining.mixture import Mixture
 from etude.training.pretraining.sources import SessionSource
-
-STAGE = "sft"
 
 MakeShelf = Callable[[Tokenizer, str, str], RendererShelf]
 """From a tokenizer, and the names of a grammar and of a template."""
@@ -48,29 +45,25 @@ def fine_tune(
     config: RunConfig, run: RunDirectory, observer: Observer, resume: bool, make_shelf: MakeShelf
 ) -> dict[str, Any]:
     """Trains as the section `sft` says and returns the report; resumes and stops as `pretrain` does."""
-    with run.lock():
-        report: dict[str, Any] = (run.read_json(run.report_file) or {}) if resume else {}
-        if report.get("complete"):
-            observer.say("the run is finished already")
-            return report
-        with JsonlSink(run.metrics_file) as metrics, open_stop(config, run, metrics, observer) as stop:
-            config = settle_compute(run, settle(config), observer)
-            section = config.sft
-            check_sft(config)
-            tokenizer = Tokenizer.load(Path(str(config.initial_checkpoint)))
-            model = open_model(config, section, tokenizer)
-            window = window_of(model, config)
-            reader = SessionReader(
-                tokenizer,
-                lambda: make_shelf(tokenizer, section.grammar, section.template),
-                section.observation_weight,
-                window,
-            )
-            sources, held = _open_sources(reader, config, observer)
-            mixture = Mixture(sources, section.tokens_per_step, section.pool_tokens, window, config.seed)
-            learner = Learner(tokenizer, model, open_drafts(config, section, model))
-            sitting = Sitting(config, section, STAGE, run, observer, stop, metrics, report)
-            return sitting.train(learner, mixture, lambda _: held)
+
+    def train(sitting: Sitting) -> dict[str, Any]:
+        config, section = sitting.config, sitting.config.sft
+        check_sft(config)
+        tokenizer = Tokenizer.load(Path(str(config.initial_checkpoint)))
+        model = open_model(config, section, tokenizer)
+        window = window_of(model, config)
+        reader = SessionReader(
+            tokenizer,
+            lambda: make_shelf(tokenizer, section.grammar, section.template),
+            section.observation_weight,
+            window,
+        )
+        sources, held = _open_sources(reader, config, observer)
+        mixture = Mixture(sources, section.tokens_per_step, section.pool_tokens, window, config.seed)
+        learner = Learner(tokenizer, model, open_drafts(config, section, model))
+        return sitting.train(learner, mixture, lambda _: held)
+
+    return sit("sft", config, run, observer, resume, train)
 
 
 def _open_sources(
