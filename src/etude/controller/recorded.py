@@ -93,8 +93,9 @@ def train_recorded(config: RunConfig, run: RunDirectory, observer: Observer, res
     with run.lock(), JsonlSink(run.metrics_file) as metrics:
         newest = find_resumable(run.checkpoints / LATEST, metrics, observer) if resume else None
         state = (read_state(newest) or {}) if newest is not None else {}
-        with StopSignal(observer, config.max_wall_s, float(state.get("elapsed_s", 0.0))) as stop:
-            return _RecordedRun(config, run, observer, stop, metrics, newest, state).go()
+        elapsed_s = float(state.get("elapsed_s", 0.0))
+        with StopSignal(observer, config.max_wall_s, elapsed_s) as stop, contextlib.ExitStack() as parts:
+            return _RecordedRun(config, run, observer, stop, metrics, newest, state, parts).train()
 
 
 class _RecordedRun:
@@ -109,7 +110,9 @@ class _RecordedRun:
         metrics: JsonlSink,
         newest: Path | None,
         state: dict[str, Any],
+        parts: contextlib.ExitStack,
     ) -> None:
+        """`parts`: takes what is opened, and is closed by the caller."""
         config = settle_numerics(settle_model(settle_recorded(config)))
         self._config, self._run, self._observer = settle_compute(run, config, observer), run, observer
         self._stop, self._metrics = stop, metrics
@@ -119,24 +122,17 @@ class _RecordedRun:
         model = cast(LanguageModel, load_any_model(directory))
         use_numerics(place_model(model, self._config), self._config)
         feedback = open_feedback(config.rl.feedback, make_renderer(self._tokenizer))
-        self._parts = contextlib.ExitStack()
         opened = open_trainer(
             model, config, MemoryWeights(), source.fetch_routes, run.path / OFFENDING, feedback=feedback
         )
-        self._trainer = self._parts.enter_context(opened)
+        self._trainer = parts.enter_context(opened)
         if newest is not None:
             self._trainer.restore(newest)
         self._stream = RecordedStream(source.log, config.rl, state.get("stream"))
         latest = run.checkpoints / LATEST
-        self._keeper = self._parts.enter_context(
-            CheckpointKeeper(latest, config.checkpoint, metrics, observer)
-        )
+        self._keeper = parts.enter_context(CheckpointKeeper(latest, config.checkpoint, metrics, observer))
 
-    def go(self) -> dict[str, Any]:
-        with self._parts:
-            return self._train()
-
-    def _train(self) -> dict[str, Any]:
+    def train(self) -> dict[str, Any]:
         rl = self._config.rl
         self._observer.stage_begins("reinforcement learning on recorded trajectories", rl.num_steps)
         exhausted = False
