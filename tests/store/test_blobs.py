@@ -1,4 +1,6 @@
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
 from etude.errors import StoreError
+from etude.records import BlobRef
 from etude.store import BlobStore, FileBlobs, MemoryBlobs
 
 arrays = arrays_of.arrays(
@@ -97,3 +100,22 @@ def test_urls_of_other_places_are_refused(tmp_path: Path, url: str) -> None:
 def test_arrays_of_objects_are_refused() -> None:
     with pytest.raises(StoreError, match="numbers"):
         MemoryBlobs().put(np.array(["text"]))
+
+
+def test_one_array_may_be_put_by_many_threads_at_once(tmp_path: Path) -> None:
+    arrays_of_all = [np.full(20_000, number, np.int32) for number in range(20)]
+    together = threading.Barrier(4)
+    store = FileBlobs(tmp_path)
+
+    def put_all(_: int) -> list[BlobRef]:
+        refs: list[BlobRef] = []
+        for array in arrays_of_all:
+            together.wait(30.0)
+            refs.append(store.put(array))
+        return refs
+
+    with ThreadPoolExecutor(4) as pool:
+        first, *others = pool.map(put_all, range(4))
+    assert all(refs == first for refs in others)
+    assert [store.get(ref)[0] for ref in first] == list(range(20))
+    assert not list(tmp_path.rglob(".*")), "nothing temporary stays"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 from blake3 import blake3
+from numpy.typing import NDArray
 from torch import Tensor
 from xxhash import xxh3_128
 
@@ -16,8 +18,8 @@ from etude.records import PolicyVersion, TensorEntry, WeightManifest
 
 def describe_tensors(version: PolicyVersion, tensors: Mapping[str, Tensor], url: str) -> WeightManifest:
     """A full snapshot's manifest; the version in it carries the digest of all tensors."""
-    entries = tuple(_entry(name, tensor) for name, tensor in sorted(tensors.items()))
-    return WeightManifest(replace(version, digest=_digest(entries)), entries, url)
+    entries = tuple(describe_tensor(name, tensor) for name, tensor in sorted(tensors.items()))
+    return WeightManifest(replace(version, digest=digest_entries(entries)), entries, url)
 
 
 def check_tensors(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> None:
@@ -29,7 +31,7 @@ def check_tensors(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> No
             f"tensors do not match the manifest of {manifest.version}", field="tensors", received=differing
         )
     for entry in manifest.tensors:
-        found = _entry(entry.name, tensors[entry.name])
+        found = describe_tensor(entry.name, tensors[entry.name], entry.cuts)
         if found != entry:
             raise WeightUpdateError(
                 f"tensor differs from the manifest of {manifest.version}",
@@ -37,23 +39,43 @@ def check_tensors(manifest: WeightManifest, tensors: Mapping[str, Tensor]) -> No
                 received=found,
                 fix="fetch the full snapshot again",
             )
-    if _digest(manifest.tensors) != manifest.version.digest:
+    if digest_entries(manifest.tensors) != manifest.version.digest:
         raise WeightUpdateError(
             "manifest does not have its version's digest", field="digest", received=manifest.version.digest
         )
 
 
-def _entry(name: str, tensor: Tensor) -> TensorEntry:
-    data = tensor.detach().contiguous().cpu().view(torch.uint8).numpy()
-    return TensorEntry(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), _hash(data))
+def describe_tensor(name: str, tensor: Tensor, cuts: tuple[int, ...] = ()) -> TensorEntry:
+    """One line of a manifest: what a tensor is called and is, with its hash. `cuts`: see TensorEntry."""
+    if not cuts or not tensor.ndim or sum(cuts) != len(tensor):
+        return TensorEntry(name, tuple(tensor.shape), dtype_name(tensor.dtype), hash_tensor(tensor))
+    digest = join_digests(hash_tensor(part) for part in torch.split(tensor, list(cuts)))
+    return TensorEntry(name, tuple(tensor.shape), dtype_name(tensor.dtype), digest, cuts)
 
 
-def _hash(data: object) -> str:
-    return xxh3_128(data).hexdigest()  # type: ignore[arg-type]
+def hash_tensor(tensor: Tensor) -> str:
+    """xxh3-128 of the bytes in C order, in hexadecimal digits."""
+    return xxh3_128(bytes_of(tensor).data).hexdigest()
 
 
-def _digest(entries: tuple[TensorEntry, ...]) -> str:
+def join_digests(digests: Iterable[str]) -> str:
+    """The digest of a tensor whose parts have these. See TensorEntry."""
+    return xxh3_128("".join(digests).encode()).hexdigest()
+
+
+def digest_entries(entries: Iterable[TensorEntry]) -> str:
+    """The digest of a version: BLAKE3 over its entries, which are sorted by name."""
     hasher = blake3()
     for entry in entries:
         hasher.update(repr(entry).encode())
     return hasher.hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As manifests write it: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_of(tensor: Tensor) -> NDArray[np.uint8]:
+    """The bytes of a tensor in C order: its own memory where it is contiguous on the CPU, else a copy."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -10,6 +10,9 @@ from etude.errors import WeightUpdateError
 from etude.records import PolicyVersion, WeightManifest
 from etude.weights.manifest import check_tensors, describe_tensors
 
+KEPT_VERSIONS = 2
+"""The one in service, and the next."""
+
 
 class MemoryWeights:
     """Keeps the last few published versions in host memory.
@@ -17,7 +20,7 @@ class MemoryWeights:
     Publishing copies, so the trainer may go on changing its own tensors at once.
     """
 
-    def __init__(self, keep: int = 2) -> None:
+    def __init__(self, keep: int = KEPT_VERSIONS) -> None:
         """`keep`: how many versions can be fetched; older ones are forgotten."""
         self._keep = keep
         self._snapshots: dict[str, dict[str, Tensor]] = {}

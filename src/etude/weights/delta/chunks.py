@@ -1,0 +1,213 @@
+"""One stretch of a tensor as bytes: what changed, or all of it.
+
+A chunk begins with its kind:
+- `SAME`: nothing follows.
+- `DELTA`: classes (number, the exponent at which each but the first begins), changes of each class, tables of
+  the gaps of each class that has changes, tables of its differences, then gaps and differences in rANS.
+- `WHOLE`: the bytes of each place within a word side by side, each such plane in zstd. Needs no base.
+- `OVERWRITE`: the number of changes, a table of gaps, the gaps in rANS, then the new words as in `WHOLE`.
+  It gives the same result whether it is applied to the base or to its own result.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from etude.weights.delta.classes import MAX_CLASSES, Words, choose_classes
+from etude.weights.delta.kernels import Changes, Coded, DeltaKernels, Positions, Starts, Tables
+from etude.weights.delta.symbols import Values
+from etude.weights.delta.tables import Table, counted_table, gap_table, read_table
+from etude.weights.delta.variable import Reader, Writer
+from etude.weights.delta.words import WordLayout
+
+SAME, DELTA, WHOLE, OVERWRITE = range(4)
+CHUNK_WORDS = 1 << 23
+"""Words of a chunk, all but the last of a tensor: bounds the memory that coding takes."""
+_WORTH_TRYING = 8
+"""Numbers hardly ever compress by more: below this share of the bytes, a delta is taken unseen."""
+_VALUES_PER_LANE = 1024
+_MAX_LANES = 256
+_ZSTD_LEVEL = 1
+
+
+def encode_chunk(
+    base: Words | None, target: Words, layout: WordLayout, kernels: DeltaKernels, *, overwrite: bool = False
+) -> bytes:
+    """The shortest chunk that makes `target` of `base`, which is as long; `base` None: of nothing.
+
+    `overwrite`: only what may be applied twice.
+    """
+    if base is None:
+        return _whole(target)
+    changes = kernels.scan(base, target, layout)
+    if not len(changes):
+        return bytes([SAME])
+    if overwrite:
+        chunk = _overwrite(target, changes.positions, kernels)
+    else:
+        chunk = _delta(base, changes, layout, kernels)
+    if len(chunk) * _WORTH_TRYING <= target.nbytes:
+        return chunk
+    return min(chunk, _whole(target), key=len)
+
+
+def decode_chunk(
+    chunk: memoryview, base: Words | None, target: Words, layout: WordLayout, kernels: DeltaKernels
+) -> None:
+    """Fills `target`. Raises ValueError for what `encode_chunk` cannot have written, if it shows."""
+    reader = Reader(chunk)
+    kind = reader.byte()
+    if kind == WHOLE:
+        target[:] = _read_planes(reader, len(target), target.itemsize)
+    elif base is None:
+        raise ValueError("a base is needed")
+    elif kind == SAME:
+        if target is not base:
+            target[:] = base
+    elif kind == DELTA:
+        _apply_delta(reader, base, target, layout, kernels)
+    elif kind == OVERWRITE:
+        _apply_overwrite(reader, base, target, kernels)
+    else:
+        raise ValueError("no such kind of chunk")
+    if reader.left:
+        raise ValueError("bytes are left over")
+
+
+def _delta(base: Words, changes: Changes, layout: WordLayout, kernels: DeltaKernels) -> bytes:
+    thresholds = choose_classes(base, layout, changes.counts)
+    numbers = np.add.reduceat(changes.counts.sum(axis=1), thresholds)
+    values = kernels.gather(base, changes, layout, thresholds, _starts(numbers))
+    groups = _groups(numbers)
+    counts = kernels.count(values, groups)
+    half = len(counts) // 2
+    tables = [gap_table(row) for row in counts[:half]] + [counted_table(row) for row in counts[half:]]
+    writer = Writer()
+    writer.byte(DELTA)
+    writer.byte(len(thresholds))
+    for exponent in thresholds[1:]:
+        writer.byte(exponent)
+    for number in numbers:
+        writer.number(int(number))
+    _write_values(writer, values, groups, tables, kernels)
+    return writer.finish()
+
+
+def _apply_delta(
+    reader: Reader, base: Words, target: Words, layout: WordLayout, kernels: DeltaKernels
+) -> None:
+    classes = reader.byte()
+    if not 1 <= classes <= MAX_CLASSES:
+        raise ValueError("no such number of classes")
+    thresholds = [0, *(reader.byte() for _ in range(classes - 1))]
+    if any(left >= right for left, right in itertools.pairwise(thresholds)):
+        raise ValueError("classes are out of order")
+    numbers = _read_numbers(reader, classes, len(base))
+    values = _read_values(reader, _groups(numbers), kernels)
+    kernels.place(base, target, layout, thresholds, _starts(numbers), values)
+
+
+def _overwrite(target: Words, positions: Positions, kernels: DeltaKernels) -> bytes:
+    gaps = np.diff(positions.astype(np.int64), prepend=-1) - 1
+    values, starts = gaps.astype(np.uint32), _starts(np.array([len(gaps)]))
+    writer = Writer()
+    writer.byte(OVERWRITE)
+    writer.number(len(gaps))
+    _write_values(writer, values, starts, [gap_table(kernels.count(values, starts)[0])], kernels)
+    _write_planes(writer, target[positions])
+    return writer.finish()
+
+
+def _apply_overwrite(reader: Reader, base: Words, target: Words, kernels: DeltaKernels) -> None:
+    numbers = _read_numbers(reader, 1, len(base))
+    gaps = _read_values(reader, _starts(numbers), kernels)
+    positions = np.cumsum(gaps.astype(np.int64) + 1) - 1
+    if len(positions) and positions[-1] >= len(base):
+        raise ValueError("changes beyond the end")
+    words = _read_planes(reader, len(positions), base.itemsize)
+    if target is not base:
+        target[:] = base
+    target[positions] = words
+
+
+def _whole(target: Words) -> bytes:
+    writer = Writer()
+    writer.byte(WHOLE)
+    _write_planes(writer, target)
+    return writer.finish()
+
+
+def _write_planes(writer: Writer, words: Words) -> None:
+    planes = np.ascontiguousarray(words.view(np.uint8).reshape(-1, words.itemsize).T)
+    for plane in planes:
+        packed = zstandard.compress(plane, _ZSTD_LEVEL)
+        writer.number(len(packed))
+        writer.raw(packed)
+
+
+def _read_planes(reader: Reader, count: int, size: int) -> Words:
+    planes = np.empty((size, count), np.uint8)
+    for plane in planes:
+        try:
+            data = zstandard.decompress(reader.raw(reader.number()), max_output_size=count)
+        except zstandard.ZstdError as error:
+            raise ValueError(f"a plane does not unpack: {error}") from error
+        if len(data) != count:
+            raise ValueError("a plane has another length")
+        plane[:] = np.frombuffer(data, np.uint8)
+    return np.ascontiguousarray(planes.T).reshape(-1).view(f"u{size}")
+
+
+def _write_values(
+    writer: Writer, values: Values, starts: Starts, tables: list[Table], kernels: DeltaKernels
+) -> None:
+    for table in tables:
+        table.write(writer)
+    coded = kernels.encode(values, starts, _stack(tables), _num_lanes(len(values)))
+    writer.raw(coded.states.astype("<u4", copy=False).data.cast("B"))
+    for part in (coded.words.astype("<u2", copy=False), coded.bits):
+        writer.number(part.nbytes)
+        writer.raw(part.data.cast("B"))
+
+
+def _read_values(reader: Reader, starts: Starts, kernels: DeltaKernels) -> Values:
+    tables = _stack([read_table(reader) for _ in range(len(starts) - 1)])
+    states = np.frombuffer(reader.raw(4 * _num_lanes(int(starts[-1]))), "<u4")
+    words = np.frombuffer(_aligned(reader.raw(reader.number())), "<u2")
+    bits = np.frombuffer(reader.raw(reader.number()), np.uint8)
+    return kernels.decode(Coded(states, words, bits), starts, tables)
+
+
+def _read_numbers(reader: Reader, classes: int, most: int) -> NDArray[np.int64]:
+    numbers = [reader.number() for _ in range(classes)]
+    if not 0 < sum(numbers) <= most:
+        raise ValueError("no such number of changes")
+    return np.array(numbers, np.int64)
+
+
+def _starts(numbers: NDArray[np.int64]) -> Starts:
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(numbers, dtype=np.int64)])
+
+
+def _groups(numbers: NDArray[np.int64]) -> Starts:
+    """Gaps of each class that has changes, then their differences."""
+    own = numbers[numbers > 0]
+    return _starts(np.concatenate([own, own]))
+
+
+def _stack(tables: list[Table]) -> Tables:
+    return np.ascontiguousarray(np.stack([table.frequencies for table in tables]))
+
+
+def _num_lanes(num_values: int) -> int:
+    """A power of two. Lanes are coded independently of each other, and each takes a few bytes."""
+    return min(_MAX_LANES, 1 << max(num_values // _VALUES_PER_LANE, 1).bit_length() - 1)
+
+
+def _aligned(data: memoryview) -> bytes:
+    """A copy, because words are read at even addresses."""
+    return bytes(data)

@@ -1,0 +1,80 @@
+"""Which words are expected to change equally often: ranges of exponents."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.weights.delta.symbols import Counts
+from etude.weights.delta.words import WordLayout
+
+MAX_CLASSES = 16
+"""That an update may have."""
+_CHOSEN_CLASSES = 8
+"""That we write at most. Twice as many make updates 1 % smaller and take longer, both ways."""
+_OVERHEAD_BITS = 96.0
+"""About what the tables of one more class take."""
+_SAMPLED = 1 << 16
+"""Words that populations are estimated from."""
+_RUN = 64
+"""Sampled words that lie side by side."""
+
+Words = NDArray[np.unsignedinteger]
+
+
+def choose_classes(words: Words, layout: WordLayout, changes: Counts) -> list[int]:
+    """Where each class begins, as exponents, the first at 0.
+
+    `changes` [256, symbols]: how many words of each exponent changed, by the symbol of the difference. Starts
+    with one class per exponent and joins neighbours while that saves more than it costs.
+    """
+    sampled = _sample(words)
+    counted = np.bincount((sampled & layout.key_mask) >> layout.key_shift, minlength=256).astype(np.float64)
+    changed = changes.sum(axis=1)
+    populations = np.maximum(counted * (len(words) / len(sampled)), changed)
+    present = np.flatnonzero(populations)
+    sums, symbols = populations[present], changes[present][:, changes.any(axis=0)].astype(np.float64)
+    starts = [0, *present[1:].tolist()]
+    costs = _cost(sums, symbols)
+    joined = _cost(sums[:-1] + sums[1:], symbols[:-1] + symbols[1:])
+    while len(starts) > 1:
+        loss = joined - costs[:-1] - costs[1:]
+        left = int(np.argmin(loss))
+        if loss[left] > 0 and len(starts) <= _CHOSEN_CLASSES:
+            break
+        right = left + 1
+        sums[left] += sums[right]
+        symbols[left] += symbols[right]
+        costs[left] = joined[left]
+        del starts[right]
+        sums, symbols, costs = (np.delete(array, right, axis=0) for array in (sums, symbols, costs))
+        joined = np.delete(joined, left)
+        near = slice(max(left - 1, 0), left + 1)
+        after = slice(near.start + 1, near.stop + 1)
+        pairs = min(near.stop, len(starts) - 1) - near.start
+        if pairs > 0:
+            near, after = slice(near.start, near.start + pairs), slice(after.start, after.start + pairs)
+            joined[near] = _cost(sums[near] + sums[after], symbols[near] + symbols[after])
+    return starts
+
+
+def _sample(words: Words) -> Words:
+    """Runs of words, evenly spread."""
+    stride = len(words) // _SAMPLED * _RUN
+    if stride <= _RUN:
+        return words
+    whole = len(words) // stride * stride
+    return words[:whole].reshape(-1, stride)[:, :_RUN].reshape(-1)
+
+
+def _cost(populations: NDArray[np.float64], symbols: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Bits of each class: which words changed, and by how much, and its tables."""
+    changed = symbols.sum(axis=1)
+    positions = _bits(populations) - _bits(changed) - _bits(populations - changed)
+    differences = _bits(changed) - _bits(symbols).sum(axis=1)
+    return positions + differences + _OVERHEAD_BITS
+
+
+def _bits(counts: NDArray[np.float64]) -> NDArray[np.float64]:
+    """n log2 n."""
+    return counts * np.log2(np.maximum(counts, 1.0))

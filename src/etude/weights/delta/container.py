@@ -1,0 +1,136 @@
+"""The file format of weight updates, whatever their tensors' bytes mean.
+
+    magic | frame of each tensor, one after another | manifest | its length | its BLAKE3 | magic
+
+The manifest is JSON in zstd: versions of target and base, and for each tensor its entry and its frame's size
+and hash. It comes last, so that an update can be written while it is made. Every byte is covered by a hash or
+compared with what it must be.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import zstandard
+from blake3 import blake3
+from xxhash import xxh3_64
+
+from etude.errors import WeightUpdateError
+from etude.records import PolicyVersion, TensorEntry
+from etude.weights.manifest import digest_entries
+
+MAGIC = b"ETUDEWU1"
+_END = b"ETUDEEND"
+_LENGTH_BYTES, _HASH_BYTES = 8, 32
+_TRAILER_BYTES = _LENGTH_BYTES + _HASH_BYTES + len(_END)
+_MOST_MANIFEST_BYTES = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Where a tensor's bytes are within an update."""
+
+    size_bytes: int
+    digest: str
+    """xxh3-64 of the frame, so that damage is found before anything is decoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateManifest:
+    """What an update consists of."""
+
+    version: PolicyVersion
+    """What comes out, with its digest."""
+    base: PolicyVersion | None
+    """What it applies to, with its digest; None for a full snapshot."""
+    tensors: tuple[TensorEntry, ...]
+    """Of the version that comes out, sorted by name."""
+    frames: tuple[Frame, ...]
+    """One a tensor, in the same order."""
+
+
+def hash_frame(frame: bytes | memoryview) -> str:
+    """See Frame.digest."""
+    return xxh3_64(frame).hexdigest()
+
+
+def pack_end(manifest: UpdateManifest) -> bytes:
+    """All that follows the frames."""
+    packed = zstandard.compress(json.dumps(_to_json(manifest), separators=(",", ":")).encode())
+    return packed + len(packed).to_bytes(_LENGTH_BYTES, "little") + blake3(packed).digest() + _END
+
+
+def read_update(update: bytes | memoryview) -> tuple[UpdateManifest, list[memoryview]]:
+    """The manifest and the frames, all of them checked against their hashes. Raises WeightUpdateError."""
+    data = memoryview(update).cast("B")
+    try:
+        manifest, end = _read_manifest(data)
+        frames: list[memoryview] = []
+        at = len(MAGIC)
+        for entry, frame in zip(manifest.tensors, manifest.frames, strict=True):
+            frames.append(data[at : at + frame.size_bytes])
+            at += frame.size_bytes
+            if hash_frame(frames[-1]) != frame.digest:
+                raise ValueError(f"the bytes of {entry.name} are not those that were written")
+        if at != end:
+            raise ValueError("the frames do not fill the update")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, zstandard.ZstdError) as error:
+        raise damaged(str(error)) from error
+    return manifest, frames
+
+
+def read_update_manifest(update: bytes | memoryview) -> UpdateManifest:
+    """Only the manifest, checked against its own hash. Raises WeightUpdateError."""
+    try:
+        return _read_manifest(memoryview(update).cast("B"))[0]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, zstandard.ZstdError) as error:
+        raise damaged(str(error)) from error
+
+
+def damaged(problem: str, field: str = "update") -> WeightUpdateError:
+    """The error for bytes that are not what was written."""
+    return WeightUpdateError(
+        f"the update is damaged: {problem}", field=field, fix="fetch it again, or the full snapshot"
+    )
+
+
+def _read_manifest(data: memoryview) -> tuple[UpdateManifest, int]:
+    """The manifest, and where the frames end."""
+    if len(data) < len(MAGIC) + _TRAILER_BYTES or bytes(data[: len(MAGIC)]) != MAGIC:
+        raise ValueError("it does not begin like one")
+    trailer = bytes(data[-_TRAILER_BYTES:])
+    size = int.from_bytes(trailer[:_LENGTH_BYTES], "little")
+    end = len(data) - _TRAILER_BYTES - size
+    if trailer[_LENGTH_BYTES + _HASH_BYTES :] != _END or end < len(MAGIC):
+        raise ValueError("it does not end like one")
+    packed = data[end : end + size]
+    if blake3(packed).digest() != trailer[_LENGTH_BYTES : _LENGTH_BYTES + _HASH_BYTES]:
+        raise ValueError("its manifest has another hash")
+    text = zstandard.decompress(packed, max_output_size=_MOST_MANIFEST_BYTES)
+    manifest = _from_json(json.loads(text))
+    if digest_entries(manifest.tensors) != manifest.version.digest:
+        raise ValueError("its manifest does not have its version's digest")
+    return manifest, end
+
+
+def _to_json(manifest: UpdateManifest) -> dict[str, Any]:
+    return {
+        "version": asdict(manifest.version),
+        "base": None if manifest.base is None else asdict(manifest.base),
+        "tensors": [
+            [entry.name, entry.shape, entry.dtype, entry.digest, frame.size_bytes, frame.digest]
+            for entry, frame in zip(manifest.tensors, manifest.frames, strict=True)
+        ],
+    }
+
+
+def _from_json(values: dict[str, Any]) -> UpdateManifest:
+    tensors: list[TensorEntry] = []
+    frames: list[Frame] = []
+    for name, shape, dtype, digest, size_bytes, frame_digest in values["tensors"]:
+        tensors.append(TensorEntry(name, tuple(shape), dtype, digest))
+        frames.append(Frame(size_bytes, frame_digest))
+    base = None if values["base"] is None else PolicyVersion(**values["base"])
+    return UpdateManifest(PolicyVersion(**values["version"]), base, tuple(tensors), tuple(frames))

@@ -1,0 +1,127 @@
+"""Frequencies of symbols: of a geometric distribution, which one byte names, or counted and written out."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.weights.delta.symbols import LAST_SYMBOL, NUM_SYMBOLS, Counts, least_of
+from etude.weights.delta.variable import Reader, Writer
+
+SCALE_BITS = 12
+SCALE = 1 << SCALE_BITS
+"""What the frequencies of a table sum to."""
+
+Frequencies = NDArray[np.uint16]
+
+_EXPLICIT = 0
+NUM_LEVELS = 112
+"""Mean gaps of up to 2^28 words."""
+_FIXED_BITS = 60
+_QUARTER_OCTAVES = (1 << _FIXED_BITS, 969487560292816559, 815238614083298888, 685531228159052438)
+"""2^-(0, 1/4, 1/2, 3/4), in fixed point: whole numbers give the same tables on every machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Frequencies, and how they are told to the decoder."""
+
+    frequencies: Frequencies
+    """[NUM_SYMBOLS]"""
+    level: int | None
+    """Of a geometric distribution; None where the frequencies themselves are told."""
+
+    def write(self, writer: Writer) -> None:
+        """The shortest description."""
+        last = int(np.flatnonzero(self.frequencies)[-1])
+        if self.level is not None:
+            writer.byte(1 + self.level)
+            writer.byte(last)
+            return
+        writer.byte(_EXPLICIT)
+        writer.byte(last)
+        for frequency in self.frequencies[: last + 1]:
+            writer.number(int(frequency))
+
+
+def read_table(reader: Reader) -> Table:
+    """The reverse of `Table.write`. Raises ValueError for what no table can be."""
+    kind, last = reader.byte(), reader.byte()
+    if kind > NUM_LEVELS or last > LAST_SYMBOL:
+        raise ValueError("no such table")
+    if kind != _EXPLICIT:
+        return Table(geometric_frequencies(kind - 1, last), kind - 1)
+    told = [reader.number() for _ in range(last + 1)]
+    if sum(told) != SCALE:
+        raise ValueError("frequencies do not sum up")
+    frequencies = np.zeros(NUM_SYMBOLS, np.uint16)
+    frequencies[: last + 1] = told
+    return Table(frequencies, None)
+
+
+def counted_table(counts: Counts) -> Table:
+    """The table of what was counted, [NUM_SYMBOLS], not all zero."""
+    return Table(_normalise(counts), None)
+
+
+def gap_table(counts: Counts) -> Table:
+    """The cheaper of a geometric table and one that is told, for gaps of which `counts` were seen.
+
+    Changes that are independent of each other leave geometric gaps; those of embeddings come in clusters.
+    """
+    total = int(counts.sum())
+    last = int(np.flatnonzero(counts)[-1])
+    told = counted_table(counts)
+    values = least_of(np.arange(NUM_SYMBOLS)) + least_of(np.arange(1, NUM_SYMBOLS + 1)) - 1
+    mean = float(counts @ values) / 2 / total
+    level = min(NUM_LEVELS - 1, max(0, round(4 * float(np.log2(mean + 1)))))
+    geometric = Table(geometric_frequencies(level, last), level)
+    told_bits = 8.0 * (last + 1) + code_bits(counts, told.frequencies)
+    return geometric if code_bits(counts, geometric.frequencies) <= told_bits else told
+
+
+def code_bits(counts: Counts, frequencies: Frequencies) -> float:
+    """Bits that so many symbols take under a table."""
+    used = counts > 0
+    return float(counts[used] @ (SCALE_BITS - np.log2(frequencies[used].astype(np.float64))))
+
+
+@functools.lru_cache(maxsize=4096)
+def geometric_frequencies(level: int, last: int) -> Frequencies:
+    """Of the gaps before changes of probability 2^(-level/4), up to the symbol `last`."""
+    probability = _QUARTER_OCTAVES[level % 4] >> (level // 4)
+    stay = (1 << _FIXED_BITS) - probability
+    bounds = least_of(np.arange(last + 2)).tolist()
+    survival = [_power(stay, bound) for bound in bounds]
+    weights = [(before - after) >> (_FIXED_BITS - 40) for before, after in itertools.pairwise(survival)]
+    counts = np.zeros(NUM_SYMBOLS, np.int64)
+    counts[: last + 1] = np.maximum(weights, 1)
+    frequencies = _normalise(counts)
+    frequencies.setflags(write=False)
+    return frequencies
+
+
+def _power(base: int, exponent: int) -> int:
+    """In fixed point, rounded down at each step."""
+    result = 1 << _FIXED_BITS
+    while exponent:
+        if exponent & 1:
+            result = result * base >> _FIXED_BITS
+        base = base * base >> _FIXED_BITS
+        exponent >>= 1
+    return result
+
+
+def _normalise(counts: Counts) -> Frequencies:
+    """Frequencies that sum to SCALE, none of them 0 that was counted. Whole numbers only."""
+    total = int(counts.sum())
+    scaled = np.where(counts > 0, np.maximum(counts * SCALE // total, 1), 0)
+    while (excess := int(scaled.sum()) - SCALE) != 0:
+        largest = int(np.argmax(scaled))
+        # Take no more than half from one symbol: with many rare ones, several must give.
+        scaled[largest] -= min(excess, int(scaled[largest]) // 2) if excess > 0 else excess
+    return scaled.astype(np.uint16)

@@ -1,0 +1,231 @@
+"""Updates of whole models, tensor by tensor, in parallel, with a bounded number of tensors in memory."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import BinaryIO, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.errors import WeightUpdateError
+from etude.records import PolicyVersion, TensorEntry
+from etude.weights.delta.choosing import KernelChoice, choose_kernels
+from etude.weights.delta.chunks import CHUNK_WORDS, decode_chunk, encode_chunk
+from etude.weights.delta.classes import Words
+from etude.weights.delta.container import (
+    MAGIC,
+    Frame,
+    UpdateManifest,
+    damaged,
+    hash_frame,
+    pack_end,
+    read_update,
+)
+from etude.weights.delta.kernels import DeltaKernels
+from etude.weights.delta.variable import Reader, Writer
+from etude.weights.delta.words import layout_of
+from etude.weights.manifest import bytes_of, describe_tensor, digest_entries, dtype_name, hash_tensor
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_UNNAMED = PolicyVersion("update", 0)
+
+
+def encode_update(
+    base: Mapping[str, Tensor] | None,
+    target: Mapping[str, Tensor],
+    *,
+    version: PolicyVersion = _UNNAMED,
+    base_version: PolicyVersion = _UNNAMED,
+    overwrite: bool = False,
+    workers: int = 1,
+    kernels: KernelChoice = "auto",
+) -> bytes:
+    """What makes `target` of `base`, bit for bit, in as few bytes as we know how to.
+
+    Tensors may be of any type and on any device. Those of one name and shape are compared; others are packed
+    whole, as all of them are where `base` is None. `version` and `base_version` name the two; digests are
+    filled in. `overwrite`: about three times as large, and may be applied twice, or half and again.
+    """
+    stream = io.BytesIO()
+    write_update(
+        stream, base, target, version=version, base_version=base_version, overwrite=overwrite,
+        workers=workers, kernels=kernels,
+    )  # fmt: skip
+    return stream.getvalue()
+
+
+def write_update(
+    stream: BinaryIO,
+    base: Mapping[str, Tensor] | None,
+    target: Mapping[str, Tensor],
+    *,
+    version: PolicyVersion = _UNNAMED,
+    base_version: PolicyVersion = _UNNAMED,
+    overwrite: bool = False,
+    workers: int = 1,
+    kernels: KernelChoice = "auto",
+) -> UpdateManifest:
+    """See encode_update; writes while it encodes. `target` is asked once for each tensor, in the order of
+    names, so it may fetch them one by one. A `base_version` that carries its digest is believed."""
+    chosen = choose_kernels(kernels)
+    held = base or {}
+
+    def encode(name: str) -> tuple[TensorEntry, TensorEntry | None, bytes]:
+        tensor, before = target[name].detach().cpu().contiguous(), held.get(name)
+        entry = describe_tensor(name, tensor)
+        # The base's hashes name it; whoever knows its digest has them already.
+        known = None if before is None or base_version.digest else describe_tensor(name, before)
+        return entry, known, _encode_tensor(before, tensor, chosen, overwrite=overwrite)
+
+    stream.write(MAGIC)
+    entries: list[TensorEntry] = []
+    bases: list[TensorEntry] = []
+    frames: list[Frame] = []
+    for entry, known, frame in _in_parallel(encode, sorted(target), workers):
+        stream.write(frame)
+        entries.append(entry)
+        bases += [known] if known else []
+        frames.append(Frame(len(frame), hash_frame(frame)))
+    if base is not None and not base_version.digest:
+        bases += [describe_tensor(name, base[name]) for name in base if name not in target]
+        bases.sort(key=lambda entry: entry.name)
+        base_version = replace(base_version, digest=digest_entries(bases))
+    manifest = UpdateManifest(
+        replace(version, digest=digest_entries(entries)),
+        None if base is None else base_version,
+        tuple(entries),
+        tuple(frames),
+    )
+    stream.write(pack_end(manifest))
+    return manifest
+
+
+def apply_update(
+    base: Mapping[str, Tensor] | None,
+    update: bytes | memoryview,
+    *,
+    out: Mapping[str, Tensor] | None = None,
+    workers: int = 1,
+    kernels: KernelChoice = "auto",
+) -> dict[str, Tensor]:
+    """The tensors that `update` was made for, on the CPU, each checked against its hash.
+
+    `base` is not changed. `out`: tensors to fill where name, type and shape fit, such as those of the version
+    before the base: fresh memory costs more than decoding. With `out=base` an update is applied in place;
+    then an error leaves neither version, except with one that overwrites, which may be applied again.
+
+    Raises WeightUpdateError for another base, and for damage anywhere.
+    """
+    manifest, frames = read_update(update)
+    chosen = choose_kernels(kernels)
+    held, spare = base or {}, out or {}
+
+    def decode(item: tuple[TensorEntry, memoryview]) -> Tensor:
+        entry, frame = item
+        before = held.get(entry.name)
+        target = _make_tensor(entry, spare.get(entry.name))
+        try:
+            _decode_tensor(frame, before, target, chosen)
+        except ValueError as error:
+            raise _mismatch(manifest, base, entry.name, str(error)) from error
+        if hash_tensor(target) != entry.digest:
+            raise _mismatch(manifest, base, entry.name, "it comes out as other weights")
+        return target
+
+    decoded = _in_parallel(decode, zip(manifest.tensors, frames, strict=True), workers)
+    return {entry.name: tensor for entry, tensor in zip(manifest.tensors, decoded, strict=True)}
+
+
+def _encode_tensor(base: Tensor | None, target: Tensor, kernels: DeltaKernels, *, overwrite: bool) -> bytes:
+    if base is not None and (base.dtype != target.dtype or base.shape != target.shape):
+        base = None
+    layout, after = layout_of(target.dtype), _words(target)
+    before = None if base is None else _words(base)
+    writer = Writer()
+    for part in _parts(after):
+        own = None if before is None else before[part]
+        chunk = encode_chunk(own, after[part], layout, kernels, overwrite=overwrite)
+        writer.number(len(chunk))
+        writer.raw(chunk)
+    return writer.finish()
+
+
+def _decode_tensor(frame: memoryview, base: Tensor | None, target: Tensor, kernels: DeltaKernels) -> None:
+    if base is not None and (base.dtype != target.dtype or base.shape != target.shape):
+        base = None
+    layout, after = layout_of(target.dtype), _words(target)
+    before = None if base is None else _words(base)
+    reader = Reader(frame)
+    for part in _parts(after):
+        own = None if before is None else before[part]
+        decode_chunk(reader.raw(reader.number()), own, after[part], layout, kernels)
+    if reader.left:
+        raise ValueError("bytes are left over")
+
+
+def _parts(words: Words) -> Iterator[slice]:
+    for start in range(0, len(words), CHUNK_WORDS):
+        yield slice(start, start + CHUNK_WORDS)
+
+
+def _words(tensor: Tensor) -> Words:
+    return bytes_of(tensor).view(np.dtype(f"u{layout_of(tensor.dtype).size_bytes}"))
+
+
+def _make_tensor(entry: TensorEntry, spare: Tensor | None) -> Tensor:
+    """`spare` where it fits, else a new one."""
+    dtype = getattr(torch, entry.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise WeightUpdateError("unknown type of numbers", field=entry.name, received=entry.dtype)
+    if (
+        spare is not None
+        and (dtype_name(spare.dtype), tuple(spare.shape)) == (entry.dtype, entry.shape)
+        and spare.is_contiguous()
+        and spare.device.type == "cpu"
+    ):
+        return spare
+    return torch.empty(entry.shape, dtype=dtype)
+
+
+def _mismatch(
+    manifest: UpdateManifest, base: Mapping[str, Tensor] | None, name: str, problem: str
+) -> WeightUpdateError:
+    """Another base, or damage: told apart by the base's digest, which nobody computes while all is well."""
+    if manifest.base is None:
+        return damaged(problem, field=name)
+    entries = [describe_tensor(own, tensor) for own, tensor in sorted((base or {}).items())]
+    if base is not None and digest_entries(entries) == manifest.base.digest:
+        return damaged(problem, field=name)
+    return WeightUpdateError(
+        f"the update applies to {manifest.base}, and these are other weights",
+        field="base",
+        received=None if base is None else digest_entries(entries),
+        fix=f"apply it to {manifest.base.digest}, or fetch the full snapshot",
+    )
+
+
+def _in_parallel(work: Callable[[Item], Result], items: Iterable[Item], workers: int) -> Iterator[Result]:
+    """Results in order, with at most two items a worker under way: memory stays bounded."""
+    if workers <= 1:
+        yield from map(work, items)
+        return
+    with ThreadPoolExecutor(workers, thread_name_prefix="weights") as pool:
+        waiting: deque[Future[Result]] = deque()
+        try:
+            for item in items:
+                waiting.append(pool.submit(work, item))
+                if len(waiting) >= 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()

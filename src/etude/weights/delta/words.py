@@ -1,0 +1,44 @@
+"""How a data type's bytes are read: words, and the part of a word that foretells whether it will change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class WordLayout:
+    """Words of one data type.
+
+    Whether a step of the optimiser changes a number depends first of all on its exponent: the same update
+    reaches the next representable value of a small number and not of a large one.
+    """
+
+    size_bytes: int
+    """Of a word: 1, 2 or 4. Larger numbers are taken as several words."""
+    key_mask: int
+    """Exponent and what is below it; 0 where a word has no exponent."""
+    key_shift: int
+    """Bits below the exponent."""
+
+
+_PLAIN = {1: WordLayout(1, 0, 0), 2: WordLayout(2, 0, 0), 4: WordLayout(4, 0, 0)}
+_MANTISSA_BITS = {
+    torch.float32: 23,
+    torch.bfloat16: 7,
+    torch.float16: 10,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e4m3fnuz: 3,
+    torch.float8_e5m2: 2,
+    torch.float8_e5m2fnuz: 2,
+}
+
+
+def layout_of(dtype: torch.dtype) -> WordLayout:
+    """Quantised bytes, integers and numbers of 8 bytes and more have no exponent here."""
+    size = min(dtype.itemsize, 4)
+    mantissa_bits = _MANTISSA_BITS.get(dtype)
+    if mantissa_bits is None:
+        return _PLAIN[size]
+    return WordLayout(size, (1 << (8 * size - 1)) - 1, mantissa_bits)

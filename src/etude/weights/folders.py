@@ -1,0 +1,235 @@
+"""Folders of bytes under a URL: a directory, an object store, a relay. All that a weight store asks of one.
+
+Names are relative, with `/` between parts. What is written appears whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import uuid
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+from fsspec.core import url_to_fs  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
+
+from etude.errors import EtudeError, StoreError
+from etude.observe.files import sync_directory, write_bytes
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+
+
+class MissingError(StoreError):
+    """There is nothing of this name."""
+
+
+class TakenError(StoreError):
+    """Somebody else has written this name already."""
+
+
+class UnavailableError(StoreError):
+    """The store does not answer, or has no room: asking again may help."""
+
+
+class Folder(Protocol):
+    """Every method may be called from any thread, and raises StoreError for what goes wrong, UnavailableError
+    where asking again may help."""
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """Names below `prefix/`, sorted; empty where there is none."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """All bytes. Raises MissingError."""
+        ...
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replaces what was there."""
+        ...
+
+    def create(self, name: str, data: bytes) -> None:
+        """Of several callers at once one succeeds; the others get TakenError."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Idempotent."""
+        ...
+
+
+def open_folder(url: str, relay_token: str | None = None, **options: Any) -> Folder:
+    """The folder at a path, at `http://` (a relay) or at any URL that fsspec knows. `options`: fsspec's.
+
+    Raises StoreError for a scheme that needs what is not installed.
+    """
+    if url.startswith(("http://", "https://")):
+        from etude.weights.client import RelayFolder  # httpx is not part of the core's needs
+
+        return RelayFolder(url, token=relay_token)
+    if "://" not in url or url.startswith("file://"):
+        return DirectoryFolder(Path(url.removeprefix("file://")))
+    try:
+        with _named(url):
+            filesystem, path = cast(Callable[..., tuple[Any, str]], url_to_fs)(url, **options)
+    except (ImportError, ValueError) as error:
+        raise StoreError(
+            f"this scheme cannot be used: {error}", field="weights.url", received=url, fix=_install(url)
+        ) from error
+    return FsspecFolder(url, filesystem, path)
+
+
+class DirectoryFolder:
+    """See Folder. Files are fsynced before they get their names."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.absolute()
+        self.url = f"file://{self._root}"
+
+    def list(self, prefix: str) -> list[str]:
+        """See Folder.list."""
+        top = self._root / prefix
+        with _named(str(top)):
+            found = [path for path in top.rglob("*") if path.is_file() and not path.name.startswith(".")]
+        return sorted(path.relative_to(self._root).as_posix() for path in found)
+
+    def read(self, name: str) -> bytes:
+        """See Folder.read."""
+        with _named(str(self._root / name)):
+            return (self._root / name).read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        """See Folder.write."""
+        path = self._make_room(name)
+        with _named(str(path)):
+            write_bytes(path, data)
+
+    def create(self, name: str, data: bytes) -> None:
+        """See Folder.create. A hard link is made only where there is no such name."""
+        path = self._make_room(name)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        with _named(str(path)):
+            try:
+                write_bytes(temporary, data)
+                os.link(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            sync_directory(path.parent)
+
+    def delete(self, name: str) -> None:
+        """See Folder.delete. Directories that are empty then go too."""
+        path = self._root / name
+        with _named(str(path)):
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # not empty, or gone
+                path.parent.rmdir()
+
+    def _make_room(self, name: str) -> Path:
+        """The path of a name, in a directory that is there."""
+        path = self._root / name
+        with _named(str(path)):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError) as error:
+                raise StoreError(
+                    "a file is where a directory should be",
+                    field="weights.url",
+                    received=str(path.parent),
+                    fix="name a directory",
+                ) from error
+            except FileNotFoundError as error:  # a file system that lets nobody make any, such as /proc
+                raise _denied(str(path.parent)) from error
+        return path
+
+
+class FsspecFolder:
+    """See Folder. Object stores write a name whole or not at all by themselves."""
+
+    def __init__(self, url: str, filesystem: Any, path: str) -> None:
+        self.url = url
+        self._files = filesystem
+        self._path = path.rstrip("/")
+
+    def list(self, prefix: str) -> list[str]:
+        """See Folder.list."""
+        with _named(self.url):
+            self._files.invalidate_cache()
+            try:
+                found: list[str] = self._files.find(self._at(prefix))
+            except FileNotFoundError:
+                return []
+        start = len(self._path) + 1
+        return sorted(name[start:] for name in found)
+
+    def read(self, name: str) -> bytes:
+        """See Folder.read."""
+        with _named(f"{self.url}/{name}"):
+            return self._files.cat_file(self._at(name))
+
+    def write(self, name: str, data: bytes) -> None:
+        """See Folder.write."""
+        with _named(f"{self.url}/{name}"):
+            self._files.pipe_file(self._at(name), data)
+
+    def create(self, name: str, data: bytes) -> None:
+        """See Folder.create. On S3 this is a conditional write (`If-None-Match`)."""
+        with _named(f"{self.url}/{name}"):
+            self._files.pipe_file(self._at(name), data, mode="create")
+
+    def delete(self, name: str) -> None:
+        """See Folder.delete."""
+        with _named(f"{self.url}/{name}"), contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._at(name))
+
+    def _at(self, name: str) -> str:
+        return f"{self._path}/{name}"
+
+
+@contextlib.contextmanager
+def _named(place: str) -> Generator[None]:
+    """Says in our own errors what a file system says in its own."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise MissingError("there is nothing here", field="weights.url", received=place) from error
+    except FileExistsError as error:
+        raise TakenError("this is written already", field="weights.url", received=place) from error
+    except PermissionError as error:
+        raise _denied(place) from error
+    except OSError as error:
+        if error.errno in _DENIED:
+            raise _denied(place) from error
+        if "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
+            raise TakenError("this is written already", field="weights.url", received=place) from error
+        fix = "free some space, or keep fewer snapshots" if error.errno in _FULL else "see whether it answers"
+        raise UnavailableError(
+            f"the weight store failed: {error}", field="weights.url", received=place, fix=fix
+        ) from error
+    except EtudeError:
+        raise
+    except Exception as error:  # fsspec lets through what the client library of a store raises
+        raise UnavailableError(
+            f"the weight store failed: {type(error).__name__}: {error}",
+            field="weights.url",
+            received=place,
+            fix="see whether it answers, and what it asks for",
+        ) from error
+
+
+def _denied(place: str) -> StoreError:
+    return StoreError(
+        "no right to do this in the weight store",
+        field="weights.url",
+        received=place,
+        fix="grant it, or name another place",
+    )
+
+
+def _install(url: str) -> str:
+    return "pip install 'etude[s3]'" if url.startswith("s3") else "see fsspec's list of file systems"

@@ -1,0 +1,118 @@
+"""One writer at a time: a lease with a heartbeat, and epochs that shut out a writer who was thought dead.
+
+Nobody compares clocks of two machines: who finds a lease watches by its own clock whether it still beats.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import uuid
+from typing import Self
+
+from etude.errors import StoreError
+from etude.weights.folders import Folder, MissingError, TakenError
+
+WRITERS = "writers"
+
+
+class WriterLease:
+    """Held from construction to `release`. Beats in a thread of its own."""
+
+    def __init__(self, folder: Folder, lease_s: float = 10.0) -> None:
+        """`lease_s`: a lease that has not beaten for so long is dead; the same for all writers of a store.
+
+        Raises StoreError while another writer is alive.
+        """
+        self._folder = folder
+        self._lease_s = lease_s
+        self._owner = uuid.uuid4().hex
+        self._beats = 0
+        self.epoch = self._take()
+        self._ended = threading.Event()
+        self._failure: StoreError | None = None
+        self._thread = threading.Thread(target=self._beat, name="weight-writer-lease", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def check(self) -> None:
+        """Raises StoreError if another writer has taken over, or the lease could not be kept alive."""
+        if self._failure is not None:
+            raise self._failure
+        if self._newest() != self.epoch:
+            raise _refused(self._folder, "another writer has taken this weight store over")
+
+    def release(self) -> None:
+        """The next writer need not wait. Idempotent."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join()
+        if self._newest() == self.epoch:
+            self._folder.write(_name(self.epoch), self._content(released=True))
+
+    def _take(self) -> int:
+        newest = self._newest()
+        if newest and self._is_alive(newest):
+            raise _refused(self._folder, "another writer publishes to this weight store")
+        try:
+            self._folder.create(_name(newest + 1), self._content())
+        except TakenError as error:
+            raise _refused(self._folder, "another writer was quicker") from error
+        for old in range(max(1, newest - 1), newest + 1):
+            self._folder.delete(_name(old))
+        return newest + 1
+
+    def _newest(self) -> int:
+        names = self._folder.list(WRITERS)
+        return max((int(name.rpartition("/")[2].removesuffix(".json")) for name in names), default=0)
+
+    def _is_alive(self, epoch: int) -> bool:
+        before = self._read(epoch)
+        if before is None or json.loads(before)["released"]:
+            return False
+        deadline = time.monotonic() + self._lease_s
+        while time.monotonic() < deadline:
+            time.sleep(self._lease_s / 10)
+            now = self._read(epoch)
+            if now != before:
+                return now is not None and not json.loads(now)["released"]
+        return False
+
+    def _read(self, epoch: int) -> bytes | None:
+        try:
+            return self._folder.read(_name(epoch))
+        except MissingError:
+            return None
+
+    def _beat(self) -> None:
+        missed = 0
+        while not self._ended.wait(self._lease_s / 5):
+            self._beats += 1
+            try:
+                self._folder.write(_name(self.epoch), self._content())
+                missed = 0
+            except StoreError as error:
+                missed += 1
+                if missed >= 5:
+                    self._failure = error
+                    return
+
+    def _content(self, *, released: bool = False) -> bytes:
+        return json.dumps({"owner": self._owner, "beats": self._beats, "released": released}).encode()
+
+
+def _name(epoch: int) -> str:
+    return f"{WRITERS}/{epoch:08d}.json"
+
+
+def _refused(folder: Folder, problem: str) -> StoreError:
+    return StoreError(
+        problem, field="weights.url", received=folder.url, fix="stop the other run, or name another place"
+    )

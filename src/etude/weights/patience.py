@@ -1,0 +1,80 @@
+"""A folder whose store may be away for a while: what it is asked is asked again until it answers.
+
+Several callers at once wait by themselves; nobody holds up another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from etude.weights.folders import Folder, TakenError, UnavailableError
+
+Answer = TypeVar("Answer")
+
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+
+
+OnWait = Callable[[float, str], None]
+"""Told of a call that had to be made again, once it is answered or given up: seconds, and the last cause."""
+
+
+class PatientFolder:
+    """See Folder. Asks again what came back with UnavailableError, for so long; then it is raised."""
+
+    def __init__(self, inner: Folder, patience_s: float, on_wait: OnWait | None = None) -> None:
+        """`on_wait`: called in whichever thread has waited."""
+        self._inner = inner
+        self._patience_s = patience_s
+        self._on_wait = on_wait
+
+    @property
+    def url(self) -> str:
+        """See Folder.url."""
+        return self._inner.url
+
+    def list(self, prefix: str) -> list[str]:
+        """See Folder.list."""
+        return self._ask(lambda: self._inner.list(prefix))
+
+    def read(self, name: str) -> bytes:
+        """See Folder.read."""
+        return self._ask(lambda: self._inner.read(name))
+
+    def write(self, name: str, data: bytes) -> None:
+        """See Folder.write."""
+        self._ask(lambda: self._inner.write(name, data))
+
+    def create(self, name: str, data: bytes) -> None:
+        """See Folder.create. A name that is taken by these very bytes is our own, whose answer was lost on
+        its way: whoever creates puts something into them that nobody else writes."""
+        try:
+            self._ask(lambda: self._inner.create(name, data))
+        except TakenError:
+            if self.read(name) != data:
+                raise
+
+    def delete(self, name: str) -> None:
+        """See Folder.delete."""
+        self._ask(lambda: self._inner.delete(name))
+
+    def _ask(self, call: Callable[[], Answer]) -> Answer:
+        began = time.monotonic()
+        pause_s = _FIRST_PAUSE_S
+        cause = ""
+        try:
+            while True:
+                try:
+                    return call()
+                except UnavailableError as error:
+                    left_s = self._patience_s - (time.monotonic() - began)
+                    if left_s <= 0:
+                        raise
+                    cause = str(error)
+                time.sleep(min(pause_s, left_s))
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        finally:
+            if cause and self._on_wait is not None:
+                self._on_wait(time.monotonic() - began, cause)

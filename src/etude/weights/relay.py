@@ -1,0 +1,177 @@
+"""A relay: fetches each byte once over the long link to the store and serves it to the replicas near by."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from blake3 import blake3
+
+from etude.errors import ConfigError, StoreError, WeightUpdateError
+from etude.weights.commits import COMMITS, StoredFile, unpack_commit
+from etude.weights.folders import DirectoryFolder, Folder, MissingError
+from etude.weights.store import FILES, PINS, WANTED
+
+_ATTEMPTS = 3
+
+
+@dataclass(slots=True)
+class RelayCounters:
+    """Traffic of a relay."""
+
+    fetched_bytes: int = 0
+    """Over the long link."""
+    served_bytes: int = 0
+    """To replicas."""
+    damaged: int = 0
+    """Files that did not arrive as they were written, and were fetched again."""
+
+
+class Relay:
+    """Reads of a store through a cache on disk. Methods may be called from any thread.
+
+    What lies in a store never changes, so what is cached is never stale; lists always come from the store.
+    """
+
+    def __init__(self, source: Folder, cache: Path, max_bytes: int = 1 << 40) -> None:
+        """`max_bytes`: of cached files; the oldest versions go first. Raises ConfigError where nothing can be
+        written in `cache`."""
+        _check_writable(cache)
+        self._source = source
+        self._cache = DirectoryFolder(cache)
+        self._max_bytes = max_bytes
+        self._lock = threading.Lock()
+        self._coming: dict[str, Future[bytes]] = {}
+        self._commits: dict[str, bytes] = {}
+        self._expected: dict[str, StoredFile] = {}
+        self.counters = RelayCounters()
+        self._sizes = {name: (cache / name).stat().st_size for name in self._cache.list(FILES)}
+
+    @property
+    def is_fetching(self) -> bool:
+        """Whether files are on their way over the long link."""
+        return bool(self._coming)
+
+    def list(self, prefix: str) -> list[str]:
+        """See Folder.list."""
+        return self._source.list(prefix)
+
+    def read(self, name: str) -> bytes:
+        """See Folder.read. Of several callers one fetches, and the others wait for it."""
+        top = name.partition("/")[0]
+        if top == COMMITS:
+            data = self._read_commit(name)
+        elif top == FILES:
+            data = self._read_file(name)
+        else:
+            data = self._source.read(name)
+        with self._lock:
+            self.counters.served_bytes += len(data)
+        return data
+
+    def write(self, name: str, data: bytes) -> None:
+        """Passes on what readers may write. Raises StoreError for anything else."""
+        if name.partition("/")[0] not in (PINS, WANTED):
+            raise StoreError("a relay only reads", field="name", received=name)
+        self._source.write(name, data)
+
+    def _read_commit(self, name: str) -> bytes:
+        """Kept in memory: small, and read by every replica."""
+        data = self._commits.get(name)
+        if data is None:
+            data = self._source.read(name)
+            try:
+                commit = unpack_commit(data)
+            except WeightUpdateError:  # readers see it for themselves, and may ask again
+                return data
+            with self._lock:
+                self._commits[name] = data
+                self._expected |= {file.name: file for file in commit.files}
+        return data
+
+    def _read_file(self, name: str) -> bytes:
+        with self._lock:
+            held = name in self._sizes
+            waiting = self._coming.get(name)
+            own: Future[bytes] = Future()
+            if not held and waiting is None:
+                self._coming[name] = own
+        if held:
+            return self._read_cached(name)
+        if waiting is not None:
+            return waiting.result()
+        try:
+            data = self._fetch_file(name)
+            self._keep(name, data)
+        except BaseException as error:
+            own.set_exception(error)
+            raise
+        else:
+            own.set_result(data)
+            return data
+        finally:
+            with self._lock:
+                del self._coming[name]
+
+    def _read_cached(self, name: str) -> bytes:
+        """From disk; from the store, if it is no longer there or no longer what was written."""
+        with contextlib.suppress(MissingError):
+            data = self._cache.read(name)
+            if self._is_whole(name, data):
+                return data
+            with self._lock:
+                self.counters.damaged += 1
+        with self._lock:
+            self._sizes.pop(name, None)
+        return self._read_file(name)
+
+    def _fetch_file(self, name: str) -> bytes:
+        """From the store, until it arrives as its commit says. Raises WeightUpdateError if it never does."""
+        for _ in range(_ATTEMPTS):
+            data = self._source.read(name)
+            with self._lock:
+                self.counters.fetched_bytes += len(data)
+            if self._is_whole(name, data):
+                return data
+            with self._lock:
+                self.counters.damaged += 1
+        raise WeightUpdateError("an update file is damaged in the store", field="file", received=name)
+
+    def _is_whole(self, name: str, data: bytes) -> bool:
+        """As far as it is known: readers check for themselves too."""
+        expected = self._expected.get(name)
+        return expected is None or blake3(data).hexdigest() == expected.digest
+
+    def _keep(self, name: str, data: bytes) -> None:
+        self._cache.write(name, data)
+        with self._lock:
+            self._sizes[name] = len(data)
+            excess = sum(self._sizes.values()) - self._max_bytes
+            old: list[str] = []
+            for other in sorted(self._sizes):
+                if excess <= 0 or other == name:
+                    break
+                old.append(other)
+                excess -= self._sizes[other]
+            for other in old:
+                del self._sizes[other]
+        for other in old:
+            self._cache.delete(other)
+
+
+def _check_writable(cache: Path) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"nothing can be written there: {error.strerror}",
+            field="cache",
+            received=str(cache),
+            fix="name a directory that this user may write in",
+        ) from error

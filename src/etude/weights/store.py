@@ -1,0 +1,140 @@
+"""The weight store: versions under a URL, as chains of deltas with a full snapshot every now and then.
+
+    commits/000000000012.json     one record a version, written last: what it needs is there, and whole
+    files/000000000012-.../       update files: `delta-00000.etude`, `full-00000.etude`
+    writers/ pins/ wanted/        who writes; what readers still need; who asks for a full snapshot
+
+A version exists once its commit does: readers never see half of one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from etude.errors import WeightUpdateError
+from etude.weights.commits import COMMITS, Commit, commit_name, sequence_of, unpack_commit
+from etude.weights.folders import Folder, MissingError, open_folder
+
+FILES, PINS, WANTED = "files", "pins", "wanted"
+URL_SCHEME = "weights:"
+_POLL_S = 0.05
+_LONGEST_POLL_S = 1.0
+
+
+class WeightStore:
+    """What readers and the writer of a store share. Methods may be called from any thread."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self._known: dict[int, Commit] = {}
+
+    @classmethod
+    def open(cls, url: str, **options: Any) -> WeightStore:
+        """See open_folder."""
+        return cls(open_folder(url, **options))
+
+    def commits(self) -> dict[int, Commit]:
+        """All versions that are there, by sequence number. Damaged commits are left out: no version needs
+        them that can be had."""
+        found: dict[int, Commit] = {}
+        for name in self.folder.list(COMMITS):
+            sequence = sequence_of(name)
+            if sequence is None:
+                continue
+            commit = self._known.get(sequence)
+            if commit is None:
+                try:
+                    commit = unpack_commit(self.folder.read(name))
+                except (MissingError, WeightUpdateError):  # collected meanwhile, or damaged
+                    continue
+            found[sequence] = commit
+        self._known = found
+        return dict(found)
+
+    def newest_sequence(self) -> int:
+        """Of all commits, damaged ones too; 0 where there is none."""
+        return max((sequence_of(name) or 0 for name in self.folder.list(COMMITS)), default=0)
+
+    def wait_for(self, sequence: int, wait_s: float) -> Commit:
+        """The commit of this number, which may be on its way. Raises WeightUpdateError if none comes."""
+        deadline = time.monotonic() + wait_s
+        pause_s = _POLL_S
+        while True:
+            try:
+                commit = unpack_commit(self.folder.read(commit_name(sequence)))
+            except MissingError as error:
+                is_past = self.newest_sequence() > sequence and not self._has(sequence)
+                if is_past or time.monotonic() >= deadline:
+                    raise WeightUpdateError(
+                        f"the version did not appear within {wait_s:g} s, or is not kept any more",
+                        field="url",
+                        received=self.version_url(sequence),
+                        fix="see whether the publisher lives; stage a newer version",
+                    ) from error
+                time.sleep(min(pause_s, max(deadline - time.monotonic(), 0.0)))
+                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+                continue
+            if commit.sequence != sequence:
+                raise WeightUpdateError("a commit under another's name", field="commit", received=sequence)
+            return commit
+
+    def _has(self, sequence: int) -> bool:
+        return commit_name(sequence) in self.folder.list(COMMITS)
+
+    def version_url(self, sequence: int) -> str:
+        """What a WeightManifest says of where its bytes are."""
+        return f"{URL_SCHEME}{self.folder.url}#{sequence}"
+
+    # ---- what readers leave for the writer ------------------------------------------------------
+
+    def pin(self, reader: str, sequence: int, keep_s: float) -> None:
+        """Commits from `sequence` on stay until `keep_s` after the writer has seen this, or until the next
+        pin of this reader."""
+        self.folder.write(
+            f"{PINS}/{reader}.json", json.dumps({"sequence": sequence, "keep_s": keep_s}).encode()
+        )
+
+    def request_snapshot(self, reader: str) -> None:
+        """The next version comes with a full snapshot."""
+        self.folder.write(f"{WANTED}/{reader}", b"full")
+
+
+def split_url(url: str) -> tuple[str, int]:
+    """Store and sequence number in a manifest's URL. Raises WeightUpdateError."""
+    place, _, number = url.removeprefix(URL_SCHEME).rpartition("#")
+    if not url.startswith(URL_SCHEME) or not place or not number.isdigit():
+        raise WeightUpdateError(
+            "no version of a weight store", field="url", received=url, fix=f"name {URL_SCHEME}STORE#NUMBER"
+        )
+    return place, int(number)
+
+
+class Pins:
+    """What readers still need, as the writer sees it: by its own clock, from when it first saw each pin."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._seen: dict[str, tuple[bytes, float]] = {}
+
+    def lowest(self) -> int | None:
+        """The first sequence number that somebody needs; None if nobody said so. Forgets old pins."""
+        wanted: list[int] = []
+        for name in self._folder.list(PINS):
+            try:
+                data = self._folder.read(name)
+                values = json.loads(data)
+                sequence, keep_s = int(values["sequence"]), float(values["keep_s"])
+            except (MissingError, ValueError, KeyError, TypeError):
+                continue
+            content, since = self._seen.get(name, (b"", 0.0))
+            if content != data:
+                since = time.monotonic()
+                self._seen[name] = (data, since)
+            if time.monotonic() - since > keep_s:
+                self._folder.delete(name)
+                self._seen.pop(name, None)
+            else:
+                wanted.append(sequence)
+        return min(wanted, default=None)

@@ -1,0 +1,219 @@
+"""The writing end of a weight store: encodes versions, commits them, and collects what nobody needs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from blake3 import blake3
+from torch import Tensor
+
+from etude.errors import StoreError
+from etude.records import PolicyVersion
+from etude.weights.commits import Commit, StoredFile, commit_name, pack_commit
+from etude.weights.delta import KernelChoice, write_update
+from etude.weights.folders import Folder, MissingError, TakenError
+from etude.weights.lease import WriterLease
+from etude.weights.store import FILES, WANTED, Pins, WeightStore
+
+
+@dataclass(frozen=True, slots=True)
+class WriterOptions:
+    """How versions are written and how long they stay."""
+
+    snapshot_every: int = 20
+    """Versions from one full snapshot to the next: the longest chain of deltas that a newcomer reads."""
+    keep_snapshots: int = 2
+    """Full snapshots that stay, with all deltas after the oldest of them."""
+    overwrite: bool = False
+    """See encode_update."""
+    workers: int = 1
+    """Threads that encode."""
+    shard_bytes: int = 1 << 28
+    """Of tensors, in one file: bounds the memory that a full snapshot takes on its way."""
+    lease_s: float = 10.0
+    """See WriterLease."""
+    kernels: KernelChoice = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """A version on its way."""
+
+    sequence: int
+    directory: str
+    """Of its files."""
+    with_snapshot: bool
+    """Whether a full snapshot is wanted, beside the delta."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uploaded:
+    """What one process has written of a version."""
+
+    delta: tuple[StoredFile, ...]
+    full: tuple[StoredFile, ...]
+
+
+def upload(
+    folder: Folder,
+    publication: Publication,
+    options: WriterOptions,
+    target: Mapping[str, Tensor],
+    base: Mapping[str, Tensor] | None,
+    process: int = 0,
+) -> Uploaded:
+    """Writes the update files of `target`, which nobody sees before the commit. `base`: the last version that
+    was committed, if any. `process`: which of those that publish together this is. Raises StoreError."""
+    delta: list[StoredFile] = []
+    full: list[StoredFile] = []
+    kinds: list[tuple[str, Mapping[str, Tensor] | None, list[StoredFile]]] = []
+    if base is not None:
+        kinds.append(("delta", base, delta))
+    if base is None or publication.with_snapshot:
+        kinds.append(("full", None, full))
+    for kind, own_base, uploaded in kinds:
+        for index, names in enumerate(_shards(target, options.shard_bytes)):
+            stream = io.BytesIO()
+            own = None if own_base is None else {name: own_base[name] for name in names if name in own_base}
+            write_update(
+                stream, own, {name: target[name] for name in names}, overwrite=options.overwrite,
+                workers=options.workers, kernels=options.kernels,
+            )  # fmt: skip
+            data = stream.getvalue()
+            name = f"{publication.directory}/{kind}-{process:04d}-{index:05d}.etude"
+            folder.write(name, data)
+            uploaded.append(StoredFile(name, len(data), blake3(data).hexdigest()))
+    return Uploaded(tuple(delta), tuple(full))
+
+
+class StoreWriter:
+    """The one writer of a store. Not for several threads at once."""
+
+    def __init__(self, store: WeightStore, options: WriterOptions | None = None) -> None:
+        """Raises StoreError while another writer is alive, or where nothing can be written."""
+        self._store = store
+        self._options = options or WriterOptions()
+        self._lease = WriterLease(store.folder, self._options.lease_s)
+        self._pins = Pins(store.folder)
+        self._remove_orphans()
+        self.next_sequence = store.newest_sequence() + 1
+
+    @property
+    def folder(self) -> Folder:
+        """Where it writes."""
+        return self._store.folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets the next writer in. Idempotent."""
+        self._lease.release()
+
+    def begin(self) -> Publication:
+        """Where the next version's files belong, and what they must be. Raises StoreError."""
+        self._lease.check()
+        sequence = self.next_sequence
+        return Publication(
+            sequence, f"{FILES}/{sequence:012d}-{uuid.uuid4().hex[:8]}", self._wants_snapshot(sequence)
+        )
+
+    def commit(
+        self,
+        publication: Publication,
+        version: PolicyVersion,
+        base: PolicyVersion | None,
+        files: Sequence[Uploaded],
+    ) -> Commit:
+        """Makes the version exist, of files that are all there. `base`: what the deltas apply to.
+
+        Raises StoreError; then it does not exist, unless the store itself cannot tell.
+        """
+        delta = tuple(file for part in files for file in part.delta)
+        full = tuple(file for part in files for file in part.full)
+        commit = Commit(publication.sequence, version, base, delta, full)
+        self._lease.check()
+        try:
+            self._store.folder.create(commit_name(commit.sequence), pack_commit(commit))
+        except TakenError as error:
+            raise StoreError(
+                "another writer has committed to this weight store",
+                field="weights.url",
+                received=self._store.folder.url,
+                fix="stop the other run, or name another place",
+            ) from error
+        self.next_sequence = commit.sequence + 1
+        return commit
+
+    def tidy(self, commit: Commit) -> None:
+        """Removes what a commit has made superfluous. Raises StoreError."""
+        if commit.full:
+            for name in self._store.folder.list(WANTED):
+                self._store.folder.delete(name)
+            self.collect()
+
+    def discard(self, publication: Publication) -> None:
+        """Removes the files of a version that will not be."""
+        # The first error counts; whatever stays is an orphan, which the next writer removes.
+        with contextlib.suppress(StoreError):
+            if not self._is_committed(publication):
+                for name in self._store.folder.list(publication.directory):
+                    self._store.folder.delete(name)
+
+    def _is_committed(self, publication: Publication) -> bool:
+        """The answer to a commit may have been lost on its way."""
+        try:
+            commit = self._store.folder.read(commit_name(publication.sequence))
+        except MissingError:
+            return False
+        return publication.directory.encode() in commit
+
+    def collect(self) -> None:
+        """Removes what is older than the kept snapshots and needed by nobody: commits first, then files."""
+        commits = self._store.commits()
+        snapshots = [sequence for sequence, commit in sorted(commits.items()) if commit.full]
+        bound = snapshots[-min(self._options.keep_snapshots, len(snapshots))]
+        pinned = self._pins.lowest()
+        if pinned is not None and pinned < bound:
+            # A delta is of use only to whoever holds its base; a newcomer begins at a snapshot.
+            bound = pinned
+        old = [commit for sequence, commit in sorted(commits.items()) if sequence < bound]
+        for commit in old:
+            self._store.folder.delete(commit_name(commit.sequence))
+        for commit in old:
+            for file in commit.files:
+                self._store.folder.delete(file.name)
+
+    def _wants_snapshot(self, sequence: int) -> bool:
+        if self._store.folder.list(WANTED):
+            return True
+        last = max((number for number, commit in self._store.commits().items() if commit.full), default=None)
+        return last is None or sequence - last >= self._options.snapshot_every
+
+    def _remove_orphans(self) -> None:
+        """Files that writers left who died before they committed."""
+        kept = {file.name for commit in self._store.commits().values() for file in commit.files}
+        for name in self._store.folder.list(FILES):
+            if name not in kept:
+                self._store.folder.delete(name)
+
+
+def _shards(tensors: Mapping[str, Tensor], shard_bytes: int) -> Iterator[list[str]]:
+    """Names, in order, in groups of at most so many bytes (or one tensor)."""
+    names: list[str] = []
+    size = 0
+    for name in sorted(tensors):
+        if names and size + tensors[name].nbytes > shard_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensors[name].nbytes
+    yield names
