@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from etude.config import ModelConfig
-from etude.model import DraftLayers, LanguageModel, PackedAttention, Qwen3Moe, RecordedRoutes
+from etude.model import DraftLayers, LanguageModel, PackedAttention
 
 VOCAB = 64
 LATENT: dict[str, Any] = {
@@ -61,9 +61,9 @@ def small_config(**changes: Any) -> ModelConfig:
     return ModelConfig(**(values | changes))
 
 
-def small_model(seed: int = 0, **changes: Any) -> Qwen3Moe:
+def small_model(seed: int = 0, **changes: Any) -> LanguageModel:
     """A model with random weights, norms included."""
-    model = Qwen3Moe(small_config(**changes), VOCAB)
+    model = LanguageModel(small_config(**changes), VOCAB)
     model.initialise(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -89,9 +89,9 @@ def random_tokens(length: int, seed: int = 0) -> NDArray[np.int32]:
 
 
 @torch.no_grad()
-def fresh_routes(model: Qwen3Moe, tokens: NDArray[np.int32]) -> NDArray[np.uint8]:
+def fresh_routes(model: LanguageModel, tokens: NDArray[np.int32]) -> NDArray[np.uint8]:
     """Routes [T, layers, top_k] of one forward pass over the whole sequence."""
-    recorder = RecordedRoutes(model.config.experts_per_token, model.config.num_layers)
+    recorder = model.recorder()
     ids = torch.from_numpy(tokens.astype(np.int64))
     model(ids, torch.arange(len(ids)), PackedAttention([len(ids)]), recorder)
     return recorder.take().numpy()

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from etude.config import ModelConfig
 from etude.errors import CheckpointError
-from etude.model import PackedAttention, Qwen3Moe
+from etude.model import LanguageModel, PackedAttention
 from etude.model.huggingface import load_model, save_model
 
 
-def _model(seed: int = 0) -> Qwen3Moe:
+def _model(seed: int = 0) -> LanguageModel:
     config = ModelConfig(num_layers=2, hidden_size=64, expert_size=32, head_dim=16, initializer_range=0.1)
-    model = Qwen3Moe(config, 300)
+    model = LanguageModel(config, 300)
     model.initialise(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -11,11 +11,10 @@ from torch import nn
 
 from etude.config import AdapterConfig
 from etude.errors import CheckpointError, ConfigError
-from etude.model import Qwen3Moe
+from etude.model.loading import AnyModel
 from etude.model.lora import Adapters
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
-from etude.model.transformers_model import TransformersModel
-from tests.model.builders import random_tokens, small_model
+from tests.model.builders import PLAIN_LATENT, random_tokens, small_model
 from tests.model.transformers_builders import tiny_model
 
 CONFIG = AdapterConfig(rank=3, alpha=6.0)
@@ -109,9 +108,18 @@ def test_a_target_that_names_nothing_is_refused_with_what_there_is() -> None:
         Adapters(small_model(), AdapterConfig(rank=2, targets=("q_proj",)))
 
 
+def test_a_rank_above_that_of_every_weight_is_refused_and_the_model_stays_as_it_was() -> None:
+    model = small_model()
+    largest = max(min(weight.shape[-2:]) for weight in model.parameters() if weight.ndim >= 2)
+    with pytest.raises(ConfigError, match=r"rl\.adapter\.rank.*or less") as caught:
+        Adapters(model, AdapterConfig(rank=largest + 1))
+    assert caught.value.received == largest + 1
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("kind", ["llama", "glm4_moe", "gpt_oss", "deepseek"])
 def test_targets_by_word_find_projections_and_never_routers(kind: str) -> None:
-    model: Qwen3Moe | TransformersModel = _deepseek() if kind == "deepseek" else tiny_model(kind)
+    model: AnyModel = small_model(**PLAIN_LATENT) if kind == "deepseek" else tiny_model(kind)
     adapters = Adapters(model, AdapterConfig(rank=2))
     last = {name.removesuffix(".weight").rpartition(".")[2] for name, _, _ in adapters.factors()}
     expected = {
@@ -121,16 +129,3 @@ def test_targets_by_word_find_projections_and_never_routers(kind: str) -> None:
     }
     expected["glm4_moe"] = expected["llama"] | {"gate_up_proj"}
     assert last == expected[kind]
-
-
-def _deepseek() -> Qwen3Moe:
-    return small_model(
-        architecture="deepseek_v3",
-        intermediate_size=48,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        first_k_dense_replace=1,
-        n_shared_experts=1,
-    )

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.model import PackedAttention, Qwen3Moe, ReplayedRoutes, RouterStatistics
+from etude.model import LanguageModel, PackedAttention, ReplayedRoutes, RouterStatistics
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.records import NATIVE_ROUTE
 from tests.model.builders import VOCAB, fresh_routes, random_tokens, small_model
 
 
-def _plain_logprobs(model: Qwen3Moe, tokens: NDArray[np.int32], temperature: float = 1.0) -> Tensor:
+def _plain_logprobs(model: LanguageModel, tokens: NDArray[np.int32], temperature: float = 1.0) -> Tensor:
     """log p of each token by itself, [T]; 0 for the first."""
     ids = torch.from_numpy(tokens.astype(np.int64))
     hidden = model(ids, torch.arange(len(ids)), PackedAttention([len(ids)]))

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.model import Ops, PackedAttention, RecordedRoutes, TorchOps
+from etude.model import TorchOps
+from etude.model.half import HalfOps
 from etude.model.language_model import LanguageModel, build_model
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.training.parity import compare_logprobs
-from tests.model.builders import VOCAB, random_tokens, small_config
+from tests.model.builders import VOCAB, fresh_routes, random_tokens, small_config
 
 HALF = torch.bfloat16
 SEQUENCES = [random_tokens(length, length) for length in (60, 41, 77)]
-
-
-class HalfOps(TorchOps):
-    """What the shipped operations are not: everything in the type of the weights."""
-
-    def router(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.linear(x, weight).float()
-
-    def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        return F.linear(hidden, head).float()
-
-    def logprobs(
-        self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        return Ops.logprobs(self, hidden, head, tokens, temperature)  # from these logits
 
 
 def half_model(seed: int = 5) -> LanguageModel:
@@ -91,21 +75,12 @@ def k3_of_shipped_and_coarse(seed: int) -> tuple[float, float]:
     model = half_model(seed)
     exact = build_model(model.config, VOCAB)
     exact.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
-    routes = [routes_of(exact, tokens) for tokens in SEQUENCES]
+    routes = [fresh_routes(exact, tokens) for tokens in SEQUENCES]
     reference = score_sequences(exact, SEQUENCES, routes=routes)
     shipped = score_sequences(model, SEQUENCES, routes=routes)
     model.ops = HalfOps()
     coarse = score_sequences(model, SEQUENCES, routes=routes)
     return compare_logprobs(reference, shipped).k3, compare_logprobs(reference, coarse).k3
-
-
-def routes_of(model: LanguageModel, tokens: NDArray[np.int32]) -> NDArray[np.uint8]:
-    """The experts that the model chooses, [T, layers, top_k]."""
-    recorder = RecordedRoutes.of(model.config)
-    length = len(tokens)
-    with torch.no_grad():
-        model(torch.from_numpy(tokens).long(), torch.arange(length), PackedAttention([length]), recorder)
-    return recorder.take(length).numpy()
 
 
 def test_a_router_bias_stays_float32_when_the_rest_is_cast() -> None:

@@ -18,7 +18,7 @@ from etude.model import LanguageModel
 from etude.model.loading import AnyModel, save_any_model
 from etude.model.lora import Adapters
 from etude.model.peft import save_peft
-from tests.model.builders import small_model
+from tests.model.builders import PLAIN_LATENT, small_model
 from tests.model.test_lora import learned_adapters
 from tests.model.transformers_builders import tiny_model
 
@@ -90,16 +90,7 @@ def test_what_peft_would_misread_is_refused(tmp_path: Path) -> None:
     routed_and_dense = tiny_model("glm4_moe")
     with pytest.raises(CheckpointError, match="stacked experts"):
         save_peft(Adapters(routed_and_dense, AdapterConfig(rank=2)), routed_and_dense, tmp_path)
-    model = small_model(
-        architecture="deepseek_v3",
-        intermediate_size=48,
-        kv_lora_rank=16,
-        qk_nope_head_dim=8,
-        qk_rope_head_dim=8,
-        v_head_dim=8,
-        first_k_dense_replace=1,
-        n_shared_experts=1,
-    )
+    model = small_model(**PLAIN_LATENT)
     adapters = Adapters(model, AdapterConfig(rank=2))
     with pytest.raises(CheckpointError, match="latent attention"):
         save_peft(adapters, model, tmp_path)

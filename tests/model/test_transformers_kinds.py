@@ -10,8 +10,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from etude.errors import CheckpointError
-from etude.model import LanguageModel, RecordedRoutes, ReplayedRoutes, RouterStatistics
+from etude.errors import CheckpointError, ConfigError
+from etude.model import LanguageModel, ReplayedRoutes, RouterStatistics
 from etude.model import transformers_model as module
 from etude.model.scoring import PackedSequences, packed_logprobs
 from etude.model.transformers_model import TransformersModel
@@ -66,7 +66,7 @@ def test_recorded_experts_are_replayed_exactly(kind: str, monkeypatch: pytest.Mo
     model = tiny_model(kind)
     num_layers, top_k = model.routes_shape
     batch, targets = batch_of(model)
-    recorder = RecordedRoutes(top_k, num_layers)
+    recorder = model.recorder()
     free = logprobs(model, routes=recorder)
     torch.testing.assert_close(free, logprobs(model), atol=0, rtol=0)
     routes = recorder.take(len(batch.tokens), targets - 1)
@@ -78,9 +78,10 @@ def test_recorded_experts_are_replayed_exactly(kind: str, monkeypatch: pytest.Mo
     other = (routes.long() + 1) % 4
     changed = logprobs(model, routes=ReplayedRoutes(other.to(torch.uint8), targets - 1))
     assert float((changed - free).detach().abs().max()) > 1e-3
-    own = gradients(model, changed)
-    routers = [name for name in own if ".gate.weight" in name or ".router.weight" in name]
-    assert len(routers) == num_layers and all(float(own[name].abs().max()) > 0 for name in routers)
+    gradients(model, changed)
+    for router in model.routers:
+        (weight,) = (weight for weight in router.parameters() if weight.ndim == 2)
+        assert weight.grad is not None and float(weight.grad.abs().max()) > 0
 
 
 @pytest.mark.parametrize("kind", ROUTED)
@@ -93,6 +94,26 @@ def test_the_load_is_balanced_over_tokens_and_not_padding(kind: str) -> None:
         assert float(share.sum()) == pytest.approx(1.0)
         assert float(probability.sum().detach()) == pytest.approx(1.0)
     statistics.balance_loss().backward()
+
+
+def test_a_dense_model_is_asked_for_no_experts() -> None:
+    model = tiny_model("llama")
+    assert model.routes_shape == (0, 0) and not model.has_unknown_routers
+    statistics, recorder = RouterStatistics([], []), model.recorder()
+    torch.testing.assert_close(
+        logprobs(model, routes=recorder, statistics=statistics), logprobs(model), atol=0, rtol=0
+    )
+    assert float(statistics.balance_loss()) == 0.0
+    assert recorder.take(sum(LENGTHS)).shape == (sum(LENGTHS), 0, 0)
+
+
+def test_routers_that_are_not_known_are_refused_and_never_ignored() -> None:
+    model = tiny_model("gemma4_text", enable_moe_block=True, num_experts=4, top_k_experts=2)
+    assert model.has_unknown_routers and model.num_experts == 0
+    assert bool(logprobs(model).isfinite().all())
+    for asked in ({"routes": ReplayedRoutes(torch.zeros((sum(LENGTHS), 0, 0), dtype=torch.uint8))}, {}):
+        with pytest.raises(ConfigError, match="usual routers"):
+            logprobs(model, statistics=RouterStatistics([], []), **asked)
 
 
 @pytest.mark.parametrize("kind", ["mamba", "falcon_mamba", "t5", "qwen3_next"])

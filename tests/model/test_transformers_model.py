@@ -8,54 +8,13 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from transformers import Glm4MoeConfig, GptOssConfig
 
 from etude.errors import CheckpointError, ConfigError
 from etude.model import LanguageModel
 from etude.model import transformers_model as module
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.model.transformers_model import TransformersModel
-
-
-def tiny_glm() -> Any:
-    """GLM-4 MoE: partial rotary embeddings, sigmoid routing, a shared expert."""
-    return Glm4MoeConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=1024,
-        moe_intermediate_size=32,
-        num_experts_per_tok=2,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        first_k_dense_replace=1,
-        initializer_range=0.15,
-        use_qk_norm=True,
-        num_nextn_predict_layers=0,
-    )
-
-
-def tiny_gpt_oss() -> Any:
-    """gpt-oss: sliding windows and sinks."""
-    return GptOssConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=16,
-        initializer_range=0.15,
-        pad_token_id=0,
-    )
+from tests.model.transformers_builders import tiny_model
 
 
 def sequences() -> list[np.ndarray]:
@@ -69,13 +28,13 @@ def score(model: TransformersModel, given: list[np.ndarray]) -> list[np.ndarray]
     return score_sequences(cast(LanguageModel, model), given)
 
 
-@pytest.mark.parametrize("config", [tiny_glm, tiny_gpt_oss])
+@pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss"])
 @pytest.mark.parametrize("group_tokens", [8192, 50])
 def test_packed_sequences_do_not_see_each_other(
-    config: Any, group_tokens: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, group_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_GROUP_TOKENS", group_tokens)
-    model = TransformersModel.from_config(config(), 0)
+    model = tiny_model(kind)
     packed = score(model, sequences())
     for given, together in zip(sequences(), packed, strict=True):
         ids = torch.from_numpy(given.astype(np.int64))[None]
@@ -86,7 +45,7 @@ def test_packed_sequences_do_not_see_each_other(
 
 
 def test_a_saved_model_is_loaded_as_it_was(tmp_path: Path) -> None:
-    model = TransformersModel.from_config(tiny_glm(), 1)
+    model = tiny_model("glm4_moe", 1)
     model.save(tmp_path)
     loaded = TransformersModel.load(tmp_path)
     assert loaded.vocab_size == 256 and loaded.max_positions == 1024
@@ -95,7 +54,7 @@ def test_a_saved_model_is_loaded_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_step_of_the_policy_gradient_moves_log_probabilities_the_right_way() -> None:
-    model = TransformersModel.from_config(tiny_glm(), 1)
+    model = tiny_model("glm4_moe", 1)
     given = sequences()
     before = score(model, given)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.02)
@@ -112,7 +71,7 @@ def test_a_step_of_the_policy_gradient_moves_log_probabilities_the_right_way() -
 
 
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
-    model = TransformersModel.from_config(tiny_glm(), 1)
+    model = tiny_model("glm4_moe", 1)
     model.save(tmp_path)
     path = tmp_path / "model.safetensors"
     data = path.read_bytes()
@@ -124,7 +83,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_missing_and_infinite_tensors_are_refused(tmp_path: Path) -> None:
-    model = TransformersModel.from_config(tiny_glm(), 1)
+    model = tiny_model("glm4_moe", 1)
     with torch.no_grad():
         next(iter(model.parameters()))[0, 0] = float("nan")
     model.save(tmp_path / "nan")
@@ -141,7 +100,7 @@ def test_missing_and_infinite_tensors_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_needs_an_architecture_of_our_own_is_refused() -> None:
-    model = TransformersModel.from_config(tiny_glm(), 1)
+    model = tiny_model("glm4_moe", 1)
     ids = torch.arange(4)
     with pytest.raises(ConfigError, match="packed batches"):
         model(ids, ids, cast(Any, object()))

@@ -36,9 +36,30 @@ _OWN: dict[str, dict[str, Any]] = {
         "num_nextn_predict_layers": 0,
     },
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 16},
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "llama4_text": {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": 64,
+    },
+    "afmoe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "num_dense_layers": 1,
+        "num_shared_experts": 1,
+    },
+    "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+    "gemma4_text": {"moe_intermediate_size": 32, "hidden_size_per_layer_input": 0},
 }
-KINDS = tuple(_OWN)
-ROUTED = ("mixtral", "glm4_moe", "gpt_oss")
+KINDS = tuple(kind for kind in _OWN if kind != "gemma4_text")
+ROUTED = ("mixtral", "glm4_moe", "gpt_oss", "qwen2_moe", "llama4_text", "afmoe", "hunyuan_v1_moe")
 """Those that are mixtures of experts."""
 
 

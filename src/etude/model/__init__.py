@@ -6,7 +6,6 @@ from etude.model.drafting import DRAFT_PREFIX, DraftLayer, DraftLayers
 from etude.model.feed_forward import DenseMlp, Experts, RouterStatistics, SharedExperts
 from etude.model.language_model import LanguageModel, block_of, build_model
 from etude.model.ops import Ops, TorchOps
-from etude.model.qwen3_moe import Qwen3Moe
 from etude.model.routes import NativeRoutes, RecordedRoutes, ReplayedRoutes, missing_route
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "NativeRoutes",
     "Ops",
     "PackedAttention",
-    "Qwen3Moe",
     "RecordedRoutes",
     "ReplayedRoutes",
     "RouterStatistics",

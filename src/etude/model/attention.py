@@ -5,11 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from etude.model import flash
+from etude.model.kernels.native import training
 from etude.model.permute import pad, unpad
 
 
@@ -29,8 +33,9 @@ class _Bucket:
 class PackedAttention:
     """Causal attention within each sequence of a packed batch.
 
-    Sequences must lie in order of falling length; they are cut into a few buckets of like length, each
-    padded to its own longest, so that little is computed for nothing.
+    float32 on a CPU goes through native blocks (see `flash`). All else is cut into a few buckets of like
+    length, each padded to its own longest, so that little is computed for nothing: sequences must lie in
+    order of falling length.
     """
 
     def __init__(
@@ -41,21 +46,32 @@ class PackedAttention:
         assert all(a >= b for a, b in itertools.pairwise(lengths)), "lengths must fall"
         self.lengths = tuple(lengths)
         """Tokens of each sequence."""
-        self._buckets = [_make_bucket(bucket, device) for bucket in _split(lengths, waste)]
+        self._waste, self._device = waste, device
+        self._starts = np.concatenate(([0], np.cumsum(self.lengths, dtype=np.int64)))
+
+    @cached_property
+    def _buckets(self) -> list[_Bucket]:
+        return [_make_bucket(bucket, self._device) for bucket in _split(self.lengths, self._waste)]
 
     @property
     def padded_lengths(self) -> list[int]:
-        """Of each sequence, the length at which its bucket computes it."""
+        """Of each sequence, the length at which `attend_padded` computes it."""
         return [bucket.length for bucket in self._buckets for _ in range(bucket.num_sequences)]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim] -> [T, heads,
         value_dim], where value_dim <= dim."""
+        if training.computes(query, key, value):
+            return flash.attend(query, key, value, self._starts)
+        return self.attend_padded(query, key, value)
+
+    def attend_padded(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """The same by PyTorch's kernel, bucket by bucket, for any type and device."""
         value_dim = value.shape[-1]
         if value_dim < key.shape[-1]:
             # The fused CPU kernel wants one width for all three; zeros cost less than leaving it.
             value = F.pad(value, (0, key.shape[-1] - value_dim))
-            return self.attend(layer, query, key, value)[..., :value_dim]
+            return self.attend_padded(query, key, value)[..., :value_dim]
         if len(self._buckets) == 1:
             return _attend_bucket(self._buckets[0], query, key, value)
         sizes = [bucket.num_rows for bucket in self._buckets]

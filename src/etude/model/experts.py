@@ -3,7 +3,8 @@
 Rows are sorted by expert, so that each expert's are one block of rows: two products forwards and four
 backwards, into buffers that are there already. What lies between two products of an expert stays in the
 processor's cache. Gates are applied between the two products, to the narrower tensor (a gate times a row's
-product is the product of the row times the gate), so the wide results are never kept.
+product is the product of the row times the gate), so the wide results are never kept. For the engine's bits
+they are applied behind, as it does; the gradients are the same.
 """
 
 from __future__ import annotations
@@ -14,13 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from etude.model.fused import scaled_gate, scaled_gate_backward
+from etude.model.kernels.native import calls, pointwise
+from etude.model.products import engine_product, product
+
 
 class _Experts(torch.autograd.Function):
     """See `mix_by_expert`."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor
+        ctx: Any,
+        x: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        as_engine: bool,
     ) -> Tensor:
         top_k = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)
@@ -32,12 +43,18 @@ class _Experts(torch.autograd.Function):
         rows = x.index_select(0, source)
         opened = x.new_empty((len(order), gate_up.shape[2]))
         mixed = x.new_empty((len(order), down.shape[2]))
+        multiply = engine_product if as_engine else product
         for expert, place in _places(sizes):
-            torch.mm(rows[place], gate_up[expert], out=opened[place])
-            gate, up = opened[place].chunk(2, dim=-1)
-            torch.mm(F.silu(gate).mul_(up).mul_(gates[place]), down[expert], out=mixed[place])
+            multiply(rows[place], gate_up[expert], opened[place])
+            if as_engine:
+                inner = pointwise.silu_gate(*opened[place].chunk(2, dim=-1), as_engine=True)
+            else:
+                inner = scaled_gate(opened[place], gates[place])
+            multiply(inner, down[expert], mixed[place])
         ctx.sizes, ctx.weights_dtype = sizes, weights.dtype
         ctx.save_for_backward(rows, opened, gates, gate_up, down, source, order, inverse)
+        if as_engine:
+            return calls.mix(mixed, inverse.view(-1, top_k), weights)
         return _sum_copies(mixed, inverse, top_k)
 
     @staticmethod
@@ -49,27 +66,25 @@ class _Experts(torch.autograd.Function):
         to_gate_up = torch.zeros_like(gate_up) if ctx.needs_input_grad[1] else None
         to_down = torch.zeros_like(down) if ctx.needs_input_grad[2] else None
         for expert, place in _places(ctx.sizes):
-            gate, up = opened[place].chunk(2, dim=-1)
-            risen = F.silu(gate)
-            inner = risen * up
-            to_inner = back[place] @ down[expert].t()
-            to_gates[place] = torch.linalg.vecdot(to_inner, inner).unsqueeze(-1)
+            to_inner = product(back[place], down[expert].t())
+            inner, to_opened = scaled_gate_backward(to_inner, opened[place], gates[place], to_gates[place])
             if to_down is not None:
-                torch.mm(inner.mul_(gates[place]).t(), back[place], out=to_down[expert])
-            to_inner.mul_(gates[place])
-            to_opened = torch.cat(
-                (torch.ops.aten.silu_backward(to_inner * up, gate), to_inner.mul_(risen)), 1
-            )
-            torch.mm(to_opened, gate_up[expert].t(), out=to_rows[place])
+                product(inner.t(), back[place], to_down[expert])
+            product(to_opened, gate_up[expert].t(), to_rows[place])
             if to_gate_up is not None:
-                torch.mm(rows[place].t(), to_opened, out=to_gate_up[expert])
+                product(rows[place].t(), to_opened, to_gate_up[expert])
         to_weights = to_gates.flatten().index_select(0, inverse).view(-1, top_k).to(ctx.weights_dtype)
-        return _sum_copies(to_rows, inverse, top_k), to_gate_up, to_down, None, to_weights
+        return _sum_copies(to_rows, inverse, top_k), to_gate_up, to_down, None, to_weights, None
 
 
-def mix_by_expert(x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """See Ops.experts; on a CPU. Sums over a token's experts are float32 where x has 16 bits."""
-    return cast(Tensor, _Experts.apply(x, gate_up, down, chosen, weights))
+def mix_by_expert(
+    x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor, *, as_engine: bool = False
+) -> Tensor:
+    """See Ops.experts; on a CPU. Sums over a token's experts are float32 where x has 16 bits.
+
+    `as_engine`: with the bits of the engine's pass; all float32.
+    """
+    return cast(Tensor, _Experts.apply(x, gate_up, down, chosen, weights, as_engine))
 
 
 def _places(sizes: list[int]) -> list[tuple[int, slice]]:

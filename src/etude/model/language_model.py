@@ -13,7 +13,7 @@ from etude.model.blocks import Block, make_block
 from etude.model.feed_forward import Pass, RouterStatistics
 from etude.model.ops import Ops, TorchOps
 from etude.model.rotary import rotary_tables
-from etude.model.routes import NativeRoutes
+from etude.model.routes import NativeRoutes, RecordedRoutes
 from etude.protocols import Attention, Routes
 
 
@@ -43,6 +43,25 @@ class LanguageModel(nn.Module):
     def head(self) -> nn.Parameter:
         """[vocabulary, width]: the embedding itself where the two are tied."""
         return self.embedding if self.output_embedding is None else self.output_embedding
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence in tokens."""
+        return self.config.max_positions
+
+    @property
+    def routes_shape(self) -> tuple[int, int]:
+        """Layers that route, and experts per token; (0, 0) where no experts are chosen."""
+        return self.config.num_moe_layers, self.config.routes_per_token
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that routes; 0 where none does."""
+        return self.config.num_experts if self.config.num_moe_layers else 0
+
+    def recorder(self) -> RecordedRoutes:
+        """Keeps the experts of one forward pass."""
+        return RecordedRoutes.of(self.config)
 
     def forward(
         self,

@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from etude.model.kernels.native import calls
+from etude.model.products import engine_product, product
+
 BLOCK_LOGITS = 1 << 22
 """Logits that are computed at once on a CPU: 16 MB in float32, which stay in a processor's cache."""
 _ACCELERATOR_FACTOR = 16
@@ -28,12 +31,12 @@ KEPT_LOGITS = 1 << 25
 class _Logprobs(torch.autograd.Function):
     """hidden [N, width], head [vocabulary, width], tokens [N] -> log-probability, entropy [N] float32.
 
-    The entropy carries no gradient.
+    The entropy carries no gradient. `as_engine`: the log-probabilities have the engine's bits.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
+        ctx: Any, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float, as_engine: bool
     ) -> tuple[Tensor, Tensor]:
         num_logits = len(hidden) * len(head)
         kept = num_logits <= KEPT_LOGITS and any(ctx.needs_input_grad[:2])
@@ -42,6 +45,13 @@ class _Logprobs(torch.autograd.Function):
         chosen, entropy, log_sums = (torch.empty(len(hidden), **values) for _ in range(3))
         product = _Product(hidden, head)
         for rows in _blocks(hidden, len(head)):
+            if as_engine:
+                logits = _scaled(engine_product(hidden[rows], head.t()), temperature)
+                found = calls.choose_tokens(
+                    logits, tokens[rows], None if distribution is None else distribution[rows]
+                )
+                chosen[rows], entropy[rows], log_sums[rows] = found
+                continue
             logits = _scaled(product.logits(rows), temperature)
             highest = logits.amax(-1, keepdim=True)
             logits.sub_(highest)
@@ -59,7 +69,7 @@ class _Logprobs(torch.autograd.Function):
         return chosen, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, head, tokens, kept = ctx.saved_tensors
         product = _Product(hidden, head)
         to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -76,7 +86,7 @@ class _Logprobs(torch.autograd.Function):
                 to_hidden[rows] = product.to_hidden(back)
             if to_head is not None:
                 product.add_to_head(to_head, back, rows)
-        return to_hidden, None if to_head is None else to_head.to(head.dtype), None, None
+        return to_hidden, None if to_head is None else to_head.to(head.dtype), None, None, None
 
 
 class _Product:
@@ -95,11 +105,11 @@ class _Product:
         """[n, vocabulary] float32."""
         if self._narrow:
             return torch.mm(self._hidden[rows], self._head.t(), out_dtype=torch.float32)
-        return self._hidden[rows] @ self._head.t()
+        return product(self._hidden[rows], self._head.t())
 
     def to_hidden(self, back: Tensor) -> Tensor:
         """back [n, vocabulary] float32, gradients of logits -> [n, width]."""
-        return back.to(self._head.dtype) @ self._head
+        return product(back.to(self._head.dtype), self._head)
 
     def add_to_head(self, gradient: Tensor, back: Tensor, rows: slice) -> None:
         """Adds to gradient [vocabulary, width] float32."""
@@ -107,15 +117,18 @@ class _Product:
             narrow = back.to(self._head.dtype)
             gradient.add_(torch.mm(narrow.t(), self._hidden[rows], out_dtype=torch.float32))
         else:
-            gradient.addmm_(back.t(), self._hidden[rows])
+            product(back.t(), self._hidden[rows], gradient, add=True)
 
 
-def head_logprobs(hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def head_logprobs(
+    hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float, *, as_engine: bool = False
+) -> tuple[Tensor, Tensor]:
     """hidden [N, width], head [vocabulary, width], tokens [N] -> log-probability and entropy [N], float32.
 
     Entropy is detached. Sums over the vocabulary and the gradient of the head are float32 whatever the types.
+    `as_engine`: log-probabilities have the bits of the engine's pass; float32 on a CPU.
     """
-    return cast(tuple[Tensor, Tensor], _Logprobs.apply(hidden, head, tokens, temperature))
+    return cast(tuple[Tensor, Tensor], _Logprobs.apply(hidden, head, tokens, temperature, as_engine))
 
 
 def checkpointed_logprobs(
@@ -148,9 +161,13 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits / temperature
 
 
+def block_rows(vocab_size: int, device_type: str) -> int:
+    """Rows whose logits are computed together."""
+    budget = BLOCK_LOGITS if device_type == "cpu" else BLOCK_LOGITS * _ACCELERATOR_FACTOR
+    return max(_LEAST_ROWS, budget // vocab_size)
+
+
 def _blocks(rows: Tensor, vocab_size: int) -> list[slice]:
     """Which of `rows` [N, ...] are computed together."""
-    num_rows = len(rows)
-    budget = BLOCK_LOGITS if rows.device.type == "cpu" else BLOCK_LOGITS * _ACCELERATOR_FACTOR
-    size = max(_LEAST_ROWS, budget // vocab_size)
+    num_rows, size = len(rows), block_rows(vocab_size, rows.device.type)
     return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]

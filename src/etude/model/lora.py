@@ -57,7 +57,8 @@ class Adapters(nn.Module):
     """
 
     def __init__(self, model: nn.Module, config: AdapterConfig) -> None:
-        """Raises ConfigError where a target names no weight, or a weight is spread over ranks."""
+        """Raises ConfigError where a target names no weight, the rank is above that of every weight, or a
+        weight is spread over ranks."""
         super().__init__()
         self.config = config
         self.scale = config.alpha / config.rank
@@ -65,6 +66,7 @@ class Adapters(nn.Module):
         self._weights = {name: p for name, p in model.named_parameters() if p.ndim >= 2}
         names = adapted_names(self._weights, config.targets)
         self._weights = {name: self._weights[name] for name in names}
+        _check_rank(config.rank, self._weights)
         self._base: dict[str, Tensor] = {}
         self._factors: dict[str, Factors] = {}
         model.requires_grad_(requires_grad=False)
@@ -145,7 +147,7 @@ def adapted_names(parameters: Mapping[str, Tensor], targets: Sequence[str]) -> l
         if not names:
             raise ConfigError(
                 "names no weight of the model",
-                field="adapter.targets",
+                field="rl.adapter.targets",
                 received=target,
                 fix="use attention, feed_forward, or one of "
                 + ", ".join(sorted({_last(name) for name in parameters if not _is_router(name)})),
@@ -179,9 +181,20 @@ def _check_whole(name: str, weight: Tensor) -> None:
     if type(weight.data) is not Tensor:
         raise ConfigError(
             "adapters need whole weights in each process",
-            field="adapter.rank",
+            field="rl.adapter.rank",
             received=f"{name}: {type(weight.data).__name__}",
             fix="set parallel.fsdp = 1 and parallel.expert = 1",
+        )
+
+
+def _check_rank(rank: int, weights: Mapping[str, Tensor]) -> None:
+    largest = max(min(weight.shape[-2:]) for weight in weights.values())
+    if rank > largest:
+        raise ConfigError(
+            "is above the full rank of every adapted weight",
+            field="rl.adapter.rank",
+            received=rank,
+            fix=f"set it to {largest} or less, or to 0 to train all weights",
         )
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from etude.model import fused
+from etude.model import fused, products
 from etude.model.attention import PackedAttention
 from etude.model.experts import mix_by_expert
 from etude.model.logprobs import checkpointed_logprobs, head_logprobs
@@ -126,10 +126,14 @@ class TorchOps(Ops):
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """See Ops."""
+        if torch.is_grad_enabled() and products.is_native(x, weight):
+            return products.linear(x, weight)
         return F.linear(x, weight)
 
     def linear_add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """See Ops."""
+        if torch.is_grad_enabled() and products.is_native(x, weight):
+            return products.linear(x, weight, residual)
         return torch.addmm(residual, x, weight.t())
 
     def per_head(self, x: Tensor, weight: Tensor) -> Tensor:

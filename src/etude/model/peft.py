@@ -46,7 +46,7 @@ def save_peft(adapters: Adapters, model: nn.Module, directory: Path, base: str |
     if stacks and last_names & _PARTS:
         raise CheckpointError(
             "adapts dense layers beside stacked experts, which the peft library takes for one another",
-            field="adapter.targets",
+            field="rl.adapter.targets",
             received=sorted(last_names & _PARTS),
             fix="use the merged model, or adapt attention only",
         )
@@ -120,7 +120,7 @@ def _of_ours(model: LanguageModel, name: str, left: Tensor, right: Tensor) -> It
     else:
         raise CheckpointError(
             "adapts latent attention, whose weights lie otherwise in checkpoints",
-            field="adapter.targets",
+            field="rl.adapter.targets",
             received=name,
             fix="use the merged model, or adapt out and feed_forward only",
         )

@@ -89,13 +89,16 @@ class ReplayedRoutes:
         that is positive) is replaced by the router's best that is not replayed. 0 replays whatever is
         recorded.
         """
-        missing = missing_route(recorded.dtype)
         by_layer = [routes.long() for routes in recorded.unbind(1)]
         if wanted is not None and by_layer:
             by_layer[-1] = by_layer[-1].index_select(0, wanted)
         self._recorded = by_layer
+        missing = missing_route(recorded.dtype)
         self._missing = [(routes == missing).any(dim=-1) for routes in by_layer]
-        self._all_recorded = not any(bool(rows.any()) for rows in self._missing)
+        # Spares the router's own choice where nothing asks for it. On a device the answer would have to be
+        # waited for, which costs more than the choice.
+        on_cpu = recorded.device.type == "cpu"
+        self._all_recorded = on_cpu and not any(bool(rows.any()) for rows in self._missing)
         self._min_share = min_share
         self._uses = [0] * len(by_layer)
         """Rows that were replayed, by layer."""

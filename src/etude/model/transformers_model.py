@@ -24,7 +24,7 @@ from etude.model.feed_forward import RouterStatistics
 from etude.model.logprobs import checkpointed_logprobs
 from etude.model.ops import Ops, TorchOps
 from etude.model.routes import NativeRoutes, RecordedRoutes, ReplayedRoutes
-from etude.model.transformers_routes import LayerLoads, find_routers, routed_by
+from etude.model.transformers_routes import LayerLoads, find_routers, has_experts, routed_by
 from etude.protocols import Attention, Routes
 
 _ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
@@ -53,6 +53,8 @@ class TransformersModel(nn.Module):
         super().__init__()
         self.inner = inner
         self.ops: Ops = TorchOps()
+        self.routers = find_routers(inner)
+        """Those of a mixture of experts, by layer, as far as they are known."""
 
     @staticmethod
     def load(directory: Path, dtype: torch.dtype = torch.float32) -> TransformersModel:
@@ -119,31 +121,33 @@ class TransformersModel(nn.Module):
         """tokens [T], positions [T] -> final hidden states [T, width], or the rows `wanted` [N] of them.
 
         Every layer computes all rows; of the last that routes, `routes` and `statistics` are asked for those
-        `wanted`, as they are by our own models. Raises ConfigError for another attention than
-        PackedAttention, and for routes or statistics of a model without routers that are known.
+        `wanted`, as they are by our own models; a dense model asks them nothing. Raises ConfigError for
+        another attention than PackedAttention, and for routes or statistics of routers that are not known.
         """
         asks_routers = routes is not None or statistics is not None
-        if not isinstance(attention, PackedAttention) or (asks_routers and not self.routers):
+        if not isinstance(attention, PackedAttention) or (asks_routers and self.has_unknown_routers):
             raise ConfigError(
                 "transformers' models are computed in packed batches, and replay experts of usual routers",
                 field="model",
                 received=type(self.inner).__name__,
                 fix="switch route replay and the balance loss off, and sample with engine.backend = 'vllm'",
             )
-        body = cast(Any, self.inner).base_model
+        asks_routers = asks_routers and bool(self.routers)
+        places = None if wanted is None or not asks_routers else wanted.cpu()  # one wait for the device
+        body = _body_of(cast(Any, self.inner))
         loads = None if statistics is None else LayerLoads()
         parts: list[Tensor] = []
         start = 0
         for lengths in _groups(attention.lengths):
             rows = slice(start, start + sum(lengths))
             given = [values[rows].split(lengths) for values in (tokens, positions)]
-            ids, places = (nn.utils.rnn.pad_sequence(list(parts), batch_first=True) for parts in given)
+            ids, at = (nn.utils.rnn.pad_sequence(list(parts), batch_first=True) for parts in given)
             with ExitStack() as stack:
                 if asks_routers:
                     real = _real_rows(lengths, ids.device)
-                    choose = _GroupChoice(routes, self.routers, real, start, wanted)
+                    choose = _GroupChoice(routes, self.routers, real, start, places)
                     stack.enter_context(routed_by(self.routers, choose, loads, real))
-                output = body(input_ids=ids, position_ids=places, use_cache=False).last_hidden_state
+                output = body(input_ids=ids, position_ids=at, use_cache=False).last_hidden_state
             parts += [row[:length] for row, length in zip(output, lengths, strict=True)]
             start = rows.stop
         if statistics is not None and loads is not None:
@@ -152,15 +156,24 @@ class TransformersModel(nn.Module):
         return hidden if wanted is None else hidden.index_select(0, wanted)
 
     @property
-    def routers(self) -> list[nn.Module]:
-        """Those of a mixture of experts, by layer."""
-        return find_routers(self.inner)
+    def has_unknown_routers(self) -> bool:
+        """Whether experts are chosen in a way that can be neither replayed nor measured."""
+        return not self.routers and has_experts(self.inner)
 
     @property
     def routes_shape(self) -> tuple[int, int]:
         """Layers that route, and experts per token; (0, 0) where no experts are chosen."""
-        routers = self.routers
-        return (len(routers), int(cast(Any, routers[0]).top_k)) if routers else (0, 0)
+        return (len(self.routers), int(cast(Any, self.routers[0]).top_k)) if self.routers else (0, 0)
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer that routes; 0 where none does."""
+        return int(cast(Any, self.routers[0]).num_experts) if self.routers else 0
+
+    def recorder(self) -> RecordedRoutes:
+        """Keeps the experts of one forward pass."""
+        num_layers, top_k = self.routes_shape
+        return RecordedRoutes(top_k, num_layers, "uint8" if self.num_experts <= 255 else "uint16")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [N, width] -> logits [N, vocabulary] in float32."""
@@ -189,23 +202,30 @@ class _GroupChoice:
         start: int,
         wanted: Tensor | None,
     ) -> None:
-        """`real`: the tokens among the group's rows; the first is row `start` of the batch."""
+        """`real`: the tokens among the group's rows; the first is row `start` of the batch. `wanted`: rows
+        of the batch that the last layer is asked for, on the CPU."""
         assert routes is None or isinstance(routes, (NativeRoutes, RecordedRoutes, ReplayedRoutes))
         self._routes = routes
         self._routers = routers
-        self._real = real
-        self._rows = torch.arange(start, start + len(real), device=real.device)
-        self._wanted = wanted
+        self._of_all = real, torch.arange(start, start + len(real), device=real.device)
+        """Where the rows lie in the group, and as what the routes know them."""
+        self._of_last = self._of_all
+        if wanted is not None:
+            rows = ((wanted >= start) & (wanted < start + len(real))).nonzero().flatten()
+            inside = (wanted[rows] - start).to(real.device)
+            self._of_last = real[inside], rows.to(real.device)
 
     def __call__(self, layer: int, scores: Tensor) -> Tensor:
         native = scores.topk(int(cast(Any, self._routers[layer]).top_k), dim=-1).indices
         if self._routes is None or isinstance(self._routes, NativeRoutes):
             return native
-        real, rows = self._real, self._rows
-        if self._wanted is not None and layer == len(self._routers) - 1:
-            rows = ((self._wanted >= rows[0]) & (self._wanted <= rows[-1])).nonzero().flatten()
-            real = real[self._wanted[rows] - self._rows[0]]
+        real, rows = self._of_last if layer == len(self._routers) - 1 else self._of_all
         return native.index_copy(0, real, self._routes.select(layer, scores[real], rows))
+
+
+def _body_of(inner: Any) -> Any:
+    """What stands before the output head; Llama 4's text model says so of itself by mistake."""
+    return inner.model if inner.base_model is inner else inner.base_model
 
 
 def _real_rows(lengths: list[int], device: torch.device) -> Tensor:

@@ -22,7 +22,7 @@ from etude.model.feed_forward import RouterStatistics
 
 Choose = Callable[[int, Tensor], Tensor]
 """(layer among those that route, scores [rows, experts] without gradient) -> experts [rows, top_k]."""
-_ROUTER = re.compile(r"Top[kK]Router$")
+_ROUTER = re.compile(r"(Router|Gate)$")
 
 
 def find_routers(model: nn.Module) -> list[nn.Module]:
@@ -35,6 +35,11 @@ def find_routers(model: nn.Module) -> list[nn.Module]:
         and hasattr(module, "top_k")
         and hasattr(module, "num_experts")
     ]
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether it is a mixture of experts, by the names of transformers' modules."""
+    return any("Experts" in type(module).__name__ for module in model.modules())
 
 
 class LayerLoads:
@@ -86,20 +91,20 @@ def _route(
     choose: Choose,
     loads: LayerLoads | None,
     real: Tensor,
-    hidden: Tensor,
+    *arguments: Any,
 ) -> Any:
     choice = _Choice(cast(Any, router), partial(choose, layer))
     with choice:
-        output = forward(hidden)
+        output = forward(*arguments)
     if choice.chosen is None:
         raise RouteReplayError(
             "this router's choice cannot be replaced",
             field="model",
             received=type(router).__name__,
-            fix='set rl.router_replay = "off"',
+            fix='set rl.router_replay = "off", and balance weights to 0',
         )
     if loads is not None:
-        logits = output[0].reshape(-1, output[0].shape[-1]).float()[real]
+        logits = _logits_of(router, output)[real]
         if hasattr(router, "e_score_correction_bias"):
             scores = logits.sigmoid()
             probabilities = scores / scores.sum(-1, keepdim=True)
@@ -107,6 +112,21 @@ def _route(
             probabilities = logits.softmax(-1)
         loads.add(layer, probabilities, choice.chosen[real])
     return output
+
+
+def _logits_of(router: nn.Module, output: Sequence[Tensor]) -> Tensor:
+    """[rows, experts] float32, among what a router gives: behind the gates where these have a column for
+    each expert, too, and before the chosen ones, which are integers."""
+    count = cast(Any, router).num_experts
+    wide = [one for one in output if one.shape[-1] == count and one.is_floating_point()]
+    if not wide:
+        raise RouteReplayError(
+            "this router does not tell its scores, so its load cannot be measured",
+            field="model",
+            received=type(router).__name__,
+            fix="set the balance weight to 0",
+        )
+    return wide[-1].reshape(-1, count).float()
 
 
 class _Choice(TorchFunctionMode):

@@ -75,6 +75,25 @@ def test_values_and_gradients_are_those_of_the_module(shape: dict[str, Any]) -> 
         torch.testing.assert_close(own[name], gradient, atol=1e-4 * scale + 1e-6, rtol=1e-3, msg=name)
 
 
+@pytest.mark.parametrize("shape", [SHAPES[0], LATENT])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_gradients_have_the_same_bits_each_time(shape: dict[str, Any], threads: int) -> None:
+    model = model_of(shape)
+    model.ops = InvariantOps()
+    batch = PackedSequences.pack(sequences())
+    found: list[list[Tensor]] = []
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        for _ in range(3):
+            model.zero_grad()
+            packed_logprobs(model, batch, torch.arange(1, 69))[0].sum().backward()
+            found.append([p.grad for p in model.parameters() if p.grad is not None])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
 def numeric_gradient(loss: Any, x: Tensor) -> Tensor:
     """Central differences."""
     result = torch.zeros_like(x)
@@ -87,7 +106,8 @@ def numeric_gradient(loss: Any, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "name", ["linear", "rms_norm", "silu_gate", "softmax", "sigmoid", "log_softmax", "attention"]
+    "name",
+    ["linear", "linear_add", "rms_norm", "silu_gate", "softmax", "sigmoid", "log_softmax", "attention"],
 )
 def test_gradients_are_the_slope_of_the_forward_pass(name: str) -> None:
     ops = InvariantOps()
@@ -96,6 +116,7 @@ def test_gradients_are_the_slope_of_the_forward_pass(name: str) -> None:
     key, value = (torch.randn((3, 1, 6), generator=generator) for _ in range(2))
     blocks: dict[str, Any] = {
         "linear": lambda x: ops.linear(x, weight),
+        "linear_add": lambda x: ops.linear_add(x.tanh(), x, weight),
         "rms_norm": lambda x: ops.rms_norm(x, weight[0], 1e-6),
         "silu_gate": lambda x: ops.silu_gate(x, weight[:3]),
         "softmax": lambda x: ops.activate(x, "softmax"),
@@ -145,3 +166,5 @@ def test_other_types_than_float32_are_refused_by_name() -> None:
             torch.ones((2, 4), dtype=torch.bfloat16), torch.ones((4, 4), dtype=torch.bfloat16)
         )
     assert caught.value.field == "model.ops"
+    with pytest.raises(ResourceError):
+        InvariantOps().linear(torch.ones((2, 4)), torch.ones((4, 4), dtype=torch.bfloat16))

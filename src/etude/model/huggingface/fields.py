@@ -138,7 +138,9 @@ def read_fields(path: Path) -> CheckpointFields:
         if not isinstance(values, dict):
             raise ValueError("is not an object")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"cannot be read: {error}", field="config.json", received=str(path)) from error
+        raise CheckpointError(
+            f"cannot be read: {error}", field="config.json", received=str(path), fix="fetch it again"
+        ) from error
     architecture = _MODEL_TYPES.get(str(values.get("model_type")))
     if architecture is None:
         raise CheckpointError(

@@ -312,19 +312,21 @@ static void begin_part(const Pages *pages, const Run *run, int64_t head, Heads h
     memset(part->sums, 0, (size_t)(rows * pages->value_dim) * sizeof(float));
 }
 
-static void finish_part(const Pages *pages, const Run *run, int64_t head, Heads heads, const Part *part, float *out)
+static void finish_part(const Pages *pages, const Run *run, int64_t head, Heads heads, const Part *part, float *out,
+                        float *log_sums)
 {
     int64_t dim = pages->value_dim, first = head * (pages->heads / pages->kv_heads) + heads.first;
     for (int64_t r = 0; r < run->count * heads.count; r++) {
-        int64_t query_head = first + r % heads.count;
-        float *to = out + ((run->first_row + r / heads.count) * pages->heads + query_head) * dim;
-        finish_row(dim, part->sums + r * dim, part->states[r].sum, to);
+        int64_t place = (run->first_row + r / heads.count) * pages->heads + first + r % heads.count;
+        finish_row(dim, part->sums + r * dim, part->states[r].sum, out + place * dim);
+        if (log_sums)
+            log_sums[place] = part->states[r].highest + logf(part->states[r].sum);
     }
 }
 
 /* The key heads `first_head` to `end_head`, and of each the query heads `heads`. */
 static void attend_run(const Pages *pages, const Run *run, int64_t first_head, int64_t end_head, Heads heads,
-                       const float *queries, int64_t stride, float *out, float *scratch)
+                       const float *queries, int64_t stride, float *out, float *log_sums, float *scratch)
 {
     int64_t dim = pages->dim, value_dim = pages->value_dim, rows = run->count * heads.count;
     int64_t end = run->first_position + run->count;
@@ -354,12 +356,12 @@ static void attend_run(const Pages *pages, const Run *run, int64_t first_head, i
                              scores, parts[i].states, parts[i].sums);
             }
         for (int64_t i = 0; i < count; i++)
-            finish_part(pages, run, h + i, heads, parts + i, out);
+            finish_part(pages, run, h + i, heads, parts + i, out, log_sums);
     }
 }
 
 void attend_runs(const Pages *pages, int64_t num_runs, const Run *runs, const float *queries, int64_t stride,
-                 float *out, float *scratch, atomic_long *counter, int threads)
+                 float *out, float *log_sums, float *scratch, atomic_long *counter, int threads)
 {
     int64_t group = pages->heads / pages->kv_heads, item, slices = 1;
     if (num_runs < 4 * threads)
@@ -369,13 +371,13 @@ void attend_runs(const Pages *pages, int64_t num_runs, const Run *runs, const fl
         int64_t slice = item % slices, first, end;
         share(pages->values ? pages->kv_heads : group, (int)slice, (int)slices, &first, &end);
         if (pages->values) {
-            attend_run(pages, run, first, end, (Heads){0, group}, queries, stride, out, scratch);
+            attend_run(pages, run, first, end, (Heads){0, group}, queries, stride, out, log_sums, scratch);
             continue;
         }
         int64_t most = LATENT_ROWS / run->count;
         for (; first < end; first += most) {
             Heads heads = {first, end - first < most ? end - first : most};
-            attend_run(pages, run, 0, 1, heads, queries, stride, out, scratch);
+            attend_run(pages, run, 0, 1, heads, queries, stride, out, log_sums, scratch);
         }
     }
 }

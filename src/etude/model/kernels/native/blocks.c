@@ -3,7 +3,7 @@
 #include "common.h"
 
 /* out[size] = x / rms(x) * weight; out may be x. */
-BLOCK void rms_norm(int64_t size, const float *x, const float *weight, float eps, float *out)
+BLOCK float rms_norm(int64_t size, const float *x, const float *weight, float eps, float *out)
 {
     vector sums[4] = {{0}};
     int64_t i = 0, left;
@@ -22,11 +22,13 @@ BLOCK void rms_norm(int64_t size, const float *x, const float *weight, float eps
         sums[1] = add_product(sums[1], part, part);
     }
     float total = add_up((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    vector scale = splat(1.0f / sqrtf(total / (float)size + eps));
+    float inverse = 1.0f / sqrtf(total / (float)size + eps);
+    vector scale = splat(inverse);
     for (i = 0; i + LANES <= size; i += LANES)
         store(out + i, load(x + i) * scale * load(weight + i));
     if (left)
         store_some(out + i, load_some(x + i, left) * scale * load_some(weight + i, left), left);
+    return inverse;
 }
 
 /* Turns a head by its position (Hugging Face's half-split layout); out is not x. */

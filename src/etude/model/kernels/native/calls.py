@@ -1,4 +1,4 @@
-"""The native blocks over all rows of a batch, one call each: contiguous float32 in, a new tensor out."""
+"""The engine's blocks over all rows of a batch, one call each: float32 in, a new tensor out."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ import torch
 from torch import Tensor
 
 from etude.model.kernels.native.build import load_library
-from etude.model.kernels.native.matrices import PackedMatrices, aligned, pointer
+from etude.model.kernels.native.matrices import PackedMatrices, aligned
+from etude.model.kernels.native.training import side_by_side
 
 PAGE_TOKENS = 16
 """PAGE of the source: positions in a page of keys and values."""
-_LINEAR, _RMS_NORM, _ROTATE, _SWIGLU, _SOFTMAX, _SIGMOID, _LOG_SOFTMAX = range(7)
+_LINEAR, _SOFTMAX, _SIGMOID, _LOG_SOFTMAX = range(4)
 
 
 class _Rows(ctypes.Structure):
     """`Rows` of trainer.c."""
 
     _fields_: ClassVar = [
-        ("kind", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("size", ctypes.c_int64),
-        ("heads", ctypes.c_int64),
-        ("eps", ctypes.c_float),
-        ("matrix", ctypes.c_void_p),
-        ("x", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("z", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("kind", "rows", "size")),
+        *((name, ctypes.c_void_p) for name in ("matrix", "x", "out")),
+    ]
+
+
+class _Choice(ctypes.Structure):
+    """`Choice` of trainer.c."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int64) for name in ("rows", "size", "keep")),
+        *((name, ctypes.c_void_p) for name in ("logits", "tokens", "masses")),
+        *((name, ctypes.c_void_p) for name in ("chosen", "entropy", "log_sums")),
     ]
 
 
@@ -39,51 +42,42 @@ class _Pages(ctypes.Structure):
     """`Pages` of common.h."""
 
     _fields_: ClassVar = [
-        ("heads", ctypes.c_int64),
-        ("kv_heads", ctypes.c_int64),
-        ("dim", ctypes.c_int64),
-        ("value_dim", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "value_dim")),
         ("tables", ctypes.c_void_p),
         ("max_pages", ctypes.c_int64),
-        ("keys", ctypes.c_void_p),
-        ("values", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("keys", "values")),
     ]
 
 
-class _Experts(ctypes.Structure):
-    """`Experts` of common.h."""
+class _Packed(ctypes.Structure):
+    """`Packed` of trainer.c."""
 
     _fields_: ClassVar = [
-        ("count", ctypes.c_int64),
-        ("top_k", ctypes.c_int64),
-        ("width", ctypes.c_int64),
-        ("inner", ctypes.c_int64),
-        ("gate_up", ctypes.c_void_p),
-        ("down", ctypes.c_void_p),
+        ("pages", _Pages),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("sequences", "positions", "queries", "keys", "values")),
+        *((name, ctypes.c_int64) for name in ("query_row", "key_row", "value_row")),
+        *((name, ctypes.c_void_p) for name in ("out", "log_sums", "scratch", "runs")),
+        ("num_runs", ctypes.c_int64),
+        ("counter", ctypes.c_long),
+    ]
+
+
+class _Mixture(ctypes.Structure):
+    """`Mixture` of trainer.c."""
+
+    _fields_: ClassVar = [
+        *((name, ctypes.c_int64) for name in ("rows", "top_k", "width")),
+        *((name, ctypes.c_void_p) for name in ("mixed", "places", "weights", "out")),
     ]
 
 
 def linear(matrix: PackedMatrices, x: Tensor, threads: int) -> Tensor:
     """x [T, inputs] times the first of `matrix` -> [T, outputs]."""
     out = torch.empty((len(x), matrix.native[0].outputs))
-    native = ctypes.addressof(matrix.native)
-    _run_rows(_Rows(kind=_LINEAR, rows=len(x), matrix=native, x=x.data_ptr(), out=out.data_ptr()), threads)
+    rows = _Rows(_LINEAR, len(x), 0, ctypes.addressof(matrix.native), x.data_ptr(), out.data_ptr())
+    _run_rows(rows, threads)
     return out
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float, threads: int) -> Tensor:
-    """x [..., n], weight [n]."""
-    return _each_row(_RMS_NORM, x, threads, y=weight, eps=eps)
-
-
-def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor, threads: int) -> Tensor:
-    """x [T, heads, n], tables of T * n values."""
-    return _each_row(_ROTATE, x, threads, y=cosine, z=signed_sine, heads=x.shape[1])
-
-
-def swiglu(gate: Tensor, up: Tensor, threads: int) -> Tensor:
-    """silu(gate) * up, [T, n]."""
-    return _each_row(_SWIGLU, gate, threads, y=up)
 
 
 def softmax(x: Tensor, threads: int) -> Tensor:
@@ -101,103 +95,90 @@ def log_softmax(x: Tensor, threads: int) -> Tensor:
     return _each_row(_LOG_SOFTMAX, x, threads)
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor | None, lengths: Sequence[int], threads: int, value_dim: int
-) -> Tensor:
-    """Causal within sequences of `lengths` rows: query [T, heads, dim], key [T, kv_heads, dim] and value
-    [T, kv_heads, value_dim] -> [T, heads, value_dim]. Without `value`, values are the first `value_dim`
-    entries of the keys, of which there is one head."""
-    library = load_library()
-    heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[2]
-    num_pages = [-(-length // PAGE_TOKENS) for length in lengths]
-    total = sum(num_pages)
-    tables = np.zeros((len(lengths), max(num_pages)), dtype=np.int32)
-    used = np.arange(tables.shape[1]) < np.array(num_pages)[:, None]
-    tables[used] = np.arange(total)
-    sequences = np.repeat(np.arange(len(lengths)), lengths)
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    keys = aligned((total, kv_heads, dim * PAGE_TOKENS))
-    values = None if value is None else aligned((total, kv_heads, value_dim * PAGE_TOKENS))
-    out = query.new_empty((len(query), heads, value_dim))
-    pages = _Pages(
-        heads,
-        kv_heads,
-        dim,
-        value_dim,
-        tables.ctypes.data,
-        tables.shape[1],
-        keys.data_ptr(),
-        None if values is None else values.data_ptr(),
-    )
-    rows, num_threads = ctypes.c_int64(len(query)), ctypes.c_int64(threads)
-    scratch = aligned((library.etude_attention_floats(ctypes.byref(pages), rows, num_threads),))
-    library.etude_attention(
-        ctypes.byref(pages),
-        rows,
-        ctypes.c_void_p(sequences.ctypes.data),
-        ctypes.c_void_p(positions.ctypes.data),
-        pointer(query),
-        pointer(key),
-        None if value is None else pointer(value),
-        pointer(out),
-        num_threads,
-        pointer(scratch),
-    )
+def choose_tokens(
+    logits: Tensor, tokens: Tensor, distribution: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of rows of logits [N, vocabulary]: the log-probability of each of `tokens` [N] (of `log_softmax`), the
+    entropy and the log-sum, [N] each. `distribution` [N, vocabulary], where given, becomes what the logits
+    stand for."""
+    logits, tokens = logits.contiguous(), tokens.contiguous()
+    keep = distribution is not None
+    masses = torch.empty_like(logits) if distribution is None else distribution
+    assert masses.is_contiguous()
+    found = tuple(torch.empty(len(logits)) for _ in range(3))
+    addresses = (tensor.data_ptr() for tensor in (logits, tokens, masses, *found))
+    choice = _Choice(*logits.shape, keep, *addresses)
+    load_library().etude_choice(ctypes.byref(choice), ctypes.c_int64(torch.get_num_threads()))
+    return found[0], found[1], found[2]
+
+
+def mix(mixed: Tensor, places: Tensor, weights: Tensor) -> Tensor:
+    """The sum of a row's experts, which lie at `places` [T, k] in `mixed` [any, width], by `weights` [T, k]
+    in the order of choice -> [T, width]."""
+    weights = weights.contiguous()
+    out = mixed.new_empty((len(places), mixed.shape[1]))
+    addresses = (tensor.data_ptr() for tensor in (mixed, places, weights, out))
+    mixture = _Mixture(*places.shape, mixed.shape[1], *addresses)
+    load_library().etude_mixture(ctypes.byref(mixture), ctypes.c_int64(torch.get_num_threads()))
     return out
 
 
-def experts(
-    x: Tensor, gate_up: PackedMatrices, down: PackedMatrices, chosen: Tensor, weights: Tensor, threads: int
-) -> Tensor:
-    """x [T, width], chosen [T, k] int64, weights [T, k] -> [T, width]."""
-    library = load_library()
-    out = torch.empty_like(x)
-    native = _Experts(
-        len(gate_up),
-        chosen.shape[1],
-        x.shape[1],
-        down.native[0].inputs,
-        ctypes.addressof(gate_up.native),
-        ctypes.addressof(down.native),
-    )
-    rows, num_threads = ctypes.c_int64(len(x)), ctypes.c_int64(threads)
-    scratch = aligned((library.etude_expert_floats(ctypes.byref(native), rows, num_threads),))
-    library.etude_experts(
-        ctypes.byref(native),
-        rows,
-        *(pointer(tensor) for tensor in (x, chosen, weights, out)),
-        num_threads,
-        pointer(scratch),
-    )
-    return out
+class PackedPages:
+    """Where keys and values of packed sequences lie, as they would in the engine's cache."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """`lengths`: rows of each sequence."""
+        num_pages = [-(-length // PAGE_TOKENS) for length in lengths]
+        self._total = sum(num_pages)
+        self._tables = np.zeros((len(lengths), max(num_pages)), dtype=np.int32)
+        used = np.arange(self._tables.shape[1]) < np.array(num_pages)[:, None]
+        self._tables[used] = np.arange(self._total)
+        self._sequences = np.repeat(np.arange(len(lengths)), lengths)
+        self._positions = np.concatenate([np.arange(length) for length in lengths])
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Causal attention within each sequence: query [T, heads, dim], key [T, kv_heads, dim], value
+        [T, kv_heads, value_dim] -> out [T, heads, value_dim] and the log-sum [T, heads] of each row's scores.
+
+        Values that are narrower than keys must be the first entries of the only key head.
+        """
+        library = load_library()
+        query, key, value = (side_by_side(x) for x in (query, key, value))
+        is_prefix = value.shape[2] < key.shape[2]
+        out = query.new_empty((*query.shape[:2], value.shape[2]))
+        log_sums = query.new_empty(query.shape[:2])
+        keys = aligned((self._total, PAGE_TOKENS * key.shape[1] * key.shape[2]))
+        values = None if is_prefix else aligned((self._total, PAGE_TOKENS * value.shape[1] * value.shape[2]))
+        pages = _Pages(
+            query.shape[1],
+            *key.shape[1:],
+            value.shape[2],
+            self._tables.ctypes.data,
+            self._tables.shape[1],
+            keys.data_ptr(),
+            None if values is None else values.data_ptr(),
+        )
+        threads = ctypes.c_int64(torch.get_num_threads())
+        num_floats = library.etude_attention_floats(ctypes.byref(pages), ctypes.c_int64(len(query)), threads)
+        scratch = aligned((num_floats,))
+        packed = _Packed(
+            pages,
+            len(query),
+            self._sequences.ctypes.data,
+            self._positions.ctypes.data,
+            *(x.data_ptr() for x in (query, key, value)),
+            *(x.stride(0) for x in (query, key, value)),
+            *(x.data_ptr() for x in (out, log_sums, scratch)),
+        )
+        library.etude_attention(ctypes.byref(packed), threads)
+        return out, log_sums
 
 
-def _each_row(
-    kind: int,
-    x: Tensor,
-    threads: int,
-    *,
-    y: Tensor | None = None,
-    z: Tensor | None = None,
-    eps: float = 0.0,
-    heads: int = 1,
-) -> Tensor:
+def _each_row(kind: int, x: Tensor, threads: int) -> Tensor:
     """A block on every row of the last dimension."""
+    x = x.contiguous()
     out, size = torch.empty_like(x), x.shape[-1]
-    _run_rows(
-        _Rows(
-            kind=kind,
-            rows=x.numel() // size,
-            size=size,
-            heads=heads,
-            eps=eps,
-            x=x.data_ptr(),
-            y=None if y is None else y.data_ptr(),
-            z=None if z is None else z.data_ptr(),
-            out=out.data_ptr(),
-        ),
-        threads,
-    )
+    _run_rows(_Rows(kind, x.numel() // size, size, None, x.data_ptr(), out.data_ptr()), threads)
     return out
 
 

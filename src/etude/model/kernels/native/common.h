@@ -76,38 +76,64 @@ INLINE vector add_product(vector c, vector a, vector b)
 /* The first `count` < LANES values; the others are 0. */
 INLINE vector load_some(const float *from, int64_t count)
 {
+#if defined(__AVX512F__)
+    return (vector)_mm512_maskz_loadu_ps((__mmask16)((1u << count) - 1), from);
+#else
     float lanes[LANES] = {0};
     memcpy(lanes, from, (size_t)count * sizeof(float));
     return load(lanes);
+#endif
 }
 
 INLINE void store_some(float *to, vector value, int64_t count)
 {
+#if defined(__AVX512F__)
+    _mm512_mask_storeu_ps(to, (__mmask16)((1u << count) - 1), (__m512)value);
+#else
     float lanes[LANES];
     store(lanes, value);
     memcpy(to, lanes, (size_t)count * sizeof(float));
+#endif
 }
 
-/* The sum of all lanes, half upon half. */
-INLINE float add_up(vector value)
+INLINE vector load_up_to(const float *from, int64_t left) { return left >= LANES ? load(from) : load_some(from, left); }
+
+INLINE void store_up_to(float *to, vector value, int64_t left)
 {
-    float lanes[LANES];
-    store(lanes, value);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++)
-            lanes[i] += lanes[i + half];
-    return lanes[0];
+    if (left >= LANES)
+        store(to, value);
+    else
+        store_some(to, value, left);
 }
 
-INLINE float largest(vector value)
-{
-    float lanes[LANES];
-    store(lanes, value);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++)
-            lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
-}
+#if defined(__AVX512F__)
+/* `operation` of all lanes, half upon half: of two lanes it takes the lower one first. */
+#define REDUCE(operation, value) \
+    do { \
+        __m256 upper = _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)(value), 1)); \
+        __m256 eight = _mm256_##operation##_ps(_mm512_castps512_ps256((__m512)(value)), upper); \
+        __m128 four = _mm_##operation##_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1)); \
+        __m128 two = _mm_##operation##_ps(four, _mm_movehl_ps(four, four)); \
+        return _mm_cvtss_f32(_mm_##operation##_ss(two, _mm_movehdup_ps(two))); \
+    } while (0)
+#else
+#define REDUCE(operation, value) \
+    do { \
+        float lanes[LANES]; \
+        store(lanes, value); \
+        for (int half = LANES / 2; half; half /= 2) \
+            for (int i = 0; i < half; i++) \
+                lanes[i] = lane_##operation(lanes[i], lanes[i + half]); \
+        return lanes[0]; \
+    } while (0)
+INLINE float lane_add(float a, float b) { return a + b; }
+INLINE float lane_max(float a, float b) { return a > b ? a : b; }
+#endif
+
+/* The sum of all lanes. */
+INLINE float add_up(vector value) { REDUCE(add, value); }
+/* The largest of all lanes. */
+INLINE float largest(vector value) { REDUCE(max, value); }
 
 /* e^x for x <= 88, within 2 units in the last place (Cephes' polynomial); e^-87 below -87. */
 INLINE vector exponential(vector x)
@@ -137,6 +163,10 @@ typedef void (*Work)(Team *team, int thread, void *argument);
 /* Runs `work` once on each of up to `threads` threads, of which the caller is number 0; returns when all are
  * done. While somebody else holds the threads, the caller works alone. */
 void run_team(int threads, Work work, void *argument);
+/* The same for work between PyTorch's operators, on the threads that those use where they could be had: others
+ * would compete with them, since they wait actively. Pieces do not wait for each other (`wait_for_all`): some may
+ * run one after the other. */
+void run_pieces(int threads, Work work, void *argument);
 int team_size(const Team *team);
 /* Waits until every thread of the team is here; what they wrote before can then be read. */
 void wait_for_all(Team *team);
@@ -175,7 +205,8 @@ void multiply_heads(int64_t heads, const Matrix *matrices, int64_t rows, Strided
 
 /* ---- blocks, a row at a time ------------------------------------------------------------------ */
 
-void rms_norm(int64_t size, const float *x, const float *weight, float eps, float *out);
+/* Returns what x is multiplied by before the weight. */
+float rms_norm(int64_t size, const float *x, const float *weight, float eps, float *out);
 void rotate(int64_t dim, const float *x, const float *cosine, const float *signed_sine, float *out);
 void swiglu(int64_t size, const float *gate, const float *up, float *out);
 void add_rows(int64_t size, const float *x, float *out);
@@ -208,9 +239,10 @@ int64_t cut_runs(int64_t rows, const int64_t *sequences, const int64_t *position
 /* Floats of scratch space that a thread needs to attend. */
 int64_t attention_scratch(const Pages *pages);
 /* Attention of all rows of the runs over the positions up to their own. Row t's queries [heads, dim] begin at
- * queries + t * stride; out [rows, heads, value_dim]. Threads share the work by `counter`. */
+ * queries + t * stride; out [rows, heads, value_dim], and the log of the sum of each row's e^score [rows, heads]
+ * where it is asked for. Threads share the work by `counter`. */
 void attend_runs(const Pages *pages, int64_t num_runs, const Run *runs, const float *queries, int64_t stride,
-                 float *out, float *scratch, atomic_long *counter, int threads);
+                 float *out, float *log_sums, float *scratch, atomic_long *counter, int threads);
 
 /* ---- experts ---------------------------------------------------------------------------------- */
 
@@ -226,8 +258,9 @@ void sort_by_expert(const Experts *experts, int64_t rows, const int64_t *chosen,
 /* mixed [rows * top_k, width]: each assignment's expert on its row. Threads share the work by `counter`. */
 void run_experts(const Experts *experts, const float *x, const int64_t *order, const int64_t *starts, float *mixed,
                  float *scratch, atomic_long *counter);
-/* out [width]: the weighted sum of a row's experts [top_k, width], in the order in which they were chosen. */
-void mix(int64_t top_k, int64_t width, const float *mixed, const float *weights, float *out);
+/* out [width]: the weighted sum of a row's experts, in the order in which they were chosen; they lie at `places` in
+ * mixed [any, width], or one after the other where there are none. */
+void mix(int64_t top_k, int64_t width, const float *mixed, const int64_t *places, const float *weights, float *out);
 
 /* ---- distributions ---------------------------------------------------------------------------- */
 

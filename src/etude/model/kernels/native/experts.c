@@ -50,11 +50,13 @@ void run_experts(const Experts *experts, const float *x, const int64_t *order, c
         }
 }
 
-BLOCK void mix(int64_t top_k, int64_t width, const float *mixed, const float *weights, float *out)
+BLOCK void mix(int64_t top_k, int64_t width, const float *mixed, const int64_t *places, const float *weights, float *out)
 {
     for (int64_t j = 0; j < width; j++)
         out[j] = 0;
-    for (int64_t k = 0; k < top_k; k++)
+    for (int64_t k = 0; k < top_k; k++) {
+        const float *expert = mixed + (places ? places[k] : k) * width;
         for (int64_t j = 0; j < width; j++)
-            out[j] += weights[k] * mixed[k * width + j];
+            out[j] += weights[k] * expert[j];
+    }
 }

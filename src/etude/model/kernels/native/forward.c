@@ -110,7 +110,7 @@ static void attend(Team *team, int thread, const Pass *pass, int64_t index)
     (m->latent ? enter_latent : project)(team, thread, pass, layer, &pages);
     wait_for_all(team);
     attend_runs(&pages, pass->num_runs, pass->runs, m->latent ? pass->queries : pass->qkv, stride, pass->attended,
-                private, pass->counters + 2 * index, threads);
+                NULL, private, pass->counters + 2 * index, threads);
     wait_for_all(team);
     if (m->latent) {
         leave_latent(team, thread, pass, layer);
@@ -168,7 +168,7 @@ static void consult(Team *team, int thread, const Pass *pass, const Layer *layer
                 pass->counters + 2 * index + 1);
     wait_for_all(team);
     for (int64_t t = first; t < end; t++)
-        mix(m->top_k, m->width, pass->mixed + t * m->top_k * m->width, pass->gates + t * m->top_k,
+        mix(m->top_k, m->width, pass->mixed + t * m->top_k * m->width, NULL, pass->gates + t * m->top_k,
             pass->normed + t * m->width);
     if (m->shared_inner) {
         wait_for_all(team);
@@ -199,7 +199,6 @@ static void run_pass(Team *team, int thread, void *argument)
         rms_norm(width, step->hidden + t * width, m->final_norm, m->eps, step->hidden + t * width);
 }
 
-/* Computes a step on up to `threads` threads. `scratch`: etude_scratch_bytes, aligned to 64 bytes. */
 void etude_forward(const Model *model, const Layer *layers, const Step *step, int64_t threads, char *scratch)
 {
     Pass pass = {.model = model, .layers = layers, .step = step};

@@ -64,4 +64,7 @@ void route_row(const Pass *pass, const Layer *layer, int64_t t, float *scratch);
 /* Floats of `scratch`. */
 int64_t route_scratch(const Model *model);
 
+/* Computes a step on up to `threads` threads. `scratch`: etude_scratch_bytes, aligned to 64 bytes. */
+void etude_forward(const Model *model, const Layer *layers, const Step *step, int64_t threads, char *scratch);
+
 #endif

@@ -1,23 +1,10 @@
 /* Drawing tokens: the output head, temperature, truncation, and the inverse of the cumulative distribution. */
 
-#include "common.h"
+#include "sampling.h"
 
 #include <stdlib.h>
 
 #define STRETCH 256     /* tokens whose masses are added up before one of them is looked for */
-
-typedef struct {
-    int64_t rows, vocabulary;
-    const float *hidden;            /* [rows, width] */
-    const float *temperatures;      /* [rows] 0: the likeliest token, and its log-probability at 1 */
-    const float *top_p, *min_p;     /* [rows] */
-    const int64_t *top_k;           /* [rows] 0: all */
-    const double *draws;            /* [rows] in [0, 1) */
-    float *logits;                  /* out: [rows, vocabulary] */
-    int64_t *tokens;                /* out: [rows] */
-    float *logprobs;                /* out: [rows] under the distribution that was drawn from */
-    float *raw_logprobs;            /* out: [rows] at temperature 1, nothing cut; or NULL */
-} Draw;
 
 typedef struct {
     const Draw *draw;
@@ -147,7 +134,6 @@ static void run_sampling(Team *team, int thread, void *argument)
         draw_row(draw, t, sampling->scratch + thread * 4 * (draw->vocabulary + 16));
 }
 
-/* Draws a token per row. `scratch`: etude_sample_floats. */
 void etude_sample(const Draw *draw, const Matrix *head, int64_t threads, float *scratch)
 {
     Sampling sampling = {draw, head, scratch};

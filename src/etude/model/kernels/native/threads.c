@@ -132,3 +132,40 @@ void run_team(int threads, Work wanted, void *given)
             sched_yield();
     pthread_mutex_unlock(&owner);
 }
+
+/* ---- PyTorch's own threads -------------------------------------------------------------------- */
+
+typedef struct {
+    Work work;
+    void *argument;
+    Team team;
+    atomic_long counter;
+} Pieces;
+
+static void (*borrowed)(void (*)(void *), void *, unsigned, unsigned);
+static pid_t lender; /* the process whose threads those are: in a fork of it, GNU's library waits for them for ever */
+
+/* `parallel`: GOMP_parallel of the OpenMP library that PyTorch has loaded. */
+void etude_borrow_threads(void *parallel)
+{
+    borrowed = parallel;
+    lender = getpid();
+}
+
+static void take_pieces(void *given)
+{
+    Pieces *pieces = given;
+    for (int64_t i; (i = take_next(&pieces->counter)) < pieces->team.threads;)
+        pieces->work(&pieces->team, (int)i, pieces->argument);
+}
+
+void run_pieces(int threads, Work work, void *argument)
+{
+    if (threads <= 1 || !borrowed || lender != getpid()) {
+        run_team(threads, work, argument);
+        return;
+    }
+    Pieces pieces = {.work = work, .argument = argument, .team = {.threads = threads}};
+    atomic_init(&pieces.counter, 0);
+    borrowed(take_pieces, &pieces, (unsigned)threads, 0);
+}

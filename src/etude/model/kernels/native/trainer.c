@@ -1,15 +1,14 @@
-/* The same blocks one by one, over all rows of a batch: what the trainer computes with, so that its bits are the
- * engine's. All tensors are contiguous float32. */
+/* The engine's blocks one by one, over all rows of a batch: what the trainer computes with where its bits must be the
+ * engine's. Tensors are float32, and contiguous where no stride is given. */
 
 #include "common.h"
 
-enum { LINEAR, RMS_NORM, ROTATE, SWIGLU, SOFTMAX, SIGMOID, LOG_SOFTMAX };
+enum { LINEAR, SOFTMAX, SIGMOID, LOG_SOFTMAX };
 
 typedef struct {
-    int64_t kind, rows, size, heads;
-    float eps;
-    const Matrix *matrix;
-    const float *x, *y, *z;     /* by kind: weight, or the tables of a rotation, or what is gated */
+    int64_t kind, rows, size;
+    const Matrix *matrix;       /* of LINEAR */
+    const float *x;
     float *out;
 } Rows;
 
@@ -17,24 +16,14 @@ static void run_row(const Rows *rows, int64_t t)
 {
     const float *x = rows->x + t * rows->size;
     float *out = rows->out + t * rows->size, highest, log_sum;
-    int64_t position = t / rows->heads;
-    switch (rows->kind) {
-    case RMS_NORM: rms_norm(rows->size, x, rows->y, rows->eps, out); break;
-    case ROTATE: rotate(rows->size, x, rows->y + position * rows->size, rows->z + position * rows->size, out); break;
-    case SWIGLU: swiglu(rows->size, x, rows->y + t * rows->size, out); break;
-    case SOFTMAX:
-        memcpy(out, x, (size_t)rows->size * sizeof(float));
-        softmax(rows->size, out);
-        break;
-    case SIGMOID:
-        memcpy(out, x, (size_t)rows->size * sizeof(float));
-        sigmoid(rows->size, out);
-        break;
-    default:
+    if (rows->kind == LOG_SOFTMAX) {
         normaliser(rows->size, x, &highest, &log_sum, NULL);
         for (int64_t j = 0; j < rows->size; j++)
             out[j] = (x[j] - highest) - log_sum;
+        return;
     }
+    memcpy(out, x, (size_t)rows->size * sizeof(float));
+    (rows->kind == SOFTMAX ? softmax : sigmoid)(rows->size, out);
 }
 
 static void run_rows(Team *team, int thread, void *argument)
@@ -50,33 +39,85 @@ static void run_rows(Team *team, int thread, void *argument)
         run_row(rows, t);
 }
 
-/* One block over all rows: the rows of a head of `heads` each count as one. */
-void etude_rows(const Rows *rows, int64_t threads) { run_team((int)threads, run_rows, (void *)rows); }
+/* One block over all rows. */
+void etude_rows(const Rows *rows, int64_t threads) { run_pieces((int)threads, run_rows, (void *)rows); }
+
+/* Given tokens under the distributions that rows of logits are. */
+typedef struct {
+    int64_t rows, size, keep;   /* `keep`: masses become the distributions */
+    const float *logits;        /* [rows, size] */
+    const int64_t *tokens;      /* [rows] */
+    float *masses;              /* [rows, size]: e^(x - highest) */
+    float *chosen, *entropy, *log_sums;     /* [rows] */
+} Choice;
+
+static BLOCK void choose_token(const Choice *c, int64_t t)
+{
+    const float *row = c->logits + t * c->size;
+    float *masses = c->masses + t * c->size, highest, log_sum;
+    normaliser(c->size, row, &highest, &log_sum, masses);
+    int64_t token = c->tokens[t];
+    c->chosen[t] = token >= 0 && token < c->size ? (row[token] - highest) - log_sum : NAN;
+    c->log_sums[t] = highest + log_sum;
+    double total = 0, spread = 0;
+    for (int64_t first = 0; first < c->size; first += 64 * LANES) {
+        vector sum = {0}, weighted = {0};
+        for (int64_t i = first; i < c->size && i < first + 64 * LANES; i += LANES) {
+            int64_t left = c->size - i;
+            vector mass = load_up_to(masses + i, left);
+            sum += mass;
+            weighted = add_product(weighted, mass, load_up_to(row + i, left) - splat(highest));
+        }
+        total += add_up(sum);
+        spread += add_up(weighted);
+    }
+    c->entropy[t] = log_sum - (float)(spread / total);
+    vector share = splat((float)(1 / total));
+    for (int64_t i = 0; c->keep && i < c->size; i += LANES)
+        store_up_to(masses + i, load_up_to(masses + i, c->size - i) * share, c->size - i);
+}
+
+static void run_choice(Team *team, int thread, void *argument)
+{
+    const Choice *choice = argument;
+    int64_t first, end;
+    share(choice->rows, thread, team_size(team), &first, &end);
+    for (int64_t t = first; t < end; t++)
+        choose_token(choice, t);
+}
+
+void etude_choice(const Choice *choice, int64_t threads) { run_pieces((int)threads, run_choice, (void *)choice); }
 
 typedef struct {
     Pages pages;
     int64_t rows;
-    const int64_t *sequences, *positions;
-    const float *queries, *keys, *values;
-    float *out;
+    const int64_t *sequences, *positions;               /* [rows] */
+    const float *queries, *keys, *values;               /* row t begins at t * its stride; heads lie side by side */
+    int64_t query_row, key_row, value_row;
+    float *out, *log_sums;                              /* [rows, heads, value_dim], [rows, heads] */
+    float *scratch;                                     /* etude_attention_floats, aligned to 8 bytes */
     Run *runs;
     int64_t num_runs;
-    float *scratch;
     atomic_long counter;
 } Packed;
 
-static void run_packed(Team *team, int thread, void *argument)
+static void run_storing(Team *team, int thread, void *argument)
+{
+    Packed *packed = argument;
+    int64_t first, end;
+    share(packed->rows, thread, team_size(team), &first, &end);
+    for (int64_t t = first; t < end; t++)
+        store_row(&packed->pages, packed->sequences[t], packed->positions[t], packed->keys + t * packed->key_row,
+                  packed->values + t * packed->value_row);
+}
+
+static void run_attending(Team *team, int thread, void *argument)
 {
     Packed *packed = argument;
     const Pages *pages = &packed->pages;
-    int64_t wide = pages->kv_heads * pages->dim, values = pages->kv_heads * pages->value_dim, first, end;
-    share(packed->rows, thread, team_size(team), &first, &end);
-    for (int64_t t = first; t < end; t++)
-        store_row(pages, packed->sequences[t], packed->positions[t], packed->keys + t * wide,
-                  packed->values + t * values);
-    wait_for_all(team);
-    attend_runs(pages, packed->num_runs, packed->runs, packed->queries, pages->heads * pages->dim, packed->out,
-                packed->scratch + thread * attention_scratch(pages), &packed->counter, team_size(team));
+    attend_runs(pages, packed->num_runs, packed->runs, packed->queries, packed->query_row, packed->out,
+                packed->log_sums, packed->scratch + thread * attention_scratch(pages), &packed->counter,
+                team_size(team));
 }
 
 int64_t etude_attention_floats(const Pages *pages, int64_t rows, int64_t threads)
@@ -84,57 +125,33 @@ int64_t etude_attention_floats(const Pages *pages, int64_t rows, int64_t threads
     return threads * attention_scratch(pages) + rows * (int64_t)(sizeof(Run) / sizeof(float));
 }
 
-/* Causal attention of whole sequences, queries [rows, heads, dim] and out [rows, heads, value_dim]; their pages are
- * filled here, and `values` not read where the pages have none. `scratch`: etude_attention_floats, aligned to 8 bytes. */
-void etude_attention(const Pages *pages, int64_t rows, const int64_t *sequences, const int64_t *positions,
-                     const float *queries, const float *keys, const float *values, float *out, int64_t threads,
-                     float *scratch)
+/* Attention of whole sequences; their pages are filled here, and `values` not read where the pages have none. */
+void etude_attention(Packed *packed, int64_t threads)
 {
-    Packed packed = {.pages = *pages, .rows = rows, .sequences = sequences, .positions = positions,
-                     .queries = queries, .keys = keys, .values = values, .out = out, .runs = (Run *)scratch,
-                     .scratch = scratch + rows * (int64_t)(sizeof(Run) / sizeof(float))};
-    packed.num_runs = cut_runs(rows, sequences, positions, packed.runs);
-    atomic_init(&packed.counter, 0);
-    run_team((int)threads, run_packed, &packed);
+    packed->runs = (Run *)packed->scratch;
+    packed->scratch += packed->rows * (int64_t)(sizeof(Run) / sizeof(float));
+    packed->num_runs = cut_runs(packed->rows, packed->sequences, packed->positions, packed->runs);
+    atomic_init(&packed->counter, 0);
+    run_pieces((int)threads, run_storing, packed);
+    run_pieces((int)threads, run_attending, packed);
 }
 
+/* A mixture's last step: each row's experts [top_k] lie at its `places` in `mixed`. */
 typedef struct {
-    Experts experts;
-    int64_t rows;
-    const float *x, *weights;
-    float *out, *mixed, *scratch;
-    const int64_t *order, *starts;
-    atomic_long counter;
-} Consultation;
+    int64_t rows, top_k, width;
+    const float *mixed;         /* [rows * top_k, width] */
+    const int64_t *places;      /* [rows, top_k] */
+    const float *weights;       /* [rows, top_k] */
+    float *out;                 /* [rows, width] */
+} Mixture;
 
-static void run_consultation(Team *team, int thread, void *argument)
+static void run_mixture(Team *team, int thread, void *argument)
 {
-    Consultation *c = argument;
-    int64_t top_k = c->experts.top_k, width = c->experts.width, first, end;
-    run_experts(&c->experts, c->x, c->order, c->starts, c->mixed, c->scratch + thread * expert_scratch(&c->experts),
-                &c->counter);
-    wait_for_all(team);
-    share(c->rows, thread, team_size(team), &first, &end);
+    const Mixture *m = argument;
+    int64_t first, end;
+    share(m->rows, thread, team_size(team), &first, &end);
     for (int64_t t = first; t < end; t++)
-        mix(top_k, width, c->mixed + t * top_k * width, c->weights + t * top_k, c->out + t * width);
+        mix(m->top_k, m->width, m->mixed, m->places + t * m->top_k, m->weights + t * m->top_k, m->out + t * m->width);
 }
 
-int64_t etude_expert_floats(const Experts *experts, int64_t rows, int64_t threads)
-{
-    int64_t indices = 2 * (rows * experts->top_k + experts->count + 2);
-    return indices + rows * experts->top_k * experts->width + threads * expert_scratch(experts);
-}
-
-/* x [rows, width], chosen and weights [rows, top_k] -> out [rows, width]. `scratch`: etude_expert_floats, aligned to
- * 8 bytes. */
-void etude_experts(const Experts *experts, int64_t rows, const float *x, const int64_t *chosen,
-                   const float *weights, float *out, int64_t threads, float *scratch)
-{
-    int64_t *order = (int64_t *)scratch, *starts = order + rows * experts->top_k;
-    float *mixed = (float *)(starts + experts->count + 2);
-    Consultation c = {.experts = *experts, .rows = rows, .x = x, .weights = weights, .out = out, .mixed = mixed,
-                      .scratch = mixed + rows * experts->top_k * experts->width, .order = order, .starts = starts};
-    sort_by_expert(experts, rows, chosen, order, starts);
-    atomic_init(&c.counter, 0);
-    run_team((int)threads, run_consultation, &c);
-}
+void etude_mixture(const Mixture *mixture, int64_t threads) { run_pieces((int)threads, run_mixture, (void *)mixture); }

@@ -1,0 +1,58 @@
+"""Packed attention in native blocks, forwards and backwards: nothing is padded and no scores are kept."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from etude.model.kernels.native import training
+from etude.model.kernels.native.calls import PackedPages
+
+
+class _Attention(torch.autograd.Function):
+    """See `attend`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        starts: NDArray[np.int64],
+        pages: PackedPages | None,
+    ) -> Tensor:
+        if pages is None:
+            out, log_sums = training.attend(query, key, value, starts)
+        else:
+            out, log_sums = pages.attend(query, key, value)
+        ctx.starts = starts
+        ctx.save_for_backward(query, key, value, out, log_sums)
+        return out
+
+    @staticmethod
+    def _backward(ctx: Any, to_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, out, log_sums = ctx.saved_tensors
+        return *training.attend_backward(to_out, query, key, value, out, log_sums, ctx.starts), None, None
+
+    backward: Any = staticmethod(once_differentiable(_backward))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: NDArray[np.int64],
+    pages: PackedPages | None = None,
+) -> Tensor:
+    """Causal attention within each sequence of a packed batch; float32 on a CPU, see `training.computes`.
+
+    query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim], starts [sequences + 1] ->
+    [T, heads, value_dim]. `pages` of the same sequences: with the bits of the engine's pass, see
+    `PackedPages.attend`.
+    """
+    return cast(Tensor, _Attention.apply(query, key, value, starts, pages))
