@@ -9,7 +9,7 @@ import numpy as np
 
 from etude.config import LossConfig, MidtrainConfig, OptimizerConfig, RlConfig
 from etude.config.optimizer import MidtrainOptimizerConfig
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
 from etude.records import (
     Group,
@@ -34,7 +34,7 @@ PROMPT = 5
 class Rollouts:
     """Makes segments that `model` might have sampled, with exact log-probabilities and routes."""
 
-    def __init__(self, model: Qwen3Moe) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self.model = model
         self.blobs = MemoryBlobs()
         self._count = 0
@@ -123,7 +123,7 @@ def midtrain_config(**changes: Any) -> MidtrainConfig:
 
 
 def next_token_trainer(
-    model: Qwen3Moe, documents: Sequence[Document], config: MidtrainConfig, seed: int
+    model: LanguageModel, documents: Sequence[Document], config: MidtrainConfig, seed: int
 ) -> NextTokenTrainer:
     """A trainer on shuffled documents."""
     return NextTokenTrainer(model, ShuffledDocuments(documents, config.tokens_per_step, seed), config)

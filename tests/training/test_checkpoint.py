@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from etude.errors import CheckpointError
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.training import (
     RlTrainer,
     has_checkpoint,
@@ -29,7 +29,7 @@ STATE = {"step": 3, "momentum": torch.arange(4.0), "nested": {"name": "x", "valu
 FILES = ["config.json", "digests.json", "model.safetensors", "state.pt"]
 
 
-def _assert_same(a: Qwen3Moe, b: Qwen3Moe) -> None:
+def _assert_same(a: LanguageModel, b: LanguageModel) -> None:
     for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
         assert torch.equal(p, q), name
 

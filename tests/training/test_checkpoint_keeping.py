@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from etude.config import CheckpointConfig
 from etude.errors import CheckpointError, ResourceError
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.observe import MemorySink, SilentObserver
 from etude.training.checkpoints import (
     CheckpointKeeper,
@@ -51,7 +51,7 @@ def _steps(directory: Path) -> list[int]:
     return [*(kept.step for kept in History(directory / "latest").entries()), newest["step"]]
 
 
-def _same(a: Qwen3Moe, b: Qwen3Moe) -> bool:
+def _same(a: LanguageModel, b: LanguageModel) -> bool:
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
@@ -207,7 +207,7 @@ def small_disk() -> Iterator[Path]:
         holder.wait()
 
 
-def _filled(directory: Path, left: int) -> Path:
+def filled(directory: Path, left: int) -> Path:
     """Takes up all but `left` bytes."""
     free = os.statvfs(directory)
     path = directory / "filler"
@@ -223,7 +223,7 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(small_disk: Path, room
         keeper.flush()
         model_bytes = (small_disk / "latest" / "model.safetensors").stat().st_size
         left = {"nothing": 0, "half of the model": model_bytes // 2, "the model": model_bytes + 16384}
-        filler = _filled(small_disk, left[room_for])
+        filler = filled(small_disk, left[room_for])
         big = _state(2) | {"more": torch.zeros(20_000)}
         keeper.save(small_model(2), big)
         with pytest.raises(ResourceError, match="disk is full"):

@@ -12,7 +12,7 @@ import torch
 
 from etude.config import FeedbackConfig
 from etude.errors import ConfigError
-from etude.model import PackedAttention, Qwen3Moe
+from etude.model import LanguageModel, PackedAttention
 from etude.model.scoring import score_sequences
 from etude.records import (
     Group,
@@ -53,8 +53,8 @@ def _make_renderer() -> Renderer:
 RENDERER = _make_renderer()
 
 
-def _model(seed: int = 0) -> Qwen3Moe:
-    model = Qwen3Moe(small_config(max_positions=256), RENDERER.tokenizer.vocab_size)
+def _model(seed: int = 0) -> LanguageModel:
+    model = LanguageModel(small_config(max_positions=256), RENDERER.tokenizer.vocab_size)
     model.initialise(seed)
     return model
 
@@ -127,7 +127,7 @@ def test_the_hint_stands_before_the_message_and_the_message_keeps_its_tokens() -
     assert example.taught.all() and example.num_tokens == len(message)
 
 
-def _divergence_written_out(model: Qwen3Moe, example: FeedbackExample) -> float:
+def _divergence_written_out(model: LanguageModel, example: FeedbackExample) -> float:
     """In double precision, token by token, each side by itself."""
 
     def distribution(tokens: np.ndarray) -> np.ndarray:
@@ -210,11 +210,11 @@ def test_a_step_brings_the_policy_nearer_to_the_teacher_that_it_had() -> None:
 
 
 @torch.no_grad()
-def _student_to_first_teacher(model: Qwen3Moe, example: FeedbackExample) -> float:
+def _student_to_first_teacher(model: LanguageModel, example: FeedbackExample) -> float:
     """KL from the hinted policy of the beginning to the present policy without the hint."""
     length = len(example.taught)
 
-    def states(of: Qwen3Moe, tokens: np.ndarray) -> torch.Tensor:
+    def states(of: LanguageModel, tokens: np.ndarray) -> torch.Tensor:
         ids = torch.from_numpy(tokens.astype(np.int64))
         hidden = of(ids, torch.arange(len(ids)), PackedAttention([len(ids)]))
         return of.logits(hidden[-length - 1 : -1]).log_softmax(-1)
@@ -239,8 +239,7 @@ def test_micro_batches_do_not_change_what_is_taught(micro_batch_tokens: int) -> 
     rollouts = Rollouts(_model())
     groups: list[Group] = [as_group([_session(rollouts) for _ in range(3)]) for _ in range(2)]
     whole = gradients_of_step(_trainer(rollouts, _told()), groups)
-    cut = _trainer(rollouts, _told())
-    cut._micro_batch_tokens = micro_batch_tokens
+    cut = _trainer(rollouts, _told(), micro_batch_tokens=micro_batch_tokens)
     assert_equal_gradients(gradients_of_step(cut, groups), whole)
 
 

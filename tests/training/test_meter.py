@@ -15,10 +15,9 @@ TIMES = {"train_s"}
 def test_figures_do_not_depend_on_micro_batches() -> None:
     rollouts = Rollouts(small_model(9))
     groups = [rollouts.group([1.0, 0.0, 1.0]), rollouts.group([0.0, 1.0])]
-    config = rl_config({"kind": "clip", "correction": {"token_high": 1.5}}, updates_per_step=2)
-    whole, cut = (
-        trainer_of(config, rollouts, micro_batch_tokens=tokens).step(groups) for tokens in (10_000, 1)
-    )
+    loss = {"kind": "clip", "correction": {"token_high": 1.5}}
+    configs = (rl_config(loss, updates_per_step=2, micro_batch_tokens=tokens) for tokens in (10_000, 1))
+    whole, cut = (trainer_of(config, rollouts).step(groups) for config in configs)
     assert whole.keys() == cut.keys()
     for name in whole.keys() - TIMES:
         assert cut[name] == pytest.approx(whole[name], rel=2e-2, abs=1e-3), name

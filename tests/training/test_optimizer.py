@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from etude.config import OptimizerConfig
 from etude.errors import CheckpointError
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.training.optimizer import Muon, OffendingBatches, Optimizer, orthogonalise
 from etude.training.optimizer.rounding import Rounding
 from etude.training.optimizer.schedules import schedule_factor
@@ -59,7 +59,7 @@ def test_muon_is_nesterov_momentum_orthogonalised_matrix_by_matrix() -> None:
         gradients = [_matrices(*shape) * (step + 1) + index for index, shape in enumerate(shapes)]
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient.clone()
-        muon.step(layout.gradients(), 0.1, Rounding(step, 0))
+        muon.step(layout.gradients(), 0.1, Rounding(step, layout.part_index))
         for matrix, buffer, gradient in zip(plain, buffers, gradients, strict=True):
             buffer.mul_(0.9).add_(gradient, alpha=0.1)
             update = 0.1 * gradient + 0.9 * buffer
@@ -236,7 +236,7 @@ def test_what_is_no_state_is_refused(state: dict[str, Any]) -> None:
         _optimizer(small_model(0)).load_state_dict(state)
 
 
-def _set_gradients(model: Qwen3Moe, seed: int = 0) -> None:
+def _set_gradients(model: LanguageModel, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.grad = torch.randn(parameter.shape, generator=generator)

@@ -46,7 +46,7 @@ def test_a_slow_average_moves_where_rounding_to_nearest_stands_still() -> None:
     nearest, kept = torch.ones(512, dtype=torch.bfloat16), torch.ones(512, dtype=torch.bfloat16)
     for step in range(steps):
         nearest.copy_(nearest.float().lerp_(torch.tensor(target), 0.001))
-        Rounding(step, 0).store(kept, kept.float().lerp_(torch.tensor(target), 0.001))
+        Rounding(step, lambda _: 0).store("weight", kept, kept.float().lerp_(torch.tensor(target), 0.001))
     assert bool((nearest == 1.0).all()), "the control must stand still, or this tests nothing"
     assert float(kept.float().mean()) == pytest.approx(exact, rel=0.01)
 
@@ -56,7 +56,7 @@ def test_noise_is_a_function_of_step_and_part() -> None:
 
     def store(step: int, part: int) -> Tensor:
         target = torch.zeros(1000, dtype=torch.bfloat16)
-        Rounding(step, part).store(target, values)
+        Rounding(step, lambda _: part).store("weight", target, values)
         return target
 
     assert torch.equal(store(3, 1), store(3, 1))

@@ -93,7 +93,8 @@ def test_chosen_sequences_are_beginnings_in_order_within_the_budget(
 def test_an_invariant_step_has_the_sampled_bits_at_any_size_of_micro_batch(micro_batch_tokens: int) -> None:
     rollouts = Rollouts(small_model())
     rollouts.model.ops = InvariantOps()
-    trainer = trainer_of(rl_config(router_replay="off"), rollouts, micro_batch_tokens=micro_batch_tokens)
+    config = rl_config(router_replay="off", micro_batch_tokens=micro_batch_tokens)
+    trainer = trainer_of(config, rollouts)
     trainer.model.ops = InvariantOps()
     metrics = trainer.step([rollouts.group([1.0, 0.0, 0.5, 0.25])])
     assert metrics["parity_max"] == 0.0

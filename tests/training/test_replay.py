@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 from etude.errors import ConfigError, RouteReplayError
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.model.scoring import PackedSequences, packed_logprobs
 from etude.records import Group
 from etude.training import RlTrainer
 from etude.training.replay import RouteLedger
 from etude.weights import MemoryWeights
-from tests.model.builders import small_model
+from tests.model.builders import VOCAB, small_model
+from tests.model.transformers_builders import tiny_model
 from tests.training.builders import Rollouts, as_group, rl_config, trainer_of
-from tests.training.test_rl import assert_equal_gradients, assert_same_weights, gradients_of_step
+from tests.training.test_rl import Gradients, assert_equal_gradients, assert_same_weights, gradients_of_step
 
 TWO: dict[str, Any] = {"updates_per_step": 2, "groups_per_step": 2}
 
@@ -74,7 +75,32 @@ def test_where_nothing_was_recorded_the_router_chooses() -> None:
     assert_equal_gradients(gradients_of_step(trainer_of(rl_config(), rollouts), [unrecorded]), native)
 
 
-def _second_update(config: Any, rollouts: Rollouts, groups: list[Group]) -> tuple[Qwen3Moe, Qwen3Moe]:
+@pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss", "qwen2_moe"])
+def test_models_of_transformers_replay_what_was_recorded(kind: str) -> None:
+    def fresh() -> LanguageModel:
+        return cast(LanguageModel, tiny_model(kind, vocab_size=VOCAB))
+
+    def gradients(group: Group, replay: str) -> Gradients:
+        trainer = RlTrainer(
+            fresh(), rl_config(router_replay=replay), "r", MemoryWeights(), rollouts.blobs.get
+        )
+        return gradients_of_step(trainer, [group])
+
+    rollouts = Rollouts(fresh())
+    group = rollouts.group([1.0, 0.0, 1.0])
+    native = gradients(group, "off")
+    assert_equal_gradients(gradients(group, "r3"), native)
+    turned = _with_routes(group, rollouts, lambda routes: (routes + 1) % 4)
+    assert_equal_gradients(gradients(turned, "off"), native)
+    with pytest.raises(AssertionError):
+        assert_equal_gradients(gradients(turned, "r3"), native)
+    with pytest.raises(ConfigError, match="routes of another model"):
+        gradients(_with_routes(group, rollouts, lambda routes: routes[:, :0]), "r3")
+
+
+def _second_update(
+    config: Any, rollouts: Rollouts, groups: list[Group]
+) -> tuple[LanguageModel, LanguageModel]:
     """The model at the step's start, and after the first update alone."""
     first = trainer_of(config, rollouts)
     first.step(groups[:1])

@@ -14,7 +14,7 @@ from torch import Tensor
 from etude.algorithms import k3
 from etude.config import RlConfig
 from etude.errors import ConfigError
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.records import (
     UNKNOWN_FORMAT,
@@ -65,7 +65,9 @@ def assert_equal_gradients(ours: Gradients, theirs: Gradients) -> None:
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-5 * scale, msg=name)
 
 
-def written_out(model: Qwen3Moe, rollouts: Rollouts, members: Sequence[Trajectory], config: RlConfig) -> Any:
+def written_out(
+    model: LanguageModel, rollouts: Rollouts, members: Sequence[Trajectory], config: RlConfig
+) -> Any:
     """The loss of one group, sequence by sequence, token by token."""
     rewards = [member.reward.total for member in members if member.reward is not None]
     mean = sum(rewards) / len(rewards)
@@ -113,10 +115,9 @@ def test_the_gradient_is_that_of_the_loss_written_out(normalizer: str, kl_weight
 @pytest.mark.parametrize("kind", ["cispo", "clip"])
 def test_micro_batches_of_any_size_give_the_same_gradient(kind: str) -> None:
     rollouts = Rollouts(small_model(9))
-    config = rl_config({"kind": kind})
     groups = [rollouts.group([1.0, 0.0, 1.0, 0.0]), rollouts.group([1.0, 0.0], [33, 18])]
     whole, single, few = (
-        gradients_of_step(trainer_of(config, rollouts, micro_batch_tokens=tokens), groups)
+        gradients_of_step(trainer_of(rl_config({"kind": kind}, micro_batch_tokens=tokens), rollouts), groups)
         for tokens in (10_000, 1, 45)
     )
     assert_equal_gradients(single, whole)
@@ -128,9 +129,12 @@ def test_micro_batches_do_not_multiply_the_balance_loss() -> None:
     rollouts = Rollouts(small_model(0))
     member = rollouts.member(1.0, 24)
     group = as_group([_again(member, number, reward) for number, reward in enumerate([1.0, 0.0] * 2)])
-    config = rl_config({"balance_weight": 10.0})
-    whole = gradients_of_step(trainer_of(config, rollouts), [group])
-    single = gradients_of_step(trainer_of(config, rollouts, micro_batch_tokens=24), [group])
+    whole, single = (
+        gradients_of_step(
+            trainer_of(rl_config({"balance_weight": 10.0}, micro_batch_tokens=tokens), rollouts), [group]
+        )
+        for tokens in (10_000, 24)
+    )
     assert_equal_gradients(single, whole)
 
 
@@ -157,7 +161,7 @@ def test_a_step_raises_what_was_good_and_lowers_what_was_bad() -> None:
     assert metrics["train_tokens"] == sum(len(member.segments[0].tokens) for member in group.members)
 
 
-def _probabilities(model: Qwen3Moe, group: Group) -> np.ndarray:
+def _probabilities(model: LanguageModel, group: Group) -> np.ndarray:
     """Summed log-probability of the sampled tokens, per member."""
     segments = [member.segments[0] for member in group.members]
     scores = score_sequences(model, [segment.tokens for segment in segments])
@@ -344,6 +348,6 @@ def test_scores_are_the_models_and_carry_the_version() -> None:
     assert scores.version == trainer.version
 
 
-def assert_same_weights(a: Qwen3Moe, b: Qwen3Moe) -> None:
+def assert_same_weights(a: LanguageModel, b: LanguageModel) -> None:
     for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
         assert torch.equal(p, q), name

@@ -11,7 +11,7 @@ from etude.agent.recording import Recording
 from etude.config import RlConfig
 from etude.errors import ConfigError, SamplerError
 from etude.inference import Engine
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
 from etude.training.batches import TrainingSequence
@@ -24,7 +24,7 @@ PROMPT, SAMPLED = 12, 20
 
 
 def sequences(
-    model: Qwen3Moe, rollouts: Rollouts, recording: Recording, config: RlConfig
+    model: LanguageModel, rollouts: Rollouts, recording: Recording, config: RlConfig
 ) -> list[TrainingSequence]:
     routes = recording.routes()
     assert routes is not None

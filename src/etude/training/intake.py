@@ -8,7 +8,6 @@ baseline: it is a real outcome. What was skipped for its reward is left out of e
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,12 +16,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import nn
 
 from etude.algorithms import group_advantages
 from etude.config import RlConfig
 from etude.errors import ConfigError, RouteReplayError
-from etude.model import LanguageModel
+from etude.model.loading import AnyModel
 from etude.records import (
     UNKNOWN_FORMAT,
     BlobRef,
@@ -68,18 +66,14 @@ class ModelLimits:
     vocab_size: int
     max_positions: int
     routes: tuple[int, int] | None = None
-    """(layers that route, experts per token); None where nothing is replayed: dense models, and architectures
-    that are not ours."""
+    """(layers that route, experts per token); None where nothing is replayed."""
     num_experts: int = 0
 
     @staticmethod
-    def of(model: nn.Module) -> ModelLimits:
-        """Those of a LanguageModel, or of another model with `vocab_size` and `max_positions`."""
-        if not isinstance(model, LanguageModel):
-            return ModelLimits(int(getattr(model, "vocab_size")), int(getattr(model, "max_positions")))  # noqa: B009
-        config = model.config
-        routes = (config.num_moe_layers, config.routes_per_token) if config.num_moe_layers else None
-        return ModelLimits(model.vocab_size, config.max_positions, routes, config.num_experts)
+    def of(model: AnyModel) -> ModelLimits:
+        """Those of a model."""
+        routes = model.routes_shape if model.num_experts else None
+        return ModelLimits(model.vocab_size, model.max_positions, routes, model.num_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +106,7 @@ def graded_reward(member: Trajectory) -> RewardBreakdown | Skipped:
         return Skipped.INFRASTRUCTURE
     if member.reward is None:
         return Skipped.UNGRADED
-    terms = (member.reward.task, *member.reward.terms.values())
-    return member.reward if all(math.isfinite(term) for term in terms) else Skipped.REWARD
+    return member.reward if member.reward.is_finite else Skipped.REWARD
 
 
 def advantages_of(rewards: Sequence[RewardBreakdown], config: RlConfig) -> NDArray[np.float32]:
@@ -206,12 +199,12 @@ class _Reader:
                 "routes must be uint8 or uint16", field="routes", received=f"{segment.id}: {routes.dtype}"
             )
         expected = (len(segment.tokens), *(self._limits.routes or ()))
-        known = routes[routes != np.iinfo(routes.dtype).max]
-        if routes.shape != expected or bool((known >= self._limits.num_experts).any()):
+        following = routes + routes.dtype.type(1)  # the mark of the unknown becomes 0: one pass checks all
+        if routes.shape != expected or following.max(initial=0) > self._limits.num_experts:
             raise ConfigError(
                 "routes of another model",
                 field="routes",
-                received=f"{segment.id}: {routes.shape}, experts up to {known.max(initial=0)}",
+                received=f"{segment.id}: {routes.shape}, experts up to {int(following.max(initial=1)) - 1}",
                 fix=f"train the model that sampled, of {self._limits.num_experts} experts: {expected}",
             )
         return routes

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from etude.config import RlConfig
 from etude.errors import RouteReplayError
-from etude.model import LanguageModel, RecordedRoutes, ReplayedRoutes
+from etude.model import LanguageModel, ReplayedRoutes
 from etude.model.scoring import PackedSequences, device_of, packed_logprobs
 from etude.training.batches import TrainingSequence
 
@@ -64,8 +64,8 @@ def with_old_policy(
     batch = PackedSequences.pack([sequence.tokens for sequence in sequences], device_of(model))
     targets = batch.pack_rows([s.sampled for s in sequences]).nonzero().flatten()
     recorder = None
-    if config.router_replay == "r2" and isinstance(model, LanguageModel) and model.config.num_moe_layers:
-        recorder = RecordedRoutes.of(model.config)
+    if config.router_replay == "r2" and model.num_experts:
+        recorder = model.recorder()
     routes = recorder or replayed_routes(sequences, batch, targets, config.replay_min_share)
     logprobs, _ = packed_logprobs(model, batch, targets, temperature=config.temperature, routes=routes)
     rows = logprobs.new_zeros(len(batch.tokens)).index_copy(0, targets, logprobs)

@@ -18,13 +18,21 @@ from numpy.typing import NDArray
 
 from etude.config import RlConfig
 from etude.errors import CheckpointError, ConfigError
-from etude.model import Qwen3Moe, RouterStatistics
+from etude.model import LanguageModel, RouterStatistics
+from etude.model.loading import AnyModel
 from etude.model.lora import Adapters
 from etude.model.scoring import PackedSequences, device_of, packed_logprobs, score_sequences
 from etude.records import Group, PolicyVersion, Scores, WeightManifest
 from etude.training.batches import TrainingSequence, Update, describe_batch, split_updates
-from etude.training.checkpoints import WriteCheckpoint, load_checkpoint, load_state, save_checkpoint
+from etude.training.checkpoints import (
+    ModelShards,
+    WriteCheckpoint,
+    load_stored,
+    save_checkpoint,
+    without_model,
+)
 from etude.training.feedback import Feedback, Lessons
+from etude.training.forks import training_view
 from etude.training.intake import ModelLimits, RouteFetcher, take_groups
 from etude.training.loss import Rows, policy_loss
 from etude.training.meter import StepMeter
@@ -32,9 +40,7 @@ from etude.training.optimizer import OffendingBatches, Optimizer
 from etude.training.packing import pack_sequences
 from etude.training.parallel.ranks import Ranks, Share, SingleRank
 from etude.training.replay import RouteLedger, replayed_routes, with_old_policy
-from etude.weights import WeightPublisher
-
-MICRO_BATCH_TOKENS = 8192
+from etude.weights import StoreWeights, WeightPublisher
 
 
 class RlTrainer:
@@ -42,20 +48,18 @@ class RlTrainer:
 
     def __init__(
         self,
-        model: Qwen3Moe,
+        model: LanguageModel,
         config: RlConfig,
         lineage: str,
         weights: WeightPublisher,
         fetch_routes: RouteFetcher,
-        micro_batch_tokens: int = MICRO_BATCH_TOKENS,
         ranks: Ranks | None = None,
         offending: OffendingBatches | None = None,
         feedback: Feedback | None = None,
     ) -> None:
-        """`lineage` names the run; version 0 is the model as given. `micro_batch_tokens`: most tokens in one
-        forward pass (or one sequence); it decides memory and speed, not the update. `ranks`: the processes
-        that train the same model; every one of them takes the same groups. `offending`: where batches go
-        whose gradient is not finite. `feedback`: needed where `rl.feedback.weight` is above 0."""
+        """`lineage` names the run; version 0 is the model as given. `ranks`: the processes that train the
+        same model; every one of them takes the same groups. `offending`: where batches go whose gradient is
+        not finite. `feedback`: needed where `rl.feedback.weight` is above 0."""
         if config.feedback.weight > 0 and feedback is None:
             raise ConfigError(
                 "textual feedback needs the renderer of the run's sessions",
@@ -68,7 +72,6 @@ class RlTrainer:
         self._config = config
         self._weights = weights
         self._fetch_routes = fetch_routes
-        self._micro_batch_tokens = micro_batch_tokens
         self._ranks: Ranks = ranks or SingleRank()
         num_updates = config.num_steps * config.updates_per_step
         self._reference = self._ranks.frozen_copy(model) if config.loss.kl_weight > 0 else None
@@ -90,6 +93,7 @@ class RlTrainer:
         """
         began = time.perf_counter()
         limits = ModelLimits.of(self.model)
+        groups = training_view(groups)
         intake = take_groups(groups, self._config, limits, self._version, self._fetch_routes)
         updates = split_updates(intake.groups, self._config.loss, self._config.updates_per_step)
         meter = StepMeter(updates)
@@ -110,14 +114,21 @@ class RlTrainer:
             **lessons.summary(self._ranks.all_reduce_),
         }
 
-    def whole_model(self) -> Qwen3Moe:
+    def whole_model(self) -> LanguageModel:
         """The model with all of its weights in this process; with several ranks a copy, and collective."""
         return self._ranks.whole_model(self.model)
 
+    def offload_states(self) -> None:
+        """Drops gradients, and keeps the optimiser's states in host memory until the next step."""
+        self._optimizer.offload()
+
     def publish(self) -> WeightManifest:
         """See Trainer.publish."""
-        whole = self.whole_model()
-        manifest = self._weights.publish(self._version, dict(whole.named_parameters()))
+        if isinstance(self._weights, StoreWeights) and self._weights.is_shared:
+            tensors = self._ranks.parts(self.model)
+        else:
+            tensors = dict(self.whole_model().named_parameters())
+        manifest = self._weights.publish(self._version, tensors)
         self._version = manifest.version
         return manifest
 
@@ -134,28 +145,25 @@ class RlTrainer:
         extra: Mapping[str, Any] | None = None,
         write: WriteCheckpoint = save_checkpoint,
     ) -> None:
-        """See Trainer.save. `extra`: plain values of the caller's, stored beside the trainer's state.
-        `write`: how, perhaps while training goes on.
+        """See Trainer.save. `extra`: plain values of the caller's, stored beside the trainer's state; with
+        several ranks, the first one's. `write`: how, perhaps while training goes on.
 
         Of a model with adapters only these are stored.
         """
         state: dict[str, Any] = {
             **(extra or {}),
-            "optimizer": self._optimizer.state_dict(),
+            **self._parts_of_state(),
             "lineage": self._version.lineage,
             "step": self._version.step,
         }
-        if self._reference is not None:
-            state["reference"] = self._ranks.whole_model(self._reference).state_dict()
         if self.adapters is not None:
             state["adapters"] = self.adapters.state()
-        whole = self.whole_model() if self.adapters is None else None
-        if self._ranks.is_main:
-            write(directory, whole, state)
+        write(directory, self._stored_model(), state)
 
     def restore(self, directory: Path) -> None:
         """See Trainer.restore."""
-        state = load_state(directory)
+        stored = load_stored(directory, self._stored_model(), self._parts_of_state())
+        model, state = stored.model, stored.state
         if state is None or "optimizer" not in state:
             raise CheckpointError("has no optimiser state", field="checkpoint", received=str(directory))
         if (self.adapters is not None) != ("adapters" in state):
@@ -169,14 +177,25 @@ class RlTrainer:
             self._optimizer.load_state_dict(state["optimizer"])
             self.adapters.load_state(state["adapters"])
         else:
-            model, _ = load_checkpoint(directory)
-            if model.config != self.model.config or model.vocab_size != self.model.vocab_size:
-                raise CheckpointError("is of another architecture", field="checkpoint", received=model.config)
+            if model is None:
+                raise CheckpointError("has no model", field="checkpoint", received=str(directory))
             self._optimizer.load_state_dict(state["optimizer"])
-            self._ranks.load_whole(self.model, model.state_dict())
+            self._ranks.load_weights(self.model, model.state_dict())
         self._version = PolicyVersion(state["lineage"], state["step"])
         if self._reference is not None and "reference" in state:
-            self._ranks.load_whole(self._reference, state["reference"])
+            self._ranks.load_weights(self._reference, state["reference"])
+
+    def _stored_model(self) -> AnyModel | ModelShards | None:
+        """What a checkpoint takes of the model: nothing where adapters are trained."""
+        stored = self._ranks.stored(self.model)
+        return stored if self.adapters is None else without_model(stored)
+
+    def _parts_of_state(self) -> dict[str, Any]:
+        """What of the state is large: with several ranks, what lies here."""
+        state: dict[str, Any] = {"optimizer": self._optimizer.state_dict()}
+        if self._reference is not None:
+            state["reference"] = self._ranks.stored(self._reference).state_dict()
+        return state
 
     def _update(
         self, update: Update, meter: StepMeter, ledger: RouteLedger, lessons: Lessons, number: int
@@ -194,7 +213,8 @@ class RlTrainer:
                     ledger.consume(sequence.segment_id)
             batch_share = sum(len(sequence.tokens) for sequence in sequences) / num_tokens
             self._accumulate(sequences, share.weight, batch_share, meter)
-        lessons.teach(number, self.model, self._ranks, self._micro_batch_tokens, self._config.temperature)
+        config = self._config
+        lessons.teach(number, self.model, self._ranks, config.micro_batch_tokens, config.temperature)
         norm = self._optimizer.step(lambda: describe_batch(update[index] for index in sorted(own)))
         if self.adapters is not None:
             self.adapters.merge()
@@ -205,7 +225,7 @@ class RlTrainer:
         if not update:
             return []
         lengths = [len(sequence.tokens) for sequence in update]
-        plan = pack_sequences(lengths, self._micro_batch_tokens, self._ranks.world_size)
+        plan = pack_sequences(lengths, self._config.micro_batch_tokens, self._ranks.world_size)
         return self._ranks.share(plan)
 
     def _has_gradient(self, sequence: TrainingSequence) -> bool:

@@ -45,6 +45,8 @@ class Passed(StrEnum):
     """Its oldest policy version is outside the bounds, or it has none."""
     REPEATED = "repeated"
     """Its prompt was trained on already."""
+    FORK = "fork"
+    """It comes from the middle of a session, which is trained whole with the group of its task."""
     NO_SIGNAL = "no_signal"
     """No member was graded, or all have the same advantage."""
 
@@ -145,6 +147,8 @@ class RecordedStream:
     def _reason(self, group: Group) -> Passed | None:
         """Why the group is not trained on; None if it is."""
         stream = self._config.stream
+        if group.kind == "fork":
+            return Passed.FORK
         steps = [version.step for m in group.members if (version := m.oldest_version) is not None]
         newest = float("inf") if stream.max_step is None else stream.max_step
         if not steps or not stream.min_step <= min(steps) <= newest:

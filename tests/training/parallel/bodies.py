@@ -135,7 +135,7 @@ def whole_weights(ranks: MeshRanks) -> tuple[bool, bool, list[np.ndarray], list[
     scores = score_sequences(model, [random_tokens(20, 3)])
     collected = ranks.whole_model(model)
     same = all(torch.equal(p, q) for p, q in zip(collected.parameters(), plain.parameters(), strict=True))
-    ranks.load_whole(model, dict(other.named_parameters()))
+    ranks.load_weights(model, dict(other.named_parameters()))
     loaded = ranks.whole_model(model)
     replaced = all(torch.equal(p, q) for p, q in zip(loaded.parameters(), other.parameters(), strict=True))
     frozen = ranks.frozen_copy(model)

@@ -20,7 +20,7 @@ from etude.training.parallel.mesh_ranks import MeshRanks
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch._dynamo", "torch.distributed.fsdp", "etude.training", "tests.training.parallel.bodies"]
+    ["torch", "torch._dynamo", "torch.distributed.fsdp", "etude.training", "tests.training.parallel.storing"]
 )
 
 
@@ -43,6 +43,33 @@ def on_ranks(function: Callable[..., Any], config: ParallelConfig, *arguments: A
     return [answer for _, answer, _ in answers]
 
 
+def exit_codes(function: Callable[..., Any], config: ParallelConfig, *arguments: Any) -> list[int | None]:
+    """Lets `function(ranks, *arguments)` end each rank in its own way."""
+    with tempfile.TemporaryDirectory() as directory:
+        store = f"file://{Path(directory) / 'store'}"
+        processes = [
+            _CONTEXT.Process(target=_run, args=(store, rank, config, function, arguments))
+            for rank in range(config.ranks)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(120.0)
+        return [process.exitcode for process in processes]
+
+
+def _run(
+    store: str, rank: int, config: ParallelConfig, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=store, rank=rank, world_size=config.ranks, timeout=timedelta(seconds=60)
+    )
+    result = function(MeshRanks(Mesh(config)), *arguments)
+    dist.destroy_process_group()
+    return result
+
+
 def _body(
     results: SimpleQueue[tuple[int, Any, str]],
     store: str,
@@ -51,12 +78,7 @@ def _body(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
-    torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo", init_method=store, rank=rank, world_size=config.ranks, timeout=timedelta(seconds=60)
-        )
-        results.put((rank, function(MeshRanks(Mesh(config)), *arguments), ""))
-        dist.destroy_process_group()
+        results.put((rank, _run(store, rank, config, function, arguments), ""))
     except BaseException:
         results.put((rank, None, traceback.format_exc()))

@@ -41,5 +41,5 @@ def test_a_frozen_copy_does_not_learn_and_shares_no_memory() -> None:
     with torch.no_grad():
         model.final_norm.fill_(7.0)
     assert not bool((frozen.final_norm == 7.0).any())
-    SingleRank().load_whole(frozen, model.state_dict())
+    SingleRank().load_weights(frozen, model.state_dict())
     assert bool((frozen.final_norm == 7.0).all())

@@ -17,7 +17,7 @@ from etude.errors import ConfigError, ResourceError
 from etude.tokens.training import END_TOKEN
 from etude.training.pretraining.corpora import Corpus, open_corpus
 from etude.training.pretraining.infilling import Infilling
-from etude.training.pretraining.reading import find_files
+from etude.training.pretraining.reading import ReadingReport, find_files
 from etude.training.pretraining.sources import CorpusSource, InfillingShares
 from tests.training.pretraining.builders import TEXTS, make_corpus, tiny_tokenizer, write_jsonl
 
@@ -99,6 +99,7 @@ def test_a_lone_surrogate_in_json_is_replaced(tmp_path: Path) -> None:
         ([{"a": 1}], {}, "neither texts nor lists"),
         ([["a", "b"]], {}, "neither texts nor lists"),
         ([[1, 100_000]], {}, "beyond the vocabulary"),
+        ([[[1], [2, 3]]], {}, "neither texts nor lists"),
         ([[1, -2]], {}, "beyond the vocabulary"),
     ],
 )
@@ -128,12 +129,64 @@ def test_damaged_files_name_themselves(tmp_path: Path) -> None:
         _open(tmp_path, format="files", pattern="*.nothing")
 
 
+def test_compressed_files_are_read_frame_by_frame_to_their_end_or_refused(tmp_path: Path) -> None:
+    compress = zstandard.ZstdCompressor().compress
+    texts = [f"number {number} {np.random.default_rng(number).bytes(3000).hex()}" for number in range(40)]
+    rows = [json.dumps({"text": text}).encode() + b"\n" for text in texts]
+    frames = compress(b"".join(rows[:25])) + compress(b"".join(rows[25:]))
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(frames)
+    files = find_files("code", SourceConfig(path=str(path)))
+    assert list(files.read(ReadingReport())) == texts
+    path.write_bytes(frames[:-1000])
+    with pytest.raises(ConfigError, match="cut short"):
+        list(files.read(ReadingReport()))
+    path.write_bytes(b"no frame of Zstandard's")
+    with pytest.raises(ConfigError, match="damaged"):
+        list(files.read(ReadingReport()))
+
+
+@pytest.mark.parametrize("pattern", ["", "/etc/*.py"])
+def test_patterns_that_cannot_be_looked_for_are_refused(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(ConfigError, match="pattern cannot be looked for"):
+        find_files("code", SourceConfig(path=str(tmp_path), format="files", pattern=pattern))
+
+
 def test_lance_says_what_to_install(tmp_path: Path) -> None:
     if importlib.util.find_spec("lance") is not None:
         pytest.skip("pylance is installed")
     (tmp_path / "a.lance").mkdir()
     with pytest.raises(ResourceError, match="pylance"):
         _open(tmp_path / "a.lance")
+
+
+def test_lance_data_sets_are_read_as_other_formats_are(tmp_path: Path) -> None:
+    lance = pytest.importorskip("lance")
+    path = tmp_path / "a.lance"
+    lance.write_dataset(pa.table({"id": [1, 2, 3, 4], "text": TEXTS}), path)
+    assert _texts(_open(path)) == TEXTS
+    lance.write_dataset(pa.table({"id": [5], "text": ["more"]}), path, mode="append")
+    assert _texts(_open(path)) == [*TEXTS, "more"], "the newest version, tokenised anew"
+    ids = tmp_path / "ids.lance"
+    lance.write_dataset(pa.table({"tokens": [[5, 6, 7], [8]]}), ids)
+    corpus = _open(ids, column="tokens")
+    assert [corpus.document(i).tolist() for i in range(2)] == [[5, 6, 7], [8]]
+
+
+def test_lance_data_sets_that_cannot_be_read_name_themselves(tmp_path: Path) -> None:
+    lance = pytest.importorskip("lance")
+    (tmp_path / "empty.lance").mkdir()
+    with pytest.raises(ConfigError, match="is not a Lance data set"):
+        _open(tmp_path / "empty.lance")
+    path = tmp_path / "a.lance"
+    lance.write_dataset(pa.table({"text": TEXTS}), path)
+    with pytest.raises(ConfigError, match="no column 'body'"):
+        _open(path, column="body")
+    for file in (path / "data").iterdir():
+        file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(ConfigError, match="is not a Lance data set"):
+        _open(path)
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:

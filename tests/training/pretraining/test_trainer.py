@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
 from etude.training import Document, ShuffledDocuments, evaluate_loss
 from tests.model.builders import random_tokens, small_model
@@ -128,6 +128,6 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit() -> None:
     _assert_same(straight, resumed)
 
 
-def _assert_same(a: Qwen3Moe, b: Qwen3Moe) -> None:
+def _assert_same(a: LanguageModel, b: LanguageModel) -> None:
     for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
         assert torch.equal(p, q), name

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from etude.config import AdapterConfig
 from etude.errors import CheckpointError
 from etude.model import LanguageModel
 from etude.model.huggingface import save_model
 from etude.model.huggingface.checkpoint import MAX_FILE_BYTES
 from etude.model.loading import AnyModel, load_any_model, save_any_model
+from etude.model.lora import Adapters
 from etude.training.checkpoints.files import DIGESTS, check_whole, write_whole
+from etude.training.checkpoints.saving import has_checkpoint, load_checkpoint, load_state
+from etude.training.checkpoints.shards import has_shards
 
 TOKENIZER = "tokenizer.json"
+_CONFIG = "config.json"
 _COMPANIONS = (
     TOKENIZER,
     "tokenizer_config.json",
@@ -39,14 +45,16 @@ def convert_model(
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = MAX_FILE_BYTES,
     tokenizers: Sequence[Path] = (),
+    base: Path | None = None,
 ) -> AnyModel:
     """Reads a model with every check that reading has and writes it to `target`, whole or not at all, with
     its tokenizer, chat template and generation settings; returns it.
 
-    `source` is a checkpoint, whose hashes are compared, or any Hugging Face directory. Its tokenizer is the
-    first that lies in it or in one of `tokenizers`. What training needs to go on is left out, and so are
-    layers that draft tokens. Raises CheckpointError for what cannot be read, has no tokenizer, or for a
-    `target` that exists; ResourceError where the disk is full.
+    `source` is a checkpoint, whose hashes are compared, or any Hugging Face directory. Adapters alone are
+    merged with the model in `base`, which they were trained on. The tokenizer is the first that lies in
+    `source`, in `base` or in one of `tokenizers`. What training needs to go on is left out, and so are
+    layers that draft tokens. Raises CheckpointError for what cannot be read, has no tokenizer, adapters
+    without their base, or for a `target` that exists; ResourceError where the disk is full.
     """
     if target.exists():
         raise CheckpointError(
@@ -54,12 +62,20 @@ def convert_model(
         )
     if (source / DIGESTS).is_file():
         check_whole(source)
-    tokenizer = next((place for place in (source, *tokenizers) if (place / TOKENIZER).is_file()), None)
+    if base is None and has_checkpoint(source) and not (source / _CONFIG).is_file():
+        raise CheckpointError(
+            "holds no model, adapters at most",
+            field="checkpoint",
+            received=str(source),
+            fix="--base DIRECTORY: the model that they were trained on",
+        )
+    places = [source, *([] if base is None else [base]), *tokenizers]
+    tokenizer = next((place for place in places if (place / TOKENIZER).is_file()), None)
     if tokenizer is None:
         raise CheckpointError(
             "no tokenizer here", field=TOKENIZER, received=str(source), fix="put it beside the weights"
         )
-    model = load_any_model(source, dtype)
+    model = _load(source, dtype, base)
 
     def fill(partial: Path) -> None:
         if isinstance(model, LanguageModel):
@@ -69,10 +85,42 @@ def convert_model(
         for name in _COMPANIONS:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, partial / name)
-        _write_generation(source, partial)
+        _write_generation(next(place for place in places if (place / _CONFIG).is_file()), partial)
 
     write_whole(target, fill)
     return model
+
+
+def _load(source: Path, dtype: torch.dtype, base: Path | None) -> AnyModel:
+    """The model that `source` holds, whoever wrote it, or whose adapters it holds."""
+    if not (source / _CONFIG).is_file() and base is not None:
+        return _cast(_merged(source, load_state(source) or {}, base), dtype)
+    if has_shards(source):
+        return _cast(load_checkpoint(source)[0], dtype)
+    return load_any_model(source, dtype)
+
+
+def _merged(source: Path, state: Mapping[str, Any], base: Path) -> AnyModel:
+    """The sum of a base and of the adapters in `state`."""
+    if "adapters" not in state:
+        raise CheckpointError("holds neither a model nor adapters", field="checkpoint", received=str(source))
+    stored = state["adapters"]
+    for dtype in (torch.float32, torch.bfloat16):  # a base is the same only as training had it
+        model = load_any_model(base, dtype)
+        adapters = Adapters(model, AdapterConfig.model_validate(stored["config"]))
+        if adapters.base_digest == stored["base"]:
+            adapters.load_state(stored)
+            return model
+    raise CheckpointError(
+        "is not the model that the adapters were trained on",
+        field="base",
+        received=str(base),
+        fix="--base DIRECTORY: the initial checkpoint of their run",
+    )
+
+
+def _cast(model: AnyModel, dtype: torch.dtype) -> AnyModel:
+    return model.cast(dtype) if isinstance(model, LanguageModel) else model.to(dtype)
 
 
 def _write_generation(source: Path, target: Path) -> None:
@@ -80,7 +128,7 @@ def _write_generation(source: Path, target: Path) -> None:
     if (source / _GENERATION).is_file():
         shutil.copyfile(source / _GENERATION, target / _GENERATION)
         return
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    config = json.loads((source / _CONFIG).read_text(encoding="utf-8"))
     found = {name: config[name] for name in _TOKEN_IDS if config.get(name) is not None}
     if found:
         (target / _GENERATION).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")

@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -68,17 +68,41 @@ def write_whole(
     An older checkpoint of that name is replaced and handed to `retire`, under another name. Whatever fails,
     the older one stays. Raises ResourceError where the disk is full, and whatever `fill` raises.
     """
-    partial, old = partial_of(directory), _old_of(directory)
+    try:
+        with full_disk_named(directory):
+            fill(begin(directory))
+            seal(partial_of(directory))
+    except BaseException:
+        shutil.rmtree(partial_of(directory), ignore_errors=True)
+        raise
+    commit(directory, retire)
+
+
+def begin(directory: Path) -> Path:
+    """Makes the empty directory that is to become `directory`, without what a killed save left there."""
+    partial = partial_of(directory)
     if partial.exists():
         shutil.rmtree(partial)
-    try:
-        with _full_disk_named(directory):
-            partial.mkdir(parents=True)
-            fill(partial)
-            seal(partial)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+    partial.mkdir(parents=True)
+    return partial
+
+
+def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
+    """Writes down every file's hash, and makes all of it durable.
+
+    `known`: hashes of files that others have written, hashed and made durable.
+    """
+    known = known or {}
+    files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
+    digests = {name: known.get(name) or digest_of(path) for name, path in sorted(files.items())}
+    (directory / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
+    for path in [*directory.rglob("*"), directory]:
+        _sync(path)
+
+
+def commit(directory: Path, retire: Callable[[Path], object] = shutil.rmtree) -> None:
+    """Gives a sealed directory its name; what had it before goes to `retire`, under another name."""
+    partial, old = partial_of(directory), _old_of(directory)
     if directory.exists():
         if old.exists():  # a save was killed before it retired that
             retire(old)
@@ -87,15 +111,6 @@ def write_whole(
     _sync(directory.parent)
     if old.exists():
         retire(old)
-
-
-def seal(directory: Path) -> None:
-    """Writes down every file's hash, and makes all of it durable."""
-    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != DIGESTS)
-    digests = {path.relative_to(directory).as_posix(): _digest(path) for path in files}
-    (directory / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
-    for path in [*directory.rglob("*"), directory]:
-        _sync(path)
 
 
 def recover(directory: Path) -> None:
@@ -110,8 +125,11 @@ def partial_of(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.partial")
 
 
-def find_flaws(directory: Path) -> list[FileFlaw]:
-    """Everything that is wrong with a checkpoint; reads all of it. Empty: it is whole."""
+def find_flaws(directory: Path, part: int = 0, num_parts: int = 1) -> list[FileFlaw]:
+    """Everything that is wrong with a checkpoint; reads all of it. Empty: it is whole.
+
+    With `num_parts` only every so many-th file is looked at, from number `part` on.
+    """
     path = directory / DIGESTS
     if not path.is_file():
         return [FileFlaw(directory, Flaw.UNFINISHED)]
@@ -119,11 +137,11 @@ def find_flaws(directory: Path) -> list[FileFlaw]:
     if digests is None:
         return [FileFlaw(path, Flaw.DAMAGED)]
     flaws: list[FileFlaw] = []
-    for name, digest in digests.items():
+    for name, digest in list(digests.items())[part::num_parts]:
         file = directory / name
         if not file.is_file():
             flaws.append(FileFlaw(file, Flaw.MISSING))
-        elif _digest(file) != digest:
+        elif digest_of(file) != digest:
             flaws.append(FileFlaw(file, Flaw.DAMAGED))
     return flaws
 
@@ -137,9 +155,9 @@ def read_digests(directory: Path) -> dict[str, str] | None:
     return digests if isinstance(digests, dict) else None
 
 
-def check_whole(directory: Path) -> None:
-    """Raises CheckpointError if anything is wrong with a checkpoint."""
-    for flaw in find_flaws(directory):
+def check_whole(directory: Path, part: int = 0, num_parts: int = 1) -> None:
+    """Raises CheckpointError if `find_flaws` finds anything."""
+    for flaw in find_flaws(directory, part, num_parts):
         raise flaw.error()
 
 
@@ -156,7 +174,7 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 @contextmanager
-def _full_disk_named(directory: Path) -> Iterator[None]:
+def full_disk_named(directory: Path) -> Iterator[None]:
     """Raises ResourceError for a full disk, whatever a library makes of it."""
     try:
         yield
@@ -175,7 +193,8 @@ def _old_of(directory: Path) -> Path:
     return directory.with_name(f".{directory.name}.old")
 
 
-def _digest(path: Path) -> str:
+def digest_of(path: Path) -> str:
+    """BLAKE3 of a file."""
     return blake3().update_mmap(path).hexdigest()
 
 

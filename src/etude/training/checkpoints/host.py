@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from etude.model.loading import AnyModel
+from etude.training.checkpoints.shards import ModelShards, part_on_host
 
 
 @torch.no_grad()
-def copy_model(model: AnyModel) -> AnyModel:
-    """The model as it is now, without gradients. Tied weights stay tied; what computes (`ops`) is shared."""
+def copy_model(model: AnyModel | ModelShards) -> AnyModel | ModelShards:
+    """The model as it is now, or what of it lies here, without gradients. Tied weights stay tied; what
+    computes (`ops`) is shared."""
+    if isinstance(model, ModelShards):
+        return replace(model, weights=copy_state(model.weights))
     known: dict[int, Any] = {id(model.ops): model.ops}
     for parameter in model.parameters():
         known[id(parameter)] = nn.Parameter(_host(parameter), requires_grad=False)
@@ -35,4 +41,6 @@ def copy_state(value: Any) -> Any:
 
 
 def _host(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, DTensor):
+        return part_on_host(tensor)
     return tensor.detach().to("cpu", copy=True)

@@ -1,6 +1,7 @@
 """Resumable checkpoints that are written while training goes on.
 
     training ──copy to host memory──> writer thread ──> LATEST, atomically; what was there: into the history
+                                  (of each rank)
        │ goes on at once
        └─ the next save waits for this one; `due` is false until then, so periodic saves never wait
 
@@ -10,6 +11,7 @@ goes on. Only `flush`, at the end of a stage, raises if the last save found no r
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +26,7 @@ from etude.observe import MetricSink, Observer
 from etude.training.checkpoints.history import History
 from etude.training.checkpoints.host import copy_model, copy_state
 from etude.training.checkpoints.saving import save_checkpoint
+from etude.training.checkpoints.shards import ModelShards
 
 KIND = "checkpoint"
 """Of the rows of metrics: one per save."""
@@ -73,7 +76,7 @@ class CheckpointKeeper:
 
     def save(
         self,
-        model: AnyModel | None,
+        model: AnyModel | ModelShards | None,
         state: Mapping[str, Any],
         write_more: Callable[[Path], object] | None = None,
     ) -> None:
@@ -94,7 +97,9 @@ class CheckpointKeeper:
         self._saved_at = time.monotonic()
         self._blocked_s = self._saved_at - began
 
-    def write(self, directory: Path, model: AnyModel | None, state: Mapping[str, Any] | None = None) -> None:
+    def write(
+        self, directory: Path, model: AnyModel | ModelShards | None, state: Mapping[str, Any] | None = None
+    ) -> None:
         """`save` as a WriteCheckpoint, for a trainer that puts its own state together."""
         assert directory == self._latest, "the newest checkpoint has one place"
         self.save(model, state or {})
@@ -122,10 +127,41 @@ class CheckpointKeeper:
         self._metrics.write(KIND, self._step, {"blocked_s": self._blocked_s, "written_s": written_s})
 
     def _write(
-        self, model: AnyModel | None, state: Mapping[str, Any], write_more: Callable[[Path], object] | None
+        self,
+        model: AnyModel | ModelShards | None,
+        state: Mapping[str, Any],
+        write_more: Callable[[Path], object] | None,
     ) -> float:
         """In the writer thread. Returns the seconds that it took."""
         began = time.monotonic()
         save_checkpoint(self._latest, model, state, write_more, self._history.add)
         self._history.prune(self._settings)
         return time.monotonic() - began
+
+
+class FollowingWriter:
+    """What every rank but the first, which has the keeper, writes its shards with. Implements
+    WriteCheckpoint.
+
+    What fails is raised by the next save, as by the keeper; a full disk is the keeper's to tell.
+    """
+
+    def __init__(self, *, asynchronous: bool) -> None:
+        """`asynchronous`: see CheckpointConfig."""
+        self._asynchronous = asynchronous
+        self._pool = ThreadPoolExecutor(1, "shards")
+        self._writing: Future[None] | None = None
+
+    def __call__(
+        self, directory: Path, model: AnyModel | ModelShards | None, state: Mapping[str, Any] | None = None
+    ) -> None:
+        """See WriteCheckpoint."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            with contextlib.suppress(ResourceError):
+                writing.result()
+        if self._asynchronous:
+            model, state = copy_model(model) if model is not None else None, copy_state(state or {})
+        self._writing = self._pool.submit(save_checkpoint, directory, model, state)
+        if not self._asynchronous:
+            self._writing.exception()  # waits

@@ -1,34 +1,78 @@
-"""One checkpoint: a model as a Hugging Face directory, and beside it what training needs to go on."""
+"""One checkpoint: a model, and beside it what training needs to go on.
+
+    one process     config.json, model.safetensors, state.pt         a Hugging Face directory
+    several ranks   config.json, shards/, state.pt                   see `shards`
+
+Either is read by any number of processes.
+"""
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from etude.errors import CheckpointError
+from etude.model import LanguageModel, build_model
+from etude.model.huggingface.fields import read_fields, write_fields
 from etude.model.loading import AnyModel, load_any_model, save_any_model
-from etude.training.checkpoints.files import check_whole, recover, write_whole
+from etude.training.checkpoints.files import (
+    begin,
+    check_whole,
+    commit,
+    full_disk_named,
+    partial_of,
+    recover,
+    seal,
+    write_whole,
+)
+from etude.training.checkpoints.shards import (
+    ModelShards,
+    Shards,
+    has_shards,
+    join_shards,
+    read_shards,
+    split_shards,
+    together,
+    write_shards,
+)
 
 STATE = "state.pt"
+_CONFIG = "config.json"
+_MODEL_KEY, _STATE_KEY = "model", "state"
+_WriteMore = Callable[[Path], object]
 
 
 class WriteCheckpoint(Protocol):
     """Writes a checkpoint, now or soon: `save_checkpoint`, or `CheckpointKeeper.write`."""
 
     def __call__(
-        self, directory: Path, model: AnyModel | None, state: Mapping[str, Any] | None = None
+        self,
+        directory: Path,
+        model: AnyModel | ModelShards | None,
+        state: Mapping[str, Any] | None = None,
     ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a checkpoint holds."""
+
+    model: AnyModel | ModelShards | None
+    """None for adapters to a model that lies elsewhere."""
+    state: dict[str, Any] | None
+    """Tensors and plain values, if training can go on from it."""
 
 
 def save_checkpoint(
     directory: Path,
-    model: AnyModel | None,
+    model: AnyModel | ModelShards | None,
     state: Mapping[str, Any] | None = None,
-    write_more: Callable[[Path], object] | None = None,
+    write_more: _WriteMore | None = None,
     retire: Callable[[Path], object] = shutil.rmtree,
 ) -> None:
     """Writes a Hugging Face directory, and beside it `state` (tensors and plain values) if given.
@@ -38,19 +82,69 @@ def save_checkpoint(
     Everything is written, hashed and synced under another name first: `directory` exists only when it is
     whole. An older checkpoint of that name is replaced, and given to `retire` under another name.
     Raises ResourceError where the disk is full; the older one then stays.
+
+    Of ModelShards every rank writes its own, and those that `state` holds; all ranks call this together. The
+    rest of `state`, `write_more` and `retire` are the first rank's, the others' are not looked at. All raise
+    what fails on any, as `together` says.
     """
+    if isinstance(model, ModelShards):
+        _save_shards(directory, model, state, write_more, retire)
+        return
 
     def fill(partial: Path) -> None:
         if model is not None:
             save_any_model(model, partial)
-        if state is not None:
-            # By a file of ours: PyTorch's own tells of no full disk.
-            with (partial / STATE).open("wb") as file:
-                torch.save(dict(state), file)
-        if write_more is not None:
-            write_more(partial)
+        _write_rest(partial, state, write_more)
 
     write_whole(directory, fill, retire)
+
+
+def _save_shards(
+    directory: Path,
+    model: ModelShards,
+    state: Mapping[str, Any] | None,
+    write_more: _WriteMore | None,
+    retire: Callable[[Path], object],
+) -> None:
+    group, partial = model.group, partial_of(directory)
+    shards, rest = split_shards({_MODEL_KEY: model.weights, _STATE_KEY: state or {}})
+    is_first = group.rank() == 0
+
+    def prepare() -> None:
+        with full_disk_named(directory):
+            begin(directory)
+            if model.config is not None:
+                dtype = model.weights["embedding"].dtype
+                text = write_fields(model.config, model.vocab_size, dtype)
+                (partial / _CONFIG).write_text(text, encoding="utf-8")
+            _write_rest(partial, None if state is None else rest[_STATE_KEY], write_more)
+
+    def finish(digests: Mapping[str, str]) -> None:
+        with full_disk_named(directory):
+            seal(partial, digests)
+        commit(directory, retire)
+
+    try:
+        together(group, prepare if is_first else _nothing)
+        digests = write_shards(partial, shards, group)
+        together(group, (lambda: finish(digests)) if is_first else _nothing)
+    except BaseException:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _nothing() -> None:
+    """What ranks do while the first one works."""
+
+
+def _write_rest(partial: Path, state: Mapping[str, Any] | None, write_more: _WriteMore | None) -> None:
+    if state is not None:
+        # By a file of ours: PyTorch's own tells of no full disk.
+        with (partial / STATE).open("wb") as file:
+            torch.save(dict(state), file)
+    if write_more is not None:
+        write_more(partial)
 
 
 def has_checkpoint(directory: Path) -> bool:
@@ -60,11 +154,18 @@ def has_checkpoint(directory: Path) -> bool:
 
 
 def load_checkpoint(directory: Path) -> tuple[AnyModel, dict[str, Any] | None]:
-    """The model and the state of a checkpoint. Raises CheckpointError if a file is missing or damaged, or if
-    it holds no model."""
-    recover(directory)
-    check_whole(directory)
-    return load_any_model(directory), read_state(directory)
+    """The model and the state of a checkpoint, whole. Raises CheckpointError if a file is missing or damaged,
+    or if it holds no model."""
+    stored = load_stored(directory)
+    if stored.model is None:
+        raise CheckpointError(
+            "holds adapters only",
+            field="checkpoint",
+            received=str(directory),
+            fix="etude checkpoint export merges them with the model that they were trained on",
+        )
+    assert not isinstance(stored.model, ModelShards)
+    return stored.model, stored.state
 
 
 def load_state(directory: Path) -> dict[str, Any] | None:
@@ -72,11 +173,105 @@ def load_state(directory: Path) -> dict[str, Any] | None:
     damaged."""
     recover(directory)
     check_whole(directory)
-    return read_state(directory)
+    state = read_state(directory)
+    if state is None or not has_shards(directory):
+        return state
+    return _split_model(read_shards(directory), state)[1]
+
+
+def load_stored(
+    directory: Path,
+    like: AnyModel | ModelShards | None = None,
+    state_like: Mapping[str, Any] | None = None,
+) -> Stored:
+    """All that a checkpoint holds. Raises CheckpointError if a file is missing or damaged.
+
+    On several ranks, all call it with ModelShards and a state that are cut as what is read is to be cut; if
+    only one process wrote it, what they get is whole. Tensors of the state that `state_like` has in another
+    shape or type, or not at all, come without values, on the device `meta`. All raise what fails on any.
+    With `like`, raises CheckpointError as well if the model is of another architecture.
+    """
+    shards = like if isinstance(like, ModelShards) else None
+    if shards is None:
+        recover(directory)
+        check_whole(directory)
+        return _load_whole(directory, like)
+    return _load_parts(directory, shards, state_like or {})
+
+
+def _load_parts(directory: Path, like: ModelShards, state_like: Mapping[str, Any]) -> Stored:
+    """What this rank is to have; see `load_stored`."""
+    group = like.group
+    is_first = group.rank() == 0
+    together(group, lambda: recover(directory) if is_first else None)
+    together(group, lambda: check_whole(directory, group.rank(), group.size()))
+    if not has_shards(directory):
+        found: list[Stored] = []
+        together(group, lambda: found.append(_load_whole(directory, like)))
+        return found[0]
+    together(group, lambda: _check_shards(directory, like))
+    wanted, _ = split_shards({_MODEL_KEY: like.weights, _STATE_KEY: state_like})
+    weights, state = _split_model(read_shards(directory, wanted, group), read_state(directory))
+    if not weights:
+        return Stored(None, state)
+    fields = read_fields(directory / _CONFIG)
+    return Stored(ModelShards(fields.config, fields.vocab_size, weights, group), state)
+
+
+def _load_whole(directory: Path, like: AnyModel | ModelShards | None) -> Stored:
+    """All of it in this process, whoever wrote it."""
+    state, model = read_state(directory), None
+    if has_shards(directory):
+        weights, state = _split_model(read_shards(directory), state)
+        model = _assemble(directory, weights)
+    elif (directory / _CONFIG).is_file():
+        model = load_any_model(directory)
+    if model is not None and like is not None:
+        _check_architecture(model.config, model.vocab_size, like)
+    return Stored(model, state)
+
+
+def _check_shards(directory: Path, like: ModelShards) -> None:
+    if like.config is not None:
+        fields = read_fields(directory / _CONFIG)
+        _check_architecture(fields.config, fields.vocab_size, like)
+
+
+def _check_architecture(config: object, vocab_size: int, like: AnyModel | ModelShards) -> None:
+    if (config, vocab_size) != (like.config, like.vocab_size):
+        raise CheckpointError(
+            "is of another architecture",
+            field="checkpoint",
+            received=config,
+            fix="go on with the configuration that the run began with",
+        )
+
+
+def _split_model(shards: Shards, rest: Mapping[str, Any] | None) -> tuple[Shards, dict[str, Any] | None]:
+    """All shards of a checkpoint -> the model's weights, and the state whose plain values are `rest`."""
+    tree = join_shards({_STATE_KEY: rest or {}}, shards)
+    return tree.get(_MODEL_KEY, {}), None if rest is None else tree[_STATE_KEY]
+
+
+def _assemble(directory: Path, weights: Shards) -> LanguageModel | None:
+    """The model of whole weights; None if there are none."""
+    if not weights:
+        return None
+    fields = read_fields(directory / _CONFIG)
+    model = build_model(fields.config, fields.vocab_size)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    if shapes != {name: tensor.shape for name, tensor in weights.items()}:
+        raise CheckpointError(
+            "its shards are not those of its config.json", field="checkpoint", received=str(directory)
+        )
+    for name, parameter in model.named_parameters():
+        parameter.data = weights[name]
+    return model.cast(torch.float32)
 
 
 def read_state(directory: Path) -> dict[str, Any] | None:
-    """`load_state` without looking at hashes: its tensors are read from disk when they are used.
+    """`load_state` without looking at hashes, and without what ranks have written shards of: its tensors are
+    read from disk when they are used.
 
     Raises CheckpointError if it cannot be read.
     """

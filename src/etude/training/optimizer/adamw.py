@@ -62,15 +62,15 @@ class AdamW:
     def _step_rounded(self, name: str, gradient: Tensor, learning_rate: float, rounding: Rounding) -> None:
         config, part, state = self._config, self._parts[name], self.state[name]
         state[_STEP] += 1
-        taken = float(state[_STEP])
+        taken = state[_STEP].double()  # stays where it is: a number would make the device wait
         first = state[_FIRST].float().lerp_(gradient, 1 - config.beta1)
         second = state[_SECOND].float().lerp_(gradient.square(), 1 - config.beta2)
-        rounding.store(state[_FIRST], first)
-        rounding.store(state[_SECOND], second)
+        rounding.store(name, state[_FIRST], first)
+        rounding.store(name, state[_SECOND], second)
         mean = first / (1 - config.beta1**taken)
         spread = (second / (1 - config.beta2**taken)).sqrt_().add_(_EPS)
         weights = part.float() * (1 - learning_rate * self._decays[name])
-        rounding.store(part, weights.addcdiv_(mean, spread, value=-learning_rate))
+        rounding.store(name, part, weights.addcdiv_(mean, spread, value=-learning_rate))
 
     def _fused_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         assert self._fused is not None

@@ -49,7 +49,7 @@ class Muon:
                 if part.dtype == torch.float32:
                     part.add_(update, alpha=-scale)
                 else:
-                    rounding.store(part, part.float().add_(update, alpha=-scale))
+                    rounding.store(name, part, part.float().add_(update, alpha=-scale))
 
     def _direction(self, name: str, gradient: Tensor | None, rounding: Rounding) -> Tensor:
         """Nesterov's look-ahead; takes the gradient into the momentum."""
@@ -61,7 +61,7 @@ class Muon:
             buffer.lerp_(gradient, 1 - self._momentum)
             return gradient.lerp(buffer, self._momentum)
         mean = buffer.float().lerp_(gradient, 1 - self._momentum)
-        rounding.store(buffer, mean)
+        rounding.store(name, buffer, mean)
         return gradient.lerp(mean, self._momentum)
 
 

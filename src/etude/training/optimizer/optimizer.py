@@ -14,6 +14,7 @@ from etude.errors import CheckpointError
 from etude.training.optimizer.adamw import AdamW
 from etude.training.optimizer.muon import Muon
 from etude.training.optimizer.offending import OffendingBatches
+from etude.training.optimizer.offload import OffloadedStates
 from etude.training.optimizer.rounding import Rounding
 from etude.training.optimizer.schedules import schedule_factor
 from etude.training.parallel.ranks import Ranks, SingleRank
@@ -51,6 +52,8 @@ class Optimizer:
         self._muon = Muon(self._layout, matrices, state_dtype=getattr(torch, config.state_dtype))
         rest = [name for name in self._layout.parts if name not in set(matrices)]
         self._adamw = AdamW(self._layout, rest, config)
+        moments = [value for state in self._adamw.state.values() for value in state.values()]
+        self._states = OffloadedStates([*moments, *self._muon.buffers.values()])
         self.num_taken = 0
         self.num_skipped = 0
 
@@ -61,9 +64,11 @@ class Optimizer:
     def step(self, describe: Describe | None = None) -> float:
         """Clips and applies the gradients; returns their norm before clipping.
 
-        A step whose gradient is not finite changes nothing and is counted in `num_skipped`; what `describe`
-        says of its batch is kept. Raises OSError if that cannot be written.
+        States that were offloaded come back. A step whose gradient is not finite changes nothing and is
+        counted in `num_skipped`; what `describe` says of its batch is kept. Raises OSError if that cannot be
+        written.
         """
+        self._states.fetch()
         self._ranks.reduce_gradients(self._model)
         norm = self._layout.clip_norm(self._config.clip_norm)
         if math.isfinite(norm):
@@ -79,17 +84,28 @@ class Optimizer:
         self.num_taken += 1
         return norm
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that `load_state_dict` needs to go on exactly, whole, by parameter.
+    @property
+    def device_bytes(self) -> int:
+        """Memory that the states have on the device."""
+        return self._states.device_bytes
 
-        In one process the tensors in it are the live ones; with several, each rank has all of them.
+    def offload(self) -> None:
+        """Drops gradients, and keeps the states in host memory until the next step."""
+        self._layout.clear_gradients()
+        self._states.offload()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that `load_state_dict` needs to go on exactly, by parameter.
+
+        The tensors in it are the live ones, wherever they are; with several ranks each gives its parts, with
+        their places.
         """
         return {
             "adamw": {
-                name: {key: self._whole(name, value) for key, value in state.items()}
+                name: {key: self._stored(name, value) for key, value in state.items()}
                 for name, state in self._adamw.state.items()
             },
-            "muon": {name: self._layout.gather(name, part) for name, part in self._muon.buffers.items()},
+            "muon": {name: self._stored(name, part) for name, part in self._muon.buffers.items()},
             "num_taken": self.num_taken,
             "num_skipped": self.num_skipped,
         }
@@ -116,14 +132,15 @@ class Optimizer:
             )
         for name, own in self._adamw.state.items():
             for key, target in own.items():
-                target.copy_(self._part(name, state["adamw"][name][key]))
+                self._states.values(target).copy_(self._part(name, state["adamw"][name][key]))
         for name, buffer in self._muon.buffers.items():
-            buffer.copy_(self._layout.cut(name, state["muon"][name]))
+            self._states.values(buffer).copy_(self._layout.cut(name, state["muon"][name]))
         self.num_taken = state["num_taken"]
         self.num_skipped = state["num_skipped"]
 
-    def _whole(self, name: str, value: Tensor) -> Tensor:
-        return self._layout.gather(name, value) if value.ndim else value
+    def _stored(self, name: str, value: Tensor) -> Tensor:
+        value = self._states.values(value)
+        return self._layout.stored(name, value) if value.ndim else value
 
     def _part(self, name: str, value: Tensor) -> Tensor:
         return self._layout.cut(name, value) if value.ndim else value

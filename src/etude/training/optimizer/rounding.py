@@ -8,6 +8,8 @@ proportion to the distance, is right on average and needs no memory; a compensat
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,19 +19,22 @@ _DROPPED_BITS = 16
 class Rounding:
     """Writes float32 values into tensors of any type; the noise is a function of the numbers given to it."""
 
-    def __init__(self, step: int, part: int) -> None:
-        """`part`: which part of the parameters this process holds. Ranks that hold the same part must draw
+    def __init__(self, step: int, part_of: Callable[[str], int]) -> None:
+        """`part_of`: which part of a parameter this process holds. Ranks that hold the same part must draw
         the same noise, or they drift apart."""
-        self._key = (step * 65_537 + part) * 1_000_003
+        self._step = step
+        self._part_of = part_of
         self._count = 0
 
-    def store(self, target: Tensor, values: Tensor) -> None:
-        """Writes `values` (float32) into `target` of the same shape, at random if it is bfloat16."""
+    def store(self, name: str, target: Tensor, values: Tensor) -> None:
+        """Writes `values` (float32), of the parameter `name`, into `target` of the same shape, at random if
+        it is bfloat16."""
         self._count += 1
         if target.dtype != torch.bfloat16:
             target.copy_(values)
             return
-        generator = torch.Generator(values.device).manual_seed((self._key + self._count) % 2**62)
+        key = (self._step * 65_537 + self._part_of(name)) * 1_000_003
+        generator = torch.Generator(values.device).manual_seed((key + self._count) % 2**62)
         target.copy_(round_stochastically(values, generator))
 
 

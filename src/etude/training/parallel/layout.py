@@ -1,8 +1,8 @@
 """Which part of each parameter lies in this process, for an optimiser that updates parts.
 
 Element-wise rules (AdamW, decay, momentum) work on the part as it is. A rule that needs whole matrices (Muon)
-asks the layout to bring rows together, each matrix on one rank. States are saved whole, under the
-parameter's name, so that any other number of ranks can take them up.
+asks the layout to bring rows together, each matrix on one rank. States are saved under the
+parameter's name, with their place in the whole, so that any other number of ranks can take them up.
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ class Layout(Protocol):
         """The trainable parameters' shapes, whole."""
         ...
 
-    @property
-    def part_index(self) -> int:
-        """Which part lies here: equal on processes that hold the same."""
+    def part_index(self, name: str) -> int:
+        """Which part of the parameter `name` lies here: equal on processes that hold the same."""
         ...
 
     def gradients(self) -> dict[str, Tensor | None]:
@@ -54,12 +53,17 @@ class Layout(Protocol):
         """
         ...
 
+    def stored(self, name: str, part: Tensor) -> Tensor:
+        """A tensor shaped like this process' part of the parameter `name` -> what a checkpoint takes: with
+        its place in the whole, which it shares memory with where that can be."""
+        ...
+
     def gather(self, name: str, part: Tensor) -> Tensor:
         """A tensor shaped like this process' part of the parameter `name` -> the whole one."""
         ...
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """A whole tensor shaped like the parameter `name` -> this process' part of it."""
+        """A whole tensor shaped like the parameter `name`, or what `stored` gives -> this process' part."""
         ...
 
 
@@ -70,7 +74,10 @@ class WholeLayout:
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parts: Mapping[str, Tensor] = {name: p.data for name, p in self._parameters.items()}
         self.shapes: Mapping[str, torch.Size] = {name: p.shape for name, p in self._parameters.items()}
-        self.part_index = 0
+
+    def part_index(self, name: str) -> int:
+        """See Layout."""
+        return 0
 
     def gradients(self) -> dict[str, Tensor | None]:
         """See Layout."""
@@ -91,6 +98,10 @@ class WholeLayout:
         """See Layout. All matrices go through `function` in one batch: small ones cost more to start than
         to compute."""
         return batched(parts, function)
+
+    def stored(self, name: str, part: Tensor) -> Tensor:
+        """See Layout."""
+        return part
 
     def gather(self, name: str, part: Tensor) -> Tensor:
         """See Layout."""

@@ -9,8 +9,10 @@ tokens in every layer, FSDP ranks gather weights layer by layer, replicas meet o
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import cast
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,6 +21,9 @@ from etude.errors import ConfigError
 from etude.training.parallel.collectives import Group, group_rank, group_size
 
 AXES = ("replicate", "fsdp", "expert", "context")
+STORAGE_AXES = ("expert", "fsdp", "replicate", "context")
+_WRITING = timedelta(hours=1)
+"""How long a rank waits for another to write its part of a checkpoint, or of a published version."""
 
 
 class Mesh:
@@ -41,6 +46,17 @@ class Mesh:
         self._groups: dict[tuple[str, ...], Group] = {
             axes: _make_group(grid, axes, config.timeout_s) for axes in _USED
         }
+        coordinates = np.argwhere(grid == self.rank)[0].tolist()
+        self.coordinates: dict[str, int] = dict(zip(AXES, coordinates, strict=True))
+        """This rank's place along each axis."""
+        self.saving = cast(dist.ProcessGroup, dist.new_group(timeout=_WRITING, backend="gloo"))
+        """All ranks, for checkpoints, which a thread of its own writes."""
+        self.publishing = cast(dist.ProcessGroup, dist.new_group(timeout=_WRITING, backend="gloo"))
+        """All ranks, for weights that are published, which a thread of its own uploads."""
+        self.storage = DeviceMesh(
+            "cpu", torch.from_numpy(grid).permute(2, 1, 0, 3), mesh_dim_names=STORAGE_AXES
+        )
+        """All ranks, as checkpoints are cut: by experts first."""
         data = self.group("replicate", "fsdp", "expert")
         self.data_rank = group_rank(data)
         """Place among those that train on different sequences."""

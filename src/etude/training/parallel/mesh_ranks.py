@@ -10,19 +10,25 @@ from torch import Tensor, nn
 
 from etude.errors import ConfigError
 from etude.model import LanguageModel
+from etude.training.checkpoints.shards import ModelShards
 from etude.training.parallel.collectives import gather_rows, sum_in_order
 from etude.training.parallel.layout import Layout
 from etude.training.parallel.mesh import Mesh
+from etude.training.parallel.peers import RankPeers
 from etude.training.parallel.ranks import Share, shares_of
 from etude.training.parallel.sharding import (
     MeshLayout,
+    copies_of,
     local_part,
     part_of,
     place_model,
+    place_of,
     plain_ops,
     release,
+    shard_of,
     sum_gradients,
     whole_of,
+    whole_shape,
 )
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -36,6 +42,8 @@ class MeshRanks:
         self.rank = mesh.data_rank
         self.world_size = mesh.num_data_ranks
         self.is_main = mesh.rank == 0
+        self.peers = RankPeers(mesh.publishing)
+        """All ranks, for publishing weights together."""
 
     def place(self, model: LanguageModel) -> None:
         """Spreads a model over the ranks, in place, with rank 0's weights. See `place_model`."""
@@ -78,7 +86,30 @@ class MeshRanks:
         return cast(ModelT, whole)
 
     @torch.no_grad()
-    def load_whole(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    def parts(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """See Ranks. What several ranks hold is dealt out among them, weight by weight."""
+        release(model)
+        parts: dict[str, Tensor] = {}
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            copies, own = copies_of(name, self._mesh)
+            held = local_part(parameter.data)
+            if number % copies == own and len(held):
+                parts[place_of(name, parameter, self._mesh).stored_name] = held
+        return parts
+
+    @torch.no_grad()
+    def stored(self, model: nn.Module) -> ModelShards:
+        """See Ranks."""
+        assert isinstance(model, LanguageModel)
+        release(model)
+        shards = {
+            name: shard_of(name, local_part(p.data), whole_shape(name, p, self._mesh), self._mesh)
+            for name, p in model.named_parameters()
+        }
+        return ModelShards(model.config, model.vocab_size, shards, self._mesh.saving)
+
+    @torch.no_grad()
+    def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """See Ranks."""
         release(model)
         for name, parameter in model.named_parameters():

@@ -20,6 +20,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor, nn
 
+from etude.training.checkpoints.shards import ModelShards
 from etude.training.parallel.layout import Layout, WholeLayout
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -78,14 +79,24 @@ class Ranks(Protocol):
         ...
 
     def whole_model(self, model: ModelT) -> ModelT:
-        """The model with all of its weights in this process: what is published, saved and exported.
+        """The model with all of its weights in this process: what is published and exported.
 
         In one process it is the model itself; otherwise a copy.
         """
         ...
 
-    def load_whole(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Puts whole weights, by name, into the parts that lie here."""
+    def parts(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """What this process publishes of the model, by `Part.stored_name`: each weight, or part of one, is
+        among those of one process. They share memory with the model."""
+        ...
+
+    def stored(self, model: ModelT) -> ModelT | ModelShards:
+        """What a checkpoint takes of the model, and what says how one is to be read: in one process the model
+        itself."""
+        ...
+
+    def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Puts weights, by name, into the parts that lie here: whole ones, or such as `stored` gives."""
         ...
 
     def frozen_copy(self, model: ModelT) -> ModelT:
@@ -123,7 +134,15 @@ class SingleRank:
         """See Ranks."""
         return model
 
-    def load_whole(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    def parts(self, model: nn.Module) -> Mapping[str, Tensor]:
+        """See Ranks."""
+        return dict(model.named_parameters())
+
+    def stored(self, model: ModelT) -> ModelT | ModelShards:
+        """See Ranks."""
+        return model
+
+    def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """See Ranks."""
         model.load_state_dict(weights)
 

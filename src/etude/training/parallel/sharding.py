@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from etude.errors import ConfigError
 from etude.model import Experts, LanguageModel
 from etude.model.ops import Ops
 from etude.training.parallel.collectives import (
@@ -28,9 +27,11 @@ from etude.training.parallel.collectives import (
     sum_in_order,
 )
 from etude.training.parallel.context import ContextParallelOps
+from etude.training.parallel.division import check_expert_parts
 from etude.training.parallel.experts import ExpertParallelOps
 from etude.training.parallel.layout import batched
-from etude.training.parallel.mesh import Mesh
+from etude.training.parallel.mesh import STORAGE_AXES, Mesh
+from etude.weights.parts import Part
 
 _EXPERT_WEIGHTS = (".experts.gate_up", ".experts.down")
 
@@ -60,13 +61,7 @@ def place_model(model: LanguageModel, mesh: Mesh) -> None:
 
 def _cut_experts(model: LanguageModel, mesh: Mesh) -> None:
     group, count = mesh.group("expert"), model.config.num_experts
-    if not count or count % group_size(group):
-        raise ConfigError(
-            f"must divide the number of experts, which is {count}",
-            field="parallel.expert",
-            received=group_size(group),
-            fix="choose a divisor, or 1 for a model without experts",
-        )
+    check_expert_parts(model.config, group_size(group))
     for module in model.modules():
         if isinstance(module, Experts):
             for name in ("gate_up", "down"):
@@ -98,12 +93,13 @@ class MeshLayout:
         release(model)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.parts: Mapping[str, Tensor] = {n: local_part(p.data) for n, p in self._parameters.items()}
-        self.shapes: Mapping[str, torch.Size] = {n: self._shape(n, p) for n, p in self._parameters.items()}
-        self.part_index = group_rank(mesh.group("fsdp", "expert"))
+        self.shapes: Mapping[str, torch.Size] = {
+            n: whole_shape(n, p, mesh) for n, p in self._parameters.items()
+        }
 
-    def _shape(self, name: str, parameter: Tensor) -> torch.Size:
-        experts = self._mesh.sizes["expert"] if is_expert_weight(name) else 1
-        return torch.Size((parameter.shape[0] * experts, *parameter.shape[1:]))
+    def part_index(self, name: str) -> int:
+        """See Layout."""
+        return group_rank(self._mesh.group(*(("fsdp", "expert") if is_expert_weight(name) else ("fsdp",))))
 
     def gradients(self) -> dict[str, Tensor | None]:
         """See Layout."""
@@ -178,6 +174,10 @@ class MeshLayout:
         back = {i: padded[place, : len(parts[i])] for place, i in enumerate(order)}
         return [back[i] for i in range(len(parts))]
 
+    def stored(self, name: str, part: Tensor) -> Tensor:
+        """See Layout."""
+        return shard_of(name, part, self.shapes[name], self._mesh)
+
     def gather(self, name: str, part: Tensor) -> Tensor:
         """See Layout."""
         return whole_of(name, part, self._mesh)
@@ -207,17 +207,55 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole_shape(name: str, parameter: Tensor, mesh: Mesh) -> torch.Size:
+    """The shape that a placed parameter has over all ranks."""
+    experts = mesh.sizes["expert"] if is_expert_weight(name) else 1
+    return torch.Size((parameter.shape[0] * experts, *parameter.shape[1:]))
+
+
 def whole_of(name: str, part: Tensor, mesh: Mesh) -> Tensor:
     """A part shaped like the parameter's -> the whole tensor, on every rank."""
     rows = gather_rows(part, mesh.group("fsdp"))
     return gather_rows(rows, mesh.group("expert")) if is_expert_weight(name) else rows
 
 
+def shard_of(name: str, part: Tensor, shape: torch.Size, mesh: Mesh) -> DTensor:
+    """A part shaped like the parameter's, with its place in the whole tensor of this shape; on the host it
+    shares the part's memory. What checkpoints are written from and read into."""
+    placements: list[Placement] = [Replicate()] * len(STORAGE_AXES)
+    placements[STORAGE_AXES.index("fsdp")] = Shard(0)
+    if is_expert_weight(name):
+        placements[STORAGE_AXES.index("expert")] = Shard(0)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(part, mesh.storage, placements, run_check=False, shape=shape, stride=stride)
+
+
 def part_of(name: str, whole: Tensor, mesh: Mesh) -> Tensor:
-    """What of a whole tensor shaped like the parameter belongs on this rank."""
+    """What of a whole tensor shaped like the parameter belongs on this rank; a shard is that already."""
+    if isinstance(whole, DTensor):
+        return whole.to_local()
     if is_expert_weight(name):
         whole = _run(whole, group_size(mesh.group("expert")), group_rank(mesh.group("expert")))
     return _run(whole, group_size(mesh.group("fsdp")), group_rank(mesh.group("fsdp")))
+
+
+def place_of(name: str, parameter: Tensor, mesh: Mesh) -> Part:
+    """Which rows of the whole tensor lie on this rank; perhaps none."""
+    rows, at = parameter.shape[0], mesh.coordinates
+    first = rows * at["expert"] if is_expert_weight(name) else 0
+    size = -(-rows // mesh.sizes["fsdp"])
+    start, stop = (min(index * size, rows) for index in (at["fsdp"], at["fsdp"] + 1))
+    return Part(name, first + start, first + stop, whole_shape(name, parameter, mesh)[0])
+
+
+def copies_of(name: str, mesh: Mesh) -> tuple[int, int]:
+    """How many ranks hold the same rows of this parameter, and which of them this one is."""
+    axes = ("replicate", "context") if is_expert_weight(name) else ("replicate", "expert", "context")
+    number, index = 1, 0
+    for axis in axes:
+        number *= mesh.sizes[axis]
+        index = index * mesh.sizes[axis] + mesh.coordinates[axis]
+    return number, index
 
 
 def _run(whole: Tensor, count: int, index: int) -> Tensor:

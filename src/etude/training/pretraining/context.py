@@ -9,6 +9,9 @@ from etude.errors import ConfigError
 from etude.model import DraftLayer, DraftLayers, LanguageModel, LatentBlock
 from etude.model.rotary import attention_scale, rotary_tables
 
+_CHANGED = ("max_positions", "yarn_factor", "yarn_original_positions", "rope_theta")
+"""What a stage changes of a model's configuration."""
+
 
 def extended(config: ModelConfig, stage: StageConfig) -> ModelConfig:
     """The model's configuration in a stage. Raises ConfigError for a window that it shortens."""
@@ -29,6 +32,11 @@ def extended(config: ModelConfig, stage: StageConfig) -> ModelConfig:
         raised = config.rope_theta * ratio ** (dim / (dim - 2)) if dim > 2 else config.rope_theta * ratio
         changes["rope_theta"] = stage.rope_theta or raised
     return config.model_copy(update=changes)
+
+
+def with_context_of(config: ModelConfig, other: ModelConfig) -> ModelConfig:
+    """`config` with what stages change as it is in `other`."""
+    return config.model_copy(update={name: getattr(other, name) for name in _CHANGED})
 
 
 def set_context(model: LanguageModel, config: ModelConfig, drafts: DraftLayers | None = None) -> None:

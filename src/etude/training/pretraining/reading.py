@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import zstandard
@@ -22,6 +21,7 @@ Raw = str | NDArray[np.int64]
 
 _JSONL = (".jsonl", ".jsonl.zst", ".ndjson")
 _ROWS = 1024
+_CHUNK_BYTES = 1 << 16
 
 
 @dataclass(slots=True)
@@ -74,12 +74,17 @@ def find_files(name: str, config: SourceConfig) -> SourceFiles:
     """Looks a source up. Raises ConfigError where there is nothing, or nothing of the format."""
     root = Path(config.path)
     if not root.exists():
-        raise ConfigError("no such file or directory", field=f"source {name}", received=config.path)
+        raise ConfigError(
+            "no such file or directory",
+            field=f"source {name}",
+            received=config.path,
+            fix="name a file or a directory that is there",
+        )
     kind = config.format if config.format != "auto" else _guess_format(root)
     if kind == "lance" or not root.is_dir():
         paths = [root]
     elif kind == "files":
-        paths = [path for path in root.glob(config.pattern) if path.is_file()]
+        paths = _matching(name, root, config.pattern)
     else:
         endings = _JSONL if kind == "jsonl" else (".parquet",)
         paths = [path for path in root.rglob("*") if path.name.endswith(endings)]
@@ -91,6 +96,18 @@ def find_files(name: str, config: SourceConfig) -> SourceFiles:
             fix="name another path, format or pattern",
         )
     return SourceFiles(name, kind, tuple(sorted(paths)), config.column)
+
+
+def _matching(name: str, root: Path, pattern: str) -> list[Path]:
+    try:
+        return [path for path in root.glob(pattern) if path.is_file()]
+    except (ValueError, NotImplementedError) as error:  # an empty pattern, one that begins with /
+        raise ConfigError(
+            f"the pattern cannot be looked for: {error}",
+            field=f"source {name}",
+            received=pattern,
+            fix="name a pattern below the path, such as **/*.py",
+        ) from error
 
 
 def _guess_format(root: Path) -> str:
@@ -120,8 +137,8 @@ def _read_text(source: SourceFiles, path: Path, report: ReadingReport) -> Iterat
 
 def _read_jsonl(source: SourceFiles, path: Path, report: ReadingReport) -> Iterator[Raw]:
     with path.open("rb") as file:
-        stream = zstandard.ZstdDecompressor().stream_reader(file) if path.suffix == ".zst" else file
-        for number, line in enumerate(io.BufferedReader(stream), start=1):  # pyright: ignore[reportArgumentType]
+        lines = _decompressed_lines(source, path, file) if path.suffix == ".zst" else file
+        for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
@@ -129,7 +146,7 @@ def _read_jsonl(source: SourceFiles, path: Path, report: ReadingReport) -> Itera
             except UnicodeDecodeError:
                 report.skip("not UTF-8")
                 continue
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise source.problem(
                     f"line {number} is not JSON: {error}", path, line[:80], "mend or remove the line"
                 ) from None
@@ -139,6 +156,24 @@ def _read_jsonl(source: SourceFiles, path: Path, report: ReadingReport) -> Itera
                     f"line {number} has no {source.column!r}", path, known, "set column to the document's key"
                 )
             yield _document(source, path, row[source.column], report)
+
+
+def _decompressed_lines(source: SourceFiles, path: Path, file: BinaryIO) -> Iterator[bytes]:
+    """Lines of a Zstandard file, of one frame or several. zstandard's own reader takes a file that was cut
+    short for one that ends there."""
+    rest, decoder = b"", None
+    try:
+        while chunk := file.read(_CHUNK_BYTES):
+            while chunk:
+                decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
+                *lines, rest = (rest + decoder.decompress(chunk)).split(b"\n")
+                yield from lines
+                chunk, decoder = (decoder.unused_data, None) if decoder.eof else (b"", decoder)
+    except zstandard.ZstdError as error:
+        raise source.problem(f"is damaged: {error}", path, None, "compress the file again") from error
+    if decoder is not None:
+        raise source.problem("is cut short", path, path.stat().st_size, "compress the file again")
+    yield rest
 
 
 def _read_parquet(source: SourceFiles, path: Path, report: ReadingReport) -> Iterator[Raw]:
@@ -164,11 +199,14 @@ def _read_lance(source: SourceFiles, path: Path, report: ReadingReport) -> Itera
             received=str(path),
             fix="pip install pylance, or export the data set as Parquet",
         ) from error
-    dataset = lance.dataset(str(path))
-    _check_column(source, path, dataset.schema.names)
-    for batch in dataset.to_batches(columns=[source.column], batch_size=_ROWS):
-        for value in batch.column(0).to_pylist():
-            yield _document(source, path, value, report)
+    try:
+        dataset = lance.dataset(str(path))
+        _check_column(source, path, dataset.schema.names)
+        for batch in dataset.to_batches(columns=[source.column], batch_size=_ROWS):
+            for value in batch.column(0).to_pylist():
+                yield _document(source, path, value, report)
+    except (ValueError, OSError) as error:  # what pylance raises for files that are missing or damaged
+        raise source.problem(f"is not a Lance data set: {error}", path, None, "write it again") from error
 
 
 def _check_column(source: SourceFiles, path: Path, names: Sequence[str]) -> None:
@@ -190,9 +228,12 @@ def _document(source: SourceFiles, path: Path, value: Any, report: ReadingReport
         except UnicodeDecodeError:
             report.skip("not UTF-8")
             return ""
-    tokens = np.asarray(value) if isinstance(value, list) else np.zeros(0)
     if isinstance(value, list) and not value:
         return ""
+    try:
+        tokens = np.asarray(value if isinstance(value, list) else 0)
+    except ValueError:  # lists of unequal length
+        tokens = np.asarray(0)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise source.problem(
             f"{source.column!r} holds neither texts nor lists of token ids",

@@ -8,17 +8,22 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from etude.config import DraftsConfig, NextTokenConfig
+from etude.config import DraftsConfig, ModelConfig, NextTokenConfig
+from etude.errors import CheckpointError
 from etude.model import DraftLayers, LanguageModel, RouterStatistics
+from etude.model.loading import read_architecture
 from etude.model.scoring import PackedSequences, device_of, packed_logprobs
+from etude.training.checkpoints import WriteCheckpoint, load_stored, save_checkpoint
 from etude.training.optimizer import OffendingBatches, Optimizer
 from etude.training.packing import pack_sequences
 from etude.training.parallel.ranks import Ranks, SingleRank
+from etude.training.pretraining.context import set_context, with_context_of
 from etude.training.pretraining.documents import Batches, Document
 from etude.training.pretraining.drafts import DraftLoss, hidden_and_logprobs
 
@@ -102,6 +107,49 @@ class NextTokenTrainer:
             figures[f"draft_loss_{depth}"] = value
         return {**figures, "step_s": time.perf_counter() - began}
 
+    def whole_model(self) -> LanguageModel:
+        """The model with all of its weights in this process; with several ranks a copy, and collective."""
+        return self._ranks.whole_model(self.model)
+
+    def evaluate(self, documents: Sequence[Document]) -> float:
+        """See `evaluate_loss`."""
+        return evaluate_loss(self.model, documents, ranks=self._ranks)
+
+    def set_context(self, config: ModelConfig) -> None:
+        """See `context.set_context`."""
+        set_context(self.model, config, self.drafts and self.drafts.layers)
+
+    def save(
+        self,
+        directory: Path,
+        extra: Mapping[str, Any] | None = None,
+        write: WriteCheckpoint = save_checkpoint,
+    ) -> None:
+        """Everything that `restore` needs, and `extra`: plain values of the caller's, with several ranks the
+        first one's. `write`: how, perhaps while training goes on."""
+        state: dict[str, Any] = {**(extra or {}), "trainer": self.state_dict()}
+        if self.drafts is not None:
+            state["drafts"] = self.drafts.layers.state_dict()
+        write(directory, self._ranks.stored(self.model), state)
+
+    def restore(self, directory: Path) -> None:
+        """Goes on where `save` was called; the model has the stored window then. Raises CheckpointError."""
+        before, config = self.model.config, read_architecture(directory)
+        if config is not None:
+            self.set_context(with_context_of(before, config))
+        try:
+            stored = load_stored(directory, self._ranks.stored(self.model), {"trainer": self.state_dict()})
+        except CheckpointError:
+            if config is not None:
+                self.set_context(before)
+            raise
+        if stored.model is None or stored.state is None or "trainer" not in stored.state:
+            raise CheckpointError("has no state to go on from", field="checkpoint", received=str(directory))
+        self.load_state_dict(stored.state["trainer"])
+        self._ranks.load_weights(self.model, stored.model.state_dict())
+        if self.drafts is not None:
+            self.drafts.layers.load_state_dict(stored.state["drafts"])
+
     def state_dict(self) -> dict[str, Any]:
         """What `load_state_dict` needs to go on exactly; the weights are not part of it."""
         return {"optimizer": self._optimizer.state_dict(), "batches": self.batches.state_dict()}
@@ -123,7 +171,7 @@ class NextTokenTrainer:
         targets = (weights > 0).nonzero().flatten()
         chosen = weights[targets]
         total = total.to(chosen.device)
-        statistics = RouterStatistics([], [])
+        statistics = RouterStatistics([], []) if self._config.balance_weight > 0 else None
         if self.drafts is None:
             logprobs, _ = packed_logprobs(self.model, packed, targets, statistics=statistics)
             drafted = logprobs.new_zeros(0)
@@ -132,7 +180,7 @@ class NextTokenTrainer:
             hidden, logprobs = hidden_and_logprobs(self.model, packed, targets, statistics, frozen=frozen)
             drafted = DraftLoss(self.model, self.drafts.layers).per_depth(packed, hidden, weights, total)
         loss = -(logprobs * chosen).sum() / total
-        balance = part * statistics.balance_loss()
+        balance = loss.new_zeros(()) if statistics is None else part * statistics.balance_loss()
         objective = loss + self._config.balance_weight * balance
         if self.drafts is not None:
             objective = self.drafts.config.weight * drafted.mean() + (
@@ -147,21 +195,30 @@ class NextTokenTrainer:
 
 @torch.no_grad()
 def evaluate_loss(
-    model: LanguageModel, documents: Sequence[Document], max_tokens: int = EVALUATED_TOKENS
+    model: LanguageModel,
+    documents: Sequence[Document],
+    max_tokens: int = EVALUATED_TOKENS,
+    ranks: Ranks | None = None,
 ) -> float:
-    """Mean loss in nats per agent token, computed up to `max_tokens` at once; NaN where there are none."""
+    """Mean loss in nats per agent token, computed up to `max_tokens` at once; NaN where there are none.
+
+    With several `ranks`, all call it together and each computes its share.
+    """
+    ranks = ranks or SingleRank()
+    documents = [document for document in documents if document.agent[1:].any()]
     lengths = [len(document.tokens) for document in documents]
     total, count = 0.0, 0
-    for indices in pack_sequences(lengths, max_tokens)[0]:
-        chosen = [documents[i] for i in indices]
+    for share in ranks.share(pack_sequences(lengths, max_tokens, ranks.world_size)):
+        chosen = [documents[i] for i in share.indices]
         batch = PackedSequences.pack([document.tokens for document in chosen], device_of(model))
         agent = batch.pack_rows([document.agent for document in chosen])
         agent[batch.starts] = False
         targets = agent.nonzero().flatten()
-        if len(targets):
-            logprobs, _ = packed_logprobs(model, batch, targets)
+        logprobs, _ = packed_logprobs(model, batch, targets)
+        if share.weight:
             total -= float(logprobs.double().sum())
             count += len(targets)
+    total, count = ranks.all_reduce_(torch.tensor([total, count], dtype=torch.float64)).tolist()
     return total / count if count else float("nan")
 
 
