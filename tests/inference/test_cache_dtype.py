@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from etude.errors import ConfigError
 from etude.inference import MtpDrafts, page_bytes
+from etude.inference.cache import CacheFormat, PagedCache
 from etude.model.scoring import score_sequences
 from tests.inference.builders import Client, drain, needs_compiler, prompt, small_engine
 from tests.model.builders import draft_layers, small_config, small_model
@@ -60,7 +63,10 @@ def test_native_kernels_refuse_what_they_do_not_read() -> None:
     assert caught.value.field == "engine.cache_dtype"
 
 
-def test_the_size_of_a_page_follows_its_numbers() -> None:
-    config = small_config()
-    routes = page_bytes(config, 0)
-    assert page_bytes(config) - routes == 2 * (page_bytes(config, 2) - routes)
+@pytest.mark.parametrize("shape", [{}, {"architecture": "qwen3", "intermediate_size": 40}])
+def test_the_size_of_a_page_is_what_a_cache_of_one_page_takes(shape: dict[str, Any]) -> None:
+    config = small_config(**shape)
+    formats: tuple[CacheFormat, ...] = ("float32", "bfloat16")
+    for dtype in formats:
+        cache = PagedCache(config, 1, dtype=getattr(torch, dtype))
+        assert page_bytes(config, dtype) == cache.num_bytes + cache.routes.nbytes

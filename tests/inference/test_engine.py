@@ -8,14 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from etude.errors import PrefixMissError, SamplerError
+from etude.errors import ConfigError, PrefixMissError, SamplerError
 from etude.inference import Engine
 from etude.inference.engine import Kernels
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion
 from tests.inference.builders import ALL_KERNELS, Client, drain, empty_engine, prompt, small_engine, version
-from tests.model.builders import VOCAB, random_tokens, small_model
+from tests.model.builders import VOCAB, random_tokens, small_config, small_model
 
 
 @pytest.mark.parametrize("kernels", ALL_KERNELS)
@@ -165,7 +165,7 @@ def test_greedy_takes_the_likeliest_token_and_reports_temperature_one() -> None:
         assert client.tokens[position] == _likeliest(model, alternatives)
 
 
-def _likeliest(model: Qwen3Moe, alternatives: list[NDArray[np.int32]]) -> int:
+def _likeliest(model: LanguageModel, alternatives: list[NDArray[np.int32]]) -> int:
     return int(np.argmax([scores[-1] for scores in score_sequences(model, alternatives)]))
 
 
@@ -287,3 +287,10 @@ def _take_abort(engine: Engine, client: Client, request_id: str) -> None:
     for chunk in answer.chunks:
         client.take(chunk)
     assert client.finish == "abort"
+
+
+def test_sessions_beyond_the_models_positions_are_refused() -> None:
+    config = small_config(max_positions=64)
+    Engine(config, VOCAB, 2, 65)
+    with pytest.raises(ConfigError, match="64 positions"):
+        Engine(config, VOCAB, 2, 66)

@@ -123,7 +123,7 @@ def test_drafts_are_those_of_the_layers_over_the_whole_sequence(
     drafts = draft_layers(model, num_layers)
     engine = small_engine(model, prefill_tokens=7, drafts=MtpDrafts(drafts, num_drafts))
     Client("s", 0).ask(engine, prompt(20, 0), max_tokens=12, temperature=0.0)
-    sequences, drafter, checked = engine._scheduler.sequences, engine._mtp, 0
+    sequences, drafter, checked = engine._scheduler.sequences, engine._stepper._mtp, 0
     assert drafter is not None
     while engine.has_work:
         engine.step()

@@ -258,6 +258,7 @@ def test_a_compiler_that_writes_nothing_is_named(
         load_library()
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_it_is_compiled_once_and_loaded_from_then_on(fresh_library: Path) -> None:
     load_library()

@@ -61,7 +61,7 @@ class _Schedule:
 
     def step(self) -> None:
         if self.engine.has_work:
-            for answer in self.engine.step():
+            for answer in self.engine.step(self.data.draw(st.sampled_from([1, 3, 64]))):
                 self.take(answer)
         self.engine.check()
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import SamplerError
-from etude.inference.scoring import score_tokens
+from etude.inference.scoring import Scoring
 from etude.model import LanguageModel, build_model
 from etude.model.kernels.invariant import InvariantOps
 from etude.model.scoring import score_sequences
+from etude.records import Scores
 from tests.inference.builders import (
     ALL_KERNELS,
     Client,
@@ -133,12 +134,56 @@ def test_pages_are_given_back_after_a_failure(monkeypatch: pytest.MonkeyPatch) -
     engine = small_engine()
     free = engine.num_free_pages
 
-    def fail(*arguments: Any) -> Any:
-        score_tokens(*arguments)
+    def fail(scoring: Scoring) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("etude.inference.engine.score_tokens", fail)
+    monkeypatch.setattr(Scoring, "advance", fail)
     with pytest.raises(MemoryError):
         engine.score(random_tokens(40))
     assert engine.num_free_pages == free
+    engine.check()
+
+
+@pytest.mark.parametrize("kernels", ALL_KERNELS)
+def test_steps_between_the_parts_of_a_score_change_neither(kernels: Any) -> None:
+    def play(*, scoring: bool) -> tuple[list[Client], list[Scores]]:
+        engine = small_engine(model, prefill_tokens=16, kernels=kernels, num_pages=24)
+        clients, scores = [Client(f"c{i}", i) for i in range(3)], list[Scores]()
+        for number, client in enumerate(clients):
+            client.ask(engine, prompt(20 + number, number), max_tokens=40)
+        parts = engine.begin_score(tokens) if scoring else None
+        while engine.has_work:
+            for answer in engine.step():
+                {client.name: client for client in clients}[answer.request.session_id].take(answer.chunks[-1])
+            if parts is not None and not parts.is_done:
+                parts.advance()
+            elif parts is not None:
+                engine.end_score(parts)
+                scores.append(parts.scores())
+                parts = None
+            engine.check()
+        assert parts is None, "it was over before the sessions were"
+        return clients, scores
+
+    model, tokens = small_model(3), random_tokens(90)
+    (plain, _), (scored, (scores,)) = play(scoring=False), play(scoring=True)
+    assert [client.tokens for client in scored] == [client.tokens for client in plain]
+    assert [client.logprobs for client in scored] == [client.logprobs for client in plain]
+    alone = small_engine(model, prefill_tokens=16, kernels=kernels).score(tokens)
+    np.testing.assert_array_equal(scores.logprobs, alone.logprobs)
+    np.testing.assert_array_equal(scores.routes, alone.routes)
+
+
+def test_who_lacks_the_pages_of_a_score_goes_on_after_it() -> None:
+    model = small_model(3)
+    engine, client = small_engine(model, prefill_tokens=16, num_pages=8), Client("late", 1)
+    parts = engine.begin_score(random_tokens(90))
+    client.ask(engine, prompt(50, 0), max_tokens=10)
+    while not parts.is_done:
+        assert engine.step() == []
+        engine.check()
+        parts.advance()
+    engine.end_score(parts)
+    drain(engine, [client])
+    client.check(model)
     engine.check()

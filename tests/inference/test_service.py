@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import threading
 from collections.abc import Callable, Coroutine
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 
 from etude.errors import PrefixMissError, SamplerError, WeightUpdateError
 from etude.inference import Answer, Engine, EngineService
+from etude.inference.scoring import Scoring
 from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion, SampleRequest, Scores
@@ -119,9 +121,11 @@ def test_sessions_decode_while_others_are_away() -> None:
             service.open("long")
             running = asyncio.create_task(ask(service, long, prompt(3, 1), max_tokens=20))
             await ask(service, quick, prompt(3, 0), max_tokens=2)
-            before = engine.counters.steps
+            due = engine.counters.steps + 6
+            while engine.counters.steps < due:  # noqa: ASYNC110 - the engine tells nobody
+                await asyncio.sleep(0.001)
             await asyncio.sleep(0.05)
-            assert engine.counters.steps == before + 6
+            assert engine.counters.steps == due
             assert not running.done()
             service.close("quick")
             await running
@@ -218,12 +222,19 @@ class _SlowScores(Engine):
     scoring: threading.Event
     stepped_meanwhile = False
 
-    def score(self, tokens: NDArray[np.int32]) -> Scores:
-        self.scoring.set()
-        steps = self.counters.steps
-        assert self.may_score.wait(_LIMIT_S)
-        self.stepped_meanwhile |= self.counters.steps != steps
-        return super().score(tokens)
+    def begin_score(self, tokens: NDArray[np.int32]) -> Scoring:
+        scoring = super().begin_score(tokens)
+        advance = scoring.advance
+
+        def wait_and_advance() -> None:
+            self.scoring.set()
+            steps = self.counters.steps
+            assert self.may_score.wait(_LIMIT_S)
+            self.stepped_meanwhile |= self.counters.steps != steps
+            advance()
+
+        scoring.advance = wait_and_advance
+        return scoring
 
 
 def _slow_scores(model: LanguageModel) -> _SlowScores:
@@ -243,36 +254,32 @@ def test_scoring_has_the_engine_for_itself_and_leaves_the_loop_free(delay_steps:
     """While it scores, others come, abort and wait; the tokens are those of a run without scoring."""
 
     async def body() -> None:
-        model, later = small_model(1), small_model(2)
-        engine, weights = _slow_scores(model), MemoryWeights()
-        async with EngineService(engine, weights.fetch, delay_steps) as service:
+        model = small_model(1)
+        engine = _slow_scores(model)
+        async with service_of(engine, delay_steps) as service:
             tokens, current = np.array(prompt(9, 0), dtype=np.int32), service.current()
             assert current is not None
             clients = [Client(f"s{number}", number) for number in range(3)]
             for client in clients:
                 service.open(client.name)
-            manifest = weights.publish(version(1), dict(later.named_parameters()))
-            await service.stage(manifest)
             scored = asyncio.create_task(service.score(tokens, current))
             await until(engine.scoring.is_set)
             requests = [client.request(prompt(5, 0), max_tokens=8) for client in clients]
             pairs = zip(clients, requests, strict=True)
             streams = [asyncio.create_task(_stream_once(service, *pair)) for pair in pairs]
-            swapped = asyncio.create_task(service.activate(manifest.version))
             for _ in range(20):
                 await asyncio.sleep(0)
             service.abort(requests[0].id)
             assert not scored.done()
-            assert not swapped.done()
             engine.may_score.set()
             scores = await scored
-            await asyncio.gather(swapped, *streams)
+            await asyncio.gather(*streams)
             assert scores.version == current
             np.testing.assert_allclose(scores.logprobs, score_sequences(model, [tokens])[0], atol=1e-5)
         assert not engine.stepped_meanwhile
         assert [client.finish for client in clients] == ["abort", "length", "length"]
         for client in clients[1:]:
-            client.check(later)
+            client.check(model)
 
     run(body())
 
@@ -297,13 +304,136 @@ def test_a_score_that_is_given_up_lets_the_engine_go_on() -> None:
     run(body())
 
 
+class _Diary(Engine):
+    """Writes down what it computes: `step`, or `part` of a score."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.diary: list[str] = []
+
+    def step(self, most_steps: int = 1) -> list[Answer]:
+        self.diary.append("step")
+        return super().step(most_steps)
+
+    def begin_score(self, tokens: NDArray[np.int32]) -> Scoring:
+        scoring = super().begin_score(tokens)
+        advance = scoring.advance
+
+        def note_and_advance() -> None:
+            self.diary.append("part")
+            advance()
+
+        scoring.advance = note_and_advance
+        return scoring
+
+
+async def _score_beside_streams(engine: _Diary, delay_steps: int | None, num_scores: int) -> list[Scores]:
+    """Scores of 96 tokens each, asked for while two sessions stream."""
+    async with service_of(engine, delay_steps) as service:
+        clients = [Client(f"s{number}", number) for number in range(2)]
+        for client in clients:
+            service.open(client.name)
+        requests = [client.request(prompt(5, 0), max_tokens=60, streaming=True) for client in clients]
+        pairs = zip(clients, requests, strict=True)
+        streams = [asyncio.create_task(_stream_once(service, *pair)) for pair in pairs]
+        await until(lambda: engine.counters.steps >= 3)
+        current = service.current()
+        assert current is not None
+        tokens = np.array(prompt(96, 1), dtype=np.int32)
+        scores = await asyncio.gather(*(service.score(tokens, current) for _ in range(num_scores)))
+        await asyncio.gather(*streams)
+        for client in clients:
+            client.check(engine.model)
+    engine.check()
+    return scores
+
+
+def _diary_engine(model: LanguageModel) -> _Diary:
+    """Parts of 16 tokens."""
+    engine = _Diary(model.config, VOCAB, 4, 100, 16, num_pages=40)
+    serve(engine, model, 0)
+    return engine
+
+
+def test_a_long_score_holds_up_a_running_stream_by_one_part_per_step() -> None:
+    engine = _diary_engine(small_model(1))
+    scores = run(_score_beside_streams(engine, None, 2))
+    last = max(number for number, entry in enumerate(engine.diary) if entry == "part")
+    assert engine.diary.count("part") == 12
+    assert engine.diary[-1] == "step", "both scores were over before the streams"
+    assert all(pair != ("part", "part") for pair in itertools.pairwise(engine.diary[: last + 1]))
+    alone = small_engine(small_model(1), prefill_tokens=16).score(np.array(prompt(96, 1), dtype=np.int32))
+    for one in scores:
+        np.testing.assert_array_equal(one.logprobs, alone.logprobs)
+
+
+def test_under_a_schedule_no_step_comes_between_the_parts_of_a_score() -> None:
+    engines = [_diary_engine(small_model(1)) for _ in range(2)]
+    for engine in engines:
+        run(_score_beside_streams(engine, 4, 1))
+    assert "part," * 6 in ",".join(engines[0].diary) + ","
+    assert engines[0].diary == engines[1].diary
+
+
+def test_an_idle_engine_scores_without_waiting_for_steps() -> None:
+    async def body() -> None:
+        engine = _diary_engine(small_model(1))
+        async with service_of(engine, None) as service:
+            service.open("away")
+            await service.score(np.array(prompt(96, 1), dtype=np.int32), version_of(service))
+            assert engine.diary == ["part"] * 6
+
+    run(body())
+
+
+def version_of(service: EngineService) -> PolicyVersion:
+    current = service.current()
+    assert current is not None
+    return current
+
+
+def test_weights_come_after_the_scores_that_were_asked_for_before() -> None:
+    async def body() -> None:
+        model, later, weights = small_model(1), small_model(2), MemoryWeights()
+        engine = _diary_engine(model)
+        tokens = np.array(prompt(96, 1), dtype=np.int32)
+        async with EngineService(engine, weights.fetch, None) as service:
+            manifest = weights.publish(version(1), dict(later.named_parameters()))
+            await service.stage(manifest)
+            before = asyncio.create_task(service.score(tokens, version_of(service)))
+            await until(lambda: "part" in engine.diary)
+            swapped = asyncio.create_task(service.activate(manifest.version))
+            await asyncio.sleep(0)
+            after = asyncio.create_task(service.score(tokens, manifest.version))
+            for scored, of in ((await before, model), (await after, later)):
+                np.testing.assert_allclose(scored.logprobs, score_sequences(of, [tokens])[0], atol=1e-5)
+            await swapped
+            assert (await after).version == manifest.version
+
+    run(body())
+
+
+def test_a_stopped_service_ends_scores_that_are_under_way() -> None:
+    async def body() -> None:
+        engine = _diary_engine(small_model(1))
+        tokens = np.array(prompt(96, 1), dtype=np.int32)
+        async with service_of(engine, None) as service:
+            scored = asyncio.create_task(service.score(tokens, version_of(service)))
+            await until(lambda: "part" in engine.diary)
+        with pytest.raises(SamplerError, match="stopped"):
+            await scored
+        assert engine.num_free_pages == engine.num_pages
+
+    run(body())
+
+
 class _FailingEngine(Engine):
     """Fails at its third step, as a real one does for want of memory."""
 
-    def step(self) -> list[Answer]:
+    def step(self, most_steps: int = 1) -> list[Answer]:
         if self.counters.steps == 2:
             raise MemoryError("no memory for the third step")
-        return super().step()
+        return super().step(most_steps)
 
 
 def test_a_failed_engine_reaches_every_session_as_a_sampler_error() -> None:

@@ -95,6 +95,7 @@ def test_a_stop_token_within_a_draft_ends_the_message_there() -> None:
     stopped.check(model)
 
 
+@pytest.mark.slow
 def test_second_tokens_follow_their_distribution_though_they_are_drafted() -> None:
     """Of many samples of one prompt, the second token given the first, against a plain engine's scores."""
     model = small_model(3)

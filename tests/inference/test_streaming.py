@@ -231,11 +231,11 @@ class _SlowEngine(Engine):
 
     stepping = False
 
-    def step(self) -> list[Answer]:
+    def step(self, most_steps: int = 1) -> list[Answer]:
         self.stepping = True
         time.sleep(0.03)
         try:
-            return super().step()
+            return super().step(most_steps)
         finally:
             self.stepping = False
 

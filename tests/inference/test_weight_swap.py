@@ -9,7 +9,7 @@ import torch
 from etude.errors import SamplerError, WeightUpdateError
 from etude.inference import Engine
 from etude.inference.engine import Kernels
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
 from tests.inference.builders import (
     ALL_KERNELS,
@@ -28,12 +28,12 @@ _BEFORE, _AFTER = 5, 7
 """Tokens sampled before and after the swap."""
 
 
-def _models() -> tuple[Qwen3Moe, Qwen3Moe]:
+def _models() -> tuple[LanguageModel, LanguageModel]:
     return small_model(1), small_model(2)
 
 
 def _run_with_swap(
-    kv: str, old: Qwen3Moe, new: Qwen3Moe, kernels: Kernels = "eager"
+    kv: str, old: LanguageModel, new: LanguageModel, kernels: Kernels = "eager"
 ) -> tuple[Engine, Client]:
     engine = small_engine(old, kernels=kernels)
     client = Client("s", 0)

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from etude.inference.cache import page_bytes, pages_for
-    from etude.inference.engine import Engine, EngineCounters
+    from etude.inference.counters import EngineCounters
+    from etude.inference.engine import Engine
     from etude.inference.mtp import MtpDrafts, choose_drafts
     from etude.inference.sequences import Answer
     from etude.inference.service import EngineService
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Answer": "sequences",
     "Engine": "engine",
-    "EngineCounters": "engine",
+    "EngineCounters": "counters",
     "EngineLoad": "times",
     "EngineService": "service",
     "MtpDrafts": "mtp",

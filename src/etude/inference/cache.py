@@ -7,7 +7,7 @@ shared between sessions with a common prefix; who owns which page is the busines
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -15,9 +15,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.config import ModelConfig
+from etude.errors import ConfigError
 
 PAGE_TOKENS = 16
 """Positions in a page."""
+CacheFormat = Literal["float32", "bfloat16"]
+"""Number formats of keys and values."""
 
 
 def pages_for(num_tokens: int) -> int | None:
@@ -25,10 +28,25 @@ def pages_for(num_tokens: int) -> int | None:
     return -(-num_tokens // PAGE_TOKENS) or None
 
 
-def page_bytes(config: ModelConfig, element_bytes: int = 4) -> int:
-    """Memory that one page's keys, values and routes take, with numbers of `element_bytes`."""
+def cache_type(wanted: str, kernels: str, computed: CacheFormat) -> CacheFormat:
+    """Number format of keys and values; `wanted` may be `auto`: as the model computes. Raises ConfigError
+    for one that the kernels cannot read."""
+    held: CacheFormat = computed if wanted == "auto" else "bfloat16" if wanted == "bfloat16" else "float32"
+    if kernels == "native" and held != "float32":
+        raise ConfigError(
+            "native kernels hold keys and values in float32",
+            field="engine.cache_dtype",
+            received=wanted,
+            fix="leave it at auto, or set engine.kernels=eager",
+        )
+    return held
+
+
+def page_bytes(config: ModelConfig, dtype: CacheFormat = "float32") -> int:
+    """Memory that one page's keys, values and routes take."""
     width = config.key_dim + (0 if config.value_is_key_prefix else config.value_dim)
     routes = config.num_moe_layers * config.routes_per_token * np.dtype(config.route_dtype).itemsize
+    element_bytes = 2 if dtype == "bfloat16" else 4
     return PAGE_TOKENS * (element_bytes * config.num_layers * config.cache_heads * width + routes)
 
 
@@ -43,25 +61,51 @@ class PagedCache:
         dtype: torch.dtype = torch.float32,
     ) -> None:
         """On a CPU memory is only taken for pages that are written. Routes are always the CPU's."""
-        shape = (config.num_layers, num_pages, config.cache_heads)
+        self._config = config
+        self._device, self._dtype = device, dtype
         self.num_pages = num_pages
         self.drafts: PagedCache | None = None
         """What draft layers hold of the same pages."""
         self.value_dim = config.value_dim
-        self.keys = torch.zeros((*shape, config.key_dim, PAGE_TOKENS), device=device, dtype=dtype)
+        self.keys: Tensor
         """[layers, pages, cache_heads, key_dim, 16]: transposed, so that 16 scores are one vector."""
         self.values: Tensor | None = None
         """[layers, pages, cache_heads, 16, value_dim]; None where values are the first part of the keys."""
-        if not config.value_is_key_prefix:
-            value_shape = (*shape, PAGE_TOKENS, config.value_dim)
-            self.values = torch.zeros(value_shape, device=device, dtype=dtype)
+        self._allocate(num_pages)
         route_shape = (num_pages, PAGE_TOKENS, config.num_moe_layers, config.routes_per_token)
         self.routes: NDArray[Any] = np.zeros(route_shape, dtype=config.route_dtype)
         """[pages, 16, MoE layers, top_k]: of the pass that computed the position's keys."""
 
     @property
+    def is_held(self) -> bool:
+        """Whether there is memory behind the pages."""
+        return self.keys.shape[1] == self.num_pages
+
+    def release(self) -> None:
+        """Lets keys and values go with their memory; what pointed into it must be told."""
+        self._allocate(0)
+        if self.drafts is not None:
+            self.drafts.release()
+
+    def hold(self) -> None:
+        """Takes memory for all pages again, at another place: every page is as if it had never been
+        written."""
+        self._allocate(self.num_pages)
+        if self.drafts is not None:
+            self.drafts.hold()
+
+    def _allocate(self, num_pages: int) -> None:
+        config = self._config
+        shape = (config.num_layers, num_pages, config.cache_heads)
+        key_shape = (*shape, config.key_dim, PAGE_TOKENS)
+        self.keys = torch.zeros(key_shape, device=self._device, dtype=self._dtype)
+        if not config.value_is_key_prefix:
+            value_shape = (*shape, PAGE_TOKENS, config.value_dim)
+            self.values = torch.zeros(value_shape, device=self._device, dtype=self._dtype)
+
+    @property
     def num_bytes(self) -> int:
-        """Of keys and values, if all pages were written."""
+        """Of keys and values, if all pages were written; 0 while they have no memory."""
         stores = [store for store in (self.keys, self.values) if store is not None]
         return sum(store.numel() * store.element_size() for store in stores)
 

@@ -7,9 +7,7 @@ that computes the same. Nothing here waits, does I/O or reads a clock, so equal 
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Literal
 
 import numpy as np
@@ -19,45 +17,27 @@ from torch import Tensor
 
 from etude.config import ModelConfig
 from etude.errors import ConfigError, PrefixMissError, SamplerError
-from etude.inference.cache import PAGE_TOKENS, PagedCache
-from etude.inference.drawing import Draws
+from etude.inference.cache import PAGE_TOKENS, PagedCache, cache_type
+from etude.inference.counters import EngineCounters
 from etude.inference.forward import EagerForward, ForwardPass
 from etude.inference.gpu import GpuForward
 from etude.inference.mtp import MtpDrafter, MtpDrafts
 from etude.inference.native import NativeForward
 from etude.inference.requests import check_length, check_tokens
-from etude.inference.sampling import Alternatives, uniforms
-from etude.inference.scheduler import Scheduler, StepPlan
-from etude.inference.scoring import score_tokens
+from etude.inference.scheduler import Scheduler
+from etude.inference.scoring import Scoring
 from etude.inference.sequences import Answer, TokenBytes
 from etude.inference.speculation import NgramLookup
+from etude.inference.stepping import Stepper
 from etude.inference.versions import serves
 from etude.inference.weights import DoubleWeights
 from etude.model import LanguageModel
 from etude.model.kernels.native.matrices import WeightType
 from etude.protocols import KvPolicy
-from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams, Scores
+from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
 
 Kernels = Literal["eager", "native", "gpu"]
 CacheType = Literal["auto", "float32", "bfloat16"]
-
-
-@dataclass(slots=True)
-class EngineCounters:
-    """What the engine has done since it was made. Units: tokens, steps."""
-
-    decode_tokens: int = 0
-    prefill_tokens: int = 0
-    steps: int = 0
-    weight_updates: int = 0
-    cached_tokens: int = 0
-    """Prompt tokens that needed no computing: their pages were there."""
-    preemptions: int = 0
-    """Times that a request lost its pages to an older one."""
-    drafted_tokens: int = 0
-    """Computed on the guess that they would be sampled."""
-    accepted_tokens: int = 0
-    """Of those, the ones that were."""
 
 
 class Engine:
@@ -79,6 +59,7 @@ class Engine:
         native_weights: WeightType = "float32",
         device: str = "cpu",
         cache_dtype: CacheType = "auto",
+        keep_spare: bool = True,
     ) -> None:
         """`num_sessions`: those whose tokens are held; `max_tokens`: longest of them; `prefill_tokens`: most
         prompt tokens computed in one step; `kernels`: the trainer's module operator by operator, native code
@@ -87,10 +68,18 @@ class Engine:
         sessions at their longest; `token_bytes`: what stop texts are looked for in; `drafts`: speculative
         decoding from the session's own tokens or by layers for it; `native_weights`: number format of native
         code's copy of the matrices, or of all that lies on the GPU; `cache_dtype`: of keys and values, by
-        default as the model computes.
+        default as the model computes; `keep_spare`: whether there are two sets of weights all the time, or
+        the second only from `stage` to `activate`.
 
-        Raises ConfigError if there are too few pages for one session, or for a cache that kernels cannot
-        read."""
+        Raises ConfigError if there are too few pages for one session, for sessions beyond the model's
+        positions, or for a cache that kernels cannot read."""
+        if max_tokens > config.max_positions + 1:  # the last token of a session is never computed
+            raise ConfigError(
+                f"the model has {config.max_positions} positions",
+                field="max_tokens",
+                received=max_tokens,
+                fix=f"give at most {config.max_positions + 1}",
+            )
         pages_of_one = -(-max_tokens // PAGE_TOKENS)
         num_pages = num_sessions * pages_of_one if num_pages is None else num_pages
         if num_pages < pages_of_one:
@@ -104,14 +93,15 @@ class Engine:
         place, number = torch.device(device), torch.float32
         if kernels == "gpu" and native_weights == "bfloat16":
             number = torch.bfloat16
-        held = _cache_type(cache_dtype, kernels, number)
+        computed = "bfloat16" if number == torch.bfloat16 else "float32"
+        held: torch.dtype = getattr(torch, cache_type(cache_dtype, kernels, computed))
         self._cache = PagedCache(config, num_pages, place, held)
-        layers, self._mtp = None, None
+        layers, mtp = None, None
         if isinstance(drafts, MtpDrafts):
             layers = drafts.layers
             self._cache.drafts = PagedCache(layers.config, num_pages, place, held)
-            self._mtp = MtpDrafter(self._cache.drafts, num_sessions, drafts.num_drafts)
-        drafter = drafts if isinstance(drafts, NgramLookup) else self._mtp
+            mtp = MtpDrafter(self._cache.drafts, num_sessions, drafts.num_drafts)
+        drafter = drafts if isinstance(drafts, NgramLookup) else mtp
         self._scheduler = Scheduler(self._cache, num_sessions, max_tokens, prefill_tokens, drafter)
         self._sequences = self._scheduler.sequences
         self._token_bytes = token_bytes
@@ -122,8 +112,10 @@ class Engine:
                 return NativeForward(model, self._cache, native_threads, native_weights)
             return (GpuForward if kernels == "gpu" else EagerForward)(model, self._cache)
 
-        self._weights = DoubleWeights(config, vocab_size, make_forward, place, number, layers)
-        self._queue: deque[SampleRequest] = deque()
+        self._weights = DoubleWeights(config, vocab_size, make_forward, place, number, layers, keep_spare)
+        self._stepper = Stepper(self._scheduler, self._cache, self._weights, self.counters, mtp, token_bytes)
+        self._queue: dict[str, SampleRequest] = {}
+        """By session, in the order of their coming."""
 
     @property
     def model(self) -> LanguageModel:
@@ -156,7 +148,7 @@ class Engine:
         """Tokens that the requests in flight have yet to compute, if all sample as many as they may."""
         sequences = self._sequences
         rows = [row for row in sequences.states if row not in sequences.idle]
-        queued = sum(len(request.suffix) + request.params.max_tokens for request in self._queue)
+        queued = sum(len(request.suffix) + request.params.max_tokens for request in self._queue.values())
         return queued + int((sequences.limit[rows] - sequences.computed[rows]).sum())
 
     @property
@@ -172,13 +164,13 @@ class Engine:
     def submit(self, request: SampleRequest) -> None:
         """Queues a request. Raises SamplerError or PrefixMissError, and then changes nothing."""
         self._check(request)
-        self._queue.append(request)
+        self._queue[request.session_id] = request
 
     def abort(self, request_id: str) -> Answer | None:
         """Stops a request and returns what it has sampled; None if it is not known."""
-        for request in self._queue:
+        for request in self._queue.values():
             if request.id == request_id:
-                self._queue.remove(request)
+                del self._queue[request.session_id]
                 return self.give_up(request)
         for row, state in self._sequences.states.items():
             if state.request is not None and state.request.id == request_id:
@@ -202,11 +194,23 @@ class Engine:
         """Log-probabilities at temperature 1 of `tokens` [T] under the version in service, and their routes:
         computed as a prompt is, by the kernels that sample, through pages that are free again afterwards.
         Between two steps only. Raises SamplerError, and then nothing has changed."""
+        scoring = self.begin_score(tokens)
+        try:
+            while not scoring.is_done:
+                scoring.advance()
+        finally:
+            self.end_score(scoring)
+        return scoring.scores()
+
+    def begin_score(self, tokens: NDArray[np.int32]) -> Scoring:
+        """As `score`, a part at a time: steps may be taken between two parts, but no weights activated. Who
+        calls it also calls `end_score`, whatever happens."""
         version, vocab_size = self.current(), self.model.vocab_size
         check_tokens(tokens, vocab_size, "tokens")
         longest = self._sequences.max_tokens
         if not 0 < len(tokens) <= longest:
             raise SamplerError(f"must be 1 to {longest} tokens", field="tokens", received=len(tokens))
+        self._hold_memory()
         pages = self._scheduler.borrow(-(-len(tokens) // PAGE_TOKENS))
         if pages is None:
             raise SamplerError(
@@ -215,12 +219,43 @@ class Engine:
                 received=f"{len(tokens)} tokens; {self.num_free_pages} pages of {PAGE_TOKENS}",
                 fix="score between rollouts, or raise engine.cache_tokens",
             )
-        try:
-            compute = self._weights.active.compute
-            scored = score_tokens(compute, self._cache, pages, tokens, self._step_tokens, vocab_size)
-        finally:
-            self._scheduler.give_back(pages)
-        return Scores(scored[0], version, scored[1])
+        return Scoring(self._weights.active.compute, tokens, pages, self._step_tokens, vocab_size, version)
+
+    def end_score(self, scoring: Scoring) -> None:
+        """Frees the pages of a scoring, done or not. Between two steps only."""
+        self._scheduler.give_back(scoring.pages)
+
+    # ---- memory ---------------------------------------------------------------------------------
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of keys and values, and of the weights as modules have them."""
+        model = self.model
+        weights = sum(p.numel() * p.element_size() for p in model.parameters()) * self._weights.num_sets
+        drafts = self._cache.drafts
+        return weights + self._cache.num_bytes + (0 if drafts is None else drafts.num_bytes)
+
+    def release_memory(self) -> None:
+        """Gives back the memory of all keys and values, between two steps; the next step, or scoring, takes
+        it again by itself. Shared prefixes are forgotten. Raises SamplerError, and changes nothing, while a
+        session is held: its keys would be lost."""
+        if self.has_work or self.num_live_sessions:
+            raise SamplerError(
+                "sessions are held",
+                field="sessions",
+                received=self.num_live_sessions + len(self._queue),
+                fix="close them first",
+            )
+        self._scheduler.forget_prefixes()
+        self._cache.release()
+        self._weights.load_cache()
+        if self._cache.keys.is_cuda:
+            torch.cuda.empty_cache()  # blocks that are cut up would not do for the trainer's large tensors
+
+    def _hold_memory(self) -> None:
+        if not self._cache.is_held:
+            self._cache.hold()
+            self._weights.load_cache()
 
     def check(self) -> None:
         """Asserts the invariants of sessions and pages."""
@@ -233,9 +268,8 @@ class Engine:
                 "version is not served", field="version", received=f"{request.version}; serving {version}"
             )
         row = self._sequences.find(request.session_id)
-        if (row is not None and self._sequences.states[row].request is not None) or any(
-            queued.session_id == request.session_id for queued in self._queue
-        ):
+        in_flight = row is not None and self._sequences.states[row].request is not None
+        if in_flight or request.session_id in self._queue:
             raise SamplerError(
                 "session has a request in flight", field="session_id", received=request.session_id
             )
@@ -289,138 +323,39 @@ class Engine:
 
     # ---- one step -------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def step(self) -> list[Answer]:
-        """Computes one batch; returns answers to the requests that it finished, and to those that stream."""
+    def step(self, most_steps: int = 1) -> list[Answer]:
+        """Computes one batch; returns answers to the requests that it finished, and to those that stream.
+
+        With native code, and where nothing but plain decoding is to be done, it goes on for up to
+        `most_steps` steps until a request ends: nothing but the number of calls is different.
+        """
+        self._hold_memory()
         self._admit()
         plan = self._scheduler.plan()
         self.counters.cached_tokens = self._scheduler.cached_tokens
         self.counters.preemptions = self._scheduler.num_preemptions
-        if plan is None:
-            return []
-        hidden, routes = self._weights.active.compute(plan.rows)
-        if routes.shape[1]:
-            self._cache.routes[plan.rows.pages, plan.rows.offsets] = routes.numpy()
-        self._count(plan)
-        answers = self._sample(plan, hidden)
-        if self._mtp is not None:
-            self._mtp.follow(plan, hidden, self._weights.active, self._sequences)
-        return answers
-
-    def _count(self, plan: StepPlan) -> None:
-        counters, num_decode = self.counters, plan.num_decode
-        counters.steps += 1
-        counters.decode_tokens += num_decode
-        counters.prefill_tokens += int(plan.rows.counts[num_decode:].sum())
-        counters.drafted_tokens += int(plan.rows.counts[:num_decode].sum()) - num_decode
+        return self._stepper.step(plan, most_steps) if plan is not None else []
 
     def _admit(self) -> None:
         """Starts queued requests in order. Those whose session is held never wait for a place."""
-        waiting: deque[SampleRequest] = deque()
-        while self._queue:
-            request = self._queue.popleft()
-            row = self._sequences.find(request.session_id)
-            if row is None and not waiting:
-                row = self._take_row(request.session_id)
-            if row is None:
-                waiting.append(request)
-            else:
+        full = False
+        for session_id, request in tuple(self._queue.items()):
+            row = self._sequences.find(session_id)
+            if row is None and not full:
+                row = self._take_row(session_id)
+                full = row is None
+            if row is not None:
+                del self._queue[session_id]
                 self._scheduler.start(row, request)
-        self._queue = waiting
 
     def _take_row(self, session_id: str) -> int | None:
         """A place for a new session; None if all are taken and somebody in them can go on."""
         sequences = self._sequences
         if sequences.is_full:
-            queued = {request.session_id for request in self._queue}
+            queued = self._queue
             forgettable = (row for row in sequences.idle if sequences.states[row].session_id not in queued)
             row = next(forgettable, None)
             if sequences.any_request or row is None:
                 return None
             self._scheduler.close(row)
         return sequences.add(session_id)
-
-    def _sample(self, plan: StepPlan, hidden: Tensor) -> list[Answer]:
-        """Draws what can be drawn from the step's hidden states [T, width]; returns the answers."""
-        sequences = self._sequences
-        ends = plan.rows.starts + plan.rows.counts
-        sequences.computed[plan.members] = ends
-        draws = Draws.of(plan, sequences)
-        answers = self._draw(draws, hidden) if len(draws.sessions) else []
-        crossed = ends // PAGE_TOKENS > plan.rows.starts // PAGE_TOKENS
-        crossed[plan.num_decode :] = True
-        for row in plan.members[crossed].tolist():
-            self._scheduler.publish(row)
-        return answers
-
-    def _draw(self, draws: Draws, hidden: Tensor) -> list[Answer]:
-        """Draws tokens from the step's hidden states [T, width], and keeps those that stand."""
-        sequences, compute = self._sequences, self._weights.active.compute
-        requests = [sequences.states[row].request for row in draws.owners.tolist()]
-        params = [request.params for request in requests if request is not None]
-        assert len(params) == len(requests), "only rows with a request sample"
-        if len(draws.hidden_rows) < len(hidden):
-            hidden = hidden[torch.from_numpy(draws.hidden_rows)]
-        noise = uniforms(sequences.key[draws.owners], draws.places)
-        drawn, logprobs = compute.sample(hidden, params, noise)
-        alternatives = self._alternatives(hidden, params, drawn)
-        tokens = drawn.numpy()
-        standing = draws.standing(tokens, sequences)
-        sequences.keep(draws.owners, draws.places, tokens, logprobs.numpy())
-        self.counters.accepted_tokens += int(standing.sum()) - len(standing)
-        self.counters.decode_tokens += int(standing.sum()) - len(standing)
-        firsts = np.cumsum(draws.counts) - draws.counts
-        special = (standing > 1) | sequences.needs_care(draws.sessions, tokens[firsts])
-        plain = draws.sessions[~special]
-        sequences.computed[plain] = sequences.length[plain]
-        sequences.length[plain] += 1
-        taken = zip(*(x[special].tolist() for x in (draws.sessions, firsts, standing)), strict=True)
-        answers = (
-            self._take_up(row, tokens[at : at + num].tolist(), alternatives[at : at + num])
-            for row, at, num in taken
-        )
-        return [answer for answer in answers if answer is not None]
-
-    def _alternatives(
-        self, hidden: Tensor, params: Sequence[SamplingParams], tokens: Tensor
-    ) -> list[Alternatives | None]:
-        """Of each draw [N] whose request asked for them. An empty list if none did."""
-        asked = [n for n, param in enumerate(params) if param.raw_logprobs or param.top_logprobs]
-        if not asked:
-            return []
-        logits = self._weights.active.compute.logits(hidden[asked])
-        given = Alternatives.of(logits, [params[n] for n in asked], tokens[asked])
-        by_draw = dict(zip(asked, given, strict=True))
-        return [by_draw.get(n) for n in range(len(params))]
-
-    def _take_up(self, row: int, tokens: list[int], alternatives: list[Alternatives | None]) -> Answer | None:
-        """Lengthens the session in `row` by its next tokens, up to one that ends the request; the answer, if
-        there is one to give now."""
-        sequences, state = self._sequences, self._sequences.states[row]
-        assert state.request is not None
-        state.alternatives.extend(given for given in alternatives[: len(tokens)] if given is not None)
-        length, reason = int(sequences.length[row]), None
-        for taken, token in enumerate(tokens, 1):
-            reason = sequences.finish_reason(row, token, length + taken, self._token_bytes)
-            if reason is not None:
-                length += taken
-                break
-        else:
-            length += len(tokens)
-        sequences.length[row], sequences.computed[row] = length, length - 1
-        if reason is not None:
-            return self._scheduler.finish(row, reason)
-        return sequences.deliver(row) if state.request.streaming else None
-
-
-def _cache_type(wanted: CacheType, kernels: Kernels, computed: torch.dtype) -> torch.dtype:
-    """Type of keys and values. Raises ConfigError."""
-    held = computed if wanted == "auto" else getattr(torch, wanted)
-    if kernels == "native" and held != torch.float32:
-        raise ConfigError(
-            "native kernels hold keys and values in float32",
-            field="engine.cache_dtype",
-            received=wanted,
-            fix="leave it at auto, or set engine.kernels=eager",
-        )
-    return held

@@ -28,6 +28,11 @@ class ForwardPass(Protocol):
         of the same object."""
         ...
 
+    def load_cache(self) -> None:
+        """Called after the cache's memory has been let go or taken anew: what is kept of where it was must
+        go."""
+        ...
+
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """Final hidden states [T, width] and routes [T, MoE layers, top_k]; stores keys and values."""
         ...
@@ -58,6 +63,9 @@ class EagerForward:
 
     def load_weights(self) -> None:
         """See ForwardPass: the module's own tensors are used as they are."""
+
+    def load_cache(self) -> None:
+        """See ForwardPass: nothing is kept."""
 
     @torch.no_grad()
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:

@@ -97,6 +97,10 @@ class GpuForward:
     def load_weights(self) -> None:
         """See ForwardPass: the module's own tensors are used as they are, by captured steps too."""
 
+    def load_cache(self) -> None:
+        """See ForwardPass: captured steps know the old place, and are captured again when needed."""
+        self._captured.clear()
+
     @torch.no_grad()
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """See ForwardPass; the hidden states stay on the device."""

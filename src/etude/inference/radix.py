@@ -250,8 +250,9 @@ def _closest(parent: Node, rest: bytes) -> tuple[Node | None, int]:
 
 
 def _common_tokens(a: bytes, b: bytes) -> int:
+    """Tokens that both begin with: of two long integers the lowest bit that differs says where."""
     size = min(len(a), len(b))
-    differing = np.flatnonzero(
-        np.frombuffer(a, np.int32, size // _TOKEN_BYTES) != np.frombuffer(b, np.int32, size // _TOKEN_BYTES)
-    )
-    return int(differing[0]) if len(differing) else size // _TOKEN_BYTES
+    differing = int.from_bytes(a[:size], "little") ^ int.from_bytes(b[:size], "little")
+    if not differing:
+        return size // _TOKEN_BYTES
+    return ((differing & -differing).bit_length() - 1) // (8 * _TOKEN_BYTES)

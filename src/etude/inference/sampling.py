@@ -16,6 +16,7 @@ from etude.records import SamplingParams
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
+_ALL_BITS = 0xFFFFFFFFFFFFFFFF
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -26,12 +27,14 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hash_key(key: Sequence[int]) -> int:
-    """A 64-bit hash of an rng key."""
-    state = np.zeros(1, dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for part in key:
-            state = _mix(state + _GOLDEN + np.uint64(part & 0xFFFFFFFFFFFFFFFF))
-    return int(state[0])
+    """A 64-bit hash of an rng key: `_mix` in plain integers, which cost a tenth of arrays of one."""
+    state, golden, mix1, mix2 = 0, int(_GOLDEN), int(_MIX1), int(_MIX2)
+    for part in key:
+        state = (state + golden + part) & _ALL_BITS
+        state = ((state ^ (state >> 30)) * mix1) & _ALL_BITS
+        state = ((state ^ (state >> 27)) * mix2) & _ALL_BITS
+        state ^= state >> 31
+    return state
 
 
 def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -14,11 +14,12 @@ Everything is decided by the order of calls: no clock, no chance.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from etude.errors import SamplerError
 from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
 from etude.inference.radix import MIN_COPIED, Match, PageTree
 from etude.inference.sequences import Answer, Sequences
@@ -57,6 +58,7 @@ class Scheduler:
         self._prefill_tokens = prefill_tokens
         self._drafter = drafter
         self._clock = 0
+        self._lent: list[list[int]] = []
 
     # ---- sessions -------------------------------------------------------------------------------
 
@@ -132,6 +134,24 @@ class Scheduler:
         rows = StepRows(tokens, rows.positions, rows.sequence, tables, counts, starts)
         return StepPlan(rows, members, num_decode)
 
+    def ahead(self, plan: StepPlan, most_steps: int) -> tuple[StepPlan, int]:
+        """The same plan with pages for up to `most_steps` steps in a row, and how many: until a request
+        reaches its limit. One where pages are short, where anything but decoding is to be done, or where
+        somebody waits for each token."""
+        sequences, members = self.sequences, plan.members
+        if plan.num_decode < len(members) or self._drafter is not None or sequences.watched(members):
+            return plan, 1
+        steps = min(most_steps, int((sequences.limit[members] - sequences.length[members]).min()))
+        needed = -(-(sequences.computed[members] + steps) // PAGE_TOKENS) - sequences.num_pages[members]
+        if steps <= 1 or sequences.waiting or not self._make_room(int(needed.clip(min=0).sum())):
+            return plan, 1
+        for index in np.flatnonzero(needed > 0).tolist():
+            row = int(members[index])
+            self._take(row, int(sequences.num_pages[row]), [], int(needed[index]))
+        most = -(-int((plan.rows.starts + steps).max()) // PAGE_TOKENS)
+        rows = replace(plan.rows, tables=sequences.tables[members, :most])
+        return StepPlan(rows, members, plan.num_decode), steps
+
     def publish(self, row: int) -> None:
         """Lets others share what `row` has computed by now."""
         sequences, state = self.sequences, self.sequences.states[row]
@@ -154,18 +174,34 @@ class Scheduler:
             state.path.append(self.tree.insert(parent, page, key, ready=True, clock=self._clock))
 
     def borrow(self, count: int) -> list[int] | None:
-        """Pages for work that belongs to no session, to be given back before the next step; None if so many
-        are not to be had without preempting anybody."""
-        return self.tree.take(count) if self._make_room(count) else None
+        """Pages for work that belongs to no session, until they are given back; None if so many are not to
+        be had without preempting anybody."""
+        if not self._make_room(count):
+            return None
+        self._lent.append(self.tree.take(count))
+        return self._lent[-1]
 
     def give_back(self, pages: list[int]) -> None:
         """Ends a loan."""
+        self._lent.remove(pages)
         self.tree.release(pages, self._clock)
+
+    def forget_prefixes(self) -> None:
+        """Frees all pages. Raises SamplerError while a session or a scoring uses some."""
+        used = int((self.tree.uses > 0).sum())
+        if used:
+            raise SamplerError(
+                "pages are in use",
+                field="pages",
+                received=used,
+                fix="close the sessions, and wait for what is being scored",
+            )
+        self.tree.clear()
 
     def check(self) -> None:
         """Asserts that no page is lost and none has two owners who write to it."""
         sequences = self.sequences
-        self.tree.check(sequences.pages(row) for row in sequences.states)
+        self.tree.check([*(sequences.pages(row) for row in sequences.states), *self._lent])
         for row, state in sequences.states.items():
             assert (state.request is None) == (row in sequences.idle)
             assert not (row in sequences.waiting and sequences.running[row])

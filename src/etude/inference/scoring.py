@@ -7,7 +7,6 @@ row's logits are taken instead of the last one's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,42 +14,64 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.inference.cache import PagedCache, StepRows
+from etude.inference.cache import StepRows
 from etude.inference.forward import ForwardPass
 from etude.inference.native import NativeForward
 from etude.model.kernels.native import calls
+from etude.records import PolicyVersion, Scores
 
 _LOGIT_FLOATS = 16 << 20
 """Most logits that are held at once: 64 MiB of them."""
 
 
-@torch.no_grad()
-def score_tokens(
-    compute: ForwardPass,
-    cache: PagedCache,
-    pages: Sequence[int],
-    tokens: NDArray[np.int32],
-    step_tokens: int,
-    vocab_size: int,
-) -> tuple[NDArray[np.float32], NDArray[Any] | None]:
-    """Log-probabilities [T] of `tokens` [T] at temperature 1, entry 0 being 0, and the routes [T, MoE layers,
-    top_k] of every position; None for a dense model.
+class Scoring:
+    """Tokens on their way through the engine. Between two parts it may take steps, but no new weights."""
 
-    `pages`: enough for all tokens, and nobody else's; what they held is overwritten. `step_tokens`: most
-    positions computed in one pass.
-    """
-    num_rows = max(1, _LOGIT_FLOATS // vocab_size)
-    given, table = tokens.astype(np.int64), np.array([pages], dtype=np.int32)
-    logprobs, routes = np.zeros(len(tokens), dtype=np.float32), list[NDArray[Any]]()
-    for start in range(0, len(tokens), step_tokens):
-        end = min(start + step_tokens, len(tokens))
+    def __init__(
+        self,
+        compute: ForwardPass,
+        tokens: NDArray[np.int32],
+        pages: list[int],
+        part_tokens: int,
+        vocab_size: int,
+        version: PolicyVersion,
+    ) -> None:
+        """`tokens` [T]; `pages`: enough for all of them, and nobody else's: what they held is overwritten;
+        `part_tokens`: most positions computed in one part; `version`: of the weights in `compute`."""
+        self.pages = pages
+        self._compute = compute
+        self._tokens = tokens.astype(np.int64)
+        self._table = np.array([pages], dtype=np.int32)
+        self._part_tokens = part_tokens
+        self._num_rows = max(1, _LOGIT_FLOATS // vocab_size)
+        self._version = version
+        self._computed = 0
+        self._logprobs = np.zeros(len(tokens), dtype=np.float32)
+        self._routes: list[NDArray[Any]] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all parts are computed."""
+        return self._computed == len(self._tokens)
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Computes the next part. May run in another thread than the engine's steps, but not beside one."""
+        start, end = self._computed, min(self._computed + self._part_tokens, len(self._tokens))
         counts, starts = np.array([end - start]), np.array([start])
-        hidden, chosen = compute(StepRows.plan(given[start:end], table, counts, starts))
-        routes.append(chosen.numpy())
-        following = given[start + 1 : end + 1]
-        logprobs[start + 1 : end + 1] = _logprobs_of(compute, hidden[: len(following)], following, num_rows)
-    has_routes = bool(cache.routes.shape[2])
-    return logprobs, np.concatenate(routes) if has_routes else None
+        hidden, chosen = self._compute(StepRows.plan(self._tokens[start:end], self._table, counts, starts))
+        self._routes.append(chosen.numpy())
+        following = self._tokens[start + 1 : end + 1]
+        hidden = hidden[: len(following)]
+        self._logprobs[start + 1 : end + 1] = _logprobs_of(self._compute, hidden, following, self._num_rows)
+        self._computed = end
+
+    def scores(self) -> Scores:
+        """Log-probabilities [T] at temperature 1, entry 0 being 0, and the routes [T, MoE layers, top_k] of
+        every position, None for a dense model. Once it is done."""
+        assert self.is_done
+        routes = np.concatenate(self._routes)
+        return Scores(self._logprobs, self._version, routes if routes.shape[1] else None)
 
 
 def _logprobs_of(

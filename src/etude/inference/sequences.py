@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -183,8 +184,7 @@ class Sequences:
     def wait(self, row: int) -> None:
         """Puts a row with a request among those that wait for pages, by age."""
         self.running[row] = False
-        self.waiting.append(row)
-        self.waiting.sort(key=lambda waiting: int(self.arrival[waiting]))
+        bisect.insort(self.waiting, row, key=lambda waiting: int(self.arrival[waiting]))
 
     # ---- versions -------------------------------------------------------------------------------
 
@@ -231,6 +231,14 @@ class Sequences:
         pairs = zip(rows.tolist(), tokens.tolist(), strict=True)
         stopped = np.array([token in stops[row] for row, token in pairs], dtype=np.bool_)
         return stopped | self._watched[rows] | (self.length[rows] + 1 >= self.limit[rows])
+
+    def watched(self, rows: NDArray[np.int64]) -> bool:
+        """Whether any request in `rows` wants more than its tokens at the end."""
+        return bool(self._watched[rows].any())
+
+    def stops(self, rows: NDArray[np.int64]) -> list[frozenset[int]]:
+        """The tokens that end the request in each of `rows`."""
+        return [self._stops[row] for row in rows.tolist()]
 
     def finish_reason(self, row: int, token: int, length: int, token_bytes: TokenBytes | None) -> str | None:
         """Why the request in `row` ends with `token`, its `length`-th; None if it goes on."""

@@ -13,61 +13,36 @@ overlap with sampling and nothing depends on which tool was faster.
 Without such a schedule (for interactive use) steps run in a thread of their own, so that a long one does not
 keep the process from answering. What touches the engine then waits for the end of the step: requests come in
 and sessions close in the loop anyway, between two steps; aborts are put off until then. Scoring runs in a
-thread in either case, between two steps.
+thread in either case, between two steps (`scorer`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.errors import EtudeError, SamplerError
 from etude.inference.engine import Engine
+from etude.inference.scorer import Scorer
 from etude.inference.sequences import Answer
+from etude.inference.tickets import Reply, Ticket
 from etude.inference.times import EngineLoad, ServiceTimes
-from etude.protocols import KvPolicy
+from etude.inference.turns import EngineTurns
+from etude.protocols import KvPolicy, Pace
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 
 WeightFetcher = Callable[[WeightManifest], Mapping[str, Tensor]]
-Result = TypeVar("Result")
 
-
-@dataclass(slots=True, eq=False)
-class _Reply:
-    """What a stream waits for: answers, of which the last ends it, or an error."""
-
-    items: asyncio.Queue[Answer | EtudeError] = field(default_factory=asyncio.Queue[Answer | EtudeError])
-    is_closed: bool = False
-    """Whether nothing more will come, or nobody listens any more."""
-
-    def put(self, item: Answer | EtudeError) -> None:
-        """Hands one item over; what comes after the last is dropped."""
-        if self.is_closed:
-            return
-        self.is_closed = not isinstance(item, Answer) or item.is_last
-        self.items.put_nowait(item)
-
-
-@dataclass(slots=True, eq=False)
-class _Ticket:
-    """A session that is away, and what it comes back with."""
-
-    session_id: str
-    due_step: int
-    request: SampleRequest | None = None
-    reply: _Reply | None = None
-    returned: asyncio.Event = field(default_factory=asyncio.Event)
+_MOST_STEPS = 64
+"""In one call of the engine: it takes as many as are over within about a millisecond."""
 
 
 class EngineService:
@@ -81,28 +56,26 @@ class EngineService:
         self._fetch_weights = fetch_weights
         self._delay_steps = delay_steps
         self._clock = 0
-        self._tickets: deque[_Ticket] = deque()
-        self._away: dict[str, _Ticket] = {}
+        self._tickets: deque[Ticket] = deque()
+        self._away: dict[str, Ticket] = {}
         self._in_flight: dict[str, str] = {}
         """Session -> its request, from stream() until the answer."""
-        self._replies: dict[str, _Reply] = {}
+        self._replies: dict[str, Reply] = {}
         """Request -> who waits for it, once the engine has it."""
-        self._thread = ThreadPoolExecutor(1, "etude-engine") if delay_steps is None else None
-        self._between_steps = asyncio.Event()
-        """Cleared while a thread has the engine, for a step or for scoring."""
-        self._between_steps.set()
-        self._computing = asyncio.Lock()
-        """Held for a step or for scoring: one after the other, in the order of asking."""
-        self._put_off: list[str] = []
-        """Requests to abort once the step has ended."""
+        self._turns = EngineTurns(own_thread=delay_steps is None, before=self._note_load)
+        self._scorer = Scorer(engine, self._turns, at_once=delay_steps is not None)
         self._closing: set[str] = set()
         """Sessions to close once their request has ended."""
         self._last_load = EngineLoad(0, 0, 0, engine.num_free_pages, engine.num_pages)
         self._wake = asyncio.Event()
+        self._at_rest = asyncio.Event()
+        """Set while no session is open and nothing is to be done."""
+        self._at_rest.set()
         self._staging = asyncio.Lock()
         self._unheld = asyncio.Event()
         """Cleared while steps must wait, because a reproducible schedule stages weights."""
         self._unheld.set()
+        self._pace: Pace | None = None
         self._loop_task: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
 
@@ -117,8 +90,7 @@ class EngineService:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._loop_task
         finally:
-            if self._thread is not None:
-                await asyncio.to_thread(self._thread.shutdown)
+            await self._turns.close()
         self._failure = SamplerError("the engine was stopped")
         self._fail_waiting(self._failure)
 
@@ -126,10 +98,28 @@ class EngineService:
 
     def open(self, session_id: str) -> None:
         """See Sampler.open."""
-        if session_id in self._away or session_id in self._in_flight:
-            raise SamplerError("session is open already", field="session_id", received=session_id)
+        self._check_unopened(session_id)
         self._leave(session_id)
         self._wake.set()
+
+    def open_beside(self, session_id: str, other: str) -> None:
+        """See BranchingSampler.open_beside. Where `other` is not away (nor open at all), as `open`."""
+        beside = self._away.get(other)
+        if beside is None:
+            self.open(session_id)
+            return
+        self._check_unopened(session_id)
+        ticket = self._away[session_id] = Ticket(session_id, beside.due_step)
+        place = self._tickets.index(beside) + 1
+        while place < len(self._tickets) and self._tickets[place].beside == other:
+            place += 1
+        ticket.beside = other
+        self._tickets.insert(place, ticket)
+        self._wake.set()
+
+    def _check_unopened(self, session_id: str) -> None:
+        if session_id in self._away or session_id in self._in_flight:
+            raise SamplerError("session is open already", field="session_id", received=session_id)
 
     def close(self, session_id: str) -> None:
         """See Sampler.close. A request in flight is aborted."""
@@ -159,14 +149,14 @@ class EngineService:
                 fix="call open() first, and wait for the last answer",
             )
         self._in_flight[request.session_id] = request.id
-        ticket.request, ticket.reply = request, _Reply()
+        ticket.request, ticket.reply = request, Reply()
         ticket.returned.set()
         self._wake.set()
         async with contextlib.aclosing(self._listen(request, ticket.reply)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
-    async def _listen(self, request: SampleRequest, reply: _Reply) -> AsyncGenerator[SampleChunk]:
+    async def _listen(self, request: SampleRequest, reply: Reply) -> AsyncGenerator[SampleChunk]:
         deadline: asyncio.TimerHandle | None = None
         if request.deadline_s is not None:
             deadline = asyncio.get_running_loop().call_later(request.deadline_s, self.abort, request.id)
@@ -185,31 +175,13 @@ class EngineService:
             if not reply.is_closed:
                 reply.is_closed = True
                 self.abort(request.id)
-                await self._wait_for_engine()
+                await self._turns.wait_until_free()
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        """See Sampler.score. Runs between two steps, in a thread; no step is taken meanwhile."""
+        """See Sampler.score, and `Scorer`."""
         if self._failure is not None:
             raise SamplerError("the engine has failed", received=repr(self._failure))
-        num_threads = torch.get_num_threads()
-
-        def work() -> Scores:
-            torch.set_num_threads(num_threads)  # each thread has its own, and sums are split accordingly
-            return self._score(tokens, version)
-
-        try:
-            async with self._computing:
-                return await self._run_in_thread(work)
-        finally:
-            self._abort_put_off()
-
-    def _score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        current = self.engine.current()
-        if version != current:
-            raise SamplerError(
-                "version is not served", field="version", received=f"{version}; serving {current}"
-            )
-        return self.engine.score(tokens)
+        return await self._scorer.score(tokens, version)
 
     def abort(self, request_id: str) -> None:
         """See Sampler.abort."""
@@ -217,9 +189,9 @@ class EngineService:
             if ticket.request is not None and ticket.request.id == request_id:
                 self._take_back(ticket, ticket.request)
                 return
-        if not self._between_steps.is_set():
-            self._put_off.append(request_id)
-            return
+        self._turns.when_free(functools.partial(self._abort_begun, request_id))
+
+    def _abort_begun(self, request_id: str) -> None:
         finished = self.engine.abort(request_id)
         if finished is not None:
             self._deliver(finished)
@@ -250,17 +222,35 @@ class EngineService:
         self.engine.stage(manifest.version, self._fetch_weights(manifest))
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        """See WeightSink.activate. Runs between two steps."""
-        await self._wait_for_engine()
-        began = time.perf_counter()
-        self.engine.activate(version, kv)
-        elapsed = time.perf_counter() - began
+        """See WeightSink.activate. Runs between two steps, and when nothing is being scored."""
+        async with self._scorer.same_weights:
+            await self._turns.wait_until_free()
+            began = time.perf_counter()
+            self.engine.activate(version, kv)
+            elapsed = time.perf_counter() - began
         self.times.swap_s += elapsed
         self.times.longest_swap_s = max(self.times.longest_swap_s, elapsed)
 
     def current(self) -> PolicyVersion | None:
         """See WeightSink.current."""
         return self.engine.version
+
+    # ---- memory ---------------------------------------------------------------------------------
+
+    async def release_memory(self) -> None:
+        """See Engine.release_memory. Sessions that are being closed are waited for."""
+        async with self._scorer.same_weights:
+            if not self._away and not self._in_flight and self._failure is None:
+                await self._at_rest.wait()
+            await self._turns.wait_until_free()
+            self.engine.release_memory()
+
+    # ---- PacedSampler ---------------------------------------------------------------------------
+
+    def set_pace(self, pace: Pace | None) -> bool:
+        """See PacedSampler.set_pace."""
+        self._pace = pace if self._delay_steps is not None else None
+        return self._pace is not None
 
     # ---- for routers and metrics ----------------------------------------------------------------
 
@@ -273,15 +263,15 @@ class EngineService:
     def load(self) -> EngineLoad:
         """How busy the engine is, or was before the step that is running. Requests that have come and are
         not due yet count as waiting."""
-        if self._between_steps.is_set():
-            self._last_load = self._measure_load()
+        if self._turns.is_free:
+            self._note_load()
         return self._last_load
 
-    def _measure_load(self) -> EngineLoad:
+    def _note_load(self) -> None:
         engine = self.engine
         coming = [ticket.request for ticket in self._tickets if ticket.request is not None]
         tokens = sum(len(request.suffix) + request.params.max_tokens for request in coming)
-        return EngineLoad(
+        self._last_load = EngineLoad(
             engine.num_running,
             engine.num_waiting + len(coming),
             engine.outstanding_tokens + tokens,
@@ -306,7 +296,8 @@ class EngineService:
                         await self._wait_for_anyone()
                 else:
                     self._wake.clear()
-                    await self._wake.wait()
+                    self._at_rest.set()
+                    await self._rest()
         except Exception as error:
             self._failure = error
             self._fail_waiting(error)
@@ -315,30 +306,40 @@ class EngineService:
     async def _wait_for_anyone(self) -> None:
         self._wake.clear()
         if not any(ticket.returned.is_set() for ticket in self._tickets):
+            await self._rest()
+
+    async def _rest(self) -> None:
+        async with self._scorer.resting():
             await self._wake.wait()
 
     async def _take_in(self) -> None:
         """Takes back the sessions that are due, in ticket order, waiting for those still away."""
         if self._delay_steps is None:
-            await self._wait_for_engine()
+            await self._turns.wait_until_free()
             returned = [ticket for ticket in self._tickets if ticket.returned.is_set()]
             self._tickets = deque(ticket for ticket in self._tickets if not ticket.returned.is_set())
             for ticket in returned:
                 self._admit(ticket)
             return
+        some_ended = False
         while self._tickets and self._tickets[0].due_step <= self._clock:
             ticket = self._tickets[0]
             began = time.perf_counter()
             # An abort may have taken the request back meanwhile, and somebody may score.
-            while not (ticket.returned.is_set() and self._between_steps.is_set()):
+            while not (ticket.returned.is_set() and self._turns.is_free):
                 await ticket.returned.wait()
                 await self._unheld.wait()
-                await self._wait_for_engine()
+                await self._turns.wait_until_free()
             self.times.waiting_s += time.perf_counter() - began
             self._tickets.popleft()
             self._admit(ticket)
+            if self._pace is not None and ticket.request is None:
+                self._pace.ended(ticket.session_id)
+                some_ended = True
+        if some_ended and self._pace is not None:
+            await self._pace.turn()
 
-    def _admit(self, ticket: _Ticket) -> None:
+    def _admit(self, ticket: Ticket) -> None:
         if ticket.request is None or ticket.reply is None:
             self.engine.close(ticket.session_id)
             return
@@ -353,44 +354,29 @@ class EngineService:
     async def _step(self) -> None:
         """One step; in the thread, if there is one. Whoever waits for its end runs before the next begins."""
         counters = self.engine.counters
-        async with self._computing:
+        decoded, prefilled, before = counters.decode_tokens, counters.prefill_tokens, counters.steps
+
+        def work() -> tuple[list[Answer], float]:
             began = time.perf_counter()
-            decoded, prefilled = counters.decode_tokens, counters.prefill_tokens
-            threaded = self._thread is not None
-            answers = await self._run_in_thread(self.engine.step) if threaded else self.engine.step()
-            elapsed = time.perf_counter() - began
+            return self.engine.step(self._most_steps()), time.perf_counter() - began
+
+        take_turn = self._turns.in_thread if self._delay_steps is None else self._turns.in_loop
+        answers, elapsed = await take_turn(work)
+        taken = max(1, counters.steps - before)
+        decoded, prefilled = counters.decode_tokens - decoded, counters.prefill_tokens - prefilled
         self.times.step_s += elapsed
-        self.times.steps.add(counters.decode_tokens - decoded, counters.prefill_tokens - prefilled, elapsed)
-        self._clock += 1
+        self.times.steps.add(decoded, prefilled, elapsed, taken)
+        self._clock += taken
         for answer in answers:
             self._deliver(answer)
-        self._abort_put_off()
+        self._turns.catch_up()
+        self._scorer.stepped()
 
-    async def _run_in_thread(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns, which has the engine for itself meanwhile. Cancelled, it waits for the end."""
-        self._last_load = self._measure_load()
-        self._between_steps.clear()
-        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
-        try:
-            return await asyncio.shield(running)
-        except asyncio.CancelledError:
-            await asyncio.wait((running,))
-            raise
-        finally:
-            self._between_steps.set()
-
-    async def _wait_for_engine(self) -> None:
-        """Returns when no thread has the engine: until the caller waits for something, none will."""
-        while not self._between_steps.is_set():
-            await self._between_steps.wait()
-
-    def _abort_put_off(self) -> None:
-        """Aborts what could not be aborted while a thread had the engine."""
-        if not self._between_steps.is_set():
-            return
-        put_off, self._put_off = self._put_off, []
-        for request_id in put_off:
-            self.abort(request_id)
+    def _most_steps(self) -> int:
+        """Steps that the engine may take before it is looked after again: until the next session is due."""
+        if not self._tickets or self._delay_steps is None:
+            return _MOST_STEPS
+        return max(1, self._tickets[0].due_step - self._clock)
 
     def _deliver(self, answer: Answer) -> None:
         reply = self._replies.get(answer.request.id)
@@ -400,7 +386,7 @@ class EngineService:
         if reply is not None:
             reply.put(answer)
 
-    def _take_back(self, ticket: _Ticket, request: SampleRequest) -> None:
+    def _take_back(self, ticket: Ticket, request: SampleRequest) -> None:
         """Aborts a request that has not reached the engine: its session is away as before."""
         reply, ticket.request, ticket.reply = ticket.reply, None, None
         ticket.returned.clear()
@@ -415,8 +401,9 @@ class EngineService:
 
     def _leave(self, session_id: str) -> None:
         self._in_flight.pop(session_id, None)
-        ticket = _Ticket(session_id, self._due_step())
+        ticket = Ticket(session_id, self._due_step())
         self._tickets.append(ticket)
+        self._at_rest.clear()
         if session_id in self._closing:
             self._closing.discard(session_id)
             ticket.returned.set()
@@ -434,3 +421,7 @@ class EngineService:
         for reply in waiting:
             reply.put(SamplerError("the engine failed", received=repr(error)))
         self._replies.clear()
+        self._scorer.stop(error)
+        self._at_rest.set()
+        if self._pace is not None:
+            self._pace.stopped()

@@ -23,11 +23,11 @@ class StepSums:
     mixed_steps: int = 0
     mixed_decode_tokens: int = 0
 
-    def add(self, decode_tokens: int, prefill_tokens: int, elapsed_s: float) -> None:
-        """Counts one step in."""
-        features = np.array((1.0, decode_tokens, prefill_tokens > 0, prefill_tokens))
-        self.gram += np.outer(features, features)
-        self.moment += features * elapsed_s
+    def add(self, decode_tokens: int, prefill_tokens: int, elapsed_s: float, num_steps: int = 1) -> None:
+        """Counts one step in, or several alike: the sums are of all."""
+        features = np.array((num_steps, decode_tokens, prefill_tokens > 0, prefill_tokens))
+        self.gram += np.outer(features, features) / num_steps
+        self.moment += features * elapsed_s / num_steps
         if decode_tokens and prefill_tokens:
             self.mixed_s += elapsed_s
             self.mixed_steps += 1

@@ -32,7 +32,7 @@ class DoubleWeights:
     """Two runners over one cache: one serves, the other takes the next version.
 
     Staging touches nothing that serves, so it may run in another thread than the engine's steps. The second
-    runner is made when it is first needed.
+    runner is made when it is needed, and kept from then on or let go with each activation.
     """
 
     def __init__(
@@ -43,15 +43,17 @@ class DoubleWeights:
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
         drafts: DraftLayers | None = None,
+        keep_spare: bool = True,
     ) -> None:
         """`device` and `dtype`: where and how the models lie. `drafts`: the draft layers at first; they are
-        copied."""
+        copied. `keep_spare`: whether the runner that no longer serves is kept for the next version."""
         self._config = config
         self._vocab_size = vocab_size
         self._make_forward = make_forward
         self._device = device
         self._dtype = dtype
         self._first_drafts = drafts
+        self._keep_spare = keep_spare
         self.active = self._make_runner()
         self.version: PolicyVersion | None = None
         self._spare: Runner | None = self.active
@@ -92,8 +94,19 @@ class DoubleWeights:
                 "version is not staged", field="version", received=f"{version}; staged {self._staged}"
             )
         served, self.active = self.active, self._spare
-        self._spare = None if served is self.active else served
+        self._spare = served if self._keep_spare and served is not self.active else None
         self.version, self._staged = version, None
+
+    @property
+    def num_sets(self) -> int:
+        """Sets of weights that take memory."""
+        return 1 if self._spare is None or self._spare is self.active else 2
+
+    def load_cache(self) -> None:
+        """See ForwardPass, for both runners."""
+        self.active.compute.load_cache()
+        if self._spare is not None and self._spare is not self.active:
+            self._spare.compute.load_cache()
 
     def _make_runner(self) -> Runner:
         model = build_model(self._config, self._vocab_size).requires_grad_(requires_grad=False)

@@ -44,6 +44,28 @@ def test_new_sessions_are_spread() -> None:
     assert set(homes.values()) == {10}
 
 
+def test_sessions_that_left_another_one_begin_where_its_prefix_is() -> None:
+    router = router_of("a", "b", "c")
+    home = turn(router, 0, "forked", prompt=500)
+    for n in range(3):
+        assert router.place(f"sibling{n}", 1.0, beside="forked") == home
+        assert turn(router, 1 + n, f"sibling{n}", prompt=500) == home
+    router.set_ready(home, False)
+    assert router.place("late", 2.0, beside="forked") != home
+    assert router.place("other", 2.0, beside="unknown") != home
+
+
+def test_siblings_leave_a_replica_that_has_too_much_to_do() -> None:
+    router = router_of("a", "b", spill_floor_tokens=10.0)
+    home = turn(router, 0, "forked", prompt=10)
+    router.place("sibling", 0.5, beside="forked")
+    for n in range(1, 10):
+        router.begin(ask(n, session=f"s{n}"), 1.0)
+    router.replicas[home].work += 10_000
+    assert router.begin(ask(99, "sibling", 10), 1.0) != home
+    assert router.spills == 1
+
+
 def test_a_request_alone_goes_where_least_is_left() -> None:
     router = router_of("a", "b")
     first = router.begin(ask(1, prompt=10_000), 0.0)

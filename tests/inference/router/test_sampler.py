@@ -108,6 +108,35 @@ def test_sessions_are_spread_and_keep_their_prefix() -> None:
     run(body())
 
 
+def test_siblings_of_a_fork_are_opened_where_the_forked_session_is() -> None:
+    class Noting(Replica):
+        def __init__(self) -> None:
+            super().__init__()
+            self.beside: list[tuple[str, str]] = []
+
+        def open_beside(self, session_id: str, other: str) -> None:
+            self.beside.append((session_id, other))
+            self.open(session_id)
+
+    async def body() -> None:
+        replicas = {name: Noting() for name in "abc"}
+        routed = RoutedSampler(replicas)
+        routed.open("forked")
+        await ask(routed, request("forked", 0))
+        for sibling in ("s", "t"):
+            routed.open_beside(sibling, "forked")
+        (at,) = [one for one in replicas.values() if "forked" in one.open_sessions]
+        assert at.beside == [("s", "forked"), ("t", "forked")]
+        assert at.open_sessions == {"forked", "s", "t"}
+        with pytest.raises(SamplerError, match="open already"):
+            routed.open_beside("s", "forked")
+        routed.close("forked")
+        routed.open_beside("late", "forked")
+        assert sum(len(one.beside) for one in replicas.values()) == 2, "what is closed is nowhere"
+
+    run(body())
+
+
 def test_a_replica_that_fails_at_the_start_is_left_out() -> None:
     async def body() -> None:
         replicas, routed = three()

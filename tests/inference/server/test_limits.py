@@ -202,7 +202,7 @@ def test_a_histogram_is_cumulative() -> None:
 # ---- weights ------------------------------------------------------------------------------------
 
 VERSION = PolicyVersion("run", 5, "abc")
-MANIFEST = WeightManifest(VERSION, (TensorEntry("w", (2, 3), "float32", "00"),), "memory:x", VERSION)
+MANIFEST = WeightManifest(VERSION, (TensorEntry("w", (2, 3), "float32", "00", (1, 1)),), "memory:x", VERSION)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 from etude.cli import app as etude_app
 from etude.inference import Answer, Engine, EngineService
-from etude.inference.server import EngineView, ServerState, admin, build_app, routes
+from etude.inference.server import EngineView, ServerState, admin, build_app, loan_routes, routes
 from etude.inference.server.admin import manifest_document
 from etude.inference.server.checkpoints import CheckpointWeights, checkpoint_manifest
 from etude.inference.server.client import WANT_TOKENS, SideChannelClient
@@ -229,7 +229,8 @@ def test_every_option_and_path_on_the_page_exists() -> None:
     known = {option for parameter in parameters for option in parameter.opts}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known
     paths = set(re.findall(r"`(?:GET |POST )?(/[a-z0-9_/]+)", PAGE))
-    routed = {getattr(route, "path", "") for route in [*routes.router.routes, *admin.router.routes]}
+    routers = (routes.router, admin.router, loan_routes.router)
+    routed = {getattr(route, "path", "") for one in routers for route in one.routes}
     routed |= {"/health", "/ready", "/metrics"}
     named = {re.sub(r"\{.*", "", path).rstrip("/") for path in routed}
     assert {path.rstrip("/") for path in paths} <= named and len(EXAMPLES) == 5
@@ -254,9 +255,9 @@ def test_the_examples_of_the_page_run(
 class SlowEngine(Engine):
     """Its steps take long, as those of a large model do."""
 
-    def step(self) -> list[Answer]:
+    def step(self, most_steps: int = 1) -> list[Answer]:
         time.sleep(0.5)
-        return super().step()
+        return super().step(most_steps)
 
 
 class WaitingEngine(Engine):
@@ -265,15 +266,15 @@ class WaitingEngine(Engine):
     read = threading.Semaphore(1)
     num_late = 0
 
-    def step(self) -> list[Answer]:
+    def step(self, most_steps: int = 1) -> list[Answer]:
         type(self).num_late += not self.read.acquire(timeout=2.0)
-        return super().step()
+        return super().step(most_steps)
 
 
 class FailingEngine(Engine):
     """Dies at its first step."""
 
-    def step(self) -> list[Answer]:
+    def step(self, most_steps: int = 1) -> list[Answer]:
         raise RuntimeError("out of memory")
 
 

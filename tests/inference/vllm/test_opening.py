@@ -11,12 +11,11 @@ from pydantic import ValidationError
 from etude.config.engine import VllmConfig
 from etude.errors import ConfigError
 from etude.inference.vllm import ExternalServer, ManagedServer, make_vllm_sampler
-from tests.inference.vllm.builders import tiny_config
 
 
 def test_a_server_is_started_with_what_the_configuration_says() -> None:
     config = VllmConfig(python=sys.executable, arguments=("--max-model-len", "512"), environment=("A=b=c",))
-    server = make_vllm_sampler(config, tiny_config(), dtype="float32").replica._server
+    server = make_vllm_sampler(config, routed=True, dtype="float32").replica._server
     assert isinstance(server, ManagedServer)
     assert server.python == Path(sys.executable)
     assert list(server.arguments)[-4:] == ["--dtype", "float32", "--max-model-len", "512"]

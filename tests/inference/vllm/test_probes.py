@@ -12,9 +12,8 @@ from etude.errors import WeightUpdateError
 from etude.inference.vllm.probes import Probe, check_probe
 from etude.model.huggingface import save_model
 from etude.model.loading import load_any_model
-from etude.model.transformers_model import TransformersModel
 from tests.inference.vllm.builders import tiny_model
-from tests.model.test_transformers_model import tiny_glm
+from tests.model import transformers_builders
 
 
 def test_equal_weights_agree_and_others_do_not() -> None:
@@ -47,7 +46,7 @@ def test_numbers_that_are_none_are_refused() -> None:
 
 
 def test_any_architecture_is_loaded(tmp_path: Path) -> None:
-    ours, theirs = tiny_model(3, "qwen3"), TransformersModel.from_config(tiny_glm(), 0)
+    ours, theirs = tiny_model(3, "qwen3"), transformers_builders.tiny_model("glm4_moe")
     save_model(ours, tmp_path / "ours")
     theirs.save(tmp_path / "theirs")
     for model, name in ((ours, "ours"), (theirs, "theirs")):

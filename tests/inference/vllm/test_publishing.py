@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,19 +15,18 @@ from etude.model.loading import AnyModel, load_any_model
 from etude.model.transformers_model import TransformersModel
 from etude.records import PolicyVersion
 from tests.inference.vllm.builders import tiny_model
-from tests.model.test_transformers_model import tiny_glm
+from tests.model import transformers_builders
 
 
 def tied_glm() -> TransformersModel:
-    config = tiny_glm()
-    config.tie_word_embeddings = True
-    return TransformersModel.from_config(config, 0)
+    return transformers_builders.tiny_model("glm4_moe", tie_word_embeddings=True)
 
 
 @pytest.mark.parametrize("make", [lambda: tiny_model(0), tied_glm])
-def test_a_snapshot_holds_the_given_tensors_and_their_probe(make: object, tmp_path: Path) -> None:
-    assert callable(make)
-    model: AnyModel = make()
+def test_a_snapshot_holds_the_given_tensors_and_their_probe(
+    make: Callable[[], AnyModel], tmp_path: Path
+) -> None:
+    model = make()
     before = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     weights = ModelSnapshots(SnapshotDirectory(tmp_path), model)
     doubled = {name: tensor * 1.5 for name, tensor in before.items()}

@@ -20,7 +20,7 @@ from etude.model.transformers_model import TransformersModel
 from etude.records import PolicyVersion
 from tests.inference.vllm.builders import Reader, asynchronous, publish, tiny_config, tiny_model, tokens
 from tests.inference.vllm.environment import ENVIRONMENT, vllm_python
-from tests.model.test_transformers_model import tiny_glm
+from tests.model import transformers_builders
 
 pytestmark = pytest.mark.slow
 _LONG = 500
@@ -138,7 +138,7 @@ async def test_a_wrong_update_is_refused_and_the_old_version_serves_again(
 async def test_an_architecture_that_is_not_ours_trains_here_and_samples_there(
     python: Path, tmp_path: Path
 ) -> None:
-    root, model = SnapshotDirectory(tmp_path), TransformersModel.from_config(tiny_glm(), 0)
+    root, model = SnapshotDirectory(tmp_path), transformers_builders.tiny_model("glm4_moe")
     scored = cast(LanguageModel, model)
     async with sampler_of(python) as sampler:
         gains = []

@@ -196,6 +196,7 @@ async def test_tokens_that_would_kill_the_engine_are_refused(tmp_path: Path) -> 
         await Reader("session").ask(setting.sampler, [1])
 
 
+@pytest.mark.slow
 @asynchronous
 async def test_requests_in_flight_go_on_through_an_update_and_say_which_version_each_token_has(
     tmp_path: Path,

@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Literal
 
+import httpx
 import numpy as np
 
 from etude.errors import ConfigError
@@ -13,16 +14,6 @@ from etude.inference.headers import SESSION_HEADER
 from etude.inference.load.records import LoadError, TurnRecord
 from etude.inference.load.runner import Clock
 from etude.inference.load.workload import LoadSession
-
-try:
-    import httpx
-except ImportError as error:
-    raise ConfigError(
-        "loading a server needs httpx",
-        field="inference.load",
-        received=str(error),
-        fix="pip install 'etude[serve]'",
-    ) from error
 
 Api = Literal["chat", "completions", "tokens"]
 """`tokens`: completions of token ids, as they were recorded; for servers with the tokenizer of the record."""

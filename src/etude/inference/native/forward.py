@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.inference.cache import PagedCache, StepRows
-from etude.inference.native.structures import Draw, Step
+from etude.inference.native.structures import DecodeRun, Draw, Step
 from etude.inference.native.weights import NativeWeights
 from etude.inference.paged_attention import PagedAttention
 from etude.model import LanguageModel
@@ -22,6 +23,9 @@ from etude.records import SamplingParams
 
 MIN_WORK_PER_THREAD = 8_000_000
 """Multiplications below which another thread is taken to cost more than it computes: judged, not fitted."""
+MAX_STEPS_AHEAD = 32
+WORK_AHEAD = 50_000_000
+"""Multiplications of one run of decoding steps: about a millisecond's."""
 
 
 class NativeForward:
@@ -54,25 +58,18 @@ class NativeForward:
         """See ForwardPass: copies of the weights, packed for the products."""
         self._weights = NativeWeights(self._model, self._cache, self._weight_type)
 
+    def load_cache(self) -> None:
+        """See ForwardPass: the layers point at the pages of now."""
+        self._weights.point_at_pages()
+
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """See ForwardPass."""
-        config, count = self._model.config, len(rows.tokens)
-        hidden = torch.empty((count, config.hidden_size))
-        routes = np.empty((count, config.num_moe_layers, config.routes_per_token), dtype=config.route_dtype)
+        count = len(rows.tokens)
+        hidden = torch.empty((count, self._model.config.hidden_size))
+        routes = self._empty_routes(count)
         threads = self._threads_for(count * self._weights.work_per_row)
         self._reserve(count, threads)
-        step = Step(
-            rows=count,
-            max_pages=rows.tables.shape[1],
-            route_layers=config.num_moe_layers,
-            route_bytes=routes.itemsize,
-            tokens=rows.tokens.ctypes.data,
-            sequences=rows.sequence.ctypes.data,
-            positions=rows.positions.ctypes.data,
-            tables=rows.tables.ctypes.data,
-            hidden=hidden.data_ptr(),
-            routes=routes.ctypes.data,
-        )
+        step = self._step(rows, hidden, routes)
         self._library.etude_forward(
             ctypes.byref(self._weights.model),
             self._weights.layers,
@@ -86,36 +83,66 @@ class NativeForward:
         self, hidden: Tensor, params: Sequence[SamplingParams], draws: NDArray[np.float64]
     ) -> tuple[Tensor, Tensor]:
         """See ForwardPass."""
-        count, vocabulary = len(hidden), self._model.vocab_size
-        tokens, logprobs = torch.empty(count, dtype=torch.int64), torch.empty(count)
-        threads = self._threads_for(count * hidden.shape[1] * vocabulary)
-        needed = self._library.etude_sample_floats(ctypes.c_int64(vocabulary), ctypes.c_int64(threads))
-        if len(self._sample_scratch) < needed:
-            self._sample_scratch = torch.empty(needed)
-        columns = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-        temperatures, top_p, min_p = np.array(columns, dtype=np.float32)
-        top_k = np.array([p.top_k for p in params], dtype=np.int64)
-        hidden, draws = hidden.contiguous(), np.ascontiguousarray(draws)
-        logits = torch.empty((count, vocabulary))
-        draw = Draw(
-            rows=count,
-            vocabulary=vocabulary,
-            hidden=hidden.data_ptr(),
-            temperatures=temperatures.ctypes.data,
-            top_p=top_p.ctypes.data,
-            min_p=min_p.ctypes.data,
-            top_k=top_k.ctypes.data,
-            draws=draws.ctypes.data,
-            logits=logits.data_ptr(),
-            tokens=tokens.data_ptr(),
-            logprobs=logprobs.data_ptr(),
-            raw_logprobs=None,
-        )
+        count = len(hidden)
+        threads = self._threads_for(count * self._model.head.numel())
+        self._reserve_sampling(threads)
+        drawn = _Drawn(1, count, self._model.vocab_size)
+        hidden, columns, noise = hidden.contiguous(), _Columns(params), np.ascontiguousarray(draws)
+        draw = drawn.native(hidden, columns, noise)
         head = ctypes.byref(self._weights.head.native[0])
         self._library.etude_sample(
             ctypes.byref(draw), head, ctypes.c_int64(threads), pointer(self._sample_scratch)
         )
-        return tokens, logprobs
+        return drawn.tokens[0], drawn.logprobs[0]
+
+    def steps_ahead(self, num_rows: int) -> int:
+        """How many steps of so many decoding rows a call of `decode` may take at most: about a millisecond's,
+        so that whoever waits for its end does not notice."""
+        work = num_rows * (self._weights.work_per_row + self._model.head.numel())
+        return max(1, min(MAX_STEPS_AHEAD, WORK_AHEAD // work))
+
+    def decode(
+        self,
+        rows: StepRows,
+        params: Sequence[SamplingParams],
+        draws: NDArray[np.float64],
+        stops: Sequence[Collection[int]],
+    ) -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[Any]]:
+        """As many steps as `draws` [steps, N] has noise for, of N `rows` that are one each of N sequences;
+        fewer if one of them draws a token of its `stops`. The tables have places for all steps.
+
+        Returns the tokens and log-probabilities [taken, N] drawn after each of the `taken` steps, and the
+        routes [taken, N, MoE layers, top_k] of what each computed: the same bits as of single steps.
+        """
+        steps, count = draws.shape
+        work = self._weights.work_per_row + self._model.head.numel()
+        threads = self._threads_for(count * work)
+        self._reserve(count, threads)
+        self._reserve_sampling(threads)
+        hidden = torch.empty((count, self._model.config.hidden_size))
+        routes = self._empty_routes(steps, count)
+        step = self._step(rows, hidden, routes)
+        drawn, columns = _Drawn(steps, count, self._model.vocab_size), _Columns(params)
+        noise = np.ascontiguousarray(draws)
+        draw = drawn.native(hidden, columns, noise)
+        first_stops = np.cumsum([0, *map(len, stops)])
+        stop_tokens = np.array([token for row in stops for token in row], dtype=np.int64)
+        run = DecodeRun(steps, first_stops.ctypes.data, stop_tokens.ctypes.data)
+        tokens, positions = rows.tokens.copy(), rows.positions.copy()
+        taken = self._library.etude_decode(
+            ctypes.byref(self._weights.model),
+            self._weights.layers,
+            ctypes.byref(self._weights.head.native[0]),
+            ctypes.byref(step),
+            ctypes.byref(draw),
+            ctypes.byref(run),
+            ctypes.c_void_p(tokens.ctypes.data),
+            ctypes.c_void_p(positions.ctypes.data),
+            ctypes.c_int64(threads),
+            pointer(self._scratch),
+            pointer(self._sample_scratch),
+        )
+        return drawn.tokens[:taken].numpy(), drawn.logprobs[:taken].numpy(), routes[:taken]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See ForwardPass: of the same bits as those that `sample` draws from."""
@@ -130,9 +157,70 @@ class NativeForward:
         """Threads for so many multiplications."""
         return max(1, min(self._num_threads, work // MIN_WORK_PER_THREAD))
 
+    def _empty_routes(self, *leading: int) -> NDArray[Any]:
+        config = self._model.config
+        return np.empty((*leading, config.num_moe_layers, config.routes_per_token), dtype=config.route_dtype)
+
+    def _step(self, rows: StepRows, hidden: Tensor, routes: NDArray[Any]) -> Step:
+        """`hidden` and `routes`: what the native code writes to."""
+        return Step(
+            rows=len(rows.tokens),
+            max_pages=rows.tables.shape[1],
+            route_layers=self._model.config.num_moe_layers,
+            route_bytes=routes.itemsize,
+            tokens=rows.tokens.ctypes.data,
+            sequences=rows.sequence.ctypes.data,
+            positions=rows.positions.ctypes.data,
+            tables=rows.tables.ctypes.data,
+            hidden=hidden.data_ptr(),
+            routes=routes.ctypes.data,
+        )
+
     def _reserve(self, count: int, threads: int) -> None:
         needed = self._library.etude_scratch_bytes(
             ctypes.byref(self._weights.model), ctypes.c_int64(count), ctypes.c_int64(threads)
         )
         if len(self._scratch) < needed:
             self._scratch = aligned((needed,), torch.uint8)
+
+    def _reserve_sampling(self, threads: int) -> None:
+        vocabulary = ctypes.c_int64(self._model.vocab_size)
+        needed = self._library.etude_sample_floats(vocabulary, ctypes.c_int64(threads))
+        if len(self._sample_scratch) < needed:
+            self._sample_scratch = torch.empty(needed)
+
+
+class _Columns:
+    """What each row asks of its distribution, as native code reads it."""
+
+    def __init__(self, params: Sequence[SamplingParams]) -> None:
+        values = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+        self.temperatures, self.top_p, self.min_p = np.array(values, dtype=np.float32)
+        self.top_k = np.array([p.top_k for p in params], dtype=np.int64)
+
+
+class _Drawn:
+    """Where native code puts what it draws: for each of some steps, of N rows each."""
+
+    def __init__(self, steps: int, count: int, vocabulary: int) -> None:
+        self.tokens = torch.empty((steps, count), dtype=torch.int64)
+        self.logprobs = torch.empty((steps, count))
+        self._logits = torch.empty((count, vocabulary))
+
+    def native(self, hidden: Tensor, columns: _Columns, draws: NDArray[np.float64]) -> Draw:
+        """From `hidden` [N, width], with noise `draws` [steps, N]; all must outlive the call that uses it."""
+        count, vocabulary = self._logits.shape
+        return Draw(
+            rows=count,
+            vocabulary=vocabulary,
+            hidden=hidden.data_ptr(),
+            temperatures=columns.temperatures.ctypes.data,
+            top_p=columns.top_p.ctypes.data,
+            min_p=columns.min_p.ctypes.data,
+            top_k=columns.top_k.ctypes.data,
+            draws=draws.ctypes.data,
+            logits=self._logits.data_ptr(),
+            tokens=self.tokens.data_ptr(),
+            logprobs=self.logprobs.data_ptr(),
+            raw_logprobs=None,
+        )

@@ -1,4 +1,4 @@
-"""The structures that `forward.h` and `sampling.c` declare, field by field."""
+"""The structures that `forward.h`, `sampling.h` and `decode.c` declare, field by field."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Step(ctypes.Structure):
 
 
 class Draw(ctypes.Structure):
-    """`Draw` of sampling.c."""
+    """`Draw` of sampling.h."""
 
     _fields_: ClassVar = [
         ("rows", ctypes.c_int64),
@@ -101,4 +101,14 @@ class Draw(ctypes.Structure):
         ("tokens", ctypes.c_void_p),
         ("logprobs", ctypes.c_void_p),
         ("raw_logprobs", ctypes.c_void_p),
+    ]
+
+
+class DecodeRun(ctypes.Structure):
+    """`DecodeRun` of decode.c."""
+
+    _fields_: ClassVar = [
+        ("steps", ctypes.c_int64),
+        ("first_stops", ctypes.c_void_p),
+        ("stops", ctypes.c_void_p),
     ]

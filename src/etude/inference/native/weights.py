@@ -33,7 +33,15 @@ class NativeWeights:
         self.model = self._describe(model)
         self.layers = (Layer * model.config.num_layers)()
         for index, block in enumerate(model.blocks):
-            self.layers[index] = self._layer(cast(Block, block), index)
+            self.layers[index] = self._layer(cast(Block, block))
+        self.point_at_pages()
+
+    def point_at_pages(self) -> None:
+        """Lets every layer read and write its pages where the cache has them now."""
+        for index, layer in enumerate(self.layers):
+            layer.keys = self._cache.keys[index].data_ptr()
+            if self._cache.values is not None:
+                layer.values = self._cache.values[index].data_ptr()
 
     def _describe(self, model: LanguageModel) -> Model:
         config = model.config
@@ -68,19 +76,17 @@ class NativeWeights:
             described.shared_inner = config.n_shared_experts * described.expert_size
         return described
 
-    def _layer(self, block: Block, index: int) -> Layer:
+    def _layer(self, block: Block) -> Layer:
         layer = Layer(
             attention_norm=self._keep(block.attention_norm),
             experts_norm=self._keep(block.experts_norm),
             out=self._single(block.out),
-            keys=self._cache.keys[index].data_ptr(),
             route_layer=max(-1, block.route_layer),
         )
         if isinstance(block, LatentBlock):
             self._add_latent(layer, block)
         else:
             self._add_grouped(layer, cast(GroupedQueryBlock, block))
-            layer.values = cast(Tensor, self._cache.values)[index].data_ptr()
         if block.experts is None:
             mlp = cast(DenseMlp, block.mlp)
             layer.gate_up, layer.down = self._several([mlp.gate_up.t()]), self._several([mlp.down.t()])

@@ -121,13 +121,20 @@ class Router:
 
     # ---- requests -------------------------------------------------------------------------------
 
-    def place(self, session: str, now_s: float, pool: str = "serve") -> str:
+    def place(self, session: str, now_s: float, pool: str = "serve", beside: str | None = None) -> str:
         """Settles a session before its first request, where that request will probably go.
 
-        Raises NoReplicaError.
+        `beside`: a session with tokens of which it begins; it is settled where these are held. Raises
+        NoReplicaError.
         """
         known = self._session(session, now_s)
-        chosen = self._choose(self._candidates(Ask("", 0, 0, session, pool), ()), known)
+        candidates = self._candidates(Ask("", 0, 0, session, pool), ())
+        other = self._sessions.get(beside or "")
+        if known is not None and other is not None and other.replica in candidates:
+            self._attach(session, known, other.replica)
+            known.held_tokens = other.held_tokens
+            return other.replica.name
+        chosen = self._choose(candidates, known)
         if known is not None and known.replica is not chosen:
             self._attach(session, known, chosen)
         return chosen.name

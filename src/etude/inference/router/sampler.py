@@ -24,7 +24,7 @@ from etude.inference.router.members import HealthConfig, Members
 from etude.inference.router.policy import Router
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
 from etude.inference.versions import serves
-from etude.protocols import KvPolicy, Sampler, WeightSink
+from etude.protocols import BranchingSampler, KvPolicy, Sampler, WeightSink
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 
 
@@ -79,9 +79,16 @@ class RoutedSampler:
 
     def open(self, session_id: str) -> None:
         """See Sampler.open."""
+        self._place(session_id, None)
+
+    def open_beside(self, session_id: str, other: str) -> None:
+        """See BranchingSampler.open_beside."""
+        self._place(session_id, other)
+
+    def _place(self, session_id: str, beside: str | None) -> None:
         if session_id in self._open:
             raise SamplerError("session is open already", field="session_id", received=session_id)
-        self._settle(session_id, self.router.place(session_id, self._now(), self._pool))
+        self._settle(session_id, self.router.place(session_id, self._now(), self._pool, beside), beside)
 
     def close(self, session_id: str) -> None:
         """See Sampler.close."""
@@ -202,14 +209,18 @@ class RoutedSampler:
             if current is not None and current == self._current:
                 self.members.answered(name, self._clock, str(current))
 
-    def _settle(self, session_id: str, name: str) -> None:
+    def _settle(self, session_id: str, name: str, beside: str | None = None) -> None:
         """Opens a session where its next request goes, and closes it where it was."""
         home = self._open.get(session_id)
         if home == name:
             return
         if home is not None:
             self._replicas[home].close(session_id)
-        self._replicas[name].open(session_id)
+        replica = self._replicas[name]
+        if beside is not None and self._open.get(beside) == name and isinstance(replica, BranchingSampler):
+            replica.open_beside(session_id, beside)
+        else:
+            replica.open(session_id)
         self._open[session_id] = name
 
     def _ask(self, request: SampleRequest) -> Ask:

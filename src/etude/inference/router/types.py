@@ -82,6 +82,8 @@ class Replica:
     """The pool that it works for now: another than `home` while it is lent."""
     version: str | None = None
     """Name of the policy version that it serves; None until it has said."""
+    by_hand: bool = False
+    """Somebody has decided which pool it works for: no rule of lending moves it."""
     ready: bool = True
     """False: ejected, draining, or without a version. Nothing new goes there."""
     running: int = 0

@@ -59,11 +59,15 @@ def read_version(value: object, field: str) -> PolicyVersion:
 
 
 def _entry(row: Mapping[str, Any], field: str) -> TensorEntry:
-    shape = row.get("shape")
-    if not isinstance(shape, list) or not all(type(one) is int and one >= 0 for one in shape):
-        raise wrong(f"{field}.shape", shape, "a list of whole numbers")
+    shape, cuts = _numbers(row.get("shape"), f"{field}.shape"), _numbers(row.get("cuts", []), f"{field}.cuts")
     names = [text(row.get(name), f"{field}.{name}") for name in ("name", "dtype", "digest")]
-    return TensorEntry(names[0], tuple(shape), names[1], names[2])
+    return TensorEntry(names[0], shape, names[1], names[2], cuts)
+
+
+def _numbers(value: object, field: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(one) is int and one >= 0 for one in value):
+        raise wrong(field, value, "a list of whole numbers")
+    return tuple(value)
 
 
 def _object(value: object, field: str, known: set[str]) -> Mapping[str, Any]:
@@ -81,7 +85,7 @@ async def current(request: Request) -> Response:
         check_admin(request)
     except Exception as error:
         return refusal(state_of(request), "admin", error)
-    return JSONResponse({"version": _shown(state_of(request).sink.current())})
+    return JSONResponse({"version": shown(state_of(request).sink.current())})
 
 
 @router.post("/admin/weights")
@@ -107,7 +111,7 @@ async def _update(request: Request, staging: bool, activating: bool) -> Response
     try:
         check_admin(request)
         body = _object(await body_of(request), "body", _BODY_FIELDS)
-        kv = _kv_policy(body.get("kv", "keep"))
+        kv = kv_policy(body.get("kv", "keep"))
         if staging:
             manifest = read_manifest(body.get("manifest"))
             version = manifest.version
@@ -122,15 +126,17 @@ async def _update(request: Request, staging: bool, activating: bool) -> Response
         return refusal(state, "admin", refused)
     except Exception as error:
         return refusal(state, "admin", error)
-    return JSONResponse({"version": _shown(state.sink.current()), "staged": _shown(version)})
+    return JSONResponse({"version": shown(state.sink.current()), "staged": shown(version)})
 
 
-def _kv_policy(value: object) -> KvPolicy:
+def kv_policy(value: object) -> KvPolicy:
+    """What becomes of running answers' keys and values. Raises BadRequestError."""
     for one in get_args(KvPolicy):
         if value == one:
             return one
     raise wrong("kv", value, " or ".join(get_args(KvPolicy)))
 
 
-def _shown(version: PolicyVersion | None) -> dict[str, Any] | None:
+def shown(version: PolicyVersion | None) -> dict[str, Any] | None:
+    """A version as JSON values."""
     return None if version is None else asdict(version)

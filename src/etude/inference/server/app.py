@@ -9,7 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from starlette.exceptions import HTTPException
 
-from etude.inference.server import admin, routes
+from etude.inference.server import admin, loan_routes, routes
 from etude.inference.server.errors import document
 from etude.inference.server.requests import state_of
 from etude.inference.server.responding import refusal
@@ -37,6 +37,7 @@ def build_app(state: ServerState) -> FastAPI:
     app.state.serving = state
     app.include_router(routes.router)
     app.include_router(admin.router)
+    app.include_router(loan_routes.router)
     app.add_api_route("/health", _health)
     app.add_api_route("/ready", _ready)
     app.add_api_route("/metrics", _metrics)
@@ -59,6 +60,8 @@ async def _ready(request: Request) -> Response:
     version = state.sink.current()
     row = {"version": None if version is None else str(version), "pool": state.pool, **state.load()}
     row |= {"model": state.model.name, "draining": state.draining}
+    if state.loans is not None:
+        row |= {"loan": str(state.loans.state)}
     is_open = version is not None and not state.draining and state.engine.failure() is None
     return JSONResponse(row, 200 if is_open else 503)
 
@@ -72,6 +75,9 @@ async def _metrics(request: Request) -> Response:
     version = state.sink.current()
     if version is not None:
         gauges["etude_serve_policy_step"] = float(version.step)
+    if state.loans is not None:
+        gauges["etude_serve_lent"] = float(state.loans.loan is not None)
+        gauges["etude_serve_last_return_seconds"] = state.loans.last_return_s
     return PlainTextResponse(state.metrics.text({**gauges, **await state.engine.gauges()}))
 
 

@@ -12,6 +12,8 @@ from etude.tokens.chat.errors import ContextLengthError
 __all__ = [
     "BodyTooLargeError",
     "ForbiddenError",
+    "LoanConflictError",
+    "LoanOverError",
     "NoSuchAnswerError",
     "NoSuchModelError",
     "RateLimitError",
@@ -46,6 +48,14 @@ class VersionNotServedError(UserError):
     """A request pinned to a policy version that is not in service, or was replaced during the answer."""
 
 
+class LoanOverError(UserError):
+    """What a borrower asks of a loan that has ended, or never was."""
+
+
+class LoanConflictError(UserError):
+    """What a loan does not allow as things stand: a second one, tokens before its first version."""
+
+
 class _LaterError(EtudeError):
     """Something that may go well after `retry_after_s` seconds."""
 
@@ -77,6 +87,8 @@ _KINDS: tuple[tuple[type[EtudeError], int, str, str | None], ...] = (
     (NoSuchModelError, 404, "invalid_request_error", "model_not_found"),
     (NoSuchAnswerError, 404, "invalid_request_error", "answer_not_found"),
     (VersionNotServedError, 409, "invalid_request_error", "version_not_served"),
+    (LoanConflictError, 409, "invalid_request_error", "lent"),
+    (LoanOverError, 410, "invalid_request_error", "loan_over"),
     (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
     (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
     (UserError, 400, "invalid_request_error", None),

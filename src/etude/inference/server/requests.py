@@ -59,13 +59,14 @@ async def body_of(request: Request) -> dict[str, Any]:
 async def with_body(request: Request, work: Callable[[dict[str, Any]], T]) -> T:
     """What `work` makes of a request's JSON object; of a large one in a thread, since a long conversation
     takes its time to parse and to encode. Raises BodyTooLargeError, BadRequestError, what `work` raises."""
-    data = await _data_of(request)
+    data = await data_of(request)
     if len(data) < _LARGE_BYTES:
         return work(parse_body(data))
     return await asyncio.to_thread(lambda: work(parse_body(data)))
 
 
-async def _data_of(request: Request) -> bytes:
+async def data_of(request: Request) -> bytes:
+    """The body of a request. Raises BodyTooLargeError."""
     limit = state_of(request).limits.body_bytes
     fix = f"send at most {limit} bytes"
     declared = request.headers.get("content-length", "")

@@ -15,6 +15,7 @@ from etude.inference.server.errors import UnavailableError, VersionNotServedErro
 from etude.inference.server.histories import ChatFrames
 from etude.inference.server.leases import Leases
 from etude.inference.server.limits import Key, Keys
+from etude.inference.server.loans import LoanDesk
 from etude.inference.server.metrics import ServeMetrics
 from etude.inference.server.schema import ServedModel
 from etude.inference.server.side_channel import ChoiceRecorder, SideChannel, encode
@@ -71,6 +72,9 @@ class EngineView:
     """By metric name, for `/metrics`."""
     failure: Callable[[], BaseException | None] = lambda: None
     """Why it will never answer again; None while it works."""
+    usage: Callable[[], Awaitable[Mapping[str, float]]] = _nothing
+    """What it has done so far, for a run that it is lent to: counters and seconds, by their names in
+    EngineCounters and ServiceTimes."""
 
 
 class ServerState:
@@ -86,9 +90,10 @@ class ServerState:
         admin_token: str = "",
         pool: str = "serve",
         engine: EngineView | None = None,
+        loans: LoanDesk | None = None,
     ) -> None:
         """`admin_token` opens the routes of weights; empty: nothing does. `pool`: which pool this replica is
-        in, for the router."""
+        in, for the router. `loans`: lends it to training runs, and is then its `sink` as well."""
         self.model = model
         self.sampler = sampler
         self.sink = sink
@@ -102,8 +107,11 @@ class ServerState:
         self.channel = SideChannel(self.limits.side_channel_s, self.limits.side_channel_bytes)
         self.leases = Leases(sampler, self.limits.idle_s, self.limits.conversations)
         self.answering = Answering(sampler, self.leases, pool, self.limits.answer_s)
+        self.loans = loans
         self.draining = False
         self.live: set[LiveRequest] = set()
+        if loans is not None:
+            loans.watch_users(self.until_no_user, self.leases.close)
 
     def version(self) -> PolicyVersion:
         """The version in service. Raises UnavailableError where requests cannot be answered now."""
@@ -111,6 +119,8 @@ class ServerState:
             raise UnavailableError("the server is about to end", fix="send the request to another replica")
         if (failure := self.engine.failure()) is not None:
             raise UnavailableError("the engine has failed", received=repr(failure), retry_after_s=30)
+        if self.loans is not None:
+            self.loans.check_home()
         version = self.sink.current()
         if version is None:
             raise UnavailableError(
@@ -131,6 +141,11 @@ class ServerState:
         request = LiveRequest(self, answer, key, asked)
         self.live.add(request)
         return request
+
+    async def until_no_user(self) -> None:
+        """Waits until no answer is under way."""
+        while self.live:
+            await next(iter(self.live)).gone.wait()
 
     @property
     def num_answers(self) -> int:
@@ -168,6 +183,8 @@ class LiveRequest:
     key: Key
     asked: Asked
     began_s: float = field(default_factory=time.monotonic)
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the request has ended."""
     _sampled: dict[int, int] = field(default_factory=dict[int, int])
     """Tokens of each answer that has begun."""
     _last_s: dict[int, float] = field(default_factory=dict[int, float])
@@ -225,6 +242,7 @@ class LiveRequest:
             self.key.leave(len(self.answer.jobs))
             self.state.metrics.count("cached_tokens", self.answer.usage.cached_tokens)
             self.state.live.discard(self)
+            self.gone.set()
 
     def _measure(self, event: Event) -> None:
         if isinstance(event, Ended):

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from etude.config import ModelConfig
 from etude.config.engine import VllmConfig
 from etude.errors import ConfigError
 from etude.inference.vllm.replica import Replica
@@ -23,20 +22,20 @@ from etude.inference.vllm.servers import (
 
 def make_vllm_sampler(
     config: VllmConfig,
-    model: ModelConfig | None = None,
     *,
+    routed: bool | None = None,
     dtype: str = "auto",
     max_tokens: int = 0,
     has_tokenizer: bool = False,
 ) -> VllmSampler:
     """A sampler that starts nothing before its first `stage`; use it as an async context manager.
 
-    `model`: decides whether there are routes to record; None where the architecture is not ours. `dtype`: in
-    which vLLM computes. `max_tokens`: of a session, 0: as many as the model can; a server that is started
-    keeps room for no more. Raises ConfigError.
+    `routed`: whether the model is a mixture of experts, whose routes are to be recorded; None where that is
+    not known, and a CPU's vLLM then looks. `dtype`: in which vLLM computes. `max_tokens`: of a session, 0: as
+    many as the model can; a server that is started keeps room for no more. Raises ConfigError.
     """
     check_vllm(config)
-    has_routes = config.record_routes and (model is None or model.num_moe_layers > 0)
+    has_routes = config.record_routes and routed is not False
     on_gpu = torch.cuda.is_available()
     length = ("--max-model-len", str(max_tokens)) if max_tokens else ()
     return VllmSampler(
@@ -45,7 +44,7 @@ def make_vllm_sampler(
                 config,
                 ["--dtype", dtype, *length, *config.arguments],
                 on_gpu=on_gpu,
-                has_routes=has_routes and model is not None,
+                has_routes=has_routes and routed is True,
             ),
             # On GPUs vLLM records them itself, and sends them with its answers.
             capture_routes=has_routes and not (on_gpu and config.python),

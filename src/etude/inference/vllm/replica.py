@@ -18,14 +18,14 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
-from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.errors import EtudeError, SamplerError, WeightUpdateError
 from etude.inference.vllm.activations import Activation, History
-from etude.inference.vllm.answers import Part, read_part
+from etude.inference.vllm.answers import Part
+from etude.inference.vllm.asking import Abilities, greet, score_tokens
 from etude.inference.vllm.client import VllmClient
 from etude.inference.vllm.probes import Deviation, Probe, check_probe
 from etude.inference.vllm.servers import VllmServer
@@ -54,17 +54,6 @@ class UpdateTimes:
     """From one step to the next before that, on median."""
     probe_s: float = 0.0
     """Until the probe agreed; meanwhile vLLM samples, and what it samples is held back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """What the worker extension says of its vLLM."""
-
-    dtype: str
-    max_tokens: int
-    vocab_size: int
-    captures: bool
-    """Whether routes are to be had from `etude_take_routes`."""
 
 
 def reference_probe(directory: Path) -> Probe:
@@ -162,7 +151,7 @@ class Replica:
 
     async def score(self, tokens: NDArray[np.int32], name: str) -> Part:
         """vLLM's own log-probabilities of `tokens`; the request is called `name`. Raises SamplerError."""
-        return await self._score(await self.client(), tokens, name)
+        return await score_tokens(await self.client(), tokens, name, self._load_timeout_s)
 
     # ---- inside ---------------------------------------------------------------------------------
 
@@ -254,7 +243,7 @@ class Replica:
         """Raises WeightUpdateError unless vLLM computes what a freshly loaded model does."""
         assert snapshot.probe is not None and self.abilities is not None
         began = time.perf_counter()
-        part = await self._score(client, snapshot.probe.tokens, "")
+        part = await score_tokens(client, snapshot.probe.tokens, "", self._load_timeout_s)
         self.times.probe_s = time.perf_counter() - began
         if self.requests:
             gap = await client.call_workers("etude_gap") or {}
@@ -273,28 +262,6 @@ class Replica:
             self._tolerance,
         )
 
-    async def _score(self, client: VllmClient, tokens: NDArray[np.int32], name: str) -> Part:
-        body = {
-            "request_id": name or f"etude-{uuid4().hex}",
-            "token_ids": tokens.tolist(),
-            "sampling_params": {
-                "max_tokens": 1,
-                "temperature": 1.0,
-                "prompt_logprobs": 0,
-                "detokenize": False,
-                "ignore_eos": True,
-            },
-            "cache_salt": uuid4().hex,
-        }
-        try:
-            async with asyncio.timeout(self._load_timeout_s):
-                part = read_part(await client.generate(body), 0)
-        except TimeoutError:
-            raise SamplerError("vLLM did not score in time", received=f"{self._load_timeout_s:g} s") from None
-        if part.prompt_logprobs is None or len(part.prompt_logprobs) != len(tokens):
-            raise SamplerError("vLLM did not score the tokens", received=part.finish)
-        return part
-
     def _put_into_service(self, snapshot: Snapshot, activation: Activation) -> None:
         self.history.note(activation)
         self._served, self._held = snapshot, snapshot
@@ -308,7 +275,7 @@ class Replica:
         url = await self._server.start(snapshot.directory)
         client = VllmClient(url, self._server.key)
         try:
-            await self._greet(client)
+            self.abilities = await greet(client, capture_routes=self._capture)
             if not self._server.loads_at_start:
                 await client.pause()
                 await self._load(client, snapshot)
@@ -320,22 +287,6 @@ class Replica:
             raise
         self._client, self._held = client, snapshot
         self._watcher = asyncio.create_task(self._watch())
-
-    async def _greet(self, client: VllmClient) -> None:
-        answer = await client.call_workers("etude_prepare", "yes" if self._capture else "no")
-        if not isinstance(answer, dict) or "dtype" not in answer:
-            raise SamplerError(
-                "vLLM's workers lack Étude's extension",
-                field="engine.vllm",
-                received=answer,
-                fix="start it with --worker-extension-cls etude_vllm_worker.EtudeWorker",
-            )
-        self.abilities = Abilities(
-            str(answer["dtype"]),
-            int(answer["max_tokens"]),
-            int(answer["vocab_size"]),
-            bool(answer["captures"]),
-        )
 
     async def _go_back(self) -> None:
         """After a refused update: the server begins again with what was served before."""

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from etude.errors import SamplerError
 from etude.inference.vllm.answers import Finish, Part, Routes, read_part, read_routes
+from etude.inference.vllm.asking import Abilities
 from etude.inference.vllm.client import VllmClient
-from etude.inference.vllm.replica import Abilities, Replica
+from etude.inference.vllm.replica import Replica
 from etude.inference.vllm.requests import Running, check_request
 from etude.inference.vllm.sessions import Sessions
 from etude.protocols import KvPolicy

@@ -2,8 +2,14 @@
 
 GET    /router/replicas               all of them, with their state
 POST   /router/replicas               {"url": ..., "pool": ...}: one joins
-PATCH  /router/replicas/NAME          {"pool": ...}: it works for that pool from now on
+PATCH  /router/replicas/NAME          {"pool": ...}: it belongs to that pool from now on
 DELETE /router/replicas/NAME          it finishes what it has begun, and leaves
+POST   /router/replicas/NAME/lend     {"pool": ...}: it works for that pool until it is recalled, by hand
+POST   /router/replicas/NAME/recall   it works for its own pool, by hand; answers when it serves again
+POST   /router/replicas/NAME/release  the rules of lending decide again
+GET    /router/borrowers              the runs that borrow replicas
+PUT    /router/borrowers/NAME         {"pool", "wanted", "lease_s", ...}: a run checks in; answers its loans
+DELETE /router/borrowers/NAME         a run wants nothing more
 GET    /router/arms                   shares of the sessions by version
 PUT    /router/arms                   {"run@7": 0.9, "run@8": 0.1}; {} gives all versions alike
 """
@@ -18,8 +24,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from etude.errors import UserError
+from etude.errors import ConfigError, UserError
+from etude.inference.router.borrowing import Borrower
 from etude.inference.router.members import Member
+from etude.inference.router.server.loans import LoanKeeper
 from etude.inference.router.server.proxy import Proxy, ReplicaAddress
 
 _LOOPBACK = ("127.0.0.1", "::1")
@@ -63,6 +71,44 @@ async def move_replica(request: Request, name: str) -> Response:
     return JSONResponse(_row(proxy, name, proxy.members.members[name]))
 
 
+@router.post("/replicas/{name}/lend")
+async def lend_replica(request: Request, name: str) -> Response:
+    """A replica works for another pool until somebody recalls it."""
+    proxy = _proxy_of(request)
+    _check_known(proxy, name)
+    pool = _text(await _body_of(request, {"pool"}), "pool")
+    _set_by_hand(proxy, name, pool)
+    return JSONResponse(_row(proxy, name, proxy.members.members[name]))
+
+
+@router.post("/replicas/{name}/recall")
+async def recall_replica(request: Request, name: str) -> Response:
+    """A replica works for its own pool again, and is not lent until somebody does, or releases it."""
+    proxy = _proxy_of(request)
+    _check_known(proxy, name)
+    _set_by_hand(proxy, name, proxy.router.replicas[name].home)
+    if proxy.loans is not None:
+        await proxy.loans.until_home(name)
+        _check_known(proxy, name)
+    return JSONResponse(_row(proxy, name, proxy.members.members[name]))
+
+
+@router.post("/replicas/{name}/release")
+async def release_replica(request: Request, name: str) -> Response:
+    """The rules of lending decide over a replica again."""
+    proxy = _proxy_of(request)
+    _check_known(proxy, name)
+    proxy.router.replicas[name].by_hand = False
+    return JSONResponse(_row(proxy, name, proxy.members.members[name]))
+
+
+def _set_by_hand(proxy: Proxy, name: str, pool: str) -> None:
+    proxy.router.replicas[name].by_hand = True
+    if proxy.router.replicas[name].pool != pool:
+        proxy.router.lend(name, pool)
+        proxy.metrics.count("etude_router_moves", pool=pool)
+
+
 @router.delete("/replicas/{name}")
 async def remove_replica(request: Request, name: str) -> Response:
     """A replica is drained, and leaves."""
@@ -96,9 +142,93 @@ async def set_arms(request: Request) -> Response:
     return JSONResponse(proxy.router.arms)
 
 
-def _proxy_of(request: Request) -> Proxy:
-    """The proxy, for those who may change it. Raises AdminError."""
-    _check_admin(request)
+# ---- runs that borrow ---------------------------------------------------------------------------
+
+_BORROWER_FIELDS = {"pool", "wanted", "lease_s", "load_tokens", "refused", "over"}
+
+
+@router.get("/borrowers")
+async def borrowers(request: Request) -> Response:
+    """The runs that borrow replicas, and what they have."""
+    keeper = _keeper_of(_proxy_of(request))
+    rows = [
+        {
+            "name": one.name,
+            "pool": one.pool,
+            "wanted": one.wanted,
+            "load_tokens": one.load_tokens,
+            "replicas": [loan.replica for loan in keeper.books.granted(one.name)],
+        }
+        for one in keeper.books.borrowers.values()
+    ]
+    return JSONResponse({"borrowers": rows, "last_recall_s": keeper.last_recall_s})
+
+
+@router.put("/borrowers/{name}")
+async def check_in(request: Request, name: str) -> Response:
+    """A run says what it wants, and learns what it has."""
+    proxy = _proxy_of(request, borrowing=True)
+    keeper = _keeper_of(proxy)
+    body = await _body_of(request, _BORROWER_FIELDS)
+    lease_s = _number(body, "lease_s", 15.0)
+    keeper.books.check_in(
+        Borrower(
+            name,
+            _text(body, "pool"),
+            int(_number(body, "wanted", 0.0)),
+            min(max(lease_s, 0.1), 3600.0),
+            time.monotonic(),
+            _number(body, "load_tokens", 0.0),
+            _names(body, "refused"),
+            _names(body, "over"),
+        )
+    )
+    keeper.tick(time.monotonic())
+    loans = [
+        {"id": one.id, "replica": one.replica, "url": proxy.addresses[one.replica].url, "token": one.token}
+        for one in keeper.books.granted(name)
+        if one.replica in proxy.addresses
+    ]
+    return JSONResponse({"loans": loans})
+
+
+@router.delete("/borrowers/{name}")
+async def check_out(request: Request, name: str) -> Response:
+    """A run gives all back."""
+    keeper = _keeper_of(_proxy_of(request, borrowing=True))
+    known = keeper.books.leave(name)
+    keeper.tick(time.monotonic())
+    return JSONResponse({"name": name, "known": known})
+
+
+def _keeper_of(proxy: Proxy) -> LoanKeeper:
+    if proxy.loans is None:
+        raise ConfigError(
+            "this router lends no replicas to runs", field="path", fix="start it with --replica-token-file"
+        )
+    return proxy.loans
+
+
+def _names(body: dict[str, Any], field: str) -> frozenset[str]:
+    value = body.get(field, [])
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        raise UserError("must be a list of names", field=field, received=value, fix="mend it")
+    return frozenset(value)
+
+
+def _number(body: dict[str, Any], field: str, default: float) -> float:
+    value = body.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise UserError("must be a number from 0 on", field=field, received=value, fix="mend it")
+    return float(value)
+
+
+# ---- rights and bodies --------------------------------------------------------------------------
+
+
+def _proxy_of(request: Request, *, borrowing: bool = False) -> Proxy:
+    """The proxy, for those who may change it, or with `borrowing` may borrow. Raises AdminError."""
+    _check_admin(request, request.app.state.borrower_token if borrowing else None)
     return request.app.state.proxy
 
 
@@ -110,6 +240,8 @@ def _row(proxy: Proxy, name: str, member: Member) -> dict[str, Any]:
         "state": str(member.state),
         "pool": replica.pool,
         "home": replica.home,
+        "by_hand": replica.by_hand,
+        "borrower": _borrower_of(proxy, name),
         "version": replica.version,
         "running": replica.running,
         "outstanding_tokens": replica.work,
@@ -117,6 +249,11 @@ def _row(proxy: Proxy, name: str, member: Member) -> dict[str, Any]:
         "next_probe_s": round(max(0.0, member.next_probe_s - time.monotonic()), 3),
         "cause": member.cause,
     }
+
+
+def _borrower_of(proxy: Proxy, name: str) -> str | None:
+    loan = proxy.loans.books.lent.get(name) if proxy.loans is not None else None
+    return loan.borrower if loan is not None else None
 
 
 def _check_known(proxy: Proxy, name: str) -> None:
@@ -149,12 +286,13 @@ def _text(body: dict[str, Any], field: str) -> str:
     return value
 
 
-def _check_admin(request: Request) -> None:
-    """Raises AdminError."""
+def _check_admin(request: Request, other: str | None = None) -> None:
+    """Raises AdminError. `other`: a token that does as well here."""
     token: str | None = request.app.state.admin_token
-    if token is not None:
+    if token is not None or other is not None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(given.encode("utf-8", "surrogatepass"), token.encode()):
+        found = given.encode("utf-8", "surrogatepass")
+        if not any(hmac.compare_digest(found, one.encode()) for one in (token, other) if one is not None):
             raise AdminError("the admin token is missing or wrong", field="authorization")
         return
     if not _is_local(request):

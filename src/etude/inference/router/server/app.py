@@ -40,11 +40,15 @@ class LargeBodyError(UserError):
 
 
 def build_app(
-    proxy: Proxy, replicas: Sequence[ReplicaAddress] = (), admin_token: str | None = None
+    proxy: Proxy,
+    replicas: Sequence[ReplicaAddress] = (),
+    admin_token: str | None = None,
+    borrower_token: str | None = None,
 ) -> FastAPI:
     """The application. Keys are the replicas' business: `authorization` goes on to them.
 
     `admin_token`: who shows it may change the router's tables; None: whoever asks from this machine.
+    `borrower_token`: who shows it may borrow replicas, and no more.
 
     Raises ConfigError for a replica that is named twice.
     """
@@ -66,6 +70,7 @@ def build_app(
     app = FastAPI(title="Étude router", version=etude.__version__, lifespan=lifespan, openapi_url=None)
     app.state.proxy = proxy
     app.state.admin_token = admin_token
+    app.state.borrower_token = borrower_token
     app.add_api_route("/health", _health, methods=["GET"], name="health")
     app.add_api_route("/ready", _ready, methods=["GET"], name="ready")
     app.add_api_route("/metrics", _metrics, methods=["GET"], name="metrics")
@@ -193,6 +198,10 @@ async def _metrics(request: Request) -> Response:
         gauges["etude_router_replica_running", labels] = replica.running
         gauges["etude_router_replica_outstanding_tokens", labels] = replica.work
         gauges["etude_router_replica_sessions", labels] = len(replica.sessions)
+    if proxy.loans is not None:
+        gauges["etude_router_lent", ()] = len(proxy.loans.books.lent)
+        gauges["etude_router_borrowers", ()] = len(proxy.loans.books.borrowers)
+        gauges["etude_router_last_recall_seconds", ()] = proxy.loans.last_recall_s
     gauges["etude_router_spills", ()] = proxy.router.spills
     gauges["etude_router_ejections", ()] = proxy.members.ejections
     return PlainTextResponse(proxy.metrics.text(gauges))

@@ -1,4 +1,5 @@
-"""Probes replicas, lets go of drained ones, lends them between pools: the proxy's only background task."""
+"""Probes replicas, lets go of drained ones, lends them to other pools and to runs: the proxy's only
+background task."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ from typing import Any
 
 import httpx
 
-from etude.inference.router.members import MemberState
 from etude.inference.router.pools import DAY_S
 from etude.inference.router.server.proxy import Proxy
 
@@ -29,9 +29,13 @@ async def watch(proxy: Proxy) -> None:
                     probing[name] = asyncio.create_task(probe(proxy, name))
             for name in proxy.members.sweep():
                 proxy.addresses.pop(name, None)
-            for move in proxy.lender.moves(proxy.router.replicas.values(), now_s, time.time() % DAY_S):
+            loads = proxy.loans.books.loads() if proxy.loans is not None else None
+            every = proxy.router.replicas.values()
+            for move in proxy.lender.moves(every, now_s, time.time() % DAY_S, loads):
                 proxy.router.lend(move.replica, move.pool)
                 proxy.metrics.count("etude_router_moves", pool=move.pool)
+            if proxy.loans is not None:
+                proxy.loans.tick(now_s)
             if now_s - expired_s >= _EXPIRE_S:
                 proxy.router.expire(now_s)
                 expired_s = now_s
@@ -56,7 +60,9 @@ async def probe(proxy: Proxy, name: str) -> None:
     said = _document(response) if response.status_code == 200 else {}
     member = proxy.members.members.get(name)
     pool = said.get("pool")
-    if member is not None and address.pool is None and member.state is MemberState.JOINING and pool:
+    # Only the first time: one that comes home from a loan is in the pool that the router has put it into.
+    is_new = member is not None and proxy.router.replicas[name].version is None
+    if is_new and address.pool is None and pool:
         proxy.router.move(name, str(pool))
     proxy.members.answered(name, time.monotonic(), _version(said.get("version")))
 

@@ -25,6 +25,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = DEFAULT_PORT,
     admin_token: str | None = None,
+    borrower_token: str | None = None,
     replicas_check_keys: bool = False,
     drain_s: float = 60.0,
     certificate: Path | None = None,
@@ -41,7 +42,7 @@ def serve(
         "other hosts can reach this address, and the router checks no keys",
         "let the replicas check keys and say so",
     )
-    app = build_app(proxy, replicas, admin_token)
+    app = build_app(proxy, replicas, admin_token, borrower_token)
 
     def begin() -> None:
         proxy.draining = True

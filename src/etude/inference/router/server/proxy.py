@@ -26,6 +26,7 @@ from etude.inference.router.policy import Router
 from etude.inference.router.pools import Lender
 from etude.inference.router.server.events import EventGuard, error_event, usage_in
 from etude.inference.router.server.hints import Hints
+from etude.inference.router.server.loans import LoanKeeper
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
 from etude.sandbox.server.metrics import Labels, Metrics
 
@@ -57,8 +58,12 @@ class ReplicaAddress:
     pool: str | None = None
 
     def __post_init__(self) -> None:
-        parsed = httpx.URL(self.url)
-        if parsed.scheme not in ("http", "https") or not parsed.host:
+        try:
+            parsed = httpx.URL(self.url)
+            is_address = parsed.scheme in ("http", "https") and bool(parsed.host)
+        except httpx.InvalidURL:
+            is_address = False
+        if not is_address:
             raise ConfigError(
                 "is no address", field="replica", received=self.url, fix="give http://HOST:PORT"
             )
@@ -115,7 +120,9 @@ class Proxy:
         health: HealthConfig | None = None,
         arms: Mapping[str, float] | None = None,
         lender: Lender | None = None,
+        replica_token: str = "",
     ) -> None:
+        """`replica_token`: the replicas' administrators'; without it none is lent to a run."""
         self.config = config or ProxyConfig()
         self.router = Router(routing, arms)
         self.members = Members(self.router, health)
@@ -128,6 +135,7 @@ class Proxy:
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
             trust_env=False,
         )
+        self.loans = LoanKeeper(self, replica_token) if replica_token else None
         self._places: OrderedDict[str, str] = OrderedDict()
         """Path of an answer's side channel -> the replica that has it."""
 
@@ -139,6 +147,8 @@ class Proxy:
 
     async def close(self) -> None:
         """Closes the connections."""
+        if self.loans is not None:
+            await self.loans.close()
         await self.http.aclose()
 
     # ---- attempts -------------------------------------------------------------------------------

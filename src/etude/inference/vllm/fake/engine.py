@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from etude.model import LanguageModel, PackedAttention, RecordedRoutes
+from etude.model import PackedAttention
 from etude.model.loading import AnyModel, load_any_model
 
 Fault = Literal["load_fails", "loads_nothing", "loads_half", "abort_midway", "dies_when_sampling"]
@@ -108,14 +108,13 @@ class FakeEngine:
 
     def _prepare(self, capture: bool) -> dict[str, Any]:
         model = self.model
-        routed = isinstance(model, LanguageModel) and model.config.num_moe_layers > 0
-        longest = model.config.max_positions if isinstance(model, LanguageModel) else model.max_positions
+        routed = model.num_experts > 0
         return {
             "device": "cpu",
-            "expert_layers": 1 if routed else 0,
+            "expert_layers": model.routes_shape[0],
             "captures": capture and routed,
             "dtype": "float32",
-            "max_tokens": longest,
+            "max_tokens": model.max_positions,
             "vocab_size": model.vocab_size,
         }
 
@@ -138,11 +137,10 @@ class FakeEngine:
         if "dies_when_sampling" in self.faults:
             raise RuntimeError("the engine died, as it was told to")
         ids = torch.tensor([*job.prompt, *job.sampled])
-        recorder = RecordedRoutes.of(self.model.config) if isinstance(self.model, LanguageModel) else None
+        recorder = self.model.recorder()
         hidden = self.model(ids, torch.arange(len(ids)), PackedAttention([len(ids)]), recorder)
         logits = self.model.logits(hidden)
-        if recorder is not None:
-            self._keep_routes(job, recorder.take(len(ids)).numpy())
+        self._keep_routes(job, recorder.take(len(ids)).numpy())
         if "prompt_logprobs" in job.params and job.prompt_logprobs is None:
             scores = logits.log_softmax(-1)
             rows = [float(scores[place - 1, token]) for place, token in enumerate(job.prompt) if place]

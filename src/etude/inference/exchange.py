@@ -1,0 +1,146 @@
+"""A sampler for clients in other processes: what they say and what they are told goes in batches.
+
+    client ──exchange([open, stream, close, abort, ...])──> Exchange ──> Sampler
+           <──────────────── poll() -> [chunks, ends, errors, ...] ────────┘
+
+One message per token, or per session, would cost more than small models take to compute: a batch holds as
+many sessions as have something to say at the time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from etude.config import ModelConfig
+from etude.errors import EtudeError, SamplerError
+from etude.observe import versions
+from etude.protocols import BranchingSampler, Sampler
+from etude.records import SampleChunk, SampleRequest
+
+Command = (
+    tuple[Literal["open", "close", "abort"], str]
+    | tuple[Literal["stream"], SampleRequest]
+    | tuple[Literal["beside"], tuple[str, str]]
+)
+"""What the client wants: of a session, of a request, of a session that has left another one."""
+Event = tuple[str, SampleChunk | EtudeError | None]
+"""What the client is told of a request; None or an error ends it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What a process computes with. Two that differ do not give a token the same bits, or do not fit at
+    all."""
+
+    machine: str
+    byte_order: str
+    versions: dict[str, str]
+    model: str
+    """The architecture, as configured."""
+
+    @staticmethod
+    def here(model: ModelConfig) -> Build:
+        """This process's."""
+        return Build(platform.machine(), sys.byteorder, versions(), model.model_dump_json())
+
+
+class Exchange:
+    """One client's side of a sampler. For one event loop."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._events: list[Event] = []
+        self._filled = asyncio.Event()
+        self._sessions: set[str] = set()
+        """Open for this client."""
+        self._streams: dict[str, asyncio.Task[None]] = {}
+        """By request."""
+
+    def exchange(self, commands: Sequence[Command]) -> None:
+        """Does what the client wants, in its order. How requests go is told by `poll`."""
+        for command in commands:
+            match command:
+                case ("open", str(session)):
+                    self._sampler.open(session)
+                    self._sessions.add(session)
+                case ("beside", (str(session), str(other))):
+                    if isinstance(self._sampler, BranchingSampler):
+                        self._sampler.open_beside(session, other)
+                    else:
+                        self._sampler.open(session)
+                    self._sessions.add(session)
+                case ("close", str(session)):
+                    self._sampler.close(session)
+                    self._sessions.discard(session)
+                case ("abort", str(request_id)):
+                    self._sampler.abort(request_id)
+                case ("stream", SampleRequest() as request):
+                    task = asyncio.create_task(self._stream(request))
+                    self._streams[request.id] = task
+                    task.add_done_callback(lambda done, name=request.id: self._forget(name, done))
+                case _:
+                    raise AssertionError(f"no such command: {command}")
+
+    def refuse(self, commands: Sequence[Command], error: EtudeError) -> None:
+        """Answers requests with an error; what else the client wants no longer matters."""
+        for _, value in commands:
+            if isinstance(value, SampleRequest):
+                self._tell(value, error)
+
+    async def poll(self) -> list[Event]:
+        """What there is to tell the client; waits until there is something."""
+        await self._filled.wait()
+        self._filled.clear()
+        events, self._events = self._events, []
+        return events
+
+    async def wait(self) -> None:
+        """Waits until there is something to tell."""
+        await self._filled.wait()
+
+    @property
+    def has_events(self) -> bool:
+        """Whether `poll` would not wait."""
+        return self._filled.is_set()
+
+    async def end(self, within_s: float = 5.0) -> None:
+        """Aborts what is in flight, whose tokens so far the client is still told, and closes its sessions.
+
+        `within_s`: what has not ended by then is cancelled.
+        """
+        for request_id in list(self._streams):
+            self._sampler.abort(request_id)
+        tasks = list(self._streams.values())
+        if tasks:
+            await asyncio.wait(tasks, timeout=within_s)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for session in self._sessions:
+            self._sampler.close(session)
+        self._sessions.clear()
+
+    async def _stream(self, request: SampleRequest) -> None:
+        try:
+            async for chunk in self._sampler.stream(request):
+                self._tell(request, chunk)
+        except EtudeError as error:
+            self._tell(request, error)
+        except Exception as error:  # a defect, which the client must not wait for
+            self._tell(request, SamplerError("the engine failed", received=repr(error)))
+            raise
+        else:
+            self._tell(request, None)
+
+    def _forget(self, request_id: str, done: asyncio.Task[None]) -> None:
+        if self._streams.get(request_id) is done:
+            del self._streams[request_id]
+
+    def _tell(self, request: SampleRequest, item: SampleChunk | EtudeError | None) -> None:
+        self._events.append((request.id, item))
+        self._filled.set()

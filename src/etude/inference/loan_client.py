@@ -1,0 +1,177 @@
+"""A replica that is lent to a run, as the run's engine: a Handle over HTTP.
+
+It answers what an engine in a process of its own does (begin, exchange, poll, stage, activate, score, pulse),
+so that to those who sample it is one engine more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import uuid
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import httpx
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.errors import InfrastructureError, PartLostError, SamplerError
+from etude.inference import wire
+from etude.inference.exchange import Command, Event
+from etude.inference.headers import CLIENT_HEADER
+from etude.protocols import KvPolicy
+from etude.records import PolicyVersion, Scores, WeightManifest
+
+_CONNECT_S = 5.0
+_SILENT_S = 30.0
+"""Of a call that should take no time; three times as long as an empty poll waits."""
+_END_S = 5.0
+_RENEWALS = 3.0
+"""In the time of a lease."""
+
+
+class LoanEndedError(PartLostError):
+    """The replica was called home."""
+
+
+class LoanHandle:
+    """Implements Handle. Use within one event loop; a copy that is pickled is a client of its own.
+
+    `begin` keeps the loan alive from then on, until `stop` or `kill`.
+    """
+
+    node = ""
+    """See Handle.node. No machine of the run's: nothing is ever started there."""
+
+    def __init__(self, url: str, token: str, store: str) -> None:
+        """`url`: of the replica. `token`: of the loan. `store`: where it finds the run's weights."""
+        self.url = url.rstrip("/")
+        self._token = token
+        self._store = store
+        self._name = uuid.uuid4().hex[:16]
+        self._http: httpx.AsyncClient | None = None
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._renewing: asyncio.Task[None] | None = None
+        self._closing: asyncio.Future[None] | None = None
+        self._dead = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Where it is, and nothing of what is under way."""
+        return LoanHandle, (self.url, self._token, self._store)
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """See Handle.call. Raises LoanEndedError once the replica was called home."""
+        if self._dead:
+            raise PartLostError("was let go", field=self.url)
+        task = asyncio.ensure_future(getattr(self, f"_{method}")(*arguments, **named))
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            task.cancel()
+            if self._dead:
+                raise PartLostError("was let go", field=self.url) from None
+            raise
+
+    async def stop(self) -> None:
+        """See Handle.stop: gives the replica back, if it answers."""
+        if not self._dead:
+            with contextlib.suppress(InfrastructureError, TimeoutError):
+                async with asyncio.timeout(_END_S):
+                    await self._ask("end", b"")
+        self.kill()
+        if self._closing is not None:
+            await self._closing
+
+    def kill(self) -> None:
+        """See Handle.kill: the loan is not renewed, so that the replica goes home by itself."""
+        self._dead = True
+        if self._renewing is not None:
+            self._renewing.cancel()
+        for call in self._calls:
+            call.cancel()
+        http, self._http = self._http, None
+        if http is not None:
+            self._closing = asyncio.ensure_future(http.aclose())
+
+    # ---- what can be called ---------------------------------------------------------------------
+
+    async def _begin(self) -> dict[str, Any]:
+        """What the engine is: see `LoanDesk.begin`."""
+        about = await self._ask_json("begin", {"store": self._store})
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew(about["lease_s"] / _RENEWALS))
+        return about
+
+    async def _exchange(self, commands: Sequence[Command], client: str = "") -> None:
+        await self._ask("exchange", wire.pack_commands(commands), client=client)
+
+    async def _poll(self, client: str = "") -> list[Event]:
+        return wire.unpack_events((await self._ask("poll", b"", client=client)).content)
+
+    async def _forget(self, client: str) -> None:
+        await self._ask("forget", b"", client=client)
+
+    async def _stage(self, manifest: WeightManifest) -> None:
+        # As long as it takes: whoever waits gives it up by `kill`.
+        await self._ask_json("stage", {"manifest": asdict(manifest)}, within_s=None)
+
+    async def _activate(self, version: PolicyVersion, kv: KvPolicy) -> dict[str, float]:
+        return await self._ask_json("activate", {"version": asdict(version), "kv": kv}, within_s=None)
+
+    async def _score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
+        answer = await self._ask("score", wire.pack_question(tokens, version), within_s=None)
+        return wire.unpack_scores(answer.content)
+
+    async def _pulse(self) -> dict[str, float]:
+        return await self._ask_json("pulse", {})
+
+    async def _renew(self, every_s: float) -> None:
+        while True:
+            await asyncio.sleep(every_s)
+            with contextlib.suppress(PartLostError):  # whoever calls next learns of it
+                await self._pulse()
+
+    # ---- HTTP -----------------------------------------------------------------------------------
+
+    async def _ask_json(self, what: str, body: dict[str, Any], within_s: float | None = _SILENT_S) -> Any:
+        return (await self._send(what, {"json": body}, within_s, "")).json()
+
+    async def _ask(
+        self, what: str, body: bytes, within_s: float | None = _SILENT_S, client: str = ""
+    ) -> httpx.Response:
+        return await self._send(what, {"content": body}, within_s, client)
+
+    async def _send(
+        self, what: str, body: dict[str, Any], within_s: float | None, client: str
+    ) -> httpx.Response:
+        timeout = httpx.Timeout(within_s, connect=_CONNECT_S)
+        headers = {CLIENT_HEADER: client or self._name}
+        try:
+            answer = await self._open().post(f"/loan/{what}", **body, headers=headers, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise PartLostError(
+                "a borrowed replica does not answer", field=self.url, received=repr(error)
+            ) from error
+        if answer.is_success:
+            return answer
+        if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
+            raise wire.read_error(answer.json()["error"])
+        if answer.status_code == httpx.codes.GONE:
+            raise LoanEndedError("the replica was called home", field=self.url)
+        raise SamplerError(
+            "a borrowed replica refuses", field=self.url, received=f"{answer.status_code} {answer.text[:300]}"
+        )
+
+    def _open(self) -> httpx.AsyncClient:
+        if self._http is None:
+            self._http = httpx.AsyncClient(
+                base_url=self.url,
+                headers={"authorization": f"Bearer {self._token}"},
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=16),
+                trust_env=False,
+            )
+        return self._http

@@ -1,0 +1,142 @@
+"""Which training run has which replica on loan: the books. No I/O here, `server/loans.py` does what is due.
+
+A run that wants replicas checks in every few seconds, and so stays known. Of the replicas that work for its
+pool, whether they belong there or are lent to it (`pools.py`), it gets up to the number that it wants. It
+loses one as soon as the replica works for another pool, or it wants fewer, or it has fallen silent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from etude.inference.router.types import Replica
+
+_RETRY_S = 5.0
+
+
+class LoanStage(StrEnum):
+    """How far a loan is."""
+
+    ASKED = "asked"
+    GRANTED = "granted"
+    ENDING = "ending"
+
+
+@dataclass(slots=True, eq=False)
+class Borrower:
+    """A run that wants replicas."""
+
+    name: str
+    pool: str
+    wanted: int
+    """Replicas, at most."""
+    lease_s: float
+    """It is forgotten when it has not been heard of for so long."""
+    heard_s: float
+    load_tokens: float = 0.0
+    """Outstanding on each of its engines, as it says itself: what it samples does not pass here."""
+    refused: frozenset[str] = field(default_factory=frozenset[str])
+    """Replicas that are of no use to it."""
+    over: frozenset[str] = field(default_factory=frozenset[str])
+    """Loans that it no longer has: the replica, or the run, has ended them."""
+
+
+@dataclass(slots=True, eq=False)
+class Lent:
+    """One replica that a run has, is about to get, or must give back."""
+
+    replica: str
+    borrower: str
+    stage: LoanStage = LoanStage.ASKED
+    id: str = ""
+    token: str = ""
+    """Opens the replica to the run."""
+
+
+class Borrowing:
+    """The books. Times are seconds of any one clock that only grows."""
+
+    def __init__(self) -> None:
+        self.borrowers: dict[str, Borrower] = {}
+        self.lent: dict[str, Lent] = {}
+        """By replica."""
+        self._not_before_s: dict[str, float] = {}
+
+    def check_in(self, borrower: Borrower) -> None:
+        """A run is there, and says what it wants from now on."""
+        self.borrowers[borrower.name] = borrower
+
+    def leave(self, name: str) -> bool:
+        """A run wants nothing more; False if it is not known."""
+        return self.borrowers.pop(name, None) is not None
+
+    def expire(self, now_s: float) -> list[str]:
+        """Forgets the runs that have fallen silent; returns their names."""
+        gone = [one.name for one in self.borrowers.values() if one.heard_s + one.lease_s < now_s]
+        for name in gone:
+            del self.borrowers[name]
+        return gone
+
+    def granted(self, borrower: str) -> list[Lent]:
+        """What a run may use now."""
+        return [
+            one for one in self.lent.values() if one.borrower == borrower and one.stage is LoanStage.GRANTED
+        ]
+
+    def loads(self) -> dict[str, float]:
+        """Outstanding tokens a replica, by pool, as the runs say: the most loaded of a pool counts."""
+        found: dict[str, float] = {}
+        for one in self.borrowers.values():
+            found[one.pool] = max(found.get(one.pool, 0.0), one.load_tokens)
+        return found
+
+    # ---- what is due ----------------------------------------------------------------------------
+
+    def to_end(self, replicas: Mapping[str, Replica]) -> list[Lent]:
+        """Loans that must end now; they are noted as ending."""
+        kept: dict[str, int] = {}
+        found: list[Lent] = []
+        for one in self.lent.values():
+            if one.stage is LoanStage.ENDING:
+                continue
+            borrower, replica = self.borrowers.get(one.borrower), replicas.get(one.replica)
+            if borrower is not None and replica is not None and replica.pool == borrower.pool:
+                kept[borrower.name] = kept.get(borrower.name, 0) + 1
+                is_used = one.replica not in borrower.refused and one.id not in borrower.over
+                if is_used and kept[borrower.name] <= borrower.wanted:
+                    continue
+            if one.stage is LoanStage.GRANTED:
+                found.append(one)
+        for one in found:
+            one.stage = LoanStage.ENDING
+        return found
+
+    def to_lend(self, replicas: Mapping[str, Replica], now_s: float) -> list[Lent]:
+        """Loans that may begin now; they are noted as asked."""
+        found: list[Lent] = []
+        for borrower in self.borrowers.values():
+            free = borrower.wanted - sum(one.borrower == borrower.name for one in self.lent.values())
+            for replica in replicas.values():
+                able = replica.ready and replica.pool == borrower.pool and replica.name not in self.lent
+                late = self._not_before_s.get(replica.name, now_s) <= now_s
+                if free > 0 and able and late and replica.name not in borrower.refused:
+                    found.append(Lent(replica.name, borrower.name))
+                    self.lent[replica.name] = found[-1]
+                    free -= 1
+        return found
+
+    def begun(self, one: Lent, loan_id: str, token: str) -> None:
+        """The replica has taken the loan."""
+        one.id, one.token, one.stage = loan_id, token, LoanStage.GRANTED
+
+    def failed(self, one: Lent, now_s: float) -> None:
+        """The replica did not take it; it is asked again after a while."""
+        self._not_before_s[one.replica] = now_s + _RETRY_S
+        self.ended(one)
+
+    def ended(self, one: Lent) -> None:
+        """The loan is over."""
+        if self.lent.get(one.replica) is one:
+            del self.lent[one.replica]

@@ -1,0 +1,125 @@
+"""Lends replicas to training runs and calls them home: what the books (`borrowing.py`) say is due."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING, Any
+
+import httpx
+
+from etude.inference.router.borrowing import Borrowing, Lent, LoanStage
+from etude.inference.router.members import MemberState
+
+if TYPE_CHECKING:
+    from etude.inference.router.server.proxy import Proxy
+
+_LEND_S = 60.0
+"""A replica may have to read the weights that it keeps from disk."""
+_RECALL_S = 120.0
+_TICK_S = 0.02
+
+
+class LoanKeeper:
+    """The router's side of all loans. For one event loop."""
+
+    def __init__(self, proxy: Proxy, token: str) -> None:
+        """`token`: the replicas' administrators'."""
+        self.books = Borrowing()
+        self.last_recall_s = 0.0
+        """From the recall of a replica to its word that it serves users again."""
+        self._proxy = proxy
+        self._headers = {"authorization": f"Bearer {token}"}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ending: dict[str, asyncio.Task[None]] = {}
+        """By replica."""
+
+    def tick(self, now_s: float) -> None:
+        """Begins what is due. Returns at once."""
+        members = self._proxy.members.members
+        alive = {
+            name: replica
+            for name, replica in self._proxy.router.replicas.items()
+            if name in members and members[name].state is not MemberState.EJECTED
+        }
+        for _ in self.books.expire(now_s):
+            self._proxy.metrics.count("etude_router_borrowers_lost")
+        for one in self.books.to_end(alive):
+            self._ending[one.replica] = self._start(self._end(one))
+        for one in self.books.to_lend(alive, now_s):
+            self._proxy.router.set_ready(one.replica, False)
+            self._start(self._lend(one))
+
+    async def until_home(self, replica: str) -> None:
+        """Begins what is due, and waits until a replica's loan is over, if it is to end."""
+        while True:
+            self.tick(time.monotonic())
+            one = self.books.lent.get(replica)
+            if one is None or one.stage is LoanStage.GRANTED:
+                return
+            if (ending := self._ending.get(replica)) is not None:
+                await asyncio.shield(ending)
+            else:
+                await asyncio.sleep(_TICK_S)  # it is being lent at this moment
+
+    async def close(self) -> None:
+        """Stops what is under way. Loans go on for as long as their runs renew them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _lend(self, one: Lent) -> None:
+        borrower = self.books.borrowers.get(one.borrower)
+        body = {"borrower": one.borrower, "lease_s": borrower.lease_s if borrower is not None else 1.0}
+        try:
+            answer = await self._ask("POST", one.replica, _LEND_S, body)
+            if answer.status_code != httpx.codes.CREATED:
+                raise httpx.HTTPError(f"{answer.status_code} {answer.text[:200]}")
+            said = answer.json()
+            self.books.begun(one, said["id"], said["token"])
+        except (httpx.HTTPError, KeyError, ValueError, TypeError) as error:
+            self.books.failed(one, time.monotonic())
+            self._note_failure(one, f"cannot be lent: {error}")
+            return
+        self._proxy.metrics.count("etude_router_loans", replica=one.replica)
+        self._proxy.members.answered(one.replica, time.monotonic(), None)
+
+    async def _end(self, one: Lent) -> None:
+        began_s = time.monotonic()
+        version: str | None = None
+        try:
+            answer = await self._ask("DELETE", one.replica, _RECALL_S, None)
+            version = answer.json().get("version") if answer.is_success else None
+        except (httpx.HTTPError, ValueError) as error:
+            self._note_failure(one, f"does not come home: {error!r}")
+        finally:
+            self._ending.pop(one.replica, None)
+            self.books.ended(one)
+        if isinstance(version, str):
+            self._proxy.members.answered(one.replica, time.monotonic(), version)
+            self.last_recall_s = time.monotonic() - began_s
+
+    async def _ask(
+        self, method: str, replica: str, within_s: float, body: dict[str, Any] | None
+    ) -> httpx.Response:
+        address = self._proxy.addresses.get(replica)
+        if address is None:
+            raise httpx.HTTPError("the replica has left")
+        url = address.url.rstrip("/") + "/admin/loan"
+        return await self._proxy.http.request(
+            method, url, json=body, headers=self._headers, timeout=httpx.Timeout(within_s, connect=2.0)
+        )
+
+    def _note_failure(self, one: Lent, cause: str) -> None:
+        """Its next probe says whether it serves users."""
+        self._proxy.metrics.count("etude_router_loan_failures", replica=one.replica)
+        member = self._proxy.members.members.get(one.replica)
+        if member is not None:
+            member.cause, member.next_probe_s = cause, 0.0

@@ -1,0 +1,232 @@
+"""The routes of a loan: its owner's with the administrator's token, the run's with the loan's own.
+
+POST   /admin/loan {"borrower", "lease_s"}   lends; answers with the loan's id and token
+GET    /admin/loan                           where it stands
+DELETE /admin/loan                           recalls; answers when the replica serves users again
+POST   /loan/begin {"store"}                 the run begins; answers with what the engine is
+POST   /loan/stage {"manifest"}, /loan/activate {"version", "kv"}, /loan/score, /loan/exchange, /loan/poll
+POST   /loan/forget                          a client of the run's, CLIENT_HEADER, is gone
+POST   /loan/pulse                           renews the lease; answers with what the engine has done
+POST   /loan/end                             gives the replica back
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+
+from etude.errors import EtudeError
+from etude.inference import wire
+from etude.inference.headers import CLIENT_HEADER
+from etude.inference.server.admin import kv_policy, read_manifest, read_version
+from etude.inference.server.errors import ForbiddenError, LoanOverError
+from etude.inference.server.loans import Loan, LoanDesk
+from etude.inference.server.requests import body_of, check_admin, data_of, state_of, token_of
+from etude.inference.server.responding import refusal
+from etude.tokens.chat.fields import text, wrong
+
+router = APIRouter()
+_BINARY = "application/octet-stream"
+_FAILED = 422
+"""With an error of the engine's in the body, which the client raises as it is."""
+
+
+# ---- the owner's --------------------------------------------------------------------------------
+
+
+@router.post("/admin/loan")
+async def lend(request: Request) -> Response:
+    """Lends the replica."""
+
+    async def work(desk: LoanDesk) -> Response:
+        body = await body_of(request)
+        lease_s = body.get("lease_s", 15.0)
+        if not isinstance(lease_s, int | float) or not (0.1 <= lease_s <= 3600 and math.isfinite(lease_s)):
+            raise wrong("lease_s", lease_s, "seconds from 0.1 to 3600")
+        loan = await desk.lend(text(body.get("borrower"), "borrower"), float(lease_s))
+        return JSONResponse({"id": loan.id, "token": loan.token, **_standing(desk)}, 201)
+
+    return await _owned(request, work)
+
+
+@router.get("/admin/loan")
+async def standing(request: Request) -> Response:
+    """Where the replica stands."""
+
+    async def work(desk: LoanDesk) -> Response:
+        return JSONResponse(_standing(desk))
+
+    return await _owned(request, work)
+
+
+@router.delete("/admin/loan")
+async def recall(request: Request) -> Response:
+    """Recalls the replica."""
+
+    async def work(desk: LoanDesk) -> Response:
+        await desk.recall("its owner recalls it")
+        return JSONResponse(_standing(desk))
+
+    return await _owned(request, work)
+
+
+async def _owned(request: Request, work: Callable[[LoanDesk], Awaitable[Response]]) -> Response:
+    try:
+        check_admin(request)
+        return await work(_desk_of(request))
+    except Exception as error:
+        return refusal(state_of(request), "admin", error)
+
+
+def _standing(desk: LoanDesk) -> dict[str, Any]:
+    version = desk.current()
+    return {
+        "state": str(desk.state),
+        "borrower": None if desk.loan is None else desk.loan.borrower,
+        "version": None if version is None else str(version),
+        "last_return_s": desk.last_return_s,
+        "trouble": desk.trouble or None,
+    }
+
+
+# ---- the run's ----------------------------------------------------------------------------------
+
+
+@router.post("/loan/begin")
+async def begin(request: Request) -> Response:
+    """The run begins."""
+
+    async def work(desk: LoanDesk, loan: Loan) -> Response:
+        store = text((await body_of(request)).get("store"), "store")
+        return JSONResponse(await desk.begin(loan, store))
+
+    return await _lent(request, work)
+
+
+@router.post("/loan/stage")
+async def stage(request: Request) -> Response:
+    """Takes a version of the run beside the one in service."""
+
+    async def work(desk: LoanDesk, loan: Loan) -> Response:
+        await desk.stage_rollout(loan, read_manifest((await body_of(request)).get("manifest")))
+        return JSONResponse({})
+
+    return await _lent(request, work)
+
+
+@router.post("/loan/activate")
+async def activate(request: Request) -> Response:
+    """Puts a version of the run into service, when the last user has gone."""
+
+    async def work(desk: LoanDesk, loan: Loan) -> Response:
+        body = await body_of(request)
+        version = read_version(body.get("version"), "version")
+        await desk.activate_rollout(loan, version, kv_policy(body.get("kv", "recompute")))
+        return JSONResponse(await _usage(request))
+
+    return await _lent(request, work)
+
+
+@router.post("/loan/exchange")
+async def exchange(request: Request) -> Response:
+    """What sessions want of the engine."""
+
+    async def work(desk: LoanDesk, loan: Loan) -> Response:
+        desk.exchange(loan, _client_of(request), wire.unpack_commands(await data_of(request)))
+        return Response(status_code=204)
+
+    return await _lent(request, work)
+
+
+@router.post("/loan/poll")
+async def poll(request: Request) -> Response:
+    """What the engine has to tell."""
+
+    async def work(desk: LoanDesk, loan: Loan) -> Response:
+        events = await desk.poll(loan, _client_of(request))
+        return Response(wire.pack_events(events), media_type=_BINARY)
+
+    return await _lent(request, work)
+
+
+@router.post("/loan/forget")
+async def forget(request: Request) -> Response:
+    """A client is gone."""
+
+    async def work(desk: LoanDesk, loan: Loan) -> Response:
+        await desk.forget(loan, _client_of(request))
+        return Response(status_code=204)
+
+    return await _lent(request, work)
+
+
+@router.post("/loan/score")
+async def score(request: Request) -> Response:
+    """Log-probabilities of given tokens."""
+
+    async def work(desk: LoanDesk, loan: Loan) -> Response:
+        tokens, version = wire.unpack_question(await data_of(request))
+        return Response(wire.pack_scores(await desk.score(loan, tokens, version)), media_type=_BINARY)
+
+    return await _lent(request, work)
+
+
+@router.post("/loan/pulse")
+async def pulse(request: Request) -> Response:
+    """Renews the lease."""
+
+    async def work(desk: LoanDesk, loan: Loan) -> Response:
+        desk.renew(loan)
+        return JSONResponse(await _usage(request))
+
+    return await _lent(request, work)
+
+
+@router.post("/loan/end")
+async def end(request: Request) -> Response:
+    """Gives the replica back."""
+
+    async def work(desk: LoanDesk, loan: Loan) -> Response:
+        if desk.loan is loan:
+            await desk.recall(f"{loan.borrower} gives it back")
+        return JSONResponse(_standing(desk))
+
+    return await _lent(request, work)
+
+
+async def _lent(request: Request, work: Callable[[LoanDesk, Loan], Awaitable[Response]]) -> Response:
+    state = state_of(request)
+    try:
+        desk = _desk_of(request)
+        loan = desk.find(token_of(request))
+        try:
+            return await work(desk, loan)
+        except LoanOverError:
+            raise
+        except EtudeError as error:
+            state.metrics.count("requests", endpoint="loan", status=str(_FAILED))
+            return JSONResponse({"error": wire.error_row(error)}, _FAILED)
+    except Exception as error:
+        return refusal(state, "loan", error)
+
+
+def _desk_of(request: Request) -> LoanDesk:
+    desk = state_of(request).loans
+    if desk is None:
+        raise ForbiddenError("this replica is not lent", field="path", fix="start it with --admin-token-file")
+    return desk
+
+
+def _client_of(request: Request) -> str:
+    name = request.headers.get(CLIENT_HEADER, "")
+    if len(name) > 64:
+        raise wrong(CLIENT_HEADER, name[:32], "at most 64 characters")
+    return name
+
+
+async def _usage(request: Request) -> dict[str, float]:
+    return dict(await state_of(request).engine.usage())

@@ -1,0 +1,394 @@
+"""A replica that is lent to a training run: it samples with the run's weights, and comes home to its own.
+
+    home ──lend()──> lent ──recall(), end(), or a silent borrower──> returning ──> home
+     |                 |                                                |
+     users        no new users; those under way end          rollouts are aborted at once, and
+                  before the run's weights are served        the weights that users get put back
+
+Users never get a token of the run's weights, nor the run one of theirs: the engine swaps when the last user
+has gone, and when the last rollout has. What serves users stays in host memory meanwhile. A loan is a lease:
+who does not renew it loses it, so a run that dies, or a router, takes no replica with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.config import WeightsConfig
+from etude.errors import SamplerError, WeightUpdateError
+from etude.inference.exchange import Command, Event, Exchange
+from etude.inference.server.errors import LoanConflictError, LoanOverError, UnavailableError
+from etude.protocols import KvPolicy, Sampler, WeightSink
+from etude.records import PolicyVersion, Scores, WeightManifest
+from etude.weights import make_subscriber
+
+_log = logging.getLogger("etude.inference.server")
+_POLL_S = 10.0
+"""An empty answer then: no connection stays silent for longer."""
+_ABORT_S = 2.0
+"""What has not ended so long after it was aborted is cancelled."""
+_RETRY_S = 1.0
+T = TypeVar("T")
+Fetch = Callable[[WeightManifest], Mapping[str, Tensor]]
+
+
+class LoanState(StrEnum):
+    """Where a replica stands."""
+
+    HOME = "home"
+    LENT = "lent"
+    RETURNING = "returning"
+
+
+class HeldWeights(Protocol):
+    """Where the engine behind the sink fetches from: see CheckpointWeights."""
+
+    def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]: ...
+
+    def hold(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None: ...
+
+    def let_go(self, version: PolicyVersion) -> None: ...
+
+
+def fetch_from_store(url: str) -> Fetch:
+    """Reads a run's weight store, or a relay of it. Raises StoreError."""
+    return make_subscriber(WeightsConfig(url=url)).fetch
+
+
+@dataclass(slots=True, eq=False)
+class Loan:
+    """One loan, and what the run does with it."""
+
+    borrower: str
+    lease_s: float
+    renewed_s: float
+    id: str = field(default_factory=lambda: secrets.token_hex(6))
+    token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
+    """Opens the routes of this loan."""
+    store: str = ""
+    fetch: Fetch | None = None
+    served: set[PolicyVersion] = field(default_factory=set[PolicyVersion])
+    """Versions that it has had in service."""
+    exchanges: dict[str, Exchange] = field(default_factory=dict[str, Exchange])
+    """By client: each process of the run has its own."""
+    closing: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when it ends: nothing new is begun."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when all that was in flight has been told."""
+
+
+class LoanDesk:
+    """Lends one replica, to one run at a time. Is its WeightSink too: what administrators put into service
+    while it is lent is what it comes home to. For one event loop."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        sink: WeightSink,
+        weights: HeldWeights,
+        home: WeightManifest,
+        about: Mapping[str, Any],
+        open_store: Callable[[str], Fetch] = fetch_from_store,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`sampler`, `sink`: of the engine, which fetches from `weights`. `home`: in service now. `about`:
+        what a borrower is told of the engine. `open_store`: reads the store that a borrower names."""
+        self.state = LoanState.HOME
+        self.loan: Loan | None = None
+        """From `lend` until the replica is home again."""
+        self.last_return_s = 0.0
+        """How long the last return took, from the recall to weights that users get."""
+        self.trouble = ""
+        """Why it cannot come home, while it tries."""
+        self._sampler, self._sink, self._weights = sampler, sink, weights
+        self._home: tuple[WeightManifest, Mapping[str, Tensor] | None] = (home, None)
+        self._next: WeightManifest | None = None
+        """Staged by an administrator."""
+        self._about = about
+        self._open_store = open_store
+        self._clock = clock
+        self._swapping = asyncio.Lock()
+        self._past: Loan | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._returning: asyncio.Task[None] | None = None
+        self._until_no_user: Callable[[], Awaitable[None]] | None = None
+        self._forget_users: Callable[[], None] = lambda: None
+
+    def watch_users(self, until_none: Callable[[], Awaitable[None]], forget: Callable[[], None]) -> None:
+        """`until_none` waits for the answers under way; `forget` ends what is kept between them."""
+        self._until_no_user, self._forget_users = until_none, forget
+
+    def check_home(self) -> None:
+        """Raises UnavailableError while users cannot be served here."""
+        if self.state is not LoanState.HOME:
+            raise UnavailableError(
+                "the replica is lent to a training run",
+                received=self.trouble or (self.loan.borrower if self.loan else None),
+                fix="send the request to another replica",
+            )
+
+    # ---- the owner's side -----------------------------------------------------------------------
+
+    async def lend(self, borrower: str, lease_s: float) -> Loan:
+        """Takes nothing new of users from now on. Raises LoanConflictError where it is lent already, and
+        WeightUpdateError where what it serves cannot be kept; then nothing has changed."""
+        self._check_not_lent()
+        home = self._home[0]
+        tensors = await _in_thread(lambda: self._weights.fetch(home))
+        self._check_not_lent()
+        if self._home[0] is not home:
+            raise LoanConflictError("new weights have just come", field="state", fix="ask again")
+        self._home = (home, tensors)
+        self.loan = Loan(borrower, lease_s, self._clock())
+        self.state = LoanState.LENT
+        self._watching = asyncio.create_task(self._watch(self.loan))
+        return self.loan
+
+    async def recall(self, cause: str) -> PolicyVersion | None:
+        """Brings the replica home; returns the version that it then serves. Idempotent."""
+        if self.loan is not None and self._returning is None:
+            _log.info("the replica comes home: %s", cause)
+            self._returning = asyncio.create_task(self._return(self.loan))
+        if self._returning is not None:
+            await asyncio.shield(self._returning)
+        return self._sink.current()
+
+    def _check_not_lent(self) -> None:
+        if self.loan is not None:
+            raise LoanConflictError(
+                "the replica is lent already", field="state", received=self.loan.borrower, fix="recall it"
+            )
+
+    async def _watch(self, loan: Loan) -> None:
+        while (left_s := loan.renewed_s + loan.lease_s - self._clock()) > 0:  # noqa: ASYNC110 (a clock's time)
+            await asyncio.sleep(left_s)
+        await self.recall(f"nothing was heard of {loan.borrower} for {loan.lease_s:g} s")
+
+    async def _return(self, loan: Loan) -> None:
+        began_s = self._clock()
+        self.state = LoanState.RETURNING
+        loan.closing.set()
+        ends = (exchange.end(_ABORT_S) for exchange in loan.exchanges.values())
+        for error in await asyncio.gather(*ends, return_exceptions=True):
+            if error is not None:  # users must get their replica all the same
+                _log.error("a rollout could not be ended", exc_info=error)
+        loan.over.set()
+        async with self._swapping:
+            while loan.served and not await self._served_home():  # noqa: ASYNC110 (nobody tells when it can)
+                await asyncio.sleep(_RETRY_S)
+        self._home = (self._home[0], None)
+        loan.fetch = None  # it holds two versions of the run's weights
+        self._past, self.loan, self._returning = loan, None, None
+        self.state = LoanState.HOME
+        self.last_return_s = self._clock() - began_s
+        if self._watching is not None:
+            self._watching.cancel()
+
+    async def _served_home(self) -> bool:
+        """Puts what users get back into service; False, with the cause, where that failed."""
+        manifest, tensors = self._home
+        try:
+            await self._stage(manifest, tensors)
+            await self._sink.activate(manifest.version, "recompute")
+        except Exception as error:  # whatever it is: no user may meet the run's weights
+            self.trouble = f"{manifest.version} does not come back: {error}"
+            _log.error("%s", self.trouble, exc_info=error)
+            return False
+        self.trouble = ""
+        return True
+
+    # ---- the borrower's side --------------------------------------------------------------------
+
+    def find(self, token: str) -> Loan:
+        """The loan that a token opens; one that has just ended too. Raises LoanOverError."""
+        for loan in (self.loan, self._past):
+            if loan is not None and hmac.compare_digest(loan.token.encode(), token.encode()):
+                return loan
+        raise LoanOverError("there is no such loan, or it has ended", field="authorization")
+
+    def renew(self, loan: Loan) -> None:
+        """The borrower lives. Raises LoanOverError."""
+        if loan.over.is_set():
+            self._check_open(loan)
+        loan.renewed_s = self._clock()
+
+    async def begin(self, loan: Loan, store: str) -> dict[str, Any]:
+        """The run begins, or begins anew, with its weights in `store`; returns what it is told of the engine.
+
+        Raises LoanOverError, StoreError.
+        """
+        self._check_open(loan)
+        loan.renewed_s = self._clock()
+        if loan.fetch is None or loan.store != store:
+            loan.fetch, loan.store = self._open_store(store), store
+        exchanges, loan.exchanges = loan.exchanges, {}
+        await asyncio.gather(*(exchange.end(_ABORT_S) for exchange in exchanges.values()))
+        return {**self._about, "lease_s": loan.lease_s}
+
+    async def stage_rollout(self, loan: Loan, manifest: WeightManifest) -> None:
+        """Fetches the run's weights, and puts them beside those in service. A recall does not wait for the
+        fetching. Raises LoanOverError, WeightUpdateError, StoreError."""
+        self._check_open(loan)
+        fetch = loan.fetch
+        if fetch is None:
+            raise LoanConflictError("the loan has not begun", field="state", fix="begin it")
+        tensors = await self._unless_over(loan, _in_thread(lambda: fetch(manifest)))
+        async with self._swapping:
+            self._check_open(loan)
+            await self._stage(manifest, tensors)
+
+    async def activate_rollout(self, loan: Loan, version: PolicyVersion, kv: KvPolicy) -> None:
+        """Serves the run's weights, once no user is answered any more. Raises LoanOverError,
+        WeightUpdateError."""
+        if self._until_no_user is not None:
+            await self._unless_over(loan, asyncio.ensure_future(self._until_no_user()))
+        async with self._swapping:
+            self._check_open(loan)
+            if not loan.served:
+                self._forget_users()
+            await self._sink.activate(version, kv)
+            loan.served.add(version)
+
+    def exchange(self, loan: Loan, client: str, commands: Sequence[Command]) -> None:
+        """See Exchange.exchange. Raises LoanOverError, and LoanConflictError before a version is served."""
+        if loan.over.is_set():
+            self._check_open(loan)
+        if not loan.served:
+            raise LoanConflictError("no version of the run is served yet", field="state", fix="activate one")
+        exchange = loan.exchanges.setdefault(client, Exchange(self._sampler))
+        if loan.closing.is_set():  # what has begun is still told
+            exchange.refuse(commands, SamplerError("the replica is called home", received=loan.id))
+        else:
+            exchange.exchange(commands)
+
+    async def forget(self, loan: Loan, client: str) -> None:
+        """A process of the run is gone: ends what it had asked. Raises LoanOverError."""
+        self._check_open(loan)
+        exchange = loan.exchanges.pop(client, None)
+        if exchange is not None:
+            await exchange.end(_ABORT_S)
+
+    async def poll(self, loan: Loan, client: str) -> list[Event]:
+        """See Exchange.poll; empty when nothing has come for a while. Raises LoanOverError when the loan has
+        ended and all that was to be told has been."""
+        exchange = loan.exchanges.setdefault(client, Exchange(self._sampler))
+        if not exchange.has_events:
+            if loan.over.is_set():
+                self._check_open(loan)
+            waits = [asyncio.ensure_future(one) for one in (exchange.wait(), loan.over.wait())]
+            try:
+                await asyncio.wait(waits, timeout=_POLL_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for one in waits:
+                    one.cancel()
+        return await exchange.poll() if exchange.has_events else []
+
+    async def score(self, loan: Loan, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
+        """See Sampler.score: under a version of the run's alone. Raises SamplerError, LoanOverError."""
+        self._check_open(loan)
+        if version not in loan.served:
+            raise SamplerError("the loan does not serve this version", field="version", received=str(version))
+        return await self._unless_over(loan, asyncio.ensure_future(self._sampler.score(tokens, version)))
+
+    # ---- WeightSink, for administrators ---------------------------------------------------------
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        """See WeightSink.stage. While the replica is lent the weights are looked at, and kept for its
+        return."""
+        if self.loan is not None:
+            await _in_thread(lambda: self._weights.fetch(manifest))
+            self._next = manifest
+            return
+        async with self._swapping:
+            if self.loan is None:
+                await self._sink.stage(manifest)
+                self._next = manifest
+                return
+        await self.stage(manifest)  # it was lent while this waited
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
+        """See WeightSink.activate. While the replica is lent: what it will come home to."""
+        staged = self._next
+        if staged is None or staged.version != version:
+            raise WeightUpdateError(
+                "version is not staged",
+                field="version",
+                received=f"{version}; staged {staged.version if staged else None}",
+            )
+        tensors = None
+        if self.loan is not None:
+            tensors = await _in_thread(lambda: self._weights.fetch(staged))
+        async with self._swapping:
+            if self.loan is None:
+                if tensors is not None:  # it came home meanwhile
+                    await self._stage(staged, tensors)
+                await self._sink.activate(version, kv)
+            self._home, self._next = (staged, tensors if self.loan is not None else None), None
+
+    def current(self) -> PolicyVersion | None:
+        """See WeightSink.current: what users get; None while they get nothing."""
+        return self._sink.current() if self.state is LoanState.HOME else None
+
+    # ---- both -----------------------------------------------------------------------------------
+
+    async def _stage(self, manifest: WeightManifest, tensors: Mapping[str, Tensor] | None) -> None:
+        if tensors is not None:
+            self._weights.hold(manifest.version, tensors)
+        try:
+            await self._sink.stage(manifest)
+        finally:
+            self._weights.let_go(manifest.version)
+
+    def _check_open(self, loan: Loan) -> None:
+        if loan.closing.is_set():
+            raise LoanOverError("the loan has ended", field="authorization", received=loan.id)
+
+    async def _unless_over(self, loan: Loan, work: asyncio.Future[T]) -> T:
+        """What `work` gives, unless the loan ends first. Raises LoanOverError."""
+        closing = asyncio.ensure_future(loan.closing.wait())
+        try:
+            await asyncio.wait([work, closing], return_when=asyncio.FIRST_COMPLETED)
+            self._check_open(loan)
+            return work.result()
+        finally:
+            closing.cancel()
+            work.cancel()
+
+
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """What `work` gives, in a thread that nobody need wait for: reading a store may take long."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # handed to whoever waits
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="loan-weights", daemon=True).start()
+    return future

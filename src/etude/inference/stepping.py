@@ -1,0 +1,184 @@
+"""What one step computes of what the scheduler has planned: hidden states, draws, answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.inference.cache import PAGE_TOKENS, PagedCache
+from etude.inference.counters import EngineCounters
+from etude.inference.drawing import Draws
+from etude.inference.mtp import MtpDrafter
+from etude.inference.native import NativeForward
+from etude.inference.sampling import Alternatives, uniforms
+from etude.inference.scheduler import Scheduler, StepPlan
+from etude.inference.sequences import Answer, TokenBytes
+from etude.inference.weights import DoubleWeights
+from etude.records import SamplingParams
+
+
+class Stepper:
+    """Carries plans out, with the weights in service."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        cache: PagedCache,
+        weights: DoubleWeights,
+        counters: EngineCounters,
+        mtp: MtpDrafter | None,
+        token_bytes: TokenBytes | None,
+    ) -> None:
+        """`mtp`: what drafts with layers of the model, after each step; `token_bytes`: what stop texts are
+        looked for in."""
+        self._scheduler = scheduler
+        self._sequences = scheduler.sequences
+        self._cache = cache
+        self._weights = weights
+        self._counters = counters
+        self._mtp = mtp
+        self._token_bytes = token_bytes
+
+    @torch.no_grad()
+    def step(self, plan: StepPlan, most_steps: int) -> list[Answer]:
+        """See Engine.step."""
+        compute = self._weights.active.compute
+        if most_steps > 1 and isinstance(compute, NativeForward):
+            most_steps = min(most_steps, compute.steps_ahead(len(plan.members)))
+            plan, num_steps = self._scheduler.ahead(plan, most_steps)
+            if num_steps > 1:
+                return self._decode(plan, num_steps, compute)
+        hidden, routes = self._weights.active.compute(plan.rows)
+        if routes.shape[1]:
+            self._cache.routes[plan.rows.pages, plan.rows.offsets] = routes.numpy()
+        self._count(plan)
+        answers = self._sample(plan, hidden)
+        if self._mtp is not None:
+            self._mtp.follow(plan, hidden, self._weights.active, self._sequences)
+        return answers
+
+    def _count(self, plan: StepPlan) -> None:
+        counters, num_decode = self._counters, plan.num_decode
+        counters.steps += 1
+        counters.decode_tokens += num_decode
+        counters.prefill_tokens += int(plan.rows.counts[num_decode:].sum())
+        counters.drafted_tokens += int(plan.rows.counts[:num_decode].sum()) - num_decode
+
+    def _sample(self, plan: StepPlan, hidden: Tensor) -> list[Answer]:
+        """Draws what can be drawn from the step's hidden states [T, width]; returns the answers."""
+        sequences = self._sequences
+        ends = plan.rows.starts + plan.rows.counts
+        sequences.computed[plan.members] = ends
+        draws = Draws.of(plan, sequences)
+        answers = self._draw(draws, hidden) if len(draws.sessions) else []
+        self._publish(plan, ends)
+        return answers
+
+    def _publish(self, plan: StepPlan, ends: NDArray[np.int64]) -> None:
+        """Shares the pages that the members [S] have filled, now that they are computed up to `ends`."""
+        crossed = ends // PAGE_TOKENS > plan.rows.starts // PAGE_TOKENS
+        crossed[plan.num_decode :] = True
+        for row in plan.members[crossed].tolist():
+            self._scheduler.publish(row)
+
+    def _decode(self, plan: StepPlan, num_steps: int, compute: NativeForward) -> list[Answer]:
+        """Up to `num_steps` steps of the plan's members, which all decode, in one call."""
+        sequences, members, rows = self._sequences, plan.members, plan.rows
+        later = np.arange(num_steps)[:, None]
+        noise = uniforms(sequences.key[members], rows.starts + 1 + later)
+        stops = sequences.stops(members)
+        tokens, logprobs, routes = compute.decode(rows, self._params(members), noise, stops)
+        taken = len(tokens)
+        computed = rows.starts + later[:taken]
+        pages = rows.tables[np.arange(len(members)), computed // PAGE_TOKENS]
+        self._cache.routes[pages, computed % PAGE_TOKENS] = routes
+        sequences.keep(members, computed + 1, tokens, logprobs)
+        ends = rows.starts + taken
+        sequences.computed[members] = sequences.length[members] = ends
+        self._counters.steps += taken
+        self._counters.decode_tokens += taken * len(members)
+        answers = self._settle(members, tokens[-1], np.ones_like(members), [])
+        self._publish(plan, ends)
+        return answers
+
+    def _params(self, rows: NDArray[np.int64]) -> list[SamplingParams]:
+        """Of the requests in `rows`, which all have one."""
+        requests = [self._sequences.states[row].request for row in rows.tolist()]
+        params = [request.params for request in requests if request is not None]
+        assert len(params) == len(requests), "only rows with a request sample"
+        return params
+
+    def _draw(self, draws: Draws, hidden: Tensor) -> list[Answer]:
+        """Draws tokens from the step's hidden states [T, width], and keeps those that stand."""
+        sequences, compute = self._sequences, self._weights.active.compute
+        params = self._params(draws.owners)
+        if len(draws.hidden_rows) < len(hidden):
+            hidden = hidden[torch.from_numpy(draws.hidden_rows)]
+        noise = uniforms(sequences.key[draws.owners], draws.places)
+        drawn, logprobs = compute.sample(hidden, params, noise)
+        alternatives = self._alternatives(hidden, params, drawn)
+        tokens = drawn.numpy()
+        standing = draws.standing(tokens, sequences)
+        sequences.keep(draws.owners, draws.places, tokens, logprobs.numpy())
+        self._counters.accepted_tokens += int(standing.sum()) - len(standing)
+        self._counters.decode_tokens += int(standing.sum()) - len(standing)
+        return self._settle(draws.sessions, tokens, standing, alternatives, draws.counts)
+
+    def _settle(
+        self,
+        rows: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        standing: NDArray[np.int64],
+        alternatives: list[Alternatives | None],
+        counts: NDArray[np.int64] | None = None,
+    ) -> list[Answer]:
+        """Lengthens the sessions in `rows` [S] by those of their drawn tokens that stand: `standing` [S] of
+        `counts` [S], by default one each, consecutive in `tokens` [N]."""
+        sequences = self._sequences
+        counts = np.ones_like(rows) if counts is None else counts
+        firsts = np.cumsum(counts) - counts
+        special = (standing > 1) | sequences.needs_care(rows, tokens[firsts])
+        plain = rows[~special]
+        sequences.computed[plain] = sequences.length[plain]
+        sequences.length[plain] += 1
+        taken = zip(*(x[special].tolist() for x in (rows, firsts, standing)), strict=True)
+        answers = (
+            self._take_up(row, tokens[at : at + num].tolist(), alternatives[at : at + num])
+            for row, at, num in taken
+        )
+        return [answer for answer in answers if answer is not None]
+
+    def _alternatives(
+        self, hidden: Tensor, params: Sequence[SamplingParams], tokens: Tensor
+    ) -> list[Alternatives | None]:
+        """Of each draw [N] whose request asked for them. An empty list if none did."""
+        asked = [n for n, param in enumerate(params) if param.raw_logprobs or param.top_logprobs]
+        if not asked:
+            return []
+        logits = self._weights.active.compute.logits(hidden[asked])
+        given = Alternatives.of(logits, [params[n] for n in asked], tokens[asked])
+        by_draw = dict(zip(asked, given, strict=True))
+        return [by_draw.get(n) for n in range(len(params))]
+
+    def _take_up(self, row: int, tokens: list[int], alternatives: list[Alternatives | None]) -> Answer | None:
+        """Lengthens the session in `row` by its next tokens, up to one that ends the request; the answer, if
+        there is one to give now."""
+        sequences, state = self._sequences, self._sequences.states[row]
+        assert state.request is not None
+        state.alternatives.extend(given for given in alternatives[: len(tokens)] if given is not None)
+        length, reason = int(sequences.length[row]), None
+        for taken, token in enumerate(tokens, 1):
+            reason = sequences.finish_reason(row, token, length + taken, self._token_bytes)
+            if reason is not None:
+                length += taken
+                break
+        else:
+            length += len(tokens)
+        sequences.length[row], sequences.computed[row] = length, length - 1
+        if reason is not None:
+            return self._scheduler.finish(row, reason)
+        return sequences.deliver(row) if state.request.streaming else None

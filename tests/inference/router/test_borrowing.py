@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.inference.router.borrowing import Borrower, Borrowing, LoanStage
+from etude.inference.router.pools import Lender, LendingByLoad, LendingWindow
+from etude.inference.router.types import Replica
+
+
+def replicas(*pools: str) -> dict[str, Replica]:
+    return {f"r{n}": Replica(f"r{n}", "serve", pool, "v@0") for n, pool in enumerate(pools)}
+
+
+def borrower(wanted: int = 9, heard_s: float = 0.0, name: str = "run", **options: object) -> Borrower:
+    return Borrower(name, "rollout", wanted, 10.0, heard_s, **options)  # type: ignore[arg-type]
+
+
+def lend_all(books: Borrowing, table: dict[str, Replica], now_s: float = 0.0) -> list[str]:
+    found = books.to_lend(table, now_s)
+    for one in found:
+        books.begun(one, f"loan-{one.replica}", "token")
+    return [one.replica for one in found]
+
+
+def test_a_run_gets_ready_replicas_of_its_pool_up_to_what_it_wants() -> None:
+    books, table = Borrowing(), replicas("serve", "rollout", "rollout", "rollout")
+    table["r1"].ready = False
+    assert lend_all(books, table) == []
+    books.check_in(borrower(1))
+    assert lend_all(books, table) == ["r2"]
+    assert lend_all(books, table) == []
+    books.check_in(borrower(5))
+    assert lend_all(books, table) == ["r3"]
+    assert [one.replica for one in books.granted("run")] == ["r2", "r3"]
+    assert books.granted("other") == []
+
+
+def test_a_replica_is_recalled_when_its_pool_wants_it_or_the_run_does_not() -> None:
+    books, table = Borrowing(), replicas("rollout", "rollout", "rollout")
+    books.check_in(borrower())
+    lend_all(books, table)
+    assert books.to_end(table) == []
+    table["r0"].pool = "serve"
+    (ended,) = books.to_end(table)
+    assert (ended.replica, ended.stage) == ("r0", LoanStage.ENDING)
+    assert books.to_end(table) == [], "once"
+    assert lend_all(books, table) == []
+    books.ended(ended)
+    books.check_in(borrower(1))
+    assert [one.replica for one in books.to_end(table)] == ["r2"]
+    books.check_in(borrower(9, refused=frozenset({"r1"})))
+    assert [one.replica for one in books.to_end(table)] == ["r1"]
+
+
+def test_a_run_that_falls_silent_loses_all() -> None:
+    books, table = Borrowing(), replicas("rollout")
+    books.check_in(borrower(heard_s=5.0))
+    lend_all(books, table)
+    assert books.expire(14.0) == []
+    assert books.expire(15.1) == ["run"]
+    assert len(books.to_end(table)) == 1
+    assert not books.leave("run")
+
+
+def test_a_replica_that_does_not_take_a_loan_is_left_alone_for_a_while() -> None:
+    books, table = Borrowing(), replicas("rollout")
+    books.check_in(borrower())
+    (asked,) = books.to_lend(table, 0.0)
+    books.failed(asked, 0.0)
+    assert books.to_lend(table, 1.0) == []
+    assert len(books.to_lend(table, 6.0)) == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), max_size=25))
+def test_a_replica_has_one_borrower_and_no_run_more_than_it_wants(moves: list[tuple[int, int, bool]]) -> None:
+    books, table = Borrowing(), replicas(*["rollout"] * 4)
+    for step, (what, number, flag) in enumerate(moves):
+        name = f"run{number % 2}"
+        if what < 2:
+            books.check_in(borrower(number, float(step), name))
+        elif what == 2:
+            table[f"r{number}"].pool = "rollout" if flag else "serve"
+        elif what == 3:
+            books.leave(name)
+        for one in books.to_end(table):
+            if flag:
+                books.ended(one)
+        lend_all(books, table, float(step))
+        for run in books.borrowers.values():
+            active = [one for one in books.lent.values() if one.borrower == run.name]
+            assert sum(one.stage is LoanStage.GRANTED for one in active) <= run.wanted
+        for one in books.lent.values():
+            if one.stage is LoanStage.GRANTED:
+                assert table[one.replica].pool == "rollout"
+                assert one.borrower in books.borrowers
+
+
+def test_who_is_loaded_gets_its_replica_back_at_once_and_lends_again_later() -> None:
+    lender = Lender(by_load=[LendingByLoad("serve", "rollout", 1000.0, 100.0)], hold_s=60.0)
+    every = list(replicas("serve", "serve").values())
+    (move,) = lender.moves(every, 0.0, 0.0, {"rollout": 5000.0})
+    assert move.pool == "rollout"
+    lent = next(r for r in every if r.name == move.replica)
+    lent.pool = "rollout"
+    lent.ready = False
+    other = next(r for r in every if r is not lent)
+    other.work = 5000
+    (back,) = lender.moves(every, 0.1, 0.0, {"rollout": 5000.0})
+    assert (back.replica, back.pool) == (lent.name, "serve")
+    lent.pool, other.work = "serve", 0
+    assert lender.moves(every, 30.0, 0.0, {"rollout": 5000.0}) == []
+    assert len(lender.moves(every, 61.0, 0.0, {"rollout": 5000.0})) == 1
+
+
+def test_a_window_closes_while_its_lender_is_loaded() -> None:
+    lender = Lender([LendingWindow("serve", "rollout", 1, 0.0, 3600.0, busy_tokens=1000.0)], hold_s=60.0)
+    every = list(replicas("serve", "serve").values())
+    (move,) = lender.moves(every, 0.0, 10.0)
+    lent = next(r for r in every if r.name == move.replica)
+    other = next(r for r in every if r is not lent)
+    lent.pool, other.work = "rollout", 5000
+    (back,) = lender.moves(every, 5.0, 10.0)
+    assert (back.replica, back.pool) == (lent.name, "serve")
+    lent.pool, other.work = "serve", 0
+    assert lender.moves(every, 64.0, 10.0) == [], "not before it was quiet for hold_s"
+    assert len(lender.moves(every, 66.0, 10.0)) == 1
+
+
+def test_what_was_moved_by_hand_no_rule_moves() -> None:
+    lender = Lender([LendingWindow("serve", "rollout", 1, 0.0, 3600.0)])
+    every = replicas("serve", "serve", "serve")
+    every["r0"].pool, every["r0"].by_hand = "rollout", True
+    assert lender.moves(every.values(), 0.0, 7200.0) == []
+    every["r0"].pool = "serve"
+    (move,) = lender.moves(every.values(), 0.0, 10.0)
+    assert move.replica != "r0"

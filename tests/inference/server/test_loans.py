@@ -1,0 +1,307 @@
+"""A replica that is lent to a run: whose weights it serves when, and how it comes home."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from etude.errors import PartLostError, SamplerError, WeightUpdateError
+from etude.inference.exchange import Event
+from etude.inference.loan_client import LoanEndedError, LoanHandle
+from etude.inference.server.admin import manifest_document
+from etude.inference.server.checkpoints import checkpoint_manifest
+from etude.inference.server.loans import LoanDesk, fetch_from_store
+from etude.model.huggingface import save_model
+from etude.model.scoring import score_sequences
+from etude.records import PolicyVersion, SampleChunk
+from tests.inference.server.lending import (
+    HOME,
+    RunStore,
+    borrow,
+    lendable,
+    make_model,
+    rollout,
+    standing,
+    tensors_of,
+)
+from tests.inference.server.serving import ADMIN, Served, wait_for
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with lendable() as running:
+        yield running
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[RunStore]:
+    one = RunStore(tmp_path / "weights")
+    yield one
+    one.close()
+
+
+def ask(served: Served, **options: Any) -> httpx.Response:
+    with served.http() as http:
+        return http.post("/v1/completions", json={"prompt": "def ", "max_tokens": 3, "seed": 1, **options})
+
+
+async def serve(handle: LoanHandle, store: RunStore, step: int) -> PolicyVersion:
+    manifest = store.publish(step)
+    await handle.call("stage", manifest)
+    await handle.call("activate", manifest.version, "recompute")
+    return manifest.version
+
+
+async def events_of(handle: LoanHandle, ends: int, client: str = "") -> list[Event]:
+    found: list[Event] = []
+    while sum(not isinstance(item, SampleChunk) for _, item in found) < ends:
+        found += await handle.call("poll", client)
+    return found
+
+
+def chunks_of(events: list[Event], request: str) -> list[SampleChunk]:
+    return [item for name, item in events if name == request and isinstance(item, SampleChunk)]
+
+
+def desk_of(served: Served) -> LoanDesk:
+    assert served.state.loans is not None
+    return served.state.loans
+
+
+def test_a_lent_replica_samples_with_the_runs_weights_bit_for_bit_and_comes_home(
+    served: Served, store: RunStore
+) -> None:
+    before = ask(served).json()
+
+    async def run() -> None:
+        handle = borrow(served, store.url)
+        assert ask(served).status_code == 503
+        about = await handle.call("begin")
+        assert about["max_context_tokens"] == 599
+        version = await serve(handle, store, 1)
+        await handle.call("exchange", [("open", "a"), ("stream", rollout("a"))])
+        (chunk,) = chunks_of(await events_of(handle, 1), "a:0")
+        assert chunk.version == chunk.kv_oldest == version
+        tokens = np.concatenate([rollout("a").suffix, chunk.tokens])
+        model = make_model(0)
+        model.load_state_dict({**model.state_dict(), **tensors_of(1)})
+        wanted = score_sequences(model, [tokens])[0][-len(chunk.tokens) :]
+        np.testing.assert_allclose(chunk.logprobs, wanted, atol=2e-5)
+        scores = await handle.call("score", tokens, version)
+        assert scores.version == version
+        with pytest.raises(SamplerError, match="does not serve"):
+            await handle.call("score", tokens, PolicyVersion("tiny", 0))
+        second = await serve(handle, store, 2)
+        more = rollout("a", 1, suffix=np.arange(3, dtype=np.int32), prefix_digest=chunk.prefix_digest)
+        await handle.call("exchange", [("stream", more)])
+        assert {one.version for one in chunks_of(await events_of(handle, 1), "a:1")} == {second}
+        usage = await handle.call("pulse")
+        assert usage["decode_tokens"] >= 14
+        assert ask(served).status_code == 503
+        await handle.stop()
+
+    asyncio.run(run())
+    after = ask(served).json()
+    assert standing(served)["state"] == "home"
+    assert after["system_fingerprint"] == HOME
+    assert after["choices"] == before["choices"], "the weights are those from before"
+    past = desk_of(served)._past
+    assert past is not None
+    assert past.fetch is None, "the run's weights are let go"
+
+
+def test_a_recall_ends_rollouts_at_once_and_tells_their_tokens_so_far(
+    served: Served, store: RunStore
+) -> None:
+    async def run() -> None:
+        handle = borrow(served, store.url)
+        await handle.call("begin")
+        await serve(handle, store, 1)
+        asked = [rollout(name, max_tokens=500) for name in ("a", "bb")]
+        await handle.call("exchange", [("open", "a"), ("open", "bb")])
+        await handle.call("exchange", [("stream", one) for one in asked])
+        await asyncio.sleep(0.3)
+        began = time.monotonic()
+        with served.http(ADMIN) as http:
+            answer = await asyncio.to_thread(http.delete, "/admin/loan")
+        assert answer.json()["version"] == HOME
+        assert ask(served).status_code == 200
+        assert time.monotonic() - began < 5.0
+        events = await events_of(handle, 2)
+        for one in asked:
+            (chunk,) = chunks_of(events, one.id)
+            assert chunk.finish == "abort"
+            assert 0 < len(chunk.tokens) < 500
+        with pytest.raises(LoanEndedError):
+            await handle.call("poll")
+        with pytest.raises(LoanEndedError):
+            await handle.call("exchange", [("stream", asked[0])])
+        await handle.stop()
+
+    asyncio.run(run())
+
+
+def test_a_borrower_that_falls_silent_loses_the_replica(served: Served, store: RunStore) -> None:
+    async def run() -> None:
+        handle = borrow(served, store.url, lease_s=0.4)
+        await handle.call("begin")
+        await serve(handle, store, 1)
+        await asyncio.sleep(0.8)
+        assert standing(served)["state"] == "lent", "it is renewed while the borrower lives"
+        handle.kill()
+        with pytest.raises(PartLostError, match="let go"):
+            await handle.call("pulse")
+
+    asyncio.run(run())
+    wait_for(lambda: standing(served)["state"] == "home", 3.0)
+    assert ask(served).json()["system_fingerprint"] == HOME
+
+
+def test_users_under_way_get_all_their_tokens_from_their_own_version_before_the_runs_is_served(
+    served: Served, store: RunStore
+) -> None:
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(
+        target=lambda: answers.append(ask(served, max_tokens=150, temperature=0.9, stop=["\u0000"]))
+    )
+    asking.start()
+    wait_for(lambda: served.state.live)
+
+    async def run() -> None:
+        handle = borrow(served, store.url)
+        assert served.state.live, "the user is still there"
+        await handle.call("begin")
+        await serve(handle, store, 1)
+        assert not served.state.live
+        await handle.stop()
+
+    asyncio.run(run())
+    asking.join()
+    assert answers[0].json()["system_fingerprint"] == HOME
+
+
+def test_a_recall_does_not_wait_for_weights_that_are_being_fetched(store: RunStore) -> None:
+    fetching, go_on = threading.Event(), threading.Event()
+
+    def open_slowly(url: str) -> Any:
+        fetch = fetch_from_store(url)
+
+        def slow(manifest: Any) -> Any:
+            fetching.set()
+            go_on.wait(20)
+            return fetch(manifest)
+
+        return slow
+
+    with lendable(open_slowly) as served:
+
+        async def run() -> None:
+            handle = borrow(served, store.url)
+            await handle.call("begin")
+            staging = asyncio.ensure_future(handle.call("stage", store.publish(1)))
+            await asyncio.to_thread(fetching.wait, 10)
+            began = time.monotonic()
+            with served.http(ADMIN) as http:
+                answer = await asyncio.to_thread(http.delete, "/admin/loan")
+            assert answer.json()["state"] == "home"
+            assert ask(served).json()["system_fingerprint"] == HOME
+            assert time.monotonic() - began < 5.0
+            with pytest.raises(LoanEndedError):
+                await staging
+            go_on.set()
+            again = borrow(served, store.url)
+            await again.call("begin")
+            version = await serve(again, store, 2)
+            await again.call("exchange", [("open", "a"), ("stream", rollout("a"))])
+            assert chunks_of(await events_of(again, 1), "a:0")[0].version == version
+            await again.stop()
+            await handle.stop()
+
+        asyncio.run(run())
+
+
+def test_what_an_administrator_puts_into_service_meanwhile_is_what_it_comes_home_to(
+    store: RunStore, tmp_path: Path
+) -> None:
+    save_model(make_model(3), tmp_path / "next")
+    manifest = checkpoint_manifest(tmp_path / "next", PolicyVersion("tiny", 1))
+    with lendable() as served:
+
+        async def run() -> None:
+            handle = borrow(served, store.url)
+            await handle.call("begin")
+            version = await serve(handle, store, 1)
+            with served.http(ADMIN) as http:
+                body = {"manifest": manifest_document(manifest)}
+                answer = await asyncio.to_thread(lambda: http.post("/admin/weights", json=body))
+                assert answer.status_code == 200, answer.text
+                assert answer.json()["version"] is None, "users get nothing while it is lent"
+            await handle.call("exchange", [("open", "a"), ("stream", rollout("a"))])
+            assert chunks_of(await events_of(handle, 1), "a:0")[0].version == version
+            await handle.stop()
+
+        asyncio.run(run())
+        assert ask(served).json()["system_fingerprint"] == "tiny@1"
+
+
+def test_bad_weights_of_the_run_are_refused_and_change_nothing(served: Served, store: RunStore) -> None:
+    async def run() -> None:
+        handle = borrow(served, store.url)
+        await handle.call("begin")
+        with pytest.raises(SamplerError, match="no version of the run"):
+            await handle.call("exchange", [("open", "a")])
+        manifest = store.publish(1)
+        Path(store.url).joinpath("commits").rename(Path(store.url) / "gone")
+        with pytest.raises(WeightUpdateError):
+            bad = type(manifest)(PolicyVersion("run", 1, "digest"), manifest.tensors, manifest.url)
+            await handle.call("stage", bad)
+        with pytest.raises(WeightUpdateError):
+            await handle.call("activate", manifest.version, "recompute")
+        Path(store.url).joinpath("gone").rename(Path(store.url) / "commits")
+        await handle.stop()
+
+    asyncio.run(run())
+    assert ask(served).json()["system_fingerprint"] == HOME
+
+
+def test_several_processes_of_a_run_share_a_replica(served: Served, store: RunStore) -> None:
+    async def run() -> None:
+        handle = borrow(served, store.url)
+        await handle.call("begin")
+        await serve(handle, store, 1)
+        other: LoanHandle = pickle.loads(pickle.dumps(handle))
+        await handle.call("exchange", [("open", "a"), ("stream", rollout("a"))])
+        await other.call("exchange", [("open", "b"), ("stream", rollout("b"))], "worker")
+        assert chunks_of(await events_of(other, 1, "worker"), "b:0")
+        assert chunks_of(await events_of(handle, 1), "a:0")
+        other.kill()
+        await handle.stop()
+
+    asyncio.run(run())
+
+
+def test_who_has_no_right_gets_nothing(served: Served, store: RunStore) -> None:
+    with served.http() as http:
+        assert http.post("/admin/loan", json={"borrower": "x"}).status_code == 401
+        assert http.post("/loan/pulse").status_code == 410
+    with served.http(ADMIN) as http:
+        assert http.post("/loan/pulse").status_code == 410
+        assert http.post("/admin/loan", json={"borrower": "x", "lease_s": 0}).status_code == 400
+        assert http.post("/admin/loan", json={"lease_s": 1.0}).status_code == 400
+        token = http.post("/admin/loan", json={"borrower": "x", "lease_s": 9}).json()["token"]
+        assert http.post("/admin/loan", json={"borrower": "y", "lease_s": 9}).status_code == 409
+        assert http.get("/ready").json()["loan"] == "lent"
+    with served.http(token) as http:
+        assert http.delete("/admin/loan").status_code == 403
+        assert http.post("/loan/exchange", content=b"damaged").status_code == 422
+        assert http.post("/loan/begin", json={"store": 1}).status_code == 422
+        assert http.post("/loan/end").json()["state"] == "home"
