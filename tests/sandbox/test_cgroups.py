@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
-from etude.sandbox.local.cgroups import ControlGroups
+from etude.sandbox.local.cgroups import ControlGroups, _sweep
 from etude.sandbox.reaping import owner_key
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
@@ -49,7 +51,13 @@ def own_groups() -> list[Path]:
 
 
 @pytest.fixture
-def groups() -> Iterator[ControlGroups]:
+def before() -> set[Path]:
+    """What other tests' backends have at the time."""
+    return set(own_groups())
+
+
+@pytest.fixture
+def groups(before: set[Path]) -> Iterator[ControlGroups]:
     found = ControlGroups.open()
     if found is None:
         pytest.skip("no control group may be made here")
@@ -65,7 +73,9 @@ def is_version_1(groups: ControlGroups) -> bool:
     return len(own_groups()) > 0
 
 
-def test_limits_are_written_and_a_process_is_moved_with_its_children(groups: ControlGroups) -> None:
+def test_limits_are_written_and_a_process_is_moved_with_its_children(
+    before: set[Path], groups: ControlGroups
+) -> None:
     if not is_version_1(groups):
         pytest.skip("version 1 only")
     groups.create("7", RESOURCES)
@@ -87,7 +97,23 @@ def test_limits_are_written_and_a_process_is_moved_with_its_children(groups: Con
             os.kill(pid, signal.SIGKILL)
         process.kill()
     groups.close()
-    assert own_groups() == []
+    assert set(own_groups()) <= before
+
+
+def test_what_the_kernel_held_at_the_end_goes_with_the_next(before: set[Path], groups: ControlGroups) -> None:
+    if not is_version_1(groups):
+        pytest.skip("version 1 only")
+    groups.create("7", RESOURCES)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        groups.enter("7", process.pid)
+        groups.close()
+        left = set(own_groups()) - before
+        assert len(left) == 3, "a process is in them"
+        process.kill()
+    other = ControlGroups.open()
+    assert other is not None
+    assert not left & set(own_groups())
+    other.close()
 
 
 def test_a_group_that_cannot_be_made_leaves_nothing(groups: ControlGroups) -> None:
@@ -105,7 +131,7 @@ def test_two_backends_of_one_process_have_groups_of_their_own(groups: ControlGro
     other.create("1", RESOURCES)
     other.close()
     if is_version_1(groups):
-        assert (next((ROOT / "pids").glob(f"{OWN}*")) / "1").is_dir()
+        assert any((group / "1").is_dir() for group in (ROOT / "pids").glob(f"{OWN}*"))
 
 
 def test_groups_go_with_their_sandbox_and_with_the_backend(tmp_path: Path, groups: ControlGroups) -> None:
@@ -174,6 +200,19 @@ def test_groups_of_a_dead_owner_are_swept_by_the_next(tmp_path: Path, groups: Co
         return await becomes_true(sweep)
 
     assert asyncio.run(swept())
+
+
+def test_several_processes_may_sweep_at_once(tmp_path: Path) -> None:
+    def sweep() -> None:
+        for _ in range(100):
+            for number in range(5):
+                with contextlib.suppress(OSError):  # it is swept while it is made
+                    (tmp_path / f"etude-dead{number}-0" / "1").mkdir(parents=True, exist_ok=True)
+            _sweep(tmp_path)
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(sweep) for _ in range(4)]:
+            done.result()
 
 
 def own_directory(root: Path) -> Path:

@@ -744,3 +744,23 @@ def test_batches_cover_everything_in_order_and_keep_the_limit(sizes: list[int], 
 def test_records_are_encoded_by_field_name() -> None:
     info = FileInfo("a", "file", 3)
     assert encode([info])[0] == [dataclasses.asdict(info)]
+
+
+def test_what_a_killed_client_left_is_ended_by_the_next_of_its_name_and_nothing_else() -> None:
+    async def scene() -> None:
+        async with served(build_app({"memory": MemoryBackend()}, TOKEN)) as url:
+            others = RemoteBackend(url, TOKEN, owner="run/worker-1")
+            nobody = RemoteBackend(url, TOKEN)
+            killed = RemoteBackend(url, TOKEN, owner="run")
+            kept = [await others.create(), await nobody.create(metadata={"tenant": "run"})]
+            left = [await killed.create(metadata={"tenant": "a"}) for _ in range(2)]
+            assert (await left[0].get_info()).metadata == {"tenant": "a", "owner": "run"}
+            await killed.disconnect()
+            following = RemoteBackend(url, TOKEN, owner="run")
+            own = await following.create()
+            await following.hello()
+            assert {info.id for info in await following.list()} == {own.id, *(one.id for one in kept)}
+            for client in (others, nobody, following):
+                await client.close()
+
+    asyncio.run(scene())

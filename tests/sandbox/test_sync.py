@@ -98,10 +98,11 @@ def test_an_unknown_backend_leaves_no_thread() -> None:
 
 def test_ctrl_c_cancels_the_command_that_is_waited_for() -> None:
     program = """
-import _thread, threading, time
+import signal, threading
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.sync import SyncBackend
 from tests.sandbox.serving import ScriptedBackend
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 with SyncBackend(ScriptedBackend) as backend, backend.create() as sandbox:
     print("ready", flush=True)
     try:

@@ -15,6 +15,7 @@
         └── CapacityError           no place became free in time
     UserError
     ├── Unsupported                 this backend cannot do that; names one that can
+    │   └── LiveProcessesError      a fork of files alone while the agent's processes run
     └── TemplateError               a template or image that does not exist or does not parse
 
 Each names the sandbox (or snapshot, or template), what was received and what to do.
@@ -75,6 +76,10 @@ class CapacityError(SandboxError):
 
 class Unsupported(UserError):
     """This backend cannot do what was asked; the fix names one that can. Never a silent downgrade."""
+
+
+class LiveProcessesError(Unsupported):
+    """A fork would copy the files alone while processes of the agent live: it would lack them."""
 
 
 class TemplateError(UserError):

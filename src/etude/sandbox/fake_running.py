@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from types import ModuleType
 from typing import Any, TypeVar
 
 from etude.sandbox.inside import testrunner
@@ -22,13 +23,24 @@ def run_here(runner: Callable[[], Run], timeout_s: float) -> tuple[Run | None, f
     The timeout needs the main thread (it is an interval timer); elsewhere nothing interrupts a run.
     """
     start_s = time.perf_counter()
+    modules, finders = dict(sys.modules), list(sys.meta_path)
     result: Run | None = None
     try:
-        with _alarm(timeout_s), _quiet():
+        with _quiet(), _alarm(timeout_s):
             result = runner()
     except testrunner.TimeUp:
         result = None
+        _put_back(modules, finders)
     return result, time.perf_counter() - start_s
+
+
+def _put_back(modules: dict[str, ModuleType], finders: list[Any]) -> None:
+    """Undoes what a run did to imports: the alarm may ring while the runner itself tidies up."""
+    sys.meta_path[:] = finders
+    for name in sys.modules.keys() - modules.keys():
+        if name.partition(".")[0] not in sys.stdlib_module_names:
+            del sys.modules[name]
+    sys.modules.update(modules)
 
 
 @contextmanager

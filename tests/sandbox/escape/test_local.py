@@ -11,6 +11,8 @@ from tests.sandbox.escape.holes import HOLES
 from tests.sandbox.escape.judging import Board, board
 from tests.sandbox.escape.model import USERS, User
 
+pytestmark = pytest.mark.alone
+
 CASES = [(user, name) for user in USERS for name, attempt in ATTEMPTS.items() if user in attempt.users]
 
 

@@ -66,32 +66,34 @@ def obstacle() -> str | None:
             return f"needs the program {program}"
     name = f"{PREFIX}{owner_tag()}-trial"
     try:
-        _ip("netns", "add", name)
-        _ip("-n", name, "link", "add", "bridge", "type", "bridge")
+        ip("netns", "add", name)
+        ip("-n", name, "link", "add", "bridge", "type", "bridge")
     except subprocess.CalledProcessError as error:
         return f"no network namespaces with bridges here: {error.stderr.strip()}"
     finally:
-        _remove(name)
+        remove_namespace(name)
     return None
 
 
-def _ip(*arguments: str) -> str:
+def ip(*arguments: str) -> str:
+    """What the program ip says. Raises CalledProcessError."""
     done = subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30)
     return done.stdout
 
 
-def _namespaces() -> list[str]:
-    return [row.split()[0] for row in _ip("netns", "list").splitlines() if row.startswith(PREFIX)]
+def namespaces(prefix: str) -> list[str]:
+    """Names of the network namespaces that begin so."""
+    return [row.split()[0] for row in ip("netns", "list").splitlines() if row.startswith(prefix)]
 
 
-def _remove(name: str) -> None:
+def remove_namespace(name: str) -> None:
     """Ends what runs in a namespace, then removes it; its interfaces go with it."""
-    if name not in _namespaces():
+    if name not in namespaces(name):
         return
-    for pid in _ip("netns", "pids", name).split():
+    for pid in ip("netns", "pids", name).split():
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(pid), signal.SIGKILL)
-    _ip("netns", "delete", name)
+    ip("netns", "delete", name)
 
 
 @dataclass(eq=False)
@@ -221,11 +223,11 @@ class ServerHost:
 
     def cut(self) -> None:
         """Pulls the cable at the bridge: what the host or its clients send is lost, nobody is told."""
-        _ip("-n", self.bridge, "link", "set", self.link, "down")
+        ip("-n", self.bridge, "link", "set", self.link, "down")
 
     def mend(self) -> None:
         """Plugs the cable in again."""
-        _ip("-n", self.bridge, "link", "set", self.link, "up")
+        ip("-n", self.bridge, "link", "set", self.link, "up")
 
 
 @dataclass(frozen=True)
@@ -242,11 +244,11 @@ class Network:
         async def awaited() -> Result:
             return await scenario()
 
-        with ThreadPoolExecutor(1, "client", _enter, (self.client,)) as executor:
+        with ThreadPoolExecutor(1, "client", enter_namespace, (self.client,)) as executor:
             return executor.submit(lambda: asyncio.run(awaited())).result()
 
 
-def _enter(namespace: str) -> None:
+def enter_namespace(namespace: str) -> None:
     """Moves this thread, and the threads and processes that it starts, into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{namespace}") as file:  # noqa: PTH123 - a namespace is no file to read
@@ -261,9 +263,9 @@ def network(num_hosts: int = 4) -> Iterator[Network]:
 
     What a killed former run left is removed first.
     """
-    for name in _namespaces():
+    for name in namespaces(PREFIX):
         if not is_owner_alive(name.removeprefix(PREFIX)):
-            _remove(name)
+            remove_namespace(name)
     root = Path(tempfile.gettempdir())
     for left in root.glob(f"{PREFIX}*"):
         if not is_owner_alive(left.name.removeprefix(PREFIX)):
@@ -272,9 +274,9 @@ def network(num_hosts: int = 4) -> Iterator[Network]:
     directory = Path(tempfile.mkdtemp(prefix=f"{base}-", dir=root))
     hosts: list[ServerHost] = []
     try:
-        _ip("netns", "add", f"{base}-bridge")
-        _ip("-n", f"{base}-bridge", "link", "add", "bridge", "type", "bridge")
-        _ip("-n", f"{base}-bridge", "link", "set", "bridge", "up")
+        ip("netns", "add", f"{base}-bridge")
+        ip("-n", f"{base}-bridge", "link", "add", "bridge", "type", "bridge")
+        ip("-n", f"{base}-bridge", "link", "set", "bridge", "up")
         for number in range(num_hosts):
             name = f"host-{number}"
             address = _join(base, name, number + 1)
@@ -291,7 +293,7 @@ def network(num_hosts: int = 4) -> Iterator[Network]:
         with contextlib.ExitStack() as stack:
             stack.callback(shutil.rmtree, directory)
             for part in ("bridge", "client", *(host.name for host in hosts)):
-                stack.callback(_remove, f"{base}-{part}")
+                stack.callback(remove_namespace, f"{base}-{part}")
             for host in hosts:
                 stack.callback(host.stop)
 
@@ -299,14 +301,14 @@ def network(num_hosts: int = 4) -> Iterator[Network]:
 def _join(base: str, name: str, number: int) -> str:
     """Makes a namespace with a cable to the bridge; its address."""
     namespace, bridge, address = f"{base}-{name}", f"{base}-bridge", f"10.9.0.{number}"
-    _ip("netns", "add", namespace)
+    ip("netns", "add", namespace)
     end = ["peer", "name", f"link{number}", "netns", bridge]
-    _ip("link", "add", "eth0", "netns", namespace, "type", "veth", *end)
-    _ip("-n", bridge, "link", "set", f"link{number}", "master", "bridge")
-    _ip("-n", bridge, "link", "set", f"link{number}", "up")
-    _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
-    _ip("-n", namespace, "link", "set", "eth0", "up")
-    _ip("-n", namespace, "link", "set", "lo", "up")
+    ip("link", "add", "eth0", "netns", namespace, "type", "veth", *end)
+    ip("-n", bridge, "link", "set", f"link{number}", "master", "bridge")
+    ip("-n", bridge, "link", "set", f"link{number}", "up")
+    ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
+    ip("-n", namespace, "link", "set", "eth0", "up")
+    ip("-n", namespace, "link", "set", "lo", "up")
     return address
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,6 +51,8 @@ class ControlGroups:
     @classmethod
     def open(cls, root: Path = _ROOT) -> ControlGroups | None:
         """Makes this backend's groups and removes those of dead owners. None where that is not allowed."""
+        with _left_lock:
+            _left[:] = _remove(_left)
         name = f"{_PREFIX}{owner_key()}-{next(_numbers)}"
         for find in (_version_2, _version_1):
             parents = find(root, name)
@@ -128,10 +131,14 @@ class ControlGroups:
         while self._doomed and time.monotonic() < end_s:
             time.sleep(0.005)
             self.remove_rest()
-        for parent in self._parents.values():
-            _remove([parent])
+        rest = _remove([*self._doomed, *dict.fromkeys(self._parents.values())])
+        with _left_lock:
+            _left.extend(rest)
 
 
+_left: list[Path] = []
+"""What the kernel still held when its backend was closed, inner groups first: goes with the next one."""
+_left_lock = threading.Lock()
 _numbers = itertools.count()
 """A process may have several backends; each has groups of its own."""
 _V1 = ("memory", "pids", "cpu")
@@ -212,7 +219,8 @@ def _sweep(directory: Path) -> None:
     alive = live_keys() if found else set[str]()
     for entry in found:
         if entry.name.removeprefix(_PREFIX).partition("-")[0] not in alive:
-            _remove([*(inner for inner in entry.iterdir() if inner.is_dir()), entry])
+            with contextlib.suppress(FileNotFoundError):  # another process sweeps as well
+                _remove([*(inner for inner in entry.iterdir() if inner.is_dir()), entry])
 
 
 def _remove(groups: list[Path]) -> list[Path]:

@@ -32,6 +32,9 @@ from etude.sandbox.wire_types import (
     template_key,
 )
 
+_OWNER = "owner"
+"""Key of a sandbox's metadata: the client that it belongs to."""
+
 
 class RemoteBackend(Owner):
     """`SandboxBackend` on a server. For one event loop.
@@ -46,14 +49,17 @@ class RemoteBackend(Owner):
         backend: str | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
         retry_s: Sequence[float] = RETRY_S,
+        owner: str | None = None,
     ) -> None:
         """`backend`: which of the server's; None: its first. `transport`: another way to it, for tests.
 
-        `retry_s`: pauses before a call that may be sent twice is sent again.
+        `retry_s`: pauses before a call that may be sent twice is sent again. `owner`: names this client; what
+        an earlier one of the same name, which must be dead, has left on the server is killed first of all.
         """
         self.line = Connection(url, token, transport, retry_s)
         self.token = token
         self.backend = backend
+        self._owner = owner
         self._capabilities: Capabilities | None = None
         self._mine: dict[str, RemoteSandbox] = {}
         self._sent: set[str] = set()
@@ -80,7 +86,9 @@ class RemoteBackend(Owner):
         async with self._once:
             if self._capabilities is None:
                 answer = await self.line.call("GET", "capabilities", self._named(), again=True)
-                self._capabilities = self._understood(answer)
+                understood = self._understood(answer)
+                await self._end_predecessors()
+                self._capabilities = understood
             return self._capabilities
 
     def doctor(self) -> list[str]:
@@ -111,7 +119,7 @@ class RemoteBackend(Owner):
             "network": None if network is None else {"allow": list(network.allow)},
             "timeout_s": timeout_s,
             "snapshot": snapshot,
-            "metadata": None if metadata is None else dict(metadata),
+            "metadata": self._marked(metadata),
         }
         try:
             return await self._create(header)
@@ -201,6 +209,19 @@ class RemoteBackend(Owner):
                 await self.line.fetch("PUT", "templates", body=pack(raw, payload), kind=FRAMES, again=True)
                 self._sent.add(key)
         return key
+
+    def _marked(self, metadata: Mapping[str, str] | None) -> dict[str, str] | None:
+        """A sandbox's metadata, with whose it is."""
+        if self._owner is None:
+            return None if metadata is None else dict(metadata)
+        return {**(metadata or {}), _OWNER: self._owner}
+
+    async def _end_predecessors(self) -> None:
+        """Kills what a client of this name has left that died. Before this one makes anything."""
+        if self._owner is None:
+            return
+        left = [info.id for info in await self.list() if info.metadata.get(_OWNER) == self._owner]
+        await asyncio.gather(*(RemoteSandbox(self, sandbox_id).kill() for sandbox_id in left))
 
     def _named(self) -> dict[str, str]:
         return {} if self.backend is None else {"backend": self.backend}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from fastapi import Depends, FastAPI, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from etude.errors import UserError
+from etude.config.secrets import AccessError, check_bearer
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.server import inside_routes, sandbox_routes, server_routes
 from etude.sandbox.server.error_answers import answer_errors
@@ -20,12 +19,6 @@ from etude.sandbox.server.metrics import Metrics
 from etude.sandbox.server.requests import state_of
 from etude.sandbox.server.state import KeyConflictError, Limits, ServerState
 from etude.sandbox.wire_types import API
-
-_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
-
-
-class AccessError(UserError):
-    """A request without the server's token."""
 
 
 def build_app(
@@ -52,7 +45,7 @@ def build_app(
             await state.close()
 
     async def check(request: Request) -> None:
-        _check_access(request, token)
+        check_bearer(request.headers, token)
 
     app = FastAPI(title="Étude sandboxes", lifespan=lifespan, openapi_url=None)
     app.state.sandboxes = state
@@ -65,24 +58,6 @@ def build_app(
     answer_errors(app, lambda request, error: state_of(request).note_error(error), statuses)
     app.add_middleware(Measured, metrics=state.metrics)
     return app
-
-
-def _check_access(request: Request, token: str | None) -> None:
-    """Raises AccessError for a request without the token, or, where there is none, by a foreign name.
-
-    The name matters since a web page can point its own host name at the loopback address.
-    """
-    if token is None:
-        host = request.headers.get("host", "")
-        name = host if host.endswith("]") else host.rpartition(":")[0] or host
-        if name not in _LOOPBACK_NAMES:
-            raise AccessError("only loopback names reach this server", field="Host", received=host)
-        return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
-        raise AccessError(
-            "the token is missing or wrong", field="token", fix="send the server's token as a bearer"
-        )
 
 
 class Measured:
