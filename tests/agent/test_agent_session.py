@@ -12,6 +12,7 @@ from etude.records import (
     SamplingParams,
     Status,
     ToolCall,
+    ToolErrorClass,
     ToolResult,
 )
 
@@ -303,3 +304,25 @@ def test_sampling_parameters_reach_the_request_and_the_record():
     assert isinstance(action, Sample)
     assert (action.params.temperature, action.params.max_tokens) == (0.5, 9)
     assert session.segments()[0].sampling == params
+
+
+def test_facts_count_commands_questions_to_dos_errors_and_comments():
+    facts = SessionFacts()
+    write = ToolCall("write_file", {"path": "a", "text": "# why not\nx = 1\n"})
+    patch = ToolCall("apply_patch", {"patch": "--- a\n+++ b\n-old\n+# so\n+y = 2\n"})
+    edited = ToolResult("ok", facts={"kind": "edit", "path": "a", "line": 1, "changed": True})
+    facts.on_turn([write, patch], [edited, edited])
+    assert (facts.written_characters, facts.comment_characters) == (7 + 3 + 3 + 3, 7 + 3)
+    results = [
+        ToolResult("", ToolErrorClass.TIMEOUT, facts={"kind": "command"}),
+        ToolResult("", facts={"kind": "question"}),
+        ToolResult("", facts={"kind": "todo", "todos": "[ ] 1 a\n[>] 2 b\n[x] 3 c\n[-] 4 d"}),
+        ToolResult("", ToolErrorClass.TIMEOUT),
+    ]
+    facts.on_turn([ToolCall("any")] * 4, results)
+    assert (facts.num_commands, facts.num_questions, facts.open_todos) == (1, 1, 2)
+    assert facts.errors_by_class == {"timeout": 2} and facts.tool_errors == 2
+    again = SessionFacts.from_dict(facts.to_dict())
+    assert again == facts
+    again.errors_by_class["timeout"] = 9
+    assert facts.errors_by_class == {"timeout": 2}

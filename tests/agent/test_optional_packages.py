@@ -15,9 +15,7 @@ except ConfigError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("module", "package", "extra"), [("etude.agent.mcp", "mcp", "mcp"), ("etude.agent.web", "httpx", "serve")]
-)
+@pytest.mark.parametrize(("module", "package", "extra"), [("etude.agent.mcp", "mcp", "mcp")])
 def test_a_missing_package_is_named_with_its_extra(module, package, extra):
     script = ABSENT.format(module=module, package=package)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

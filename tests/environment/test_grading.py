@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,6 @@ from etude.records import Task
 from etude.sandbox.fake import MemoryBackend, MemorySandbox
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
-from etude.sandbox.types import Resources
 from tests.sandbox.backends import with_backend
 
 SOLVED = dict(TARGET.solution_files)
@@ -92,10 +93,10 @@ def test_a_syntax_error_is_a_verdict_with_a_cause() -> None:
 class FailingBackend(MemoryBackend):
     """Makes the agent's sandbox, and no second one."""
 
-    async def create(self, template: Template, limits: Resources | None = None) -> MemorySandbox:
+    async def create(self, *arguments: Any, **options: Any) -> MemorySandbox:
         if self.live:
             raise SandboxError("no room")
-        return await super().create(template, limits)
+        return await super().create(*arguments, **options)
 
 
 def test_an_infrastructure_failure_is_no_verdict() -> None:
@@ -153,3 +154,24 @@ def test_open_assertions_are_listed_for_authors() -> None:
     task = replace(TARGET, hidden_files={"tests/test_hidden.py": text})
     assert open_assertions(task) == ["tests/test_hidden.py:3"]
     assert open_assertions(TARGET) == []
+
+
+def test_judging_that_fails_when_nobody_waits_any_more_is_no_loose_error() -> None:
+    class LateBackend(MemoryBackend):
+        async def create(self, *arguments: Any, **options: Any) -> MemorySandbox:
+            await asyncio.sleep(0.01)
+            raise SandboxError("the sandbox is killed")
+
+    async def scenario() -> list[object]:
+        loose: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: loose.append(context["message"]))
+        sandbox = await MemoryBackend().create(Template(TARGET.files))
+        waiting = asyncio.create_task(Grader(LateBackend()).grade(TARGET, sandbox))
+        await asyncio.sleep(0.002)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        await asyncio.sleep(0.03)
+        gc.collect()
+        return loose
+
+    assert asyncio.run(scenario()) == []

@@ -22,8 +22,14 @@ def test_means_are_per_episode_and_the_read_share_is_per_edit() -> None:
         "malformed": 0.5,
         "finish_share": 0.5,
         "first_edit_right": 0.5,
+        "questions": 0.0,
+        "open_todos": 0.0,
         "sampled_tokens": pytest.approx((first.num_sampled_tokens + second.num_sampled_tokens) / 2),
         "reads_before_edits": 0.75,
+        "calls_per_turn": 8 / 6,
+        "edits_per_turn": 4 / 6,
+        "parallel_share": 2 / 6,
+        "terminal_share": 0.0,
     }
 
 

@@ -86,3 +86,10 @@ def test_a_group_is_complete_with_all_it_asked_for() -> None:
 
 def test_status_is_plain_text() -> None:
     assert str(Status.LIMIT) == "limit"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_reward_is_finite_if_each_of_its_terms_is(value: float) -> None:
+    assert RewardBreakdown(1.0, {"length": -0.5}).is_finite
+    assert not RewardBreakdown(value).is_finite
+    assert not RewardBreakdown(1.0, {"length": value, "tools": -value}).is_finite

@@ -6,7 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from etude.agent.tools.todo_write import OPEN_MARKS
 from etude.records import ToolCall, ToolResult
+
+_WRITING = frozenset({"text", "new", "patch"})
+"""Arguments of the editing tools that hold what is written."""
+_COMMENTS = ("#", "//", "/*", "*")
 
 
 @dataclass(slots=True)
@@ -22,6 +27,18 @@ class SessionFacts:
     """Calls that do not parse, calls above the limit of a turn, and turns without any call."""
     tool_errors: int = 0
     """Well-formed calls whose tool answered with an error."""
+    errors_by_class: dict[str, int] = field(default_factory=dict[str, int])
+    """The same by `ToolErrorClass`."""
+    num_commands: int = 0
+    """Commands run in a terminal."""
+    num_questions: int = 0
+    """Questions put to the user."""
+    open_todos: int = 0
+    """To-dos that are neither done nor cancelled."""
+    written_characters: int = 0
+    """Characters that edits wrote, white space left out."""
+    comment_characters: int = 0
+    """Those of them in lines that are nothing but a comment."""
     num_edits: int = 0
     """Edits that changed a file."""
     edits_after_read: int = 0
@@ -50,6 +67,8 @@ class SessionFacts:
                 continue
             well_formed += 1
             self._count(result, known)
+            if result.facts.get("kind") == "edit" and result.facts["changed"]:
+                self._count_writing(call)
         self.num_turns += 1
         self.num_calls += well_formed
         self.parallel_turns += well_formed >= 2
@@ -57,7 +76,9 @@ class SessionFacts:
     def _count(self, result: ToolResult, known: frozenset[str]) -> None:
         facts = result.facts
         self.finished = self.finished or result.finished
-        self.tool_errors += result.error is not None
+        if result.error is not None:
+            self.tool_errors += 1
+            self.errors_by_class[result.error] = self.errors_by_class.get(result.error, 0) + 1
         match facts.get("kind"):
             case "read":
                 path = str(facts["path"])
@@ -72,6 +93,13 @@ class SessionFacts:
                 if self._first_edit_open:
                     self.first_edit_right = self.last_tests_green
                     self._first_edit_open = False
+            case "command":
+                self.num_commands += 1
+            case "question":
+                self.num_questions += 1
+            case "todo":
+                todos = str(facts["todos"]).splitlines()
+                self.open_todos = sum(todo.startswith(OPEN_MARKS) for todo in todos)
 
     def _count_edit(self, paths: Sequence[str], line: int, known: frozenset[str]) -> None:
         self._first_edit_open = self.num_edits == 0
@@ -81,6 +109,19 @@ class SessionFacts:
         self.edits_after_read += known.issuperset(paths)
         self.last_tests_green = False
 
+    def _count_writing(self, call: ToolCall) -> None:
+        """Of the arguments that hold what an edit writes; in a patch, of its added lines."""
+        for name in _WRITING & call.arguments.keys():
+            for line in call.arguments[name].splitlines():
+                if name == "patch":
+                    if not line.startswith("+") or line.startswith("+++"):
+                        continue
+                    line = line[1:]
+                bare = "".join(line.split())
+                self.written_characters += len(bare)
+                if bare.startswith(_COMMENTS):
+                    self.comment_characters += len(bare)
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
@@ -88,4 +129,5 @@ class SessionFacts:
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> SessionFacts:
         """What `to_dict` gave."""
-        return cls(**{**state, "files_read": list(state["files_read"])})
+        errors = dict(state.get("errors_by_class", {}))
+        return cls(**{**state, "files_read": list(state["files_read"]), "errors_by_class": errors})

@@ -18,22 +18,14 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
+import httpx
+
 from etude.agent.html_text import html_to_text
 from etude.agent.tools.ports import WebPage, WebResult
 from etude.errors import ConfigError, InfrastructureError, ToolArgumentError
 from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.network.rules import HostError, Rule, join_authority, parse_rules, split_authority
 from etude.sandbox.network.streams import AsyncioStream
-
-try:
-    import httpx
-except ImportError as error:
-    raise ConfigError(
-        "the web tools need httpx",
-        field="agent.web",
-        received=str(error),
-        fix="pip install 'etude[serve]'",
-    ) from error
 
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})

@@ -18,6 +18,7 @@ from etude.errors import AgentError, InfrastructureError, SandboxError
 from etude.records import ToolCall
 from etude.sandbox.errors import Unsupported
 from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.types import SnapshotKind
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +57,8 @@ class Snapshots:
     ) -> str | None:
         """Takes a snapshot after `turn` turns where the policy says so; why it failed, if it did.
 
-        The turn itself is done and stays so: a later fork then replays from further back.
+        The turn itself is done and stays so: a later fork then replays from further back. None of files alone
+        is taken while processes of the agent live: what began there would lack them.
         """
         if not self._every or not may_change(calls, context.tools):
             return None
@@ -64,7 +66,8 @@ class Snapshots:
         if self._num_changes < self._every:
             return None
         try:
-            info = await context.sandbox.create_snapshot()
+            kind: SnapshotKind | None = "full" if await live_processes(context) else None
+            info = await context.sandbox.create_snapshot(kind)
         except (InfrastructureError, Unsupported, AgentError) as error:
             self.num_failures += 1
             return str(error)
@@ -81,6 +84,15 @@ class Snapshots:
         """The session has ended."""
         kept, self.kept = self.kept, []
         await let_go(kept, backend)
+
+
+async def live_processes(context: ToolContext) -> list[str]:
+    """What of the agent's lives in its sandbox now: background commands that run, and the kept shell with its
+    directory and variables. Raises as `Commands.list`."""
+    shell = [] if context.state.shell is None else ["the kept shell"]
+    if not context.state.commands:
+        return shell
+    return [*(one.cmd for one in await context.sandbox.commands.list() if one.running), *shell]
 
 
 def hold(kept: Sequence[Kept]) -> None:

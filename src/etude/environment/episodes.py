@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,24 @@ from etude.agent import (
     core_registry,
     run_session,
 )
+from etude.agent.runner import Timings
 from etude.config import AgentConfig, RewardConfig, RunConfig
+from etude.environment.fork_groups import (
+    ForkedEpisode,
+    ForkedWorlds,
+    ForkPlan,
+    Place,
+    Refused,
+    choose_turn,
+    fork_worlds,
+)
+from etude.environment.fork_records import branch_of
 from etude.environment.grading import Verdict
-from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.member import MemberSampler
+from etude.environment.replay import Untouched, tell
+from etude.environment.rewards import check_reward, measure_effort, with_length
+from etude.environment.runners import EnvironmentTimes
+from etude.environment.sessions import EnvironmentSession, Site, close_all
 from etude.environment.verdicts import Grader
 from etude.errors import InfrastructureError
 from etude.protocols import Sampler
@@ -31,6 +46,7 @@ from etude.sandbox.types import Resources
 from etude.tokens.renderer import Renderer
 
 RouteKeeper = Callable[[NDArray[np.uint8]], BlobRef]
+Done = TypeVar("Done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +77,21 @@ class EpisodeLimits:
         )
 
 
-@dataclass(slots=True)
-class EnvironmentTimes:
-    """Seconds that episodes have spent, summed over episodes that ran side by side."""
+@dataclass(frozen=True, slots=True)
+class _Play:
+    """What every attempt at an episode has in common."""
 
-    tools_s: float = 0.0
-    grade_s: float = 0.0
-    num_episodes: int = 0
-    num_infrastructure_failures: int = 0
+    task: Task
+    identity: TrajectoryId
+    params: SamplingParams
+    training: bool
 
 
 class Environment:
-    """Runs episodes. Holds no session: many may run at once in one event loop."""
+    """Runs episodes, in this process. Implements TimedRunner and ForkingRunner.
+
+    Holds no session: many may run at once in one event loop.
+    """
 
     def __init__(
         self,
@@ -80,13 +99,13 @@ class Environment:
         renderer: Renderer,
         limits: EpisodeLimits,
         reward: RewardConfig,
-        keep_routes: RouteKeeper,
+        keep_routes: RouteKeeper | None,
         registry: Registry | None = None,
     ) -> None:
         self.times = EnvironmentTimes()
-        self._site = Site(
-            backend, Grader(backend, limits.sandbox), registry or core_registry(), limits.tools, reward
-        )
+        check_reward(reward)
+        grader = Grader(backend, limits.sandbox, reward=reward)
+        self._site = Site(backend, grader, registry or core_registry(), limits.tools, reward)
         self._renderer = renderer
         self._limits = limits
         self._keep_routes = keep_routes
@@ -99,40 +118,155 @@ class Environment:
         rng_key: tuple[int, ...],
         params: SamplingParams,
         training: bool = False,
+        first_attempt: int = 0,
     ) -> Trajectory:
-        """One episode. Infrastructure failures are retried from the start, and at last reported as such.
+        """See EpisodeRunner.run. `first_attempt`: how often the episode has been begun elsewhere."""
+        play = _Play(task, identity, params, training)
 
-        When summaries are asked for varies in `training` only.
-        """
-        summary = self._limits.summary
-        if summary is not None and not training:
-            summary = replace(summary, jitter=0.0)
-        attempt = 0
-        while True:
-            session = AgentSession(
-                task.instruction, self._renderer, identity, self._limits.session, params, summary=summary
-            )
+        async def attempt(session: AgentSession, number: int) -> Trajectory:
+            world = EnvironmentSession.begin(self._site, task, self._limits.sandbox)
             try:
-                trajectory = await self._attempt(task, session, sampler, rng_key, attempt)
+                timings = await run_session(session, sampler, world, f"{identity}~{number}", rng_key)
+                return await self._graded(session, world, timings, number)
+            finally:
+                await asyncio.shield(world.close())
+
+        return await self._until_done(play, attempt, lambda failed: failed, first_attempt)
+
+    async def run_forked(
+        self,
+        task: Task,
+        identity: TrajectoryId,
+        sampler: Sampler,
+        rng_key: tuple[int, ...],
+        params: SamplingParams,
+        plan: ForkPlan,
+        first_attempt: int = 0,
+    ) -> ForkedEpisode:
+        """See ForkingRunner.run_forked. `first_attempt`: see `run`.
+
+        Infrastructure failures of the episode are retried as in `run`, with all that left it; siblings that
+        fail are reported as such.
+        """
+        play = _Play(task, identity, params, training=True)
+
+        async def attempt(session: AgentSession, number: int) -> ForkedEpisode:
+            # Held open until its siblings are: what is computed together must not depend on how long
+            # copies of a sandbox take.
+            held = MemberSampler(sampler, holds=True)
+            world = EnvironmentSession.begin(self._site, task, self._limits.sandbox)
+            try:
+                timings = await run_session(session, held, world, f"{identity}~{number}", rng_key)
+                return await self._fork(play, session, world, timings, number, plan, held, sampler)
+            finally:
+                held.end()
+                await asyncio.shield(world.close())
+
+        return await self._until_done(play, attempt, ForkedEpisode, first_attempt)
+
+    async def _until_done(
+        self,
+        play: _Play,
+        attempt: Callable[[AgentSession, int], Awaitable[Done]],
+        failed: Callable[[Trajectory], Done],
+        number: int,
+    ) -> Done:
+        """What attempt `number`, or a later one, comes to."""
+        while True:
+            session = self._new_session(play)
+            try:
+                done = await attempt(session, number)
             except InfrastructureError as error:
                 self.times.num_infrastructure_failures += 1
-                attempt += 1
-                if attempt == self._limits.max_attempts:
-                    return _failed(session, error, attempt)
+                number += 1
+                if number >= self._limits.max_attempts:
+                    return failed(_failed(session, error, number))
             else:
                 self.times.num_episodes += 1
-                return trajectory
+                return done
 
-    async def _attempt(
-        self, task: Task, session: AgentSession, sampler: Sampler, rng_key: tuple[int, ...], attempt: int
-    ) -> Trajectory:
-        world = EnvironmentSession.begin(self._site, task, self._limits.sandbox)
+    def _new_session(self, play: _Play) -> AgentSession:
+        summary = self._limits.summary
+        if summary is not None and not play.training:
+            summary = replace(summary, jitter=0.0)
+        return AgentSession(
+            play.task.instruction,
+            self._renderer,
+            play.identity,
+            self._limits.session,
+            play.params,
+            summary=summary,
+        )
+
+    async def _fork(
+        self,
+        play: _Play,
+        session: AgentSession,
+        world: EnvironmentSession,
+        timings: Timings,
+        attempt: int,
+        plan: ForkPlan,
+        held: MemberSampler,
+        sampler: Sampler,
+    ) -> ForkedEpisode:
+        told = session.trajectory()
+        chosen = choose_turn(told, plan.turn, plan.rng_key)
+        if not isinstance(chosen, Refused):
+            chosen = await fork_worlds(world, told, chosen, len(plan.siblings))
+        if isinstance(chosen, Refused):
+            held.end()
+            return ForkedEpisode(await self._graded(session, world, timings, attempt), refused=chosen)
+        views = [MemberSampler(sampler, holds=False) for _ in plan.siblings]
+        running: list[asyncio.Task[Trajectory]] = []
+        names = [f"{place.identity}~{attempt}" for place in plan.siblings]
         try:
-            session_id = f"{session.trajectory_id}~{attempt}"
-            timings = await run_session(session, sampler, world, session_id, rng_key)
-            outcome = await world.submit(session.status, session.cause)
+            for name, view in zip(names, views, strict=True):
+                view.open_beside(name, f"{play.identity}~{attempt}")
+            held.end()
+            places = zip(plan.siblings, names, chosen.worlds, views, strict=True)
+            running += [asyncio.create_task(self._sibling(play, told, chosen, *place)) for place in places]
+            trajectory = await self._graded(session, world, timings, attempt)
+            siblings = [await one for one in running]
         finally:
-            await asyncio.shield(world.close())
+            await asyncio.shield(_end(running, views, chosen))
+        facts = {"continues": str(trajectory.id), **_fork_facts(told, chosen)}
+        own = branch_of(trajectory, chosen.point, plan.continuation, facts)
+        return ForkedEpisode(trajectory, (own, *siblings), chosen.origin)
+
+    async def _sibling(
+        self,
+        play: _Play,
+        told: Trajectory,
+        forked: ForkedWorlds,
+        place: Place,
+        name: str,
+        world: EnvironmentSession | InfrastructureError,
+        view: MemberSampler,
+    ) -> Trajectory:
+        """Goes on from the fork, to a grade of its own. A failure of ours ends it as such."""
+        session = self._new_session(play)
+        try:
+            await tell(told, session, Untouched(), forked.point.turn)
+            if isinstance(world, InfrastructureError):
+                raise world
+            timings = await run_session(session, view, world, name, place.rng_key)
+            trajectory = await self._graded(session, world, timings, 0)
+            self.times.num_episodes += 1
+        except InfrastructureError as error:
+            self.times.num_infrastructure_failures += 1
+            trajectory = _failed(session, error, 1)
+        finally:
+            view.end()
+            if isinstance(world, EnvironmentSession):
+                await asyncio.shield(world.close())
+        facts = {"fork_cached_tokens": view.num_cached, **_fork_facts(told, forked)}
+        return branch_of(trajectory, forked.point, place.identity, facts)
+
+    async def _graded(
+        self, session: AgentSession, world: EnvironmentSession, timings: Timings, attempt: int
+    ) -> Trajectory:
+        """The session that has ended, with its reward."""
+        outcome = await world.submit(session.status, session.cause)
         self.times.tools_s += timings.tools_s
         self.times.grade_s += world.grade_s
         trajectory = session.trajectory(
@@ -142,7 +276,16 @@ class Environment:
             world.origin.digest,
             {"sample_s": timings.sample_s, "tools_s": timings.tools_s, "grade_s": world.grade_s},
         )
-        return replace(trajectory, facts=_facts(trajectory, outcome.verdict))
+        return self._rewarded(replace(trajectory, facts=_facts(trajectory, outcome.verdict)))
+
+    def _rewarded(self, trajectory: Trajectory) -> Trajectory:
+        """With the price of its length, which takes its tokens to know."""
+        reward, config = trajectory.reward, self._site.reward
+        if reward is None or config.length.weight == 0:
+            return trajectory
+        effort = measure_effort(trajectory, self._renderer)
+        facts = {**trajectory.facts, "effort": asdict(effort)}
+        return replace(trajectory, reward=with_length(reward, effort, config.length), facts=facts)
 
 
 def _summary_policy(agent: AgentConfig) -> SummaryPolicy | None:
@@ -167,6 +310,43 @@ def _facts(trajectory: Trajectory, verdict: Verdict) -> dict[str, Any]:
         "first_edit_right": right_at_once,
         "sampled_tokens": trajectory.num_sampled_tokens,
     }
+
+
+def _fork_facts(told: Trajectory, forked: ForkedWorlds) -> dict[str, Any]:
+    return {
+        "forked_from": str(told.id),
+        "forked_at": forked.point.turn,
+        "fork_prefix_tokens": forked.point.offset,
+        "fork_fidelity": forked.origin.fidelity,
+    }
+
+
+async def _end(
+    running: Sequence[asyncio.Task[Trajectory]], views: Sequence[MemberSampler], forked: ForkedWorlds
+) -> None:
+    """Ends what siblings have not ended themselves, those that were cancelled before they began included."""
+    for one in running:
+        one.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    for view in views:
+        view.end()
+    await close_all(forked.made)
+
+
+def failed_trajectory(
+    renderer: Renderer,
+    limits: EpisodeLimits,
+    task: Task,
+    identity: TrajectoryId,
+    params: SamplingParams,
+    error: InfrastructureError,
+    num_attempts: int,
+) -> Trajectory:
+    """The record of an episode that was begun so often, and of which nothing came back."""
+    session = AgentSession(
+        task.instruction, renderer, identity, limits.session, params, summary=limits.summary
+    )
+    return _failed(session, error, num_attempts)
 
 
 def _failed(session: AgentSession, error: InfrastructureError, num_attempts: int) -> Trajectory:

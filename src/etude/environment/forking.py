@@ -1,7 +1,8 @@
 """Forks of an environment session: copies of its sandbox now, or of how it was at an earlier turn.
 
 A fork at an earlier turn starts from the nearest snapshot (or the origin), and the calls since then are run
-again there (`branching.replay`); the session itself is not touched.
+again there (`branching.replay`), so that background commands that ran then run there too; the session itself
+is not touched.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from etude.agent.tools.state import ToolState
-from etude.environment.branching import hold, let_go, replay
+from etude.environment.branching import hold, let_go, live_processes, replay
 from etude.environment.origins import user_of
 from etude.errors import ConfigError, InfrastructureError, SandboxError
 from etude.sandbox.arguments import check_count
+from etude.sandbox.errors import LiveProcessesError
+from etude.sandbox.migration import abilities_of
 
 if TYPE_CHECKING:
     from etude.environment.sessions import EnvironmentSession
@@ -21,8 +24,12 @@ if TYPE_CHECKING:
 async def fork_here(
     session: EnvironmentSession, count: int
 ) -> list[EnvironmentSession | InfrastructureError]:
-    """Copies at the present turn; the caller holds the session still. Each is one, or what prevented it."""
+    """Copies at the present turn; the caller holds the session still. Each is one, or what prevented it.
+
+    Raises LiveProcessesError where they would lack background commands that run.
+    """
     history = session.history
+    await _check_processes(session)
     copies = await session.sandbox.fork(count)
     return [
         one
@@ -57,6 +64,23 @@ async def fork_at(
         if not isinstance(fork, InfrastructureError):
             fork.parent, fork.differences = session.id, first.differences
     return [first, *rest]
+
+
+async def fidelity_of(session: EnvironmentSession) -> str:
+    """What a copy of the session's sandbox holds: `full`, `filesystem`, or nothing where it cannot be
+    copied."""
+    return (await abilities_of(session.site.backend)).fork or ""
+
+
+async def _check_processes(session: EnvironmentSession) -> None:
+    live = await live_processes(session.context)
+    if live and await fidelity_of(session) != "full":
+        raise LiveProcessesError(
+            "processes of the agent live, and a fork here copies the files alone",
+            field="fork",
+            received=live[0],
+            fix="end them first, or use a backend whose forks are full (gvisor, vm)",
+        )
 
 
 async def _replayed(session: EnvironmentSession, turn: int) -> EnvironmentSession:

@@ -46,6 +46,10 @@ class Verdict:
     num_failed: int
     cause: str | None
     duration_s: float
+    lints: int = 0
+    """Findings of a linter that the agent's changes added; 0 where nobody looked."""
+    style: int = 0
+    """Added lines in another style than their file's; 0 where nobody looked."""
 
 
 async def judge_changes(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Protocol
 
 from etude.agent import AgentSession, ToolContext
 from etude.agent.journal import INTERRUPTED
@@ -68,8 +69,38 @@ class Replay:
         return not self.differences
 
 
+class Retelling(Protocol):
+    """What is done with a trajectory's calls while a session is told of them."""
+
+    replay: Replay
+
+    async def turn(self, number: int, turn: Turn) -> None:
+        """Turn `number`, from 0, is told."""
+        ...
+
+    async def archive(self, path: str, text: str) -> None:
+        """The file of a full context is due."""
+        ...
+
+
+class Untouched:
+    """Implements Retelling where the workspace is as it was after the last of the calls: nothing is done."""
+
+    def __init__(self) -> None:
+        self.replay = Replay()
+
+    async def turn(self, number: int, turn: Turn) -> None:
+        """See Retelling.turn."""
+
+    async def archive(self, path: str, text: str) -> None:
+        """See Retelling.archive."""
+
+
 class Replayer:
-    """Makes the calls of a trajectory again, turn by turn, in one workspace. One call at a time."""
+    """Implements Retelling: makes the calls of a trajectory again, turn by turn, in one workspace.
+
+    One call at a time.
+    """
 
     def __init__(self, workspace: Workspace, context: ToolContext, deadline_s: float = 600.0) -> None:
         """`workspace`: in the state in which the trajectory began; `context`: that of its tools. With a user,
@@ -164,7 +195,7 @@ async def replay_turns(trajectory: Trajectory, replayer: Replayer, turns: int | 
 async def tell(
     trajectory: Trajectory,
     session: AgentSession,
-    replayer: Replayer,
+    replayer: Retelling,
     turns: int | None = None,
     told: Session | None = None,
 ) -> Replay:
@@ -203,7 +234,7 @@ async def tell(
 
 
 async def _run_calls(
-    wanted: Sequence[Turn], number: int, calls: tuple[ToolCall, ...], target: Session, replayer: Replayer
+    wanted: Sequence[Turn], number: int, calls: tuple[ToolCall, ...], target: Session, replayer: Retelling
 ) -> None:
     turn = wanted[number]
     if [(call.name, dict(call.arguments)) for call in calls] != [

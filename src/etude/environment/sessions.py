@@ -30,7 +30,7 @@ from etude.environment.forking import fork_at, fork_here
 from etude.environment.grading import Verdict
 from etude.environment.history import Difference, History, SessionTurn
 from etude.environment.origins import Origin, task_template, user_of
-from etude.environment.rewards import compute_reward
+from etude.environment.rewards import Evidence, compute_reward
 from etude.environment.running import RunningTurn, TurnRunner
 from etude.environment.session_events import EventLog
 from etude.environment.site import Outcome, Site
@@ -358,7 +358,8 @@ class EnvironmentSession:
             else:
                 verdict = await self.site.grader.grade(task, self.sandbox)
             self.grade_s = time.perf_counter() - began
-        reward = compute_reward(verdict.passed, status, self.facts.malformed, self.site.reward)
+        evidence = Evidence(task, status, verdict, self.facts.to_dict())
+        reward = compute_reward(evidence, self.site.reward)
         self.events.put("graded", passed=verdict.passed, reward=reward.total)
         return Outcome(status, verdict, reward)
 

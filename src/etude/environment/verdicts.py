@@ -10,8 +10,10 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import replace
 from hashlib import blake2b
 
+from etude.config import RewardConfig
 from etude.environment.grading import (
     GRADING_TIMEOUT_S,
     Verdict,
@@ -19,6 +21,7 @@ from etude.environment.grading import (
     count_hidden_tests,
     judge_changes,
 )
+from etude.environment.rewards.review import review_changes
 from etude.errors import AgentError
 from etude.records import Task
 from etude.sandbox.interface import Sandbox, SandboxBackend
@@ -34,8 +37,14 @@ class Grader:
     """
 
     def __init__(
-        self, backend: SandboxBackend, limits: Resources | None = None, timeout_s: float = GRADING_TIMEOUT_S
+        self,
+        backend: SandboxBackend,
+        limits: Resources | None = None,
+        timeout_s: float = GRADING_TIMEOUT_S,
+        reward: RewardConfig | None = None,
     ) -> None:
+        """`reward`: what it prices in the changes themselves is counted as well."""
+        self._reward = reward
         self._backend = backend
         self._limits = limits
         self._timeout_s = timeout_s
@@ -55,9 +64,8 @@ class Grader:
         key = (task.id, _digest(changes))
         judging = self._verdicts.get(key)
         if judging is None:
-            judging = asyncio.create_task(
-                judge_changes(task, changes, self._backend, self._limits, self._timeout_s)
-            )
+            judging = asyncio.create_task(self._judge(task, changes))
+            judging.add_done_callback(_hear)
             self._remember(key, judging)
         try:
             return await asyncio.shield(judging)
@@ -66,10 +74,24 @@ class Grader:
                 del self._verdicts[key]
             raise
 
+    async def _judge(self, task: Task, changes: Mapping[str, bytes | None]) -> Verdict:
+        verdict = await judge_changes(task, changes, self._backend, self._limits, self._timeout_s)
+        if self._reward is None or not self._reward.reviews_changes:
+            return verdict
+        lints, style = await review_changes(task, changes, self._reward)
+        return replace(verdict, lints=lints, style=style)
+
     def _remember(self, key: tuple[str, bytes], judging: asyncio.Task[Verdict]) -> None:
         self._verdicts[key] = judging
         while len(self._verdicts) > _MAX_KEPT:
             self._verdicts.popitem(last=False)
+
+
+def _hear(judging: asyncio.Task[Verdict]) -> None:
+    """Takes note of a failure for which nobody waits any more: a run that ends kills the sandboxes in which
+    changes are still being judged. Whoever does wait gets it all the same."""
+    if not judging.cancelled():
+        judging.exception()
 
 
 def _digest(changes: Mapping[str, bytes | None]) -> bytes:

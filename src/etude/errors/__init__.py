@@ -3,6 +3,7 @@
     EtudeError
     ├── UserError                 something that the person at the keyboard can mend
     │   ├── ConfigError           a key, a value, a combination of values
+    │   │   └── UnknownKeyError   a key that this version does not know
     │   ├── RunDirectoryError     a run directory that exists, is missing or belongs to other code
     │   ├── ResourceError         too little memory or disk, a kernel feature that is switched off
     │   ├── CheckpointError       a checkpoint that is damaged, half-written or of another architecture
@@ -15,6 +16,7 @@
         ├── SandboxError          a sandbox that could not be made, died or does not answer
         ├── SamplerError          the engine failed or no longer holds what a request names
         │   └── PrefixMissError   the engine does not hold the named prefix: send all tokens again
+        ├── PartLostError         a process that held a part of the run died or does not answer
         ├── RankError             a rank of distributed training died, hangs or did what others did not
         ├── StoreError            the trajectory store or the weight store failed
         ├── WeightUpdateError     a weight update whose base, digest or shape does not fit
@@ -34,6 +36,7 @@ __all__ = [
     "InfrastructureError",
     "MalformedCallError",
     "ParityError",
+    "PartLostError",
     "PrefixMissError",
     "RankError",
     "ResourceError",
@@ -44,6 +47,7 @@ __all__ = [
     "StoreError",
     "TaskError",
     "ToolArgumentError",
+    "UnknownKeyError",
     "UserAbortedError",
     "UserError",
     "WeightUpdateError",
@@ -87,6 +91,10 @@ class UserError(EtudeError):
 
 class ConfigError(UserError):
     """A key, a value or a combination of values in a configuration."""
+
+
+class UnknownKeyError(ConfigError):
+    """A key that this version does not know: mistyped, or of another version."""
 
 
 class RunDirectoryError(UserError):
@@ -135,6 +143,10 @@ class SamplerError(InfrastructureError):
 
 class PrefixMissError(SamplerError):
     """The engine does not hold the prefix that the request names: send all tokens again."""
+
+
+class PartLostError(InfrastructureError):
+    """The process that held a part of the run died or does not answer: what it had in memory is lost."""
 
 
 class RankError(InfrastructureError):

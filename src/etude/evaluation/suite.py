@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.environment.episodes import Environment
 from etude.errors import InfrastructureError
 from etude.evaluation.statistics import summarize
 from etude.observe import summarize_behaviour
-from etude.protocols import Sampler
+from etude.protocols import EpisodeRunner, Sampler
 from etude.records import SamplingParams, Task, Trajectory
 from etude.rollout.collect import run_tasks
 
@@ -33,7 +32,7 @@ class Evaluation:
 
 
 async def evaluate_policy(
-    environment: Environment,
+    environment: EpisodeRunner,
     sampler: Sampler,
     tasks: Sequence[Task],
     name: str,

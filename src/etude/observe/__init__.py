@@ -4,6 +4,7 @@ The report is in `etude.observe.report`, which alone needs matplotlib.
 """
 
 from etude.observe.behaviour import summarize_behaviour
+from etude.observe.drift import MonitoredSink
 from etude.observe.files import write_bytes, write_json, write_text
 from etude.observe.machine import commit, describe_machine, versions
 from etude.observe.metrics import (
@@ -24,6 +25,7 @@ __all__ = [
     "MemorySink",
     "MetricRow",
     "MetricSink",
+    "MonitoredSink",
     "Observer",
     "RecordingObserver",
     "RunDirectory",

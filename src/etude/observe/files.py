@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replaces `path` with `data`: a temporary file beside it, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Replaces `path` with `data`: a temporary file beside it, fsync, rename, fsync of the folder.
+
+    Several threads and processes may write one path; the last one counts.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as file:
             file.write(data)

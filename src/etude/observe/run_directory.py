@@ -7,14 +7,15 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.config import RunConfig, dump_config, load_config
-from etude.errors import ResourceError, RunDirectoryError
+from etude.config import RunConfig, drop_key, dump_config, load_config, parse_config, read_toml
+from etude.errors import EtudeError, ResourceError, RunDirectoryError
 from etude.observe.files import sync_directory, write_json, write_text
 from etude.observe.machine import available_memory_bytes, commit, describe_machine, versions
+from etude.observe.metrics import JsonlSink
 
 MIN_FREE_DISK_BYTES = 1 << 30
 MIN_FREE_MEMORY_BYTES = 2 << 30
@@ -129,6 +130,43 @@ class RunDirectory:
     def config(self) -> RunConfig:
         """The stored configuration. Raises ConfigError where it is damaged."""
         return load_config(self.config_file)
+
+    def drop_keys(self, keys: Sequence[str]) -> None:
+        """Leaves keys out of the stored configuration that this version does not know, with a row of metrics
+        for each; the file that was is kept as `config-before.toml`.
+
+        Raises ConfigError for a key that is known, and where others remain that are not, RunDirectoryError
+        where another process writes the run.
+        """
+        tree = read_toml(self.config_file)
+        dropped = {key: value for key in keys if (value := drop_key(tree, key)) is not None}
+        if not dropped:
+            return
+        config = parse_config(tree)
+        with self.lock():
+            shutil.copyfile(self.config_file, self.path / "config-before.toml")
+            write_text(self.config_file, dump_config(config))
+            with JsonlSink(self.metrics_file) as metrics:
+                for key, value in dropped.items():
+                    metrics.write("dropped_key", 0, {"name": key, "value": repr(value)})
+
+    @contextlib.contextmanager
+    def forgotten_if_refused(self) -> Iterator[None]:
+        """Within it a new run is begun: one that is refused before anything has come of it leaves no
+        directory."""
+        try:
+            yield
+        except EtudeError:
+            if self._is_untouched:
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    @property
+    def _is_untouched(self) -> bool:
+        """Whether it holds nothing but what it was made with."""
+        made = {self.config_file, self.environment_file, self.lock_file, self.metrics_file}
+        files = {path for path in self.path.rglob("*") if not path.is_dir()}
+        return files <= made and not (self.metrics_file.exists() and self.metrics_file.stat().st_size)
 
     @property
     def environment(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,4 +39,42 @@ class Sampler(Protocol):
 
     def abort(self, request_id: str) -> None:
         """Stops one request; its stream ends with finish `abort`. Unknown ids are ignored."""
+        ...
+
+
+class Pace(Protocol):
+    """Acts between two steps of a sampler's reproducible schedule, so that what it does repeats."""
+
+    def ended(self, session_id: str) -> None:
+        """A session was closed, and the schedule has come to the step at which it takes note of that."""
+        ...
+
+    async def turn(self) -> None:
+        """Some sessions have ended: no step is taken until this returns."""
+        ...
+
+    def stopped(self) -> None:
+        """The schedule has come to its end: nothing more will be told."""
+        ...
+
+
+@runtime_checkable
+class PacedSampler(Sampler, Protocol):
+    """A sampler that may have such a schedule."""
+
+    def set_pace(self, pace: Pace | None) -> bool:
+        """Tells `pace` from now on; whether there is a reproducible schedule to tell of."""
+        ...
+
+
+@runtime_checkable
+class BranchingSampler(Sampler, Protocol):
+    """A sampler to which it matters that a session has left another one in its middle."""
+
+    def open_beside(self, session_id: str, other: str) -> None:
+        """As `open`, for a session that begins with tokens of `other`, which is still open.
+
+        It starts in the place where that one is; and on a deterministic schedule its first request is waited
+        for at the step at which that one's next is, whenever this is called.
+        """
         ...

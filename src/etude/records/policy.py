@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 UNKNOWN_FORMAT = "unknown"
 """Of a model behind somebody else's endpoint: neither its weights nor its logprobs are known."""
@@ -60,7 +60,9 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: str
     digest: str
-    """xxh3-128 hex digest of the tensor's bytes in C order."""
+    """xxh3-128 hex digest of the tensor's bytes in C order; with `cuts`, of the digests of the parts."""
+    cuts: tuple[int, ...] = field(default=(), repr=False)
+    """Rows of each part, where a tensor was published in several: nobody may have had it whole."""
 
 
 @dataclass(frozen=True, slots=True)

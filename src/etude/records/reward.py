@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -23,6 +24,11 @@ class RewardBreakdown:
     @property
     def total(self) -> float:
         return self.task + sum(self.terms.values())
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every term is a number that can be compared: else it counts for nothing."""
+        return all(math.isfinite(term) for term in (self.task, *self.terms.values()))
 
 
 @dataclass(frozen=True, slots=True)

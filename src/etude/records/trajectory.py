@@ -169,6 +169,9 @@ class GroupOrigin:
     segment_id: str
     offset: int
     snapshot: str
+    """From which the sandboxes were made; empty: by doing the calls again from the start."""
+    fidelity: str = ""
+    """What a copy of the sandbox holds: `full` (processes and memory, too) or `filesystem`."""
 
 
 @dataclass(frozen=True, slots=True)

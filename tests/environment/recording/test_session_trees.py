@@ -6,6 +6,7 @@ import asyncio
 import random
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -93,6 +94,7 @@ class RandomClient:
         self.histories.append([*history, told, *outputs])
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(seed=st.integers(0, 1 << 32), keep=st.booleans(), failing=st.booleans())
 def test_any_tree_of_conversations_records_each_sampled_token_once(

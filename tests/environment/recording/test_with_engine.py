@@ -16,7 +16,7 @@ import pytest
 from etude.config import ModelConfig
 from etude.environment.recording import AnswerService, MapLimits, SessionMap
 from etude.inference import Engine, EngineService
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.model.huggingface import save_model
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion
@@ -32,8 +32,8 @@ CONFIG = ModelConfig(
 )
 
 
-def make_model() -> Qwen3Moe:
-    model = Qwen3Moe(CONFIG, qwen_tokenizer().vocab_size)
+def make_model() -> LanguageModel:
+    model = LanguageModel(CONFIG, qwen_tokenizer().vocab_size)
     model.initialise(0)
     return model
 

@@ -16,6 +16,8 @@ NUM_TODOS = 50
 _TEXT_CHARACTERS = 200
 _ID_CHARACTERS = 20
 _MARKS = {"pending": "[ ]", "in_progress": "[>]", "done": "[x]", "cancelled": "[-]"}
+OPEN_MARKS = (_MARKS["pending"], _MARKS["in_progress"])
+"""How the lines of entries begin that are still to be done."""
 
 _ENTRY = {
     "type": "object",

@@ -20,6 +20,7 @@ SERIES_COLOURS = (BLUE, RUST, TEAL, SAND, MUTED)
 SPLIT_WORDS = {
     "before": "unseen functions",
     "after": "unseen functions",
+    "during": "unseen functions",
     "heldout": "unseen functions",
     "family": "unseen families",
     "heldout_family": "unseen families",

@@ -72,7 +72,7 @@ def integer(body: Mapping[str, Any], field: str, low: int, high: int = _MAX_SEED
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise wrong(field, value, f"a whole number from {low} on")
+        raise wrong(field, value, f"a whole number from {low} to {high}")
     return value
 
 

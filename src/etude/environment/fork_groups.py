@@ -1,0 +1,154 @@
+"""Where a session is forked, and its siblings' sandboxes.
+
+    session ---- turn 0 -- turn 1 -- turn 2 -- turn 3 (its end)     the forked one; not graded yet
+                             \\-- turn 2' ...                         siblings: the same tokens, copies of the
+                              \\- turn 2'' ...                        sandbox, noise of their own
+
+A fork that cannot be had is refused, with a reason that is counted: the session itself goes on to its grade.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+
+from etude.config import ForkTurn
+from etude.environment.fork_records import ForkPoint
+from etude.environment.forking import fidelity_of
+from etude.environment.replay_causes import causes_of
+from etude.environment.sessions import EnvironmentSession, close_all
+from etude.errors import AgentError, InfrastructureError
+from etude.records import GroupOrigin, Trajectory, TrajectoryId
+from etude.sandbox.errors import LiveProcessesError, Unsupported
+
+
+class Refused(StrEnum):
+    """Why a session was not forked. Metrics count them as `forks_refused_<reason>`."""
+
+    TOO_SHORT = "too_short"
+    """It has no message after its first."""
+    NO_EDIT = "no_edit"
+    """No message after its first changed a file."""
+    LIVE_PROCESSES = "live_processes"
+    """Background commands or a kept shell lived, and the sandbox's forks copy files alone."""
+    DIFFERENT = "different"
+    """Calls that were made again were answered otherwise: the state could not be made again."""
+    UNSUPPORTED = "unsupported"
+    """Sandboxes of this backend cannot be copied."""
+    SANDBOX_ENDED = "sandbox_ended"
+    """The agent had ended its sandbox."""
+    INFRASTRUCTURE = "infrastructure"
+    """We failed to make a single copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One session of a fork group before it is there."""
+
+    identity: TrajectoryId
+    rng_key: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForkPlan:
+    """What is asked for of one session."""
+
+    turn: ForkTurn
+    continuation: TrajectoryId
+    """Names what the forked session itself did after the fork."""
+    siblings: tuple[Place, ...]
+    rng_key: tuple[int, ...]
+    """Of the choice of a random turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedEpisode:
+    """A session, and those that left it in its middle."""
+
+    trajectory: Trajectory
+    """The session, whole."""
+    members: tuple[Trajectory, ...] = ()
+    """What it did after the fork, and its siblings; none without a fork."""
+    origin: GroupOrigin | None = None
+    refused: Refused | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedWorlds:
+    """The sandboxes of the siblings, where the session was after so many of its turns."""
+
+    point: ForkPoint
+    origin: GroupOrigin
+    worlds: tuple[EnvironmentSession | InfrastructureError, ...]
+    """One for each sibling, or what prevented it."""
+
+    @property
+    def made(self) -> list[EnvironmentSession]:
+        """Those that are there."""
+        return [one for one in self.worlds if isinstance(one, EnvironmentSession)]
+
+
+def choose_turn(trajectory: Trajectory, turn: ForkTurn, rng_key: Sequence[int]) -> ForkPoint | Refused:
+    """The message of a session that its siblings write anew. A function of its arguments."""
+    numbers = [n for n, one in enumerate(trajectory.turns) if n > 0 and one.end > one.start]
+    if not numbers:
+        return Refused.TOO_SHORT
+    match turn:
+        case "random":
+            chosen = numbers[int(np.random.default_rng(rng_key).integers(len(numbers)))]
+        case "entropy":
+            # The first of equals: max keeps it.
+            chosen = max(numbers, key=lambda number: _surprise(trajectory, number))
+        case "first_edit":
+            edits = [number for number in numbers if _is_edit(trajectory, number)]
+            if not edits or any(_is_edit(trajectory, n) for n in range(numbers[0])):
+                return Refused.NO_EDIT
+            chosen = edits[0]
+    at = trajectory.turns[chosen]
+    return ForkPoint(chosen, at.segment_id, at.start)
+
+
+async def fork_worlds(
+    world: EnvironmentSession, trajectory: Trajectory, point: ForkPoint, count: int
+) -> ForkedWorlds | Refused:
+    """Copies of the session's sandbox as it was at the point, or why there are none. The caller closes them.
+
+    The session must not be submitted yet.
+    """
+    done = sum(bool(turn.calls) for turn in trajectory.turns[: point.turn])
+    passed = world.snapshots.until(done)
+    snapshot = passed[-1].snapshot if passed else ""
+    try:
+        fidelity = await fidelity_of(world)
+        worlds = await world.fork(count, done)
+    except LiveProcessesError:
+        return Refused.LIVE_PROCESSES
+    except Unsupported:
+        return Refused.UNSUPPORTED
+    except AgentError:
+        return Refused.SANDBOX_ENDED
+    except InfrastructureError:
+        return Refused.INFRASTRUCTURE
+    origin = GroupOrigin(point.segment_id, point.offset, snapshot, fidelity)
+    forked = ForkedWorlds(point, origin, tuple(worlds))
+    if not forked.made:
+        return Refused.INFRASTRUCTURE
+    if any(not causes_of(difference) for one in forked.made for difference in one.differences):
+        await close_all(forked.made)
+        return Refused.DIFFERENT
+    return forked
+
+
+def _surprise(trajectory: Trajectory, number: int) -> float:
+    """Mean negative log-probability of a message's tokens."""
+    turn = trajectory.turns[number]
+    segment = next(one for one in trajectory.segments if one.id == turn.segment_id)
+    return -float(segment.logprobs[turn.start : turn.end].mean(dtype=np.float64))
+
+
+def _is_edit(trajectory: Trajectory, number: int) -> bool:
+    results = trajectory.turns[number].results
+    return any(result.facts.get("kind") == "edit" and result.facts["changed"] for result in results)

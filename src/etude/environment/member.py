@@ -1,0 +1,109 @@
+"""One episode's view of the sampler, for whoever must know how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.protocols import BranchingSampler, Sampler
+from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
+
+
+class MemberSampler:
+    """Implements Sampler, BranchingSampler and TokenTally for the sessions of one episode: attempts, which
+    follow each other, and sessions that left another one in its middle, side by side.
+
+    On a reproducible schedule the last session that is open stays open until `end`: the episode's grading is
+    then one more thing that the schedule waits for at a fixed step, as if it were that session's last tool.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        holds: bool,
+        on_open: Callable[[str, MemberSampler], None] | None = None,
+    ) -> None:
+        """`holds`: whether closing the last open session is put off until `end`, or until another one is
+        opened. `on_open`: told of every session that is opened."""
+        self.num_tokens = 0
+        """Tokens sampled so far, those of failed attempts included."""
+        self.num_cached: int | None = None
+        """Of the first request's input, tokens whose keys the sampler had already; None where it does not
+        tell."""
+        self.unnoted: set[str] = set()
+        """Sessions that were opened, for whoever takes note of their end to take out."""
+        self._sampler = sampler
+        self._holds = holds
+        self._on_open = on_open
+        self._open: dict[str, None] = {}
+        """Sessions that are open with the sampler, in the order of their opening."""
+        self._put_off: str | None = None
+        """The one of them that its driver has closed."""
+        self._is_first = True
+
+    def tally(self, num_tokens: int) -> None:
+        """See TokenTally.tally."""
+        self.num_tokens = num_tokens
+
+    def open(self, session_id: str) -> None:
+        """See Sampler.open. A session that was opened ahead of its driver stays open."""
+        self._begin(session_id, None)
+
+    def open_beside(self, session_id: str, other: str) -> None:
+        """See BranchingSampler.open_beside."""
+        self._begin(session_id, other)
+
+    def _begin(self, session_id: str, other: str | None) -> None:
+        if session_id in self._open:
+            return
+        if self._put_off is not None:
+            self._close(self._put_off)
+        if other is not None and isinstance(self._sampler, BranchingSampler):
+            self._sampler.open_beside(session_id, other)
+        else:
+            self._sampler.open(session_id)
+        self._open[session_id] = None
+        if self._on_open is not None:
+            self._on_open(session_id, self)
+            self.unnoted.add(session_id)
+
+    def close(self, session_id: str) -> None:
+        """See Sampler.close."""
+        if self._holds and list(self._open) == [session_id]:
+            self._put_off = session_id
+        else:
+            self._close(session_id)
+
+    def end(self) -> None:
+        """Closes what is open. Idempotent."""
+        for session_id in tuple(self._open):
+            self._close(session_id)
+
+    def _close(self, session_id: str) -> None:
+        if session_id in self._open:
+            del self._open[session_id]
+            self._put_off = None if self._put_off == session_id else self._put_off
+            self._sampler.close(session_id)
+
+    async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
+        """See Sampler.stream."""
+        chunks = self._sampler.stream(request)
+        try:
+            async for chunk in chunks:
+                if self._is_first:
+                    self._is_first, self.num_cached = False, chunk.cached_tokens
+                self.num_tokens += len(chunk.tokens)
+                yield chunk
+        finally:
+            if isinstance(chunks, AsyncGenerator):
+                await chunks.aclose()
+
+    async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
+        """See Sampler.score."""
+        return await self._sampler.score(tokens, version)
+
+    def abort(self, request_id: str) -> None:
+        """See Sampler.abort."""
+        self._sampler.abort(request_id)

@@ -1,0 +1,99 @@
+"""A look at what the agent changed, beside testing it: findings of a linter, and lines out of style.
+
+It happens outside of the sandbox, on the changes that reach grading: what the agent did to its own tools
+there counts for nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+from collections.abc import Mapping
+
+from etude.agent.tools.linters import HostRuff, new_findings
+from etude.config import RewardConfig
+from etude.errors import ConfigError
+from etude.records import Task
+
+_LINTED = (".py", ".pyi")
+
+
+async def review_changes(
+    task: Task, changes: Mapping[str, bytes | None], config: RewardConfig
+) -> tuple[int, int]:
+    """(new lints, new lines out of style), as far as `config` prices them; else 0.
+
+    Raises InfrastructureError if the linter fails, ConfigError where there is none.
+    """
+    files = {path: data for path, data in changes.items() if data is not None}
+    before = {path: task.files[path].encode() for path in files if path in task.files}
+    lints = style = 0
+    if config.lint_penalty > 0:
+        python = [path for path in files if path.endswith(_LINTED)]
+        lints = sum(
+            await asyncio.gather(*(_count_lints(path, before.get(path), files[path]) for path in python))
+        )
+    if config.style_penalty > 0:
+        style = sum(
+            count_foreign_lines(_text(before.get(path)), text, config.style_columns)
+            for path in files
+            if (text := _text(files[path])) is not None
+        )
+    return lints, style
+
+
+def find_linter() -> HostRuff:
+    """This machine's ruff. Raises ConfigError where there is none."""
+    linter = HostRuff.find()
+    if linter is None:
+        raise ConfigError(
+            "counting lints needs ruff",
+            field="rl.reward.lint_penalty",
+            received="no ruff on this machine",
+            fix="pip install ruff, or set lint_penalty = 0",
+        )
+    return linter
+
+
+async def _count_lints(path: str, before: bytes | None, after: bytes) -> int:
+    linter = find_linter()
+    found = await linter.lint(path, after)
+    if not found or before is None:
+        return len(found)
+    known = [finding.key for finding in await linter.lint(path, before)]
+    return len(new_findings(found, known))
+
+
+def count_foreign_lines(before: str | None, after: str, columns: int) -> int:
+    """Lines of `after` that are not in `before` (None: a new file) and differ in style from it.
+
+    Trailing white space; indentation by tabs where the file indents by spaces, or the other way round; more
+    than `columns` characters where no line of the file had as many.
+    """
+    old = [] if before is None else before.splitlines()
+    new = after.splitlines()
+    tabs, spaces = _indents(old, "\t"), _indents(old, " ")
+    wide = any(len(line) > columns for line in old)
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    added = [
+        line for tag, _, _, low, high in matcher.get_opcodes() if tag != "equal" for line in new[low:high]
+    ]
+    return sum(
+        line != line.rstrip()
+        or (line.startswith("\t") and spaces > tabs)
+        or (line.startswith(" ") and tabs > spaces)
+        or (len(line) > columns and not wide)
+        for line in added
+    )
+
+
+def _indents(lines: list[str], character: str) -> int:
+    return sum(line.startswith(character) for line in lines)
+
+
+def _text(data: bytes | None) -> str | None:
+    """None for what is no text."""
+    try:
+        return None if data is None else data.decode()
+    except UnicodeDecodeError:
+        return None

@@ -1,0 +1,159 @@
+"""The terms of the reward, by name: each a number of times that something happened, at a price."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import cast
+
+from etude.algorithms.advantages import MALFORMED
+from etude.config import LengthConfig, RewardConfig
+from etude.environment.rewards.evidence import Evidence
+from etude.environment.rewards.length import Effort, concave_price
+from etude.environment.rewards.review import find_linter
+from etude.errors import ConfigError
+from etude.records import RewardBreakdown, Status, ToolErrorClass
+
+REWARD_VERSION = "1"
+"""Version of what the terms mean. What they weigh is the run's configuration."""
+LENGTH = "length"
+"""Name of the term for length."""
+
+Term = Callable[[Evidence, RewardConfig], float]
+CustomTerm = Callable[[Evidence], float]
+
+
+def _malformed(evidence: Evidence, config: RewardConfig) -> float:
+    return -config.malformed_penalty * min(evidence.count("malformed"), config.malformed_at_most)
+
+
+def _limit(evidence: Evidence, config: RewardConfig) -> float:
+    return -config.limit_penalty if evidence.status is Status.LIMIT else 0.0
+
+
+def _todos(evidence: Evidence, config: RewardConfig) -> float:
+    return -config.todo_penalty * min(evidence.count("open_todos"), config.todos_at_most)
+
+
+def _lints(evidence: Evidence, config: RewardConfig) -> float:
+    return -config.lint_penalty * min(evidence.verdict.lints, config.lints_at_most)
+
+
+def _style(evidence: Evidence, config: RewardConfig) -> float:
+    return -config.style_penalty * min(evidence.verdict.style, config.styles_at_most)
+
+
+def _tool_errors(kind: ToolErrorClass, penalty: Callable[[RewardConfig], float]) -> Term:
+    def term(evidence: Evidence, config: RewardConfig) -> float:
+        return -penalty(config) * min(evidence.errors(kind.value), config.tool_errors_at_most)
+
+    return term
+
+
+TERMS: Mapping[str, Term] = {
+    MALFORMED: _malformed,
+    "limit": _limit,
+    "invalid_arguments": _tool_errors(
+        ToolErrorClass.INVALID_ARGUMENTS, lambda config: config.invalid_arguments_penalty
+    ),
+    "timeout": _tool_errors(ToolErrorClass.TIMEOUT, lambda config: config.timeout_penalty),
+    "unexpected_environment": _tool_errors(
+        ToolErrorClass.UNEXPECTED_ENVIRONMENT, lambda config: config.unexpected_environment_penalty
+    ),
+    "todos": _todos,
+    "lints": _lints,
+    "style": _style,
+}
+"""Every term but length, which is priced where tokens are known."""
+_ALWAYS = frozenset({MALFORMED, "limit"})
+"""Terms that stand in a breakdown also where they are 0."""
+
+
+def compute_reward(evidence: Evidence, config: RewardConfig) -> RewardBreakdown:
+    """The verdict and every term but length.
+
+    Raises ConfigError for a custom term that fails or gives no finite number.
+    Never called for a session that the infrastructure failed.
+    """
+    assert evidence.status is not Status.INFRASTRUCTURE, "an infrastructure failure is never a reward"
+    terms = {name: term(evidence, config) for name, term in TERMS.items()}
+    terms = {name: value for name, value in terms.items() if value or name in _ALWAYS}
+    for name, weight in config.custom.items():
+        terms[name] = weight * _call_custom(name, evidence)
+    return RewardBreakdown(_verdict(evidence, config), terms, REWARD_VERSION)
+
+
+def with_length(reward: RewardBreakdown, effort: Effort, length: LengthConfig) -> RewardBreakdown:
+    """The reward less the price of what was spent."""
+    price = length.weight * concave_price(effort.weighted(length), length.k, length.q)
+    return replace(reward, terms={**reward.terms, LENGTH: -price})
+
+
+def check_reward(config: RewardConfig) -> None:
+    """Raises ConfigError where a term cannot be computed here: no linter, no such function."""
+    if config.lint_penalty > 0:
+        find_linter()
+    for name in config.custom:
+        load_custom(name)
+
+
+def load_custom(name: str) -> CustomTerm:
+    """The function `package.module:function`. Raises ConfigError, also where importing its module fails."""
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"there is no such function: {error}",
+            field="rl.reward.custom",
+            received=name,
+            fix="name a function as package.module:function, of a module on PYTHONPATH",
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"its module cannot be imported: {error!r}",
+            field="rl.reward.custom",
+            received=name,
+            fix=f"mend the module {module}",
+        ) from error
+    if not callable(found):
+        raise ConfigError(
+            "cannot be called",
+            field="rl.reward.custom",
+            received=name,
+            fix="name a function, as package.module:function",
+        )
+    return cast(CustomTerm, found)
+
+
+def _verdict(evidence: Evidence, config: RewardConfig) -> float:
+    verdict = evidence.verdict
+    if verdict.passed:
+        return 1.0
+    tests = verdict.num_passed + verdict.num_failed
+    return config.partial_weight * verdict.num_passed / tests if tests else 0.0
+
+
+def _call_custom(name: str, evidence: Evidence) -> float:
+    field = f"rl.reward.custom.{name}"
+    try:
+        value = load_custom(name)(evidence)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"raised {error!r}",
+            field=field,
+            received=f"a session of {evidence.task.id}",
+            fix="mend the function, or leave the term out",
+        ) from error
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(
+            "must return a finite number",
+            field=field,
+            received=repr(value)[:100],
+            fix="mend the function, or leave the term out",
+        )
+    return float(value)

@@ -1,0 +1,42 @@
+"""Sessions of a run whose sandboxes are on a fleet: hosts join, are emptied and die while they play."""
+
+from __future__ import annotations
+
+import asyncio
+
+from etude.records import SamplingParams, Status, Trajectory, TrajectoryId
+from etude.sandbox.fake import MemoryBackend
+from etude.sandbox.fleet.fleet import Fleet
+from etude.sandbox.fleet.registry import FleetConfig
+from tests.environment.playing import SOLVES, TASK, new_environment, scripted
+
+QUICK = FleetConfig(heartbeat_s=0.02, heartbeat_timeout_s=0.05, missed_heartbeats=2, create_timeout_s=0.5)
+
+
+def test_sessions_play_on_while_hosts_join_are_emptied_and_die() -> None:
+    async def run() -> list[Trajectory]:
+        hosts = {name: MemoryBackend() for name in ("a", "b")}
+        fleet = Fleet(dict(hosts), QUICK)
+        environment = new_environment(fleet)
+
+        async def play(index: int) -> Trajectory:
+            identity = TrajectoryId("run", TASK.id, 0, 0, index)
+            await asyncio.sleep(0.01 * index)
+            return await environment.run(TASK, identity, scripted(SOLVES), (7, index), SamplingParams())
+
+        playing = [asyncio.ensure_future(play(index)) for index in range(24)]
+        await asyncio.sleep(0.03)
+        await fleet.add_host("c", MemoryBackend())
+        report = await fleet.drain("a", deadline_s=5.0)
+        assert not report.failed
+        await asyncio.sleep(0.03)
+        fleet.mark_dead("b", "its power is gone")
+        trajectories = await asyncio.gather(*playing)
+        placed = {status.name: status for status in fleet.status()}
+        assert set(placed) == {"a", "b", "c"}
+        await fleet.close()
+        return trajectories
+
+    trajectories = asyncio.run(run())
+    assert {one.status for one in trajectories} == {Status.DONE}
+    assert all(one.reward is not None and one.reward.total == 1.0 for one in trajectories)
