@@ -1,13 +1,16 @@
 """Sessions into groups: what the trainer trains on."""
 
-from etude.rollout.buffer import RolloutBuffer
-from etude.rollout.collect import Collected, GroupCollector
+from etude.rollout.buffer import GroupBuffer
+from etude.rollout.collect import Collected, Collector, GroupCollector
+from etude.rollout.continuous import ContinuousCollector
 from etude.rollout.corpus import ScriptedSession, ScriptedTurn, generate_corpus, load_corpus, save_corpus
 
 __all__ = [
     "Collected",
+    "Collector",
+    "ContinuousCollector",
+    "GroupBuffer",
     "GroupCollector",
-    "RolloutBuffer",
     "ScriptedSession",
     "ScriptedTurn",
     "generate_corpus",

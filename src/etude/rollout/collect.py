@@ -1,33 +1,32 @@
-"""Collecting groups: eight sessions from one task, judged against each other."""
+"""Collecting groups: eight sessions from one task, judged against each other.
+
+This is the synchronous way: a step's groups are sampled in rounds, and all of their sessions have ended when
+the step is trained. `continuous.py` has the other one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import Protocol
 
-from etude.algorithms import has_task_variance
-from etude.algorithms.advantages import MALFORMED
 from etude.config import RlConfig
-from etude.environment.episodes import Environment
-from etude.protocols import Sampler
-from etude.records import Group, RewardBreakdown, SamplingParams, Status, Task, Trajectory, TrajectoryId
+from etude.protocols import EpisodeRunner, Sampler
+from etude.records import Group, SamplingParams, Task, Trajectory, TrajectoryId
+from etude.rollout.curriculum import CollectorState, Curriculum, TaskSource
+from etude.rollout.forks import Members, count_fork, fork_figures, fork_group
+from etude.rollout.signal import Signal, signal_of
 from etude.rollout.together import run_together
+from etude.store.trajectories import TrajectoryLog
 
-TaskSource = Callable[[int], Task]
-"""Task number -> task: the same number always gives the same task."""
+__all__ = ["Collected", "Collector", "CollectorState", "GroupCollector", "TaskSource", "run_tasks"]
 
-_MAX_OVERSAMPLING = 2.0
+MAX_OVERSAMPLING = 2.0
 _SMOOTHING = 0.7
-
-
-@dataclass(slots=True)
-class CollectorState:
-    """What a resumed run needs to go on with the very tasks that come next."""
-
-    next_task: int = 0
-    useful_share: float = 1.0
-    """Running share of groups with variance: how many groups to ask for at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +38,53 @@ class Collected:
     differ in malformed calls."""
     dropped: tuple[Group, ...] = field(default=())
     """Groups without variance, kept for the record."""
+    stale: tuple[Group, ...] = field(default=())
+    """Groups that were too old to be trained on, kept for the record."""
+    figures: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the collector has to say of the time since the last step."""
+    exhausted: bool = False
+    """Whether no task is left, and no group of one."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        return [member for group in (*self.trained, *self.dropped) for member in group.members]
+        """Of every session once: what a forked session did after its fork is part of the session."""
+        groups = (*self.trained, *self.dropped, *self.stale)
+        members = (member for group in groups for member in group.members)
+        return [member for member in members if "continues" not in member.facts]
+
+
+class Collector(Protocol):
+    """Gives the trainer its groups, step by step."""
+
+    state: CollectorState
+
+    def running(
+        self, log: TrajectoryLog, first_step: int, num_steps: int
+    ) -> AbstractAsyncContextManager[None]:
+        """Within it steps `first_step` to `num_steps` - 1 are collected; sessions that are under way at its
+        end are cancelled. `log`: where groups are kept."""
+        ...
+
+    def in_service(self, step: int) -> None:
+        """Says that the weights after so many steps are those that sample."""
+        ...
+
+    async def collect(self) -> Collected:
+        """The groups of the next step. `state` is then that from which a resumed run goes on after it."""
+        ...
 
 
 class GroupCollector:
     """Samples groups until enough of them carry a signal.
 
     Where the task's verdict is the same for all members, the group says nothing about how to solve it: it is
-    dropped, counted and replaced (Yu et al. 2025, dynamic sampling). More groups than needed are asked for
-    at once, by the share that was useful lately, because a second round would run half empty.
+    dropped, counted and replaced. More groups than needed are asked for at once, by the share that was
+    useful lately, because a second round would run half empty.
     """
 
     def __init__(
         self,
-        environment: Environment,
+        environment: EpisodeRunner,
         sampler: Sampler,
         tasks: TaskSource,
         config: RlConfig,
@@ -63,84 +92,90 @@ class GroupCollector:
         seed: int,
     ) -> None:
         self.state = CollectorState()
-        self._environment = environment
+        self._members = Members(environment, config, run, seed, tasks)
         self._sampler = sampler
         self._tasks = tasks
         self._config = config
         self._run = run
-        self._seed = seed
+
+    @contextlib.asynccontextmanager
+    async def running(self, log: TrajectoryLog, first_step: int, num_steps: int) -> AsyncIterator[None]:
+        """See Collector.running: there is nothing to begin or to end."""
+        yield
+
+    def in_service(self, step: int) -> None:
+        """See Collector.in_service: nothing is sampled but between two steps."""
 
     async def collect(self) -> Collected:
-        """The groups of the next step, in task order, sampled from whatever the sampler serves."""
+        """See Collector.collect. In task order, sampled from whatever the sampler serves."""
         wanted = self._config.groups_per_step
         trained: list[Group] = []
         dropped: list[Group] = []
         formal: list[Group] = []
+        counts: Counter[str] = Counter()
+        curriculum = Curriculum(self._tasks, self._config.curriculum, self.state)
         for refill in range(1 + self._config.max_refill_rounds):
             missing = wanted - len(trained)
             if missing <= 0 or (refill and len(trained) >= self._config.refill_below * wanted):
                 break
-            groups = await self._sample_groups(self._num_to_ask(missing))
-            useful = [group for group in groups if _is_useful(group)]
-            rest = [group for group in groups if not _is_useful(group)]
-            formal += [group for group in rest if _teaches_form(group)]
-            dropped += [group for group in rest if not _teaches_form(group)]
-            trained += useful
-            self._learn_share(len(useful), len(groups), refill)
-        return Collected(tuple(trained + formal), tuple(dropped))
+            groups = await self._sample_groups(curriculum, self._num_to_ask(missing), counts)
+            if not groups:
+                break
+            by_signal = {signal: [g for g in groups if signal_of(g) is signal] for signal in Signal}
+            formal += by_signal[Signal.FORM]
+            dropped += by_signal[Signal.NONE]
+            trained += by_signal[Signal.TASK]
+            if refill == 0:
+                share = len(by_signal[Signal.TASK]) / len(groups)
+                self.state.useful_share = learn_share(self.state.useful_share, share)
+        figures = fork_figures([*trained, *formal], counts) if self._config.forks.share else {}
+        figures |= curriculum.figures()
+        return Collected(
+            tuple(trained + formal), tuple(dropped), figures=figures, exhausted=curriculum.is_over
+        )
 
     def _num_to_ask(self, missing: int) -> int:
-        share = max(self.state.useful_share, 1 / _MAX_OVERSAMPLING)
-        return math.ceil(missing / share)
+        """How many tasks to begin: with their forks they make more groups than there are tasks."""
+        groups_per_task = 1 + self._config.forks.share
+        return math.ceil(missing / (expected_share(self.state.useful_share) * groups_per_task))
 
-    def _learn_share(self, useful: int, asked: int, refill: int) -> None:
-        if refill == 0:
-            old = self.state.useful_share
-            self.state.useful_share = _SMOOTHING * old + (1 - _SMOOTHING) * useful / asked
-
-    async def _sample_groups(self, count: int) -> list[Group]:
-        first = self.state.next_task
-        self.state.next_task += count
-        numbers = range(first, first + count)
-        tasks = [self._tasks(number) for number in numbers]
+    async def _sample_groups(self, curriculum: Curriculum, count: int, counts: Counter[str]) -> list[Group]:
+        """The groups of the next `count` tasks, each followed by that of its fork, if it has one."""
+        begun: list[tuple[int, Task]] = []
+        while len(begun) < count and curriculum.has_next():
+            begun.append(curriculum.begin())
         size = self._config.group_size
-        members = await run_together(
-            self._episode(task, number, index)
-            for number, task in zip(numbers, tasks, strict=True)
+        episodes = await run_together(
+            self._members.play(task, number, index, self._sampler)
+            for number, task in begun
             for index in range(size)
         )
-        return [
-            Group(f"{self._run}/g{number}", "task", size, tuple(members[place * size : (place + 1) * size]))
-            for place, number in enumerate(numbers)
-        ]
-
-    async def _episode(self, task: Task, number: int, index: int) -> Trajectory:
-        identity = TrajectoryId(self._run, task.id, 0, number, index)
-        params = SamplingParams(temperature=self._config.temperature)
-        rng_key = (self._seed, number, index)
-        return await self._environment.run(task, identity, self._sampler, rng_key, params, training=True)
-
-
-def _is_useful(group: Group) -> bool:
-    """Whether the verdicts of the members that were graded differ."""
-    rewards = _rewards(group)
-    return len(rewards) > 1 and has_task_variance(rewards)
+        groups: list[Group] = []
+        played: list[tuple[int, Group]] = []
+        for place, (number, _) in enumerate(begun):
+            members = episodes[place * size : (place + 1) * size]
+            group = Group(f"{self._run}/g{number}", "task", size, tuple(one.trajectory for one in members))
+            played.append((number, group))
+            groups.append(group)
+            if (fork := fork_group(group, members[0], self._config.forks.size)) is not None:
+                groups.append(fork)
+            count_fork(members[0], counts)
+        curriculum.resolve(played)
+        return groups
 
 
-def _teaches_form(group: Group) -> bool:
-    """Whether all members failed, some with more malformed calls than others: that much can be learnt."""
-    rewards = _rewards(group)
-    failed = all(reward.task == 0.0 for reward in rewards)
-    return failed and len({reward.terms.get(MALFORMED, 0.0) for reward in rewards}) > 1
+def expected_share(useful_share: float) -> float:
+    """The share of groups that is counted on to be useful: never so few that far too many are asked for."""
+    return max(useful_share, 1 / MAX_OVERSAMPLING)
 
 
-def _rewards(group: Group) -> list[RewardBreakdown]:
-    """Of the members that were graded."""
-    return [m.reward for m in group.members if m.reward is not None and m.status is not Status.INFRASTRUCTURE]
+def learn_share(known: float, seen: float) -> float:
+    """The running share after one more step."""
+    return _SMOOTHING * known + (1 - _SMOOTHING) * seen
 
 
 async def run_tasks(
-    environment: Environment,
+    environment: EpisodeRunner,
     sampler: Sampler,
     tasks: Sequence[Task],
     run: str,

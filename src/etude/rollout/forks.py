@@ -1,0 +1,110 @@
+"""Groups of sessions that left one session in its middle.
+
+Group number n has the sessions of its task; its first is forked where the share of forked groups says so. The
+fork's members have numbers of their own behind the group's: what the forked session did after the fork, then
+its siblings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from etude.config import ForkConfig, RlConfig
+from etude.environment.fork_groups import ForkedEpisode, ForkPlan, Place
+from etude.environment.runners import ForkingRunner
+from etude.protocols import EpisodeRunner, Sampler
+from etude.records import Group, SamplingParams, Status, Task, TrajectoryId
+from etude.rollout.curriculum import TaskSource
+from etude.rollout.epochs import epoch_of
+
+_COUNTED = (
+    "forks",
+    "fork_sessions",
+    "fork_sessions_failed",
+    "fork_tokens",
+    "fork_prefix_tokens",
+    "fork_prefix_cached_tokens",
+)
+"""Told of every step, whether there was any or not."""
+
+_CHOICE = 1 << 20
+"""In a key of noise, behind a session's: a use that no session has."""
+
+
+def is_forked(number: int, share: float) -> bool:
+    """Whether group `number` is forked: of the first n groups, `share` * n, rounded down."""
+    return math.floor((number + 1) * share) > math.floor(number * share)
+
+
+def plan_fork(identity: TrajectoryId, config: ForkConfig, group_size: int, seed: int) -> ForkPlan:
+    """The fork of a group's session. A function of its arguments: a resumed run plans the same."""
+    continuation, *siblings = (replace(identity, index=group_size + n) for n in range(config.size))
+    places = tuple(Place(one, (seed, one.group, one.index)) for one in siblings)
+    return ForkPlan(config.turn, continuation, places, (seed, identity.group, _CHOICE))
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """Plays the sessions of a collector's groups."""
+
+    runner: EpisodeRunner
+    config: RlConfig
+    run: str
+    """Name of the run."""
+    seed: int
+    tasks: TaskSource
+    """Where they come from."""
+
+    @property
+    def num_asked(self) -> int:
+        """Sessions that a group begins; a fork's are numbered behind them."""
+        return self.config.group_size + self.config.extra_members
+
+    def is_forked(self, number: int, index: int) -> bool:
+        """Whether this member of group `number` is to be forked."""
+        return index == 0 and is_forked(number, self.config.forks.share)
+
+    async def play(self, task: Task, number: int, index: int, sampler: Sampler) -> ForkedEpisode:
+        """One member, with what left it in its middle, if it is to be forked."""
+        identity = TrajectoryId(self.run, task.id, epoch_of(self.tasks, number), number, index)
+        params = SamplingParams(temperature=self.config.temperature)
+        rng_key = (self.seed, number, index)
+        if not self.is_forked(number, index):
+            trajectory = await self.runner.run(task, identity, sampler, rng_key, params, training=True)
+            return ForkedEpisode(trajectory)
+        assert isinstance(self.runner, ForkingRunner), "every runner of a run is one"
+        plan = plan_fork(identity, self.config.forks, self.num_asked, self.seed)
+        return await self.runner.run_forked(task, identity, sampler, rng_key, params, plan)
+
+
+def fork_group(group: Group, episode: ForkedEpisode, size: int) -> Group | None:
+    """The group of a fork, beside that of its task; None where none was made."""
+    if episode.origin is None:
+        return None
+    return Group(f"{group.id}+fork", "fork", size, episode.members, episode.origin)
+
+
+def count_fork(episode: ForkedEpisode, counts: Counter[str]) -> None:
+    """Notes what became of a fork, where one was asked for."""
+    if episode.refused is not None:
+        counts[f"forks_refused_{episode.refused}"] += 1
+    if episode.origin is not None:
+        siblings = episode.members[1:]
+        counts["forks"] += 1
+        counts["fork_sessions"] += len(siblings)
+        counts["fork_sessions_failed"] += sum(one.status is Status.INFRASTRUCTURE for one in siblings)
+        counts["fork_tokens"] += sum(one.num_sampled_tokens for one in siblings)
+        asked = [one for one in siblings if one.facts["fork_cached_tokens"] is not None]
+        counts["fork_prefix_tokens"] += sum(one.facts["fork_prefix_tokens"] for one in asked)
+        counts["fork_prefix_cached_tokens"] += sum(one.facts["fork_cached_tokens"] for one in asked)
+
+
+def fork_figures(trained: Sequence[Group], counts: Counter[str]) -> dict[str, float]:
+    """Metrics of a step's forks."""
+    useful = sum(group.kind == "fork" for group in trained)
+    return {name: float(counts[name]) for name in {**dict.fromkeys(_COUNTED), **counts}} | {
+        "forks_trained": float(useful)
+    }

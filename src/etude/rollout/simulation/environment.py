@@ -1,0 +1,120 @@
+"""An environment whose sandboxes only take time: the agent, its tokens and its limits are the real ones."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.agent import AgentSession, SessionLimits, run_session
+from etude.protocols import OnCall, OnResult, Sampler
+from etude.records import (
+    RewardBreakdown,
+    SamplingParams,
+    Task,
+    ToolCall,
+    ToolResult,
+    Trajectory,
+    TrajectoryId,
+)
+from etude.rollout.simulation.sessions import SessionShape, SessionShapes
+from etude.tokens.renderer import Renderer
+
+LOOK = ToolCall("read_file", {"path": "a.py"})
+FINISH = ToolCall("finish")
+
+_LENGTH_STEP = 1.1
+"""Messages are made in lengths that grow by this factor, so that few are rendered."""
+
+
+class SimulatedEnvironment:
+    """Stands in for an Environment: same episodes, with what its SessionShapes drew.
+
+    Each turn but the last calls one tool. `message` is what a SimulatedEngine samples from.
+    """
+
+    def __init__(self, shapes: SessionShapes, renderer: Renderer) -> None:
+        self.num_turns = 0
+        """Turns that have ended, in all sessions."""
+        self.num_ended = 0
+        """Sessions that have ended."""
+        self.most_running = 0
+        """Most sessions that ran at once."""
+        self._shapes = shapes
+        self._renderer = renderer
+        self._limits = SessionLimits(
+            max_turns=10 * shapes.most_turns, max_tokens=1 << 20, max_message_tokens=1 << 16
+        )
+        self._drawn: dict[str, SessionShape] = {}
+        """Of the sessions that run, by session id."""
+        self._rendered: dict[tuple[int, bool], NDArray[np.int32]] = {}
+
+    def message(self, session_id: str, number: int) -> NDArray[np.int32]:
+        """See SimulatedEngine: the tokens of a session's message."""
+        lengths = self._drawn[session_id].message_tokens
+        return self._render(lengths[number], number + 1 == len(lengths))
+
+    async def run(
+        self,
+        task: Task,
+        identity: TrajectoryId,
+        sampler: Sampler,
+        rng_key: tuple[int, ...],
+        params: SamplingParams,
+        training: bool = False,
+    ) -> Trajectory:
+        """See Environment.run. Infrastructure never fails here."""
+        shape = self._shapes.draw(task, identity.group, identity.index)
+        session_id = f"{identity}~0"
+        longest = max(len(self._render(length, True)) for length in shape.message_tokens)
+        params = replace(params, max_tokens=max(params.max_tokens, longest))
+        session = AgentSession(task.instruction, self._renderer, identity, self._limits, params)
+        self._drawn[session_id] = shape
+        self.most_running = max(self.most_running, len(self._drawn))
+        try:
+            await run_session(session, sampler, _Tools(shape.tool_s), session_id, rng_key)
+            await asyncio.sleep(shape.grade_s)
+        finally:
+            del self._drawn[session_id]
+        self.num_turns += len(session.turns)
+        self.num_ended += 1
+        return session.trajectory(reward=RewardBreakdown(float(shape.passes)))
+
+    def _render(self, num_tokens: int, is_last: bool) -> NDArray[np.int32]:
+        """A message of about so many tokens, thoughts first."""
+        power = round(np.log(max(1, num_tokens)) / np.log(_LENGTH_STEP))
+        known = self._rendered.get((power, is_last))
+        if known is None:
+            call = FINISH if is_last else LOOK
+            bare = len(self._renderer.message((call,)))
+            thoughts = "a" * max(0, round(_LENGTH_STEP**power) - bare)
+            known = self._renderer.message((thoughts, call) if thoughts else (call,))
+            self._rendered[power, is_last] = known
+        return known
+
+
+class _Tools:
+    """Implements Workspace: a turn's tools take their time and say little."""
+
+    def __init__(self, tool_s: Sequence[float]) -> None:
+        self._times = iter(tool_s)
+
+    async def run_calls(
+        self,
+        calls: Sequence[ToolCall],
+        known: Mapping[int, ToolResult],
+        on_call: OnCall,
+        on_result: OnResult,
+    ) -> list[ToolResult]:
+        """See Workspace.run_calls."""
+        if FINISH in calls:
+            return [ToolResult("", finished=True) for _ in calls]
+        await asyncio.sleep(next(self._times))
+        return [ToolResult("1\treturn") for _ in calls]
+
+    async def archive(self, path: str, text: str) -> str:
+        """See Workspace.archive."""
+        return ""

@@ -1,0 +1,52 @@
+"""A trainer that learns nothing, in a part of its own: its steps take time while sampling goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from etude.records import Group, PolicyVersion, WeightManifest
+
+
+class SimulatedTrainer:
+    """Implements Handle for a Trainer; notes what it is given."""
+
+    node = ""
+
+    def __init__(self, lineage: str, tokens_per_s: float, *, first_step: int = 0) -> None:
+        """`tokens_per_s`: how fast sampled tokens are trained on."""
+        self.version = PolicyVersion(lineage, first_step)
+        self.trained: list[list[str]] = []
+        """Ids of the groups of each step."""
+        self.lags: list[int] = []
+        """Steps from the oldest token of each trajectory to the version that it trained."""
+        self.num_trajectories = 0
+        self.busy_s = 0.0
+        self._tokens_per_s = tokens_per_s
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """See Handle.call: `step` and `publish`."""
+        if method == "publish":
+            return WeightManifest(self.version, (), "memory:")
+        assert method == "step", method
+        return await self._step(*arguments)
+
+    async def stop(self) -> None:
+        """See Handle.stop."""
+
+    def kill(self) -> None:
+        """See Handle.kill."""
+
+    async def _step(self, groups: Sequence[Group]) -> dict[str, float]:
+        members = [member for group in groups for member in group.members]
+        num_tokens = sum(member.num_sampled_tokens for member in members)
+        took_s = num_tokens / self._tokens_per_s
+        await asyncio.sleep(took_s)
+        self.busy_s += took_s
+        self.trained.append([group.id for group in groups])
+        self.num_trajectories += len(members)
+        oldest = (member.oldest_version for member in members)
+        self.lags += [self.version.step - version.step for version in oldest if version is not None]
+        self.version = PolicyVersion(self.version.lineage, self.version.step + 1)
+        return {"train_s": took_s, "train_tokens": float(num_tokens)}
