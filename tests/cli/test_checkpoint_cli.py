@@ -13,11 +13,15 @@ import transformers
 from typer.testing import CliRunner
 
 from etude.cli.app import app
-from etude.config import CheckpointConfig, parse_config
+from etude.config import AdapterConfig, CheckpointConfig, parse_config
+from etude.config.parallel import ParallelConfig
 from etude.model import LanguageModel
 from etude.model.huggingface import load_model
-from etude.training.checkpoints import save_checkpoint
+from etude.model.lora import Adapters
+from etude.training.checkpoints import load_checkpoint, save_checkpoint
 from tests.model.reference import our_logits, reference_checkpoint, tokens_of
+from tests.training.parallel import storing
+from tests.training.parallel.spawning import on_ranks
 
 VARIANTS = ["dense", "moe_tied", "latent"]
 
@@ -26,6 +30,11 @@ def _run(*arguments: object, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
     assert result.exit_code == code, result.output
     return result.output
+
+
+def _words(text: str) -> str:
+    """Without the breaks of lines."""
+    return " ".join(text.split())
 
 
 def _source(directory: Path, variant: str) -> Path:
@@ -37,6 +46,7 @@ def _source(directory: Path, variant: str) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_comes_in_and_goes_out_with_its_files_and_equal_logits(tmp_path: Path, variant: str) -> None:
     source = _source(tmp_path / "theirs", variant)
@@ -84,6 +94,59 @@ def test_a_run_is_shown_and_its_damage_found(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["checkpoint", "verify", str(run), "--json"])
     assert result.exit_code == 2
     assert json.loads(result.stdout)[1]["state"] == "damaged"
+    assert "begin another run; what is whole can still be used: final" in _words(result.stderr)
+    save_checkpoint(
+        run / "checkpoints" / "history" / "step-6", load_model(source), {"stage": "rl", "step": 6}
+    )
+    result = CliRunner().invoke(app, ["checkpoint", "verify", str(run)])
+    assert "--resume goes on from one that is whole, by itself: history/step-6" in _words(result.stderr)
+    assert "in a run, --resume" in _words(
+        CliRunner().invoke(app, ["checkpoint", "verify", str(run / "checkpoints" / "latest")]).stderr
+    )
+
+
+def test_adapters_go_out_merged_with_the_base_of_their_run(tmp_path: Path) -> None:
+    source = _source(tmp_path / "theirs", "dense")
+    model = load_model(source)
+    adapters = Adapters(model, AdapterConfig(rank=2))
+    with torch.no_grad():
+        for parameter in adapters.parameters():
+            parameter.add_(0.1)
+    adapters.merge()
+    state = {"stage": "rl", "step": 3, "adapters": adapters.state()}
+    run = tmp_path / "run"
+    latest = run / "checkpoints" / "latest"
+    save_checkpoint(latest, None, state)
+    assert "--base" in _run("export", latest, tmp_path / "out", code=2)
+    _run("export", latest, tmp_path / "named", "--dtype", "float32", "--base", source)
+    (run / "config.toml").write_text(f'initial_checkpoint = "{source}"\n')
+    _run("export", latest, tmp_path / "out", "--dtype", "float32")
+    for target in ("out", "named"):
+        merged = dict(load_model(tmp_path / target).named_parameters())
+        for name, parameter in model.named_parameters():
+            assert torch.equal(merged[name], parameter), name
+        assert (tmp_path / target / "tokenizer.json").exists()
+    other = _source(tmp_path / "other", "moe_tied")
+    message = _run("export", latest, tmp_path / "wrong", "--base", other, code=2)
+    assert "trained on" in message
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_what_ranks_have_saved_is_shown_verified_and_exported(tmp_path: Path) -> None:
+    on_ranks(storing.save, ParallelConfig(ranks=2, fsdp=2), tmp_path / "c", 1)
+    (row,) = json.loads(_run("show", tmp_path / "c", "--json"))
+    assert (row["ranks"], row["step"], row["resumable"]) == (2, 1, True)
+    _run("verify", tmp_path / "c")
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_text("{}")
+    _run("export", tmp_path / "c", tmp_path / "out", "--dtype", "float32")
+    exported = dict(load_model(tmp_path / "out").named_parameters())
+    for name, parameter in load_checkpoint(tmp_path / "c")[0].named_parameters():
+        assert torch.equal(exported[name], parameter), name
+    shard = next((tmp_path / "c" / "shards").iterdir())
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert "damaged" in _run("verify", tmp_path / "c", code=2)
+    assert "damaged" in _run("export", tmp_path / "c", tmp_path / "again", code=2)
 
 
 @pytest.mark.parametrize("mistake", ["nothing there", "target exists", "no tokenizer", "damaged"])

@@ -54,6 +54,8 @@ def test_invariant_numerics_want_every_bit_and_have_it(checkpoint: Path) -> None
     [
         (("--engine", "other"), "one of etude, vllm"),
         (("--kernels", "fast"), "one of auto, eager, native, gpu"),
+        (("--cache-dtype", "float16"), "one of auto, float32, bfloat16"),
+        (("--weight-dtype", "bfloat16", "--kernels", "eager"), "engine.weight_dtype"),
         (("--tokens", "128"), "positions end before"),
         (("--engine", "vllm"), "neither where to start it nor where it runs"),
         (("--text", "missing.txt"), "tokenizer"),

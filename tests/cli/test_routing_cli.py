@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,8 +24,9 @@ import typer
 from etude.cli import app
 from etude.cli.bench import EXIT_ERRORS
 from etude.cli.exits import EXIT_MISTAKE
-from etude.inference.router.server import admin
-from etude.inference.router.server.fake_replica import FakeReplica, fake_replica
+from etude.inference.router import Replica
+from etude.inference.router.server import Proxy, ReplicaAddress, admin, build_app
+from etude.inference.router.server.fake_replica import FakeReplica, fake_replica, running_server
 from etude.records import Segment
 from etude.store import TrajectoryLog
 from tests.cli.commands import etude
@@ -140,6 +142,10 @@ def test_a_server_that_is_not_there_is_named() -> None:
     ("arguments", "field"),
     [
         (("--replica", "nowhere"), "replica"),
+        (("--replica", "http://h:port"), "replica"),
+        (("--config", "/nowhere/at/all.toml"), "config"),
+        (("--lend", "serve,serve,1,22:00-06:00"), "--lend"),
+        (("--lend", "a,b,1,22:00-06:00", "--lend-by-load", "a,b,1,3-9"), "--lend-by-load"),
         (("--replica", "http://h:1", "--arm", "run@1"), "--arm"),
         (("--replica", "http://h:1", "--arm", "run@1=-2"), "--arm"),
         (("--replica", "http://h:1", "--host", "0.0.0.0"), "host"),
@@ -155,11 +161,53 @@ def test_mistakes_in_a_route_are_named(arguments: tuple[str, ...], field: str) -
     assert field in done.stderr
 
 
+def test_options_win_over_the_file_and_the_file_over_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[tuple[Proxy, list[str], dict[str, Any]]] = []
+
+    def note(proxy: Proxy, replicas: list[ReplicaAddress], **options: Any) -> None:
+        started.append((proxy, [f"{one.url},{one.pool}" for one in replicas], options))
+
+    monkeypatch.setattr("etude.inference.router.server.serve", note)
+    path = tmp_path / "router.toml"
+    path.write_text(
+        'port = 7000\npool = "rollout"\n[[replicas]]\nurl = "http://h:1"\n[arms]\n"run@7" = 0.25\n'
+        "[limits]\nanswer_s = 50.0\nhedge_after_s = 2.0\n[health]\neject_after = 5\n"
+        '[[lending.by_load]]\nlender = "a"\nborrower = "b"\nbusy_tokens = 9\nidle_tokens = 3\n'
+    )
+    assert etude("route", "--config", str(path)).exit_code == 0
+    more = (
+        "--port",
+        "7001",
+        "--replica",
+        "http://h:2,serve",
+        "--answer-s",
+        "60",
+        "--lend",
+        "a,b,1,22:00-06:00",
+    )
+    assert etude("route", "--config", str(path), *more).exit_code == 0
+    (plain, first, options), (changed, second, others) = started
+    assert (first, second) == (["http://h:1,None"], ["http://h:2,serve"])
+    assert (options["port"], others["port"]) == (7000, 7001)
+    assert [one.config.answer_s for one in (plain, changed)] == [50.0, 60.0]
+    for proxy in (plain, changed):
+        assert (proxy.config.pool, proxy.config.hedge_after_s) == ("rollout", 2.0)
+        assert proxy.members.config.eject_after == 5
+        assert proxy.router.arms == {"run@7": 0.25}
+    idle = [Replica("x", "a", "a"), Replica("y", "a", "a"), Replica("z", "b", "b", work=10)]
+    assert [one.pool for one in plain.lender.moves(idle, 0.0, 12 * 3600.0)] == ["b"]
+    assert changed.lender.moves(idle, 0.0, 12 * 3600.0) == []
+    assert [one.pool for one in changed.lender.moves(idle, 0.0, 23 * 3600.0)] == ["b"]
+
+
 def test_every_option_and_path_of_the_routing_page_exists() -> None:
     page = (Path(__file__).parents[2] / "docs" / "routing.md").read_text(encoding="utf-8")
     commands = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
     bench = commands["bench"].commands["serve"]
-    parameters = [*commands["route"].params, *commands["serve"].params, *bench.params]
+    by_hand = commands["route"].commands["lend"]
+    parameters = [*commands["route"].params, *by_hand.params, *commands["serve"].params, *bench.params]
     known = {option for parameter in parameters for option in parameter.opts}
     page_of_commands = "\n".join(line for line in page.splitlines() if "benchmarks/" not in line)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page_of_commands)) <= known
@@ -200,3 +248,42 @@ def _ready(url: str) -> bool:
     except httpx.TransportError:
         return False
     return all(row["state"] == "ready" for row in rows)
+
+
+def test_replicas_are_shown_and_moved_by_hand() -> None:
+    with served(FakeReplica()) as first, _routed(first) as url:
+        name = first.removeprefix("http://")
+        lent = etude("route", "lend", name, "--router", url)
+        assert f"{name}: ready, rollout (of serve), by hand" in lent.stdout
+        row = json.loads(etude("route", "replicas", "--router", url, "--json").stdout)[0]
+        assert (row["pool"], row["by_hand"], row["borrower"]) == ("rollout", True, None)
+        assert ", serve, by hand" in etude("route", "recall", name, "--router", url).stdout
+        assert ", serve, fake@0" in etude("route", "release", name, "--router", url).stdout
+        refused = etude("route", "lend", "h:1", "--router", url)
+        assert refused.exit_code == EXIT_MISTAKE
+        assert "no such replica" in refused.stderr
+    assert "does not answer" in etude("route", "replicas", "--router", url).stderr
+
+
+@contextlib.contextmanager
+def _routed(replica: str) -> Iterator[str]:
+    """The address of a router over one replica; it runs in a thread of its own."""
+    started, ended = threading.Event(), threading.Event()
+    found: list[str] = []
+
+    async def work() -> None:
+        async with running_server(build_app(Proxy(), [ReplicaAddress(replica)])) as url:
+            found.append(url)
+            while not await asyncio.to_thread(_ready, url):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            started.set()
+            await asyncio.to_thread(ended.wait)
+
+    thread = threading.Thread(target=lambda: asyncio.run(work()))
+    thread.start()
+    try:
+        assert started.wait(20.0)
+        yield found[0]
+    finally:
+        ended.set()
+        thread.join(20.0)

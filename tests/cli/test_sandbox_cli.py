@@ -80,6 +80,7 @@ def test_without_a_server_the_commands_say_how_to_start_one(tmp_path: Path) -> N
     assert "etude sandbox serve" in etude("list", "--state", str(tmp_path), code=2)
 
 
+@pytest.mark.slow
 def test_a_sandbox_lives_on_the_server_between_commands(server: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("1\n")
     state = ("--state", str(server))
@@ -143,6 +144,7 @@ def test_the_doctor_finds_a_backend_that_works(tmp_path: Path) -> None:
     assert all(row["works"] or row["problems"] for row in findings.values())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="layers made by root belong to nobody")
 def test_an_image_is_built_from_scratch_listed_exported_and_taken_in_again(tmp_path: Path) -> None:
     context, state = tmp_path / "context", ("--state", str(tmp_path / "state"))

@@ -119,6 +119,17 @@ def test_resuming_with_another_configuration_is_refused(loop: Loop, config_file:
     assert "rl.loss.cispo_cap: the run was begun with 5.0" in result.stderr
 
 
+def test_a_run_goes_on_with_its_parts_elsewhere(loop: Loop, config_file: Path) -> None:
+    etude("train", "--config", str(config_file))
+    here = ("--executor", "local", "--set", "cluster.engines=2", "--set", "cluster.trainer.cpus=0.5")
+    result = etude("train", "--config", str(config_file), "--resume", *here)
+    assert result.exit_code == 0, result.output
+    assert loop.calls[1][0].cluster.engines == 2
+    refused = etude("train", "--config", str(config_file), "--executor", "elsewhere")
+    assert refused.exit_code == 2
+    assert "executor" in refused.stderr
+
+
 def test_resuming_what_was_never_begun_is_refused(loop: Loop, config_file: Path) -> None:
     result = etude("train", "--config", str(config_file), "--resume")
     assert result.exit_code == 2

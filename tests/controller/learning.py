@@ -20,7 +20,7 @@ import etude
 from etude.agent import core_registry
 from etude.config import RunConfig
 from etude.controller.corpus import make_documents, make_renderer
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.records import Task, ToolCall
 from etude.rollout import ScriptedSession
 from etude.rollout.corpus import play_session
@@ -106,7 +106,7 @@ def learned() -> Path:
     return directory
 
 
-def load_learned() -> tuple[Tokenizer, Qwen3Moe]:
+def load_learned() -> tuple[Tokenizer, LanguageModel]:
     """Tokenizer and model of `learned`."""
     return Tokenizer.load(learned()), load_checkpoint(learned())[0]
 
@@ -117,7 +117,7 @@ def _build(directory: Path) -> None:
     tokenizer = train_tokenizer(_texts(sessions), CONFIG.tokenizer.vocab_size, _controls())
     renderer, max_tokens = make_renderer(tokenizer), CONFIG.agent.max_tokens
     documents = make_documents(sessions, [], renderer, CONFIG.midtrain, max_tokens)
-    model = Qwen3Moe(CONFIG.model, tokenizer.vocab_size)
+    model = LanguageModel(CONFIG.model, tokenizer.vocab_size)
     model.initialise(CONFIG.seed)
     trainer = NextTokenTrainer(
         model, ShuffledDocuments(documents, CONFIG.midtrain.tokens_per_step, CONFIG.seed), CONFIG.midtrain

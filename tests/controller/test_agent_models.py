@@ -15,7 +15,7 @@ from etude.controller.agent.folders import SessionFolder
 from etude.controller.agent.models import ModelChoice, open_policy
 from etude.controller.agent.trees import DirectoryTree
 from etude.errors import CheckpointError, ConfigError, StoreError, UserError
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.model.huggingface import save_model
 from etude.observe import RunDirectory
 from etude.protocols import Sample
@@ -35,8 +35,8 @@ def etude_tokenizer() -> Tokenizer:
     return byte_tokenizer(XmlGrammar(core_registry().schemas).control_tokens())
 
 
-def small_model(tokenizer: Tokenizer, max_positions: int = 768) -> Qwen3Moe:
-    model = Qwen3Moe(SMALL.model_copy(update={"max_positions": max_positions}), tokenizer.vocab_size)
+def small_model(tokenizer: Tokenizer, max_positions: int = 768) -> LanguageModel:
+    model = LanguageModel(SMALL.model_copy(update={"max_positions": max_positions}), tokenizer.vocab_size)
     model.initialise(0)
     return model
 

@@ -13,13 +13,14 @@ from etude.config import RunConfig
 from etude.controller.compute import (
     Place,
     choose_place,
+    choose_threads,
     choose_weight_dtype,
     place_model,
     settle_compute,
     settle_evaluation,
 )
 from etude.controller.starting import check_start
-from etude.errors import ConfigError, ResourceError, UserError
+from etude.errors import ConfigError, ResourceError, StoreError, UserError
 from etude.inference.native import load_library
 from etude.model import LanguageModel
 from etude.model.language_model import block_of
@@ -78,6 +79,16 @@ def test_what_would_end_a_run_at_once_is_refused_before_it_has_a_directory(
     assert caught.value.field == "initial_checkpoint"
     with pytest.raises(ResourceError):
         check_start(RunConfig.model_validate({"engine": {"kernels": "native"}}))
+    for section, field in (
+        ({"parallel": {"ranks": 3, "expert": 3}}, "parallel.expert"),
+        ({"parallel": {"ranks": 2, "expert": 2}, "model": {"architecture": "qwen3"}}, "parallel.expert"),
+        ({"rl": {"reward": {"custom": {"etude.nowhere:term": 1.0}}}}, "rl.reward.custom"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check_start(RunConfig.model_validate(section))
+        assert caught.value.field == field
+    with pytest.raises(StoreError, match=r"weights\.url"):
+        check_start(RunConfig.model_validate({"weights": {"url": "ftpx://nowhere"}}))
     check_start(RunConfig())
 
 
@@ -153,3 +164,11 @@ def test_a_placed_model_recomputes_its_activations_if_told_to() -> None:
         model = place_model(small_model(), RunConfig(device="cpu", activation_checkpointing=enabled))
         blocks = [block_of(cast(LanguageModel, model), layer) for layer in range(2)]
         assert {block.recompute for block in blocks} == {enabled}
+
+
+def test_threads_are_probed_within_the_models_window() -> None:
+    threads = torch.get_num_threads()
+    try:
+        assert choose_threads(0, small_model(max_positions=16).config, 64) >= 1
+    finally:
+        torch.set_num_threads(threads)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from etude.controller.local import LocalExecutor
+from etude.errors import PartLostError
 from etude.protocols import Resources
 
 
@@ -72,5 +73,37 @@ def test_a_part_computes_with_its_own_number_of_threads() -> None:
         with pytest.raises(ValueError, match="as raised"):
             await handle.call("fail")
         assert torch.get_num_threads() == before
+
+    asyncio.run(run())
+
+
+def test_a_part_that_was_killed_answers_nobody_any_more() -> None:
+    async def run() -> None:
+        class Waiting(Part):
+            async def wait(self) -> None:
+                await asyncio.Event().wait()
+
+        log: list[str] = []
+        handle = await LocalExecutor().spawn(Waiting, log, "a", resources=Resources(part="trainer"))
+        waiting = asyncio.ensure_future(handle.call("wait"))
+        await asyncio.sleep(0)
+        handle.kill()
+        with pytest.raises(PartLostError, match="trainer: was killed"):
+            await waiting
+        with pytest.raises(PartLostError, match="trainer: was killed"):
+            await handle.call("add", 1)
+        await handle.stop()
+        assert log == [], "what was killed closes nothing"
+
+    asyncio.run(run())
+
+
+def test_cancelling_a_call_is_no_loss_of_the_part() -> None:
+    async def run() -> None:
+        handle = await LocalExecutor().spawn(Part, [], "a")
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.0):
+                await handle.call("add_later", 1)
+        assert await handle.call("add", 1) == 1
 
     asyncio.run(run())

@@ -17,6 +17,7 @@ from etude.config import RunConfig
 from etude.controller.local import LocalHandle
 from etude.controller.numerics import settle_numerics
 from etude.controller.parity import ParityGate
+from etude.controller.publication import PublicationInTurn
 from etude.controller.starting import check_start
 from etude.errors import ConfigError, ParityError, ResourceError, SamplerError
 from etude.inference import EngineService
@@ -199,7 +200,9 @@ def gated(world: World, error: float) -> World:
 
     config = RunConfig.model_validate({"parity": {"num_sequences": 1}})
     gate = ParityGate(config, LocalHandle(Trainer()), Aware(), world.observer, PROMPTS)  # type: ignore[arg-type]
-    world.loop._gate = gate
+    publication = world.loop._publication
+    assert isinstance(publication, PublicationInTurn)
+    world.loop._gate = publication._gate = gate
     return world
 
 

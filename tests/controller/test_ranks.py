@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from etude.config import RunConfig
+from etude.config import AdapterConfig, RunConfig
 from etude.config.parallel import ParallelConfig
 from etude.controller.ranks import RankedTrainer, open_trainer
 from etude.errors import CheckpointError, ConfigError, RankError
@@ -105,6 +105,28 @@ def test_one_process_goes_on_from_what_two_ranks_saved_and_the_other_way_round(t
             assert trainer.version.step == 1
             trainer.step(after)
             _assert_close(trainer.model, expected, 1e-4)
+
+
+@pytest.mark.slow
+def test_adapters_that_two_ranks_saved_are_taken_up_by_one_and_the_other_way_round(tmp_path: Path) -> None:
+    rollouts = Rollouts(small_model(0))
+    groups = _groups(rollouts)
+    options: dict[str, Any] = {"adapter": AdapterConfig(rank=2)}
+    for first, second in ((2, 1), (1, 2)):
+        directory = tmp_path / f"saved-by-{first}"
+        with _open(rollouts, tmp_path, {"ranks": first}, **options) as trainer:
+            trainer.step(groups)
+            trainer.save(directory)
+            assert trainer.adapters is not None
+            saved = {name: factor.clone() for name, factor in trainer.adapters.state_dict().items()}
+        assert not (directory / "config.json").exists(), "no model, adapters alone"
+        with _open(rollouts, tmp_path, {"ranks": second}, **options) as trainer:
+            trainer.restore(directory)
+            assert trainer.version.step == 1
+            assert trainer.adapters is not None
+            for name, factor in trainer.adapters.state_dict().items():
+                assert torch.equal(factor, saved[name]), name
+            trainer.step(groups)
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from etude.config import RunConfig, load_config
 from etude.controller.corpus import make_renderer
 from etude.controller.recorded import RecordedSource, settle_recorded, train_recorded
 from etude.errors import ConfigError
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from etude.observe.observer import SilentObserver
@@ -45,7 +45,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a run leaves: the model that RL began with, trajectories and their routes."""
     directory = tmp_path_factory.mktemp("recorded")
     tokenizer = _tokenizer()
-    model = Qwen3Moe(small_config(max_positions=640), tokenizer.vocab_size)
+    model = LanguageModel(small_config(max_positions=640), tokenizer.vocab_size)
     model.initialise(0)
     (directory / "checkpoints").mkdir()
     save_checkpoint(directory / "checkpoints" / "midtrained", model, write_more=tokenizer.save)

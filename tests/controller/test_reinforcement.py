@@ -34,9 +34,10 @@ def test_routes_are_let_go_once_they_are_trained_on(tmp_path: Path) -> None:
 
 def test_the_state_to_save_is_that_of_the_last_step_trained(tmp_path: Path) -> None:
     world = World(tmp_path)
-    assert world.loop.collector_state == {"next_task": 0, "useful_share": 1.0}
+    assert world.loop.collector_state["next_task"] == 0
     world.run(3)
-    assert world.loop.collector_state == {"next_task": 6, "useful_share": 1.0}
+    state = world.loop.collector_state
+    assert (state["next_task"], state["useful_share"], state["pending"]) == (6, 1.0, [])
 
 
 def test_a_resumed_loop_trains_on_the_tasks_that_an_undisturbed_one_would(tmp_path: Path) -> None:
@@ -91,7 +92,11 @@ def test_figures_of_a_step_tell_what_was_sampled_and_dropped(tmp_path: Path) -> 
 
     world = World(tmp_path, play=play, groups_per_step=3)
     world.run(1)
-    (row,) = world.metrics.rows
+    row, times = world.metrics.rows
+    assert (times["kind"], times["step"]) == ("utilisation", 1)
+    assert {name for name in times if name.startswith("trainer_")} == {
+        "trainer_publish_s", "trainer_wait_s", "trainer_train_s", "trainer_save_s"
+    }  # fmt: skip
     assert (row["kind"], row["step"]) == ("rl", 1)
     assert (row["trained_groups"], row["dropped_all_passed"], row["dropped_all_failed"]) == (1.0, 1.0, 1.0)
     assert row["episodes"] == 6.0

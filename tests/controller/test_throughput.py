@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from etude.controller.throughput import RunThroughput, split_step_times
-from etude.environment.episodes import EnvironmentTimes
+from etude.environment.runners import EnvironmentTimes
 from etude.inference import EngineCounters, ServiceTimes, StepSums
 
 
@@ -25,9 +25,15 @@ class Measured:
         self.loop = cast(
             Any,
             SimpleNamespace(
+                utilisation=SimpleNamespace(busy_share=0.18),
                 times=SimpleNamespace(
-                    rollout_s=20.0, train_s=4.0, publish_s=0.5, parity_s=0.25, train_tokens=8_000.0
-                )
+                    elapsed_s=25.0,
+                    rollout_s=20.0,
+                    train_s=4.0,
+                    publish_s=0.5,
+                    parity_s=0.25,
+                    train_tokens=8_000.0,
+                ),
             ),
         )
 
@@ -55,6 +61,7 @@ def test_rates_are_tokens_over_the_time_that_was_spent_on_them() -> None:
     assert figures["decode_tokens_per_s"] == pytest.approx(6_000 / decode_s)
     assert figures["prefill_tokens_per_s"] == pytest.approx(30_000 / prefill_s)
     assert figures["engine_tokens_per_s"] == pytest.approx(3_600)
+    assert (figures["trainer_busy_share"], figures["engine_busy_share"]) == (0.18, 0.4)
     assert figures["sampled_tokens_per_rollout_s"] == pytest.approx(300)
     assert figures["training_tokens_per_s"] == pytest.approx(2_000)
     assert (figures["decode_tokens"], figures["prefill_tokens"]) == (6_000, 30_000)
@@ -78,7 +85,7 @@ def test_a_step_s_time_is_shared_out_by_what_decoding_and_prefill_cost() -> None
 def test_nothing_done_is_no_division_by_zero() -> None:
     measured, throughput = Measured(), RunThroughput()
     assert throughput.to_json() == {}
-    measured.loop.times.rollout_s = measured.loop.times.train_s = 0.0
+    measured.loop.times.elapsed_s = measured.loop.times.rollout_s = measured.loop.times.train_s = 0.0
     throughput.begin(measured.parts)
     throughput.end(measured.parts, measured.loop)
     assert {value for name, value in throughput.to_json().items() if name.endswith("_per_s")} == {0.0}

@@ -11,18 +11,15 @@ from typing import Any
 
 import pytest
 
-from etude.agent import core_registry
-from etude.agent.endpoint_messages import byte_tokenizer
 from etude.config import RunConfig
-from etude.model.loading import save_any_model
+from etude.model.loading import load_any_model
 from etude.model.transformers_model import TransformersModel
 from etude.observe.metrics import read_metrics
-from etude.tokens.grammar import XmlGrammar
 from tests.controller.learning import learned
 from tests.controller.running import final_weights, num_rl_steps, run_elsewhere, run_here, wait_until
-from tests.controller.test_vllm_run import served_steps
+from tests.controller.test_vllm_run import check_routes, checkpoint, served_steps
 from tests.inference.vllm.environment import ENVIRONMENT, vllm_python
-from tests.model.test_transformers_model import tiny_glm
+from tests.model.transformers_builders import tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -109,15 +106,18 @@ def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:
     check_parity(run.metrics_file, 3)
 
 
-def test_an_architecture_that_is_not_ours_goes_through_a_whole_run(tmp_path: Path) -> None:
-    tokenizer = byte_tokenizer(XmlGrammar(core_registry().schemas).control_tokens())
-    shape = tiny_glm()
-    shape.vocab_size = tokenizer.vocab_size
-    initial = tmp_path / "glm"
-    save_any_model(TransformersModel.from_config(shape, 0), initial)
-    tokenizer.save(initial)
+@pytest.mark.parametrize("kind", ["glm4_moe", "mixtral"])
+def test_an_architecture_that_is_not_ours_goes_through_a_whole_run(kind: str, tmp_path: Path) -> None:
+    def make(vocab_size: int) -> TransformersModel:
+        return tiny_model(kind, vocab_size=vocab_size)
+
+    initial = checkpoint(tmp_path / kind, make)
     agent = {"max_turns": 2, "max_tokens": 640, "max_message_tokens": 16}
-    run, report = run_here(config_of(tmp_path, initial, agent=agent))
+    config = config_of(tmp_path, initial, agent=agent)
+    run, report = run_here(
+        config.model_copy(update={"rl": config.rl.model_copy(update={"keep_routes": True})})
+    )
     assert report["rl_steps"] == 2
     assert served_steps(run) == {0, 1}
     check_parity(run.metrics_file, 3)
+    check_routes(run, load_any_model(initial))

@@ -15,10 +15,13 @@ from etude.cli.doctor import doctor_app
 from etude.cli.environment import env_app
 from etude.cli.evaluate import eval_command
 from etude.cli.exits import ErrorReportingGroup
+from etude.cli.plan import plan_command
 from etude.cli.pretrain import pretrain_command
 from etude.cli.record import record_app
+from etude.cli.relay import relay_command
 from etude.cli.report import report_command
-from etude.cli.route import route_command
+from etude.cli.route import route_app
+from etude.cli.sample import sample_command
 from etude.cli.sandbox import sandbox_app
 from etude.cli.serve import serve_command
 from etude.cli.sft import sft_command
@@ -37,13 +40,16 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command("train")(train_command)
+app.command("plan")(plan_command)
 app.command("pretrain")(pretrain_command)
 app.command("sft")(sft_command)
 app.command("eval")(eval_command)
 app.command("agent")(agent_command)
 app.command("serve")(serve_command)
-app.command("route")(route_command)
+app.command("relay")(relay_command)
+app.command("sample")(sample_command)
 app.command("report")(report_command)
+app.add_typer(route_app)
 app.add_typer(doctor_app)
 app.add_typer(trajectory_app)
 app.add_typer(tasks_app)

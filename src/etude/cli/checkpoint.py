@@ -12,6 +12,7 @@ from rich.table import Table
 
 from etude.cli.output import output_console, print_json
 from etude.errors import CheckpointError
+from etude.observe import RunDirectory
 
 checkpoint_app = typer.Typer(
     name="checkpoint", help="Look at checkpoints, check them, bring models in and out.", no_args_is_help=True
@@ -38,6 +39,7 @@ def show_command(path: PathArgument, json: JsonOption = False) -> None:
     """What a checkpoint holds, or all of a run: stage, step, model, size. Nothing is checked."""
     from etude.training.checkpoints.files import DIGESTS
     from etude.training.checkpoints.saving import read_state
+    from etude.training.checkpoints.shards import num_writers
 
     rows: list[dict[str, Any]] = []
     for directory in _checkpoints(path):
@@ -51,6 +53,7 @@ def show_command(path: PathArgument, json: JsonOption = False) -> None:
                 "score": state.get("score", ""),
                 "resumable": bool(state),
                 "model": _architecture(directory),
+                "ranks": num_writers(directory) or 1,
                 "bytes": sum(file.stat().st_size for file in files),
                 "sealed": (directory / DIGESTS).is_file(),
             }
@@ -76,12 +79,21 @@ def verify_command(path: PathArgument, json: JsonOption = False) -> None:
     _print_rows(rows, json)
     flawed = sorted({row["checkpoint"] for row in rows if row["state"] != "whole"})
     if flawed:
-        raise CheckpointError(
-            "not whole",
-            field="checkpoint",
-            received=flawed,
-            fix="go on from an older one: --resume does so by itself",
-        )
+        whole = [row["checkpoint"] for row in rows if row["state"] == "whole"]
+        raise CheckpointError("not whole", field="checkpoint", received=flawed, fix=_way_on(path, whole))
+
+
+def _way_on(path: Path, whole: list[str]) -> str:
+    """What is left to do where checkpoints are damaged. `whole`: names of those that are not."""
+    from etude.training.checkpoints.saving import read_state
+
+    if not (path / "config.toml").is_file():
+        return "fetch a copy; in a run, --resume goes on from the newest whole one, if there is one"
+    resumable = [name for name in whole if read_state(path / "checkpoints" / name)]
+    if resumable:
+        return f"--resume goes on from one that is whole, by itself: {', '.join(resumable)}"
+    kept = f"; what is whole can still be used: {', '.join(whole)}" if whole else ""
+    return f"none that is whole can be gone on from: restore a copy, or begin another run{kept}"
 
 
 @checkpoint_app.command("export")
@@ -90,12 +102,19 @@ def export_command(
     target: TargetArgument,
     dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.BFLOAT16,
     max_file_gb: Annotated[float, typer.Option(min=1e-6, help="Larger models become several files.")] = 5.0,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            help="Model that adapters were trained on; known for those in a run.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Write a model as others read it: transformers, vLLM, any engine.
 
-    Weights with their index, config.json, generation settings, tokenizer and chat template.
+    Weights with their index, config.json, generation settings, tokenizer and chat template. Adapters are
+    merged with their base.
     """
-    _convert(source, target, dtype, max_file_gb)
+    _convert(source, target, dtype, max_file_gb, base)
 
 
 @checkpoint_app.command("import")
@@ -111,17 +130,31 @@ def import_command(
     _convert(source, target, dtype, 5.0)
 
 
-def _convert(source: Path, target: Path, dtype: Dtype, max_file_gb: float) -> None:
+def _convert(source: Path, target: Path, dtype: Dtype, max_file_gb: float, base: Path | None = None) -> None:
     import torch
 
     from etude.training.checkpoints.exchange import convert_model
 
     directory = _checkpoints(source)[0]
     tokenizers = [parent / "tokenizer" for parent in list(directory.resolve().parents)[:3]]
-    model = convert_model(directory, target, getattr(torch, dtype), int(max_file_gb * 1e9), tokenizers)
+    base = base or _base_of(directory)
+    model = convert_model(directory, target, getattr(torch, dtype), int(max_file_gb * 1e9), tokenizers, base)
     count = sum(parameter.numel() for parameter in model.parameters())
     console = output_console()
     console.print(f"{count:,} parameters in {dtype}: {target}", markup=False, soft_wrap=True)
+
+
+def _base_of(directory: Path) -> Path | None:
+    """What reinforcement learning began with, of the run that a checkpoint without a model lies in."""
+    if (directory / "config.json").is_file():
+        return None
+    run = next(
+        (parent for parent in directory.resolve().parents[:3] if (parent / "config.toml").is_file()), None
+    )
+    if run is None:
+        return None
+    initial = RunDirectory.open(run).config.initial_checkpoint
+    return run / "checkpoints" / "midtrained" if initial is None else Path(initial)
 
 
 def _checkpoints(path: Path) -> list[Path]:
@@ -172,7 +205,7 @@ def _print_rows(rows: list[dict[str, Any]], as_json: bool) -> None:
         return
     table = Table(box=None, pad_edge=False)
     for name in rows[0]:
-        table.add_column(name, justify="right" if name in ("step", "score", "bytes") else "left")
+        table.add_column(name, justify="right" if name in ("step", "score", "ranks", "bytes") else "left")
     for row in rows:
         table.add_row(*(_cell(row, name) for name in row))
     output_console().print(table)

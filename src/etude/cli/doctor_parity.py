@@ -29,6 +29,8 @@ _CHOICES = {
     "--numerics": ("fast", "invariant"),
     "--device": ("auto", "cpu", "cuda"),
     "--dtype": ("auto", "float32", "bfloat16"),
+    "--cache-dtype": ("auto", "float32", "bfloat16"),
+    "--weight-dtype": ("auto", "float32", "bfloat16"),
 }
 
 
@@ -39,6 +41,12 @@ def parity_command(
     numerics: Annotated[str, typer.Option(help="fast or invariant, where every bit must agree.")] = "fast",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    cache_dtype: Annotated[
+        str, typer.Option(help="Of our engine's keys and values: auto, float32 or bfloat16.")
+    ] = "auto",
+    weight_dtype: Annotated[
+        str, typer.Option(help="Of native kernels' copy of the matrices: auto, float32 or bfloat16.")
+    ] = "auto",
     vllm_python: Annotated[str, typer.Option(help="Interpreter of vLLM's environment.")] = "",
     vllm_url: Annotated[str, typer.Option(help="Or a vLLM server that runs already.")] = "",
     text: Annotated[
@@ -54,7 +62,8 @@ def parity_command(
 
     Exit code 1 where the two are too far apart.
     """
-    chosen = dict(zip(_CHOICES, (engine, kernels, numerics, device, dtype), strict=True))
+    values = (engine, kernels, numerics, device, dtype, cache_dtype, weight_dtype)
+    chosen = dict(zip(_CHOICES, values, strict=True))
     for option, value in chosen.items():
         if value not in _CHOICES[option]:
             raise UserError(
@@ -68,6 +77,8 @@ def parity_command(
             "engine": {
                 "backend": engine,
                 "kernels": kernels,
+                "cache_dtype": cache_dtype,
+                "weight_dtype": weight_dtype,
                 "vllm": {"python": vllm_python, "url": vllm_url},
             },
         }

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +18,13 @@ from rich.text import Text
 from etude.cli.exits import EXIT_INTERRUPTED, error_console
 from etude.cli.output import output_console, print_json, program
 from etude.cli.progress import open_observer
-from etude.cli.train import resumed_run
-from etude.config import RunConfig, load_config
+from etude.cli.train import DropOption, config_to_run, resumed_run
+from etude.config import RunConfig
 from etude.errors import ConfigError
 from etude.observe import Observer, RunDirectory
 
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="TOML file, such as configs/pretraining.toml.")
+    Path | None, typer.Option("--config", help="TOML file; every key has a default (docs/config.md).")
 ]
 OverridesOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one value; repeatable.")
@@ -38,6 +41,9 @@ NameOption = Annotated[str | None, typer.Option(help="Short for --set name=NAME.
 DraftLayersOption = Annotated[
     int | None, typer.Option("--draft-layers", help="Short for --set SECTION.drafts.num_layers=N.")
 ]
+RanksOption = Annotated[
+    int | None, typer.Option(help="Short for --set parallel.ranks=N: processes that train together.")
+]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
@@ -49,40 +55,58 @@ def pretrain_command(
     overrides: OverridesOption = None,
     name: NameOption = None,
     draft_layers: DraftLayersOption = None,
+    ranks: RanksOption = None,
     resume: ResumeOption = False,
+    drop: DropOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a model on corpora: JSONL, Parquet, Lance or directories of files."""
-    settings = merge("pretrain", overrides, data, checkpoint, name, draft_layers)
-    run_config = load_config(config, settings)
+    settings = merge("pretrain", overrides, data, checkpoint, name, draft_layers, ranks)
+    run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.
     from etude.controller.pretraining import check_pretraining, pretrain
 
-    train_stage("pretrain", check_pretraining, pretrain, run_config, config, settings, resume, as_json)
+    asked = Asked(run_config, config, settings, resume, drop or [], as_json)
+    train_stage("pretrain", check_pretraining, pretrain, asked)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command was asked for."""
+
+    config: RunConfig
+    file: Path | None
+    settings: Sequence[str]
+    resume: bool
+    dropped: Sequence[str]
+    as_json: bool
 
 
 def train_stage(
     stage: str,
     check: Callable[[RunConfig], None],
     train: Callable[[RunConfig, RunDirectory, Observer, bool], dict[str, Any]],
-    run_config: RunConfig,
-    file: Path | None,
-    settings: Sequence[str],
-    resume: bool,
-    as_json: bool,
+    asked: Asked,
 ) -> None:
-    """Begins a run of a stage, or goes on with it, and prints its report, or how to go on after Ctrl-C."""
-    if resume:
-        run = resumed_run(run_config)
+    """Begins a run of a stage, or goes on with it, and prints its report, or how to go on after Ctrl-C. In a
+    process that torchrun started to follow the first one, follows it instead."""
+    from etude.controller.ranks import follow_torchrun  # heavy, as its caller's imports
+
+    config = asked.config
+    if follow_torchrun(config):
+        return
+    if asked.resume:
+        run = resumed_run(config, asked.dropped)
     else:
-        check(run_config)
-        run = RunDirectory.create(run_config)
+        check(config)
+        run = RunDirectory.create(config)
     try:
-        report = train(run_config, run, open_observer(), resume)
+        with contextlib.nullcontext() if asked.resume else run.forgotten_if_refused():
+            report = train(config, run, open_observer(), asked.resume)
     except KeyboardInterrupt:
-        _print_interrupted(stage, run, file, settings)
+        _print_interrupted(stage, run, asked.file, asked.settings)
         raise typer.Exit(EXIT_INTERRUPTED) from None
-    _print_report(run, report, as_json)
+    _print_report(run, report, asked.as_json)
 
 
 def merge(
@@ -92,18 +116,25 @@ def merge(
     checkpoint: Path | None,
     name: str | None,
     draft_layers: int | None,
+    ranks: int | None = None,
 ) -> list[str]:
     """The overrides with the short forms appended, which so win. Raises ConfigError for a source without a
     name."""
     settings = list(overrides or [])
     for item in data or []:
         source, equals, path = item.partition("=")
-        if not equals or not source:
-            raise ConfigError("has no name", field="--data", received=item, fix="write --data NAME=PATH")
+        if not equals or not re.fullmatch("[A-Za-z0-9_-]+", source) or not path:
+            raise ConfigError(
+                "is not a name and a path" if equals else "has no name",
+                field="--data",
+                received=item,
+                fix="write --data NAME=PATH, with a name of letters, digits, - and _",
+            )
         settings.append(f"{section}.sources.{source}.path={json.dumps(path)}")
     texts = {"initial_checkpoint": checkpoint, "name": name}
     settings += [f"{key}={json.dumps(str(text))}" for key, text in texts.items() if text is not None]
-    return settings + ([] if draft_layers is None else [f"{section}.drafts.num_layers={draft_layers}"])
+    numbers = {f"{section}.drafts.num_layers": draft_layers, "parallel.ranks": ranks}
+    return settings + [f"{key}={number}" for key, number in numbers.items() if number is not None]
 
 
 def _print_interrupted(command: str, run: RunDirectory, config: Path | None, settings: Sequence[str]) -> None:

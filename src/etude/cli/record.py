@@ -121,7 +121,8 @@ class _Recording:
 
         shelf = self.opened.served.shelf
         assert shelf is not None, "only the template `none` has no shelf, and it is refused"
-        async with running_engine(self.opened, self.version, self.engine) as service:
+        async with running_engine(self.opened, self.version, self.engine) as engine:
+            service = engine.service
             recordings = Recordings(service, shelf, self.store, self.tenants, self.limits)
             note = f"it samples from {self.version} and stores trajectories in {self.store}"
             await serve(recordings, note=note, **serving)

@@ -40,8 +40,7 @@ def _section(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[str]:
         if named is not None:
             inner.append((f"{name}.NAME", named))
             continue
-        default = "required" if field.is_required() else f"`{_toml(field.default)}`"
-        cells = (f"`{name}`", default, _allowed(field), _described(model, name))
+        cells = (f"`{name}`", _default(field), _allowed(field), _described(model, name))
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
     for name, section in inner:
         yield from _section(section, (*path, name))
@@ -62,6 +61,12 @@ def _described(model: type[BaseModel], name: str) -> str:
         if name in fields and fields[name].description:
             return " ".join(str(fields[name].description).split())
     return ""
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return f"`{_toml(field.get_default(call_default_factory=True))}`"
 
 
 def _first_line(model: type[BaseModel]) -> str:

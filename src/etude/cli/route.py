@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ValidationError
 
+from etude.cli.route_tables import lend_command, recall_command, release_command, replicas_command
 from etude.cli.serving_options import (
     AdminTokenOption,
     CertificateOption,
-    DrainOption,
-    HostOption,
     KeyOption,
-    PortOption,
 )
-from etude.errors import ConfigError, UserError
+from etude.config import RouterConfig, load_section
+from etude.config.routing import LendingLoadConfig, LendingWindowConfig
+from etude.config.secrets import read_secret
+from etude.errors import UserError
 
 if TYPE_CHECKING:
-    from etude.inference.router.pools import LendingByLoad, LendingWindow
+    from etude.inference.router.server import Proxy
 
+# Options that are not given leave what the file says, or its defaults.
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="TOML file; options that are given win over it.")
+]
+HostOption = Annotated[
+    str | None, typer.Option(help="Address to bind to (else 127.0.0.1); others need --replicas-check-keys.")
+]
+PortOption = Annotated[int | None, typer.Option(min=0, max=65535, help="Else 8670; 0: any that is free.")]
+DrainOption = Annotated[
+    float | None,
+    typer.Option("--drain-s", min=0, help="How long what is under way may go on after SIGTERM (else 60)."),
+]
 
 ReplicaOption = Annotated[
     list[str] | None,
     typer.Option("--replica", help="Address of a replica, URL or URL,POOL; repeatable. More may join later."),
 ]
-PoolOption = Annotated[str, typer.Option(help="Pool of requests that name none.")]
+PoolOption = Annotated[str | None, typer.Option(help="Pool of requests that name none (else serve).")]
 ArmOption = Annotated[
     list[str] | None,
     typer.Option("--arm", help="VERSION=SHARE of the sessions, for A/B tests; repeatable."),
@@ -37,64 +54,147 @@ LendByLoadOption = Annotated[
     list[str] | None,
     typer.Option(help="LENDER,BORROWER,MOST,IDLE-BUSY (outstanding tokens a replica); repeatable."),
 ]
-SpillOption = Annotated[float, typer.Option(min=1, help="Times the work that moves a session.")]
+SpillOption = Annotated[float | None, typer.Option(min=1, help="Times the work that moves a session (3).")]
 HedgeOption = Annotated[
-    float | None, typer.Option(min=0.001, help="Ask a second replica after it; never if left out.")
+    float | None, typer.Option(min=0, help="Ask a second replica after it; 0: never, as if left out.")
 ]
-ProbeOption = Annotated[float, typer.Option(min=0.05, help="Between two health checks of a replica.")]
-AnswerTimeOption = Annotated[float, typer.Option(min=1, help="A replica silent so long has lost it.")]
+ProbeOption = Annotated[
+    float | None, typer.Option(min=0.05, help="Between two health checks of a replica (else 1).")
+]
+AnswerTimeOption = Annotated[
+    float | None, typer.Option(min=1, help="A replica silent so long has lost it (else 600).")
+]
+ReplicaTokenOption = Annotated[
+    Path | None,
+    typer.Option(help="The replicas' administrator's token: with it they are lent to training runs."),
+]
+BorrowerTokenOption = Annotated[
+    Path | None, typer.Option(help="Token of runs that borrow, and may no more; made if there is none.")
+]
 KeysOption = Annotated[
-    bool, typer.Option("--replicas-check-keys", help="They do; needed for addresses that others reach.")
+    bool | None,
+    typer.Option("--replicas-check-keys", help="They do; needed for addresses that others reach."),
 ]
 
 
 def route_command(
+    context: typer.Context,
+    config: ConfigOption = None,
     replicas: ReplicaOption = None,
-    host: HostOption = "127.0.0.1",
-    port: PortOption = 8670,
-    pool: PoolOption = "serve",
+    host: HostOption = None,
+    port: PortOption = None,
+    pool: PoolOption = None,
     arms: ArmOption = None,
     lend: LendOption = None,
     lend_by_load: LendByLoadOption = None,
-    spill_factor: SpillOption = 3.0,
+    spill_factor: SpillOption = None,
     hedge_after_s: HedgeOption = None,
-    probe_s: ProbeOption = 1.0,
-    answer_s: AnswerTimeOption = 600.0,
+    probe_s: ProbeOption = None,
+    answer_s: AnswerTimeOption = None,
     admin_token_file: AdminTokenOption = None,
-    replicas_check_keys: KeysOption = False,
-    drain_s: DrainOption = 60.0,
+    replica_token_file: ReplicaTokenOption = None,
+    borrower_token_file: BorrowerTokenOption = None,
+    replicas_check_keys: KeysOption = None,
+    drain_s: DrainOption = None,
     certificate: CertificateOption = None,
     key: KeyOption = None,
 ) -> None:
     """Serve OpenAI's API over replicas, until SIGTERM. Keys are checked by the replicas."""
-    from etude.inference.router import HealthConfig, RoutingConfig
-    from etude.inference.router.pools import Lender
-    from etude.inference.router.server import Proxy, ProxyConfig, ReplicaAddress, serve
+    if context.invoked_subcommand is not None:
+        return
+    lending: dict[str, Any] = {}
+    if lend or lend_by_load:  # in place of what the file lends
+        lending = {"windows": _windows(lend or []), "by_load": _loads(lend_by_load or [])}
+    if lend and lend_by_load:
+        raise UserError(
+            "lend by schedule or by load, not both", field="--lend-by-load", fix="leave out one of them"
+        )
+    chosen = _changed(
+        load_section(RouterConfig, config) if config is not None else RouterConfig(),
+        {
+            "host": host,
+            "port": port,
+            "pool": pool,
+            "replicas_check_keys": replicas_check_keys,
+            "spill_factor": spill_factor,
+            "replicas": _replicas(replicas) if replicas else None,
+            "arms": _shares(arms) if arms else None,
+            "limits": {"answer_s": answer_s, "hedge_after_s": hedge_after_s, "drain_s": drain_s},
+            "health": {"interval_s": probe_s},
+            "lending": lending,
+        },
+    )
+    from etude.inference.router.server import ReplicaAddress, serve
     from etude.inference.router.server.process import SERVER
     from etude.sandbox.server import read_token
 
-    addresses = [
-        ReplicaAddress(url, named or None) for url, _, named in (r.partition(",") for r in replicas or [])
-    ]
-    proxy = Proxy(
-        ProxyConfig(answer_s=answer_s, hedge_after_s=hedge_after_s, pool=pool),
-        RoutingConfig(spill_factor=spill_factor),
-        HealthConfig(interval_s=probe_s),
-        _shares(arms or []),
-        Lender([_window(text) for text in lend or []], [_by_load(text) for text in lend_by_load or []]),
-    )
+    addresses = [ReplicaAddress(one.url, one.pool or None) for one in chosen.replicas]
+    proxy = _proxy(chosen, _replica_token(replica_token_file))
     token = read_token(admin_token_file, SERVER) if admin_token_file is not None else None
+    borrowers = read_token(borrower_token_file, SERVER) if borrower_token_file is not None else None
     serve(
         proxy,
         addresses,
-        host=host,
-        port=port,
+        host=chosen.host,
+        port=chosen.port,
         admin_token=token,
-        replicas_check_keys=replicas_check_keys,
-        drain_s=drain_s,
+        borrower_token=borrowers,
+        replicas_check_keys=chosen.replicas_check_keys,
+        drain_s=chosen.limits.drain_s,
         certificate=certificate,
         key=key,
     )
+
+
+def _proxy(config: RouterConfig, replica_token: str) -> Proxy:
+    from etude.inference.router import HealthConfig, RoutingConfig
+    from etude.inference.router.pools import Lender, LendingByLoad, LendingWindow
+    from etude.inference.router.server import Proxy, ProxyConfig
+
+    limits, lending = config.limits, config.lending
+    windows = [
+        LendingWindow(w.lender, w.borrower, w.count, w.start_s, w.end_s, w.busy_tokens or math.inf)
+        for w in lending.windows
+    ]
+    loads = [LendingByLoad(**one.model_dump()) for one in lending.by_load]
+    return Proxy(
+        ProxyConfig(
+            limits.answer_s, limits.attempts, limits.body_bytes, limits.hedge_after_s or None, config.pool
+        ),
+        RoutingConfig(spill_factor=config.spill_factor),
+        HealthConfig(**config.health.model_dump()),
+        config.arms,
+        Lender(windows, loads, lending.keep, lending.hold_s),
+        replica_token,
+    )
+
+
+route_app = typer.Typer(name="route", help="One address in front of many replicas.")
+route_app.callback(invoke_without_command=True)(route_command)
+route_app.command("replicas")(replicas_command)
+route_app.command("lend")(lend_command)
+route_app.command("recall")(recall_command)
+route_app.command("release")(release_command)
+
+
+def _replica_token(path: Path | None) -> str:
+    """Somebody else's, so it is never made here."""
+    return "" if path is None else read_secret(f"file:{path}", "--replica-token-file") or ""
+
+
+def _changed(config: RouterConfig, given: Mapping[str, Any]) -> RouterConfig:
+    """`config` with the options that were given in place of its values."""
+    tree = config.model_dump()
+    for name, value in given.items():
+        if isinstance(value, dict) and name != "arms":
+            tree[name] |= {inner: one for inner, one in value.items() if one is not None}
+        elif value is not None:
+            tree[name] = value
+    return RouterConfig.model_validate(tree)
+
+
+def _replicas(texts: list[str]) -> list[dict[str, str]]:
+    return [{"url": url, "pool": pool} for url, _, pool in (text.partition(",") for text in texts)]
 
 
 def _shares(arms: list[str]) -> dict[str, float]:
@@ -110,44 +210,39 @@ def _shares(arms: list[str]) -> dict[str, float]:
     return shares
 
 
-def _window(text: str) -> LendingWindow:
-    from etude.inference.router.pools import LendingWindow
+def _windows(texts: list[str]) -> list[dict[str, Any]]:
+    return [_window(text).model_dump() for text in texts]
 
+
+def _loads(texts: list[str]) -> list[dict[str, Any]]:
+    return [_load(text).model_dump() for text in texts]
+
+
+def _window(text: str) -> LendingWindowConfig:
     try:
         lender, borrower, count, times = text.split(",")
         start, end = times.split("-")
-        return LendingWindow(lender, borrower, int(count), _seconds(start), _seconds(end))
+        return LendingWindowConfig(lender=lender, borrower=borrower, count=int(count), start=start, end=end)
     except ValueError as error:
-        raise UserError(
-            "must be LENDER,BORROWER,COUNT,HH:MM-HH:MM",
-            field="--lend",
-            received=text,
-            fix="such as serve,rollout,2,22:00-06:00",
-        ) from error
-    except ConfigError as error:
-        raise UserError(error.message, field="--lend", received=text, fix=error.fix) from error
+        raise _bad_lending("--lend", text, "HH:MM-HH:MM", "serve,rollout,2,22:00-06:00", error) from error
 
 
-def _by_load(text: str) -> LendingByLoad:
-    from etude.inference.router.pools import LendingByLoad
-
+def _load(text: str) -> LendingLoadConfig:
     try:
         lender, borrower, most, tokens = text.split(",")
-        idle, busy = tokens.split("-")
-        return LendingByLoad(lender, borrower, float(busy), float(idle), int(most))
+        idle, busy = (float(one) for one in tokens.split("-"))
+        return LendingLoadConfig(
+            lender=lender, borrower=borrower, busy_tokens=busy, idle_tokens=idle, most=int(most)
+        )
     except ValueError as error:
-        raise UserError(
-            "must be LENDER,BORROWER,MOST,IDLE-BUSY",
-            field="--lend-by-load",
-            received=text,
-            fix="such as serve,rollout,1,200-2000",
-        ) from error
-    except ConfigError as error:
-        raise UserError(
-            f"{error.field} {error.message}", field="--lend-by-load", received=text, fix=error.fix
-        ) from error
+        raise _bad_lending("--lend-by-load", text, "IDLE-BUSY", "serve,rollout,1,200-2000", error) from error
 
 
-def _seconds(text: str) -> float:
-    hours, minutes = text.split(":")
-    return 3600.0 * int(hours) + 60.0 * int(minutes)
+def _bad_lending(option: str, text: str, last: str, example: str, error: ValueError) -> UserError:
+    """What is wrong with a value of `option`, whose fourth part is `last`."""
+    message = f"must be LENDER,BORROWER,COUNT,{last}"
+    if isinstance(error, ValidationError):
+        problem = error.errors()[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        message = f"{place} {problem['msg'].removeprefix('Value error, ')}".strip()
+    return UserError(message, field=option, received=text, fix=f"such as {example}")

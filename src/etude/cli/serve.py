@@ -6,15 +6,23 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from etude.cli.served_model import EngineChoice, OpenedModel, check_choices, open_checkpoint, running_engine
+from etude.cli.served_model import (
+    EngineChoice,
+    OpenedModel,
+    RunningEngine,
+    check_choices,
+    open_checkpoint,
+    running_engine,
+)
 from etude.cli.serving_options import (
     AdminTokenOption,
+    CacheDtypeOption,
     CacheOption,
     CertificateOption,
     DraftsOption,
@@ -28,6 +36,7 @@ from etude.cli.serving_options import (
     PortOption,
     SpeculativeOption,
     StepOption,
+    WeightDtypeOption,
 )
 from etude.records import PolicyVersion
 
@@ -35,6 +44,7 @@ if TYPE_CHECKING:
     from etude.inference import EngineService
     from etude.inference.server import EngineView, KeyLimits, Keys, ServerLimits
     from etude.inference.server.engine_thread import EngineThread
+    from etude.inference.server.loans import LoanDesk
 
 _MIB = 1 << 20
 
@@ -72,6 +82,8 @@ def serve_command(
     max_answer: AnswerOption = 4096,
     num_sessions: NumSessionsOption = 64,
     cache_mib: CacheOption = 0,
+    cache_dtype: CacheDtypeOption = "auto",
+    weight_dtype: WeightDtypeOption = "auto",
     kernels: KernelsOption = "auto",
     speculative_tokens: SpeculativeOption = 0,
     drafts: DraftsOption = "ngram",
@@ -87,11 +99,15 @@ def serve_command(
     key: KeyOption = None,
 ) -> None:
     """Serve a model by OpenAI's API: chat completions, completions, models, tokenisation."""
-    check_choices(kernels, grammar, drafts)
+    check_choices(kernels, grammar, drafts, cache_dtype, weight_dtype)
     # Heavy: torch and FastAPI come with them.
     from etude.inference.server import KeyLimits, ServerLimits
     from etude.sandbox.server.process import open_listeners
 
+    engine = EngineChoice(
+        num_sessions, cache_mib * _MIB, kernels, speculative_tokens, drafts, cache_dtype, weight_dtype
+    )
+    engine.choose_place()
     keys, admin_token = _access(host, tokens_file, admin_token_file, KeyLimits(key_requests, key_tokens))
     # Before the weights, which take long: a port that is taken is said at once.
     with contextlib.ExitStack() as stack:
@@ -100,7 +116,7 @@ def serve_command(
         serving = _Serving(
             opened,
             PolicyVersion(lineage or opened.served.name, step),
-            EngineChoice(num_sessions, cache_mib * _MIB, kernels, speculative_tokens, drafts),
+            engine,
             keys,
             ServerLimits(max_body, max_requests, answer_s, idle_s),
             admin_token,
@@ -148,19 +164,34 @@ class _Serving:
         """An engine that takes requests as they come, and the server before it, until a signal."""
         from etude.inference.server import ServerState, serve
 
-        async with running_engine(self.opened, self.version, self.engine) as service:
+        async with running_engine(self.opened, self.version, self.engine) as engine:
+            # Who has no administrator is not lent.
+            desk = self._desk(engine) if self.admin_token else None
             state = ServerState(
                 self.opened.served,
-                service,
-                service,
+                engine.service,
+                desk or engine.service,
                 self.keys,
                 self.limits,
                 self.admin_token,
                 self.pool,
-                _view(service),
+                _view(engine.service),
+                desk,
             )
             at = self.listening
             await serve(state, at.listeners, drain_s=at.drain_s, certificate=at.certificate, key=at.key)
+
+    def _desk(self, engine: RunningEngine) -> LoanDesk:
+        from etude.inference.exchange import Build
+        from etude.inference.server.loans import LoanDesk
+
+        about = {
+            "build": asdict(Build.here(self.opened.weights.config)),
+            "numerics": self.engine.numerics,
+            "tokenizer": self.opened.served.tokenizer.digest,
+            "max_context_tokens": self.opened.served.max_context_tokens,
+        }
+        return LoanDesk(engine.service, engine.service, engine.weights, engine.manifest, about)
 
 
 def _view(engine: EngineThread) -> EngineView:
@@ -170,7 +201,15 @@ def _view(engine: EngineThread) -> EngineView:
     async def gauges() -> Mapping[str, float]:
         return await engine.ask(_gauges)
 
-    return EngineView(gauges, lambda: engine.failure)
+    async def usage() -> Mapping[str, float]:
+        return await engine.ask(_usage)
+
+    return EngineView(gauges, lambda: engine.failure, usage)
+
+
+def _usage(service: EngineService) -> dict[str, float]:
+    times = {name: value for name, value in asdict(service.times).items() if isinstance(value, float)}
+    return {**asdict(service.engine.counters), **times}
 
 
 def _gauges(service: EngineService) -> dict[str, float]:

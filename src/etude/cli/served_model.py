@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etude.errors import CheckpointError, ConfigError, UserError
-from etude.records import PolicyVersion
+from etude.errors import CheckpointError, ConfigError, ResourceError, UserError
+from etude.records import PolicyVersion, WeightManifest
 
 if TYPE_CHECKING:
     from etude.controller.compute import Place
+    from etude.inference.cache import CacheFormat
     from etude.inference.engine import Engine
     from etude.inference.server import ServedModel
+    from etude.inference.server.checkpoints import CheckpointWeights
     from etude.inference.server.engine_thread import EngineThread
     from etude.model import LanguageModel
     from etude.tokens.chat.shelf import RendererShelf
@@ -24,14 +27,21 @@ if TYPE_CHECKING:
 
 PREFILL_TOKENS = 2048
 _CACHE_SHARE = 0.5
+_MIB = 1 << 20
+_FORMATS = ("auto", "float32", "bfloat16")
+_SETTING = re.compile(r'set engine\.(\w+)="?(\w+)"?')
 
 
-def check_choices(kernels: str, grammar: str, drafts: str = "ngram") -> None:
+def check_choices(
+    kernels: str, grammar: str, drafts: str = "ngram", cache_dtype: str = "auto", weight_dtype: str = "auto"
+) -> None:
     """Raises UserError for a name that there is not, before anything heavy is imported."""
     for option, value, known in (
         ("--kernels", kernels, ("auto", "eager", "native", "gpu")),
         ("--grammar", grammar, ("auto", "hermes", "xml")),
         ("--drafts", drafts, ("ngram", "mtp")),
+        ("--cache-dtype", cache_dtype, _FORMATS),
+        ("--weight-dtype", weight_dtype, _FORMATS),
     ):
         if value not in known:
             raise UserError("no such choice", field=option, received=value, fix=", ".join(known))
@@ -180,16 +190,36 @@ class EngineChoice:
     kernels: str
     speculative_tokens: int
     drafts: str = "ngram"
+    cache_dtype: str = "auto"
+    weight_dtype: str = "auto"
+
+    def choose_place(self) -> Place:
+        """Where and how the engine computes. Raises UserError for a number format that its kernels do not
+        have, ResourceError for kernels."""
+        from etude.controller.compute import choose_place, choose_weight_dtype
+        from etude.inference.cache import cache_type
+
+        try:
+            place = choose_place(kernels=self.kernels)
+            if place.device == "cuda":  # there all that lies on the device has one format
+                place = choose_place(place.device, self.weight_dtype, place.kernels)
+            choose_weight_dtype(self.weight_dtype, place)
+            cache_type(self.cache_dtype, place.kernels, place.dtype)
+        except ConfigError as error:
+            raise _as_of_options(error) from error
+        return place
 
     def make(self, opened: OpenedModel) -> Engine:
-        """Raises ConfigError where too little memory is left for one context or draft layers are missing,
-        ResourceError for kernels."""
-        from etude.controller.compute import choose_place
-        from etude.inference import Engine, choose_drafts, pages_for
+        """Raises ResourceError where one context does not fit into memory, ConfigError where draft layers
+        are missing, and what `choose_place` raises."""
+        from etude.controller.compute import choose_weight_dtype
+        from etude.inference import Engine, choose_drafts
+        from etude.inference.cache import cache_type
         from etude.observe.machine import available_cores
 
         config, longest = opened.weights.config, opened.served.max_context_tokens + 1
-        place = choose_place(kernels=self.kernels)
+        place = self.choose_place()
+        cache_dtype = cache_type(self.cache_dtype, place.kernels, place.dtype)
         return Engine(
             config,
             opened.served.tokenizer.vocab_size,
@@ -198,27 +228,60 @@ class EngineChoice:
             PREFILL_TOKENS,
             place.kernels,
             available_cores(),
-            num_pages=pages_for(self._cache_tokens(opened, longest, place)),
+            num_pages=self._num_pages(opened, longest, place, cache_dtype),
             token_bytes=opened.served.tokenizer.decode_bytes,
             drafts=choose_drafts(self.drafts, self.speculative_tokens, opened.directory),
-            native_weights=place.dtype,
+            native_weights=choose_weight_dtype(self.weight_dtype, place),
             device=place.device,
+            cache_dtype=cache_dtype,
         )
 
-    def _cache_tokens(self, opened: OpenedModel, longest: int, place: Place) -> int:
-        from etude.controller.compute import free_memory_bytes
+    @property
+    def numerics(self) -> dict[str, str]:
+        """What decides the bits of a token, beside the weights: told to runs that borrow the replica."""
+        from etude.controller.borrowed_engine import engine_numerics
 
-        config = opened.weights.config
-        dims = config.key_dim + (0 if config.value_is_key_prefix else config.value_dim)
-        token_bytes = config.num_layers * config.cache_heads * dims * place.element_bytes
+        return engine_numerics(self.choose_place(), self.weight_dtype, self.cache_dtype)
+
+    def _num_pages(self, opened: OpenedModel, longest: int, place: Place, cache_dtype: CacheFormat) -> int:
+        """Pages that the memory has room for, of those that all sessions at their longest would take."""
+        from etude.controller.compute import free_memory_bytes
+        from etude.inference import page_bytes, pages_for
+
         memory = self.cache_bytes or int(free_memory_bytes(opened.weights, place) * _CACHE_SHARE)
-        return min(memory // token_bytes, self.num_sessions * longest)
+        one_page, least = page_bytes(opened.weights.config, cache_dtype), pages_for(longest) or 1
+        if memory < least * one_page:
+            needed_mib = -(-least * one_page // _MIB)
+            raise ResourceError(
+                f"keys and values of one context of {longest - 1} tokens do not fit into memory",
+                field="--cache-mib" if self.cache_bytes else "memory",
+                received=f"{memory / _MIB:.0f} MiB" + ("" if self.cache_bytes else ", half of what is free"),
+                fix=f"give them {needed_mib} MiB or more, or serve a shorter context",
+            )
+        return min(memory // one_page, self.num_sessions * least)
+
+
+def _as_of_options(error: ConfigError) -> UserError:
+    """What is wrong with a setting of the configuration, for who chose it by an option."""
+    field = (error.field or "").removeprefix("engine.").replace("_", "-")
+    fix = _SETTING.sub(lambda found: f"choose --{found[1].replace('_', '-')} {found[2]}", error.fix or "")
+    return UserError(error.message, field=f"--{field}", received=error.received, fix=fix or None)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEngine:
+    """An engine that serves, and where it has its weights from."""
+
+    service: EngineThread
+    weights: CheckpointWeights
+    manifest: WeightManifest
+    """In service."""
 
 
 @contextlib.asynccontextmanager
 async def running_engine(
     opened: OpenedModel, version: PolicyVersion, choice: EngineChoice
-) -> AsyncIterator[EngineThread]:
+) -> AsyncIterator[RunningEngine]:
     """The model in an engine that takes requests as they come, in a thread of its own. It takes new weights
     from `memory:` and `file:` URLs.
 
@@ -235,4 +298,4 @@ async def running_engine(
         manifest = memory.publish(version, dict(opened.weights.named_parameters()))
         await service.stage(manifest)
         await service.activate(manifest.version)
-        yield service
+        yield RunningEngine(service, weights, manifest)

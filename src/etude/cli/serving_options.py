@@ -23,6 +23,13 @@ GrammarOption = Annotated[str, typer.Option(help="auto, hermes or xml: how the m
 LineageOption = Annotated[str | None, typer.Option(help="Name of the weights' line; else the model's.")]
 StepOption = Annotated[int, typer.Option(min=0, help="Optimiser steps that the weights have had.")]
 KernelsOption = Annotated[str, typer.Option(help="auto, eager, native or gpu.")]
+CacheDtypeOption = Annotated[
+    str,
+    typer.Option(help="Number format of keys and values: auto (as the model computes), float32 or bfloat16."),
+]
+WeightDtypeOption = Annotated[
+    str, typer.Option(help="Of native kernels' copy of the matrices: auto, float32 or bfloat16.")
+]
 NumSessionsOption = Annotated[int, typer.Option(min=1, help="Answers that are computed at once.")]
 CacheOption = Annotated[
     int, typer.Option(min=0, help="Memory for keys and values; 0: half of what is free, at most.")

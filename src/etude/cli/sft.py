@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from etude.cli.pretrain import (
+    Asked,
     CheckpointOption,
     ConfigOption,
     DataOption,
@@ -12,12 +13,13 @@ from etude.cli.pretrain import (
     JsonOption,
     NameOption,
     OverridesOption,
+    RanksOption,
     ResumeOption,
     merge,
     train_stage,
 )
 from etude.cli.served_model import make_shelf
-from etude.config import load_config
+from etude.cli.train import DropOption, config_to_run
 
 
 def sft_command(
@@ -27,14 +29,17 @@ def sft_command(
     overrides: OverridesOption = None,
     name: NameOption = None,
     draft_layers: DraftLayersOption = None,
+    ranks: RanksOption = None,
     resume: ResumeOption = False,
+    drop: DropOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Fine-tune a model on sessions of agents: runs, ATIF files or chats."""
-    settings = merge("sft", overrides, data, checkpoint, name, draft_layers)
-    run_config = load_config(config, settings)
+    settings = merge("sft", overrides, data, checkpoint, name, draft_layers, ranks)
+    run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.
     from etude.controller.sft import check_sft, fine_tune
 
     train = partial(fine_tune, make_shelf=make_shelf)
-    train_stage("sft", check_sft, train, run_config, config, settings, resume, as_json)
+    asked = Asked(run_config, config, settings, resume, drop or [], as_json)
+    train_stage("sft", check_sft, train, asked)

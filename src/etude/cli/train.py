@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,13 +22,25 @@ from etude.cli.output import (
 )
 from etude.cli.progress import open_observer
 from etude.config import RunConfig, load_config
-from etude.errors import RunDirectoryError
+from etude.errors import ConfigError, RunDirectoryError, UnknownKeyError
 from etude.observe import RunDirectory
 
 MAY_CHANGE_ON_RESUME = frozenset(
-    {"runs_directory", "max_wall_s", "engine.kernels"}
+    {"runs_directory", "max_wall_s", "engine.kernels", "executor"}
+    | {"sandbox.server", "sandbox.token", "sandbox.patience_s", "weights.url", "weights.read_url"}
     | {f"parallel.{key}" for key in ("ranks", "fsdp", "expert", "context", "timeout_s")}
 )
+MAY_CHANGE_WITHIN = ("cluster.", "clusters.", "plan.")
+"""Sections of which all keys may."""
+
+DropOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--drop",
+        metavar="KEY",
+        help="With --resume: goes on without a key that this version does not know; repeatable.",
+    ),
+]
 
 
 def train_command(
@@ -43,12 +57,18 @@ def train_command(
     ranks: Annotated[
         int | None, typer.Option(help="Short for --set parallel.ranks=N: processes that train together.")
     ] = None,
+    executor: Annotated[
+        str | None,
+        typer.Option(help="Short for --set executor=NAME: local, or ray for many processes."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    drop: DropOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Train an agent: mid-training, reinforcement learning, evaluation before and after."""
-    settings = _merge(overrides or [], {"seed": seed, "parallel.ranks": ranks}, name, from_log)
-    run_config = load_config(config, settings)
+    numbers, texts = {"seed": seed, "parallel.ranks": ranks}, {"name": name, "executor": executor}
+    settings = _merge(overrides or [], numbers, texts, from_log)
+    run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.
     from etude.controller.ranks import follow_torchrun
     from etude.controller.starting import check_start
@@ -66,13 +86,14 @@ def train_command(
         from etude.controller.train import train
 
     if resume:
-        run = resumed_run(run_config)
+        run = resumed_run(run_config, drop or [])
     else:
         check_start(run_config)
         run = RunDirectory.create(run_config)
 
     try:
-        report = train(run_config, run, open_observer(), resume)
+        with contextlib.nullcontext() if resume else run.forgotten_if_refused():
+            report = train(run_config, run, open_observer(), resume)
         build_report(run)
     except KeyboardInterrupt:
         command = shlex.join(_resume_command(config, settings))
@@ -119,21 +140,53 @@ def print_recorded(run: RunDirectory, report: dict[str, Any]) -> None:
 
 
 def _merge(
-    overrides: list[str], numbers: dict[str, int | None], name: str | None, from_log: Path | None
+    overrides: list[str], numbers: dict[str, int | None], named: dict[str, str | None], from_log: Path | None
 ) -> list[str]:
     """The overrides with the short forms appended, which so win."""
-    texts = {"name": name, "rl.stream.source": from_log}
+    texts = {**named, "rl.stream.source": from_log}
     short = [f"{key}={number}" for key, number in numbers.items() if number is not None]
     short += [f"{key}={json.dumps(str(text))}" for key, text in texts.items() if text is not None]
     return [*overrides, *short]
 
 
-def resumed_run(config: RunConfig) -> RunDirectory:
-    """The run to go on with. Raises RunDirectoryError where it was begun with another configuration."""
+def config_to_run(file: Path | None, settings: list[str], resume: bool, dropped: Sequence[str]) -> RunConfig:
+    """The configuration that a command asks for. `dropped`: of `--drop`. Raises ConfigError."""
+    if dropped and not resume:
+        raise ConfigError(
+            "is for --resume", field="--drop", received=dropped, fix="take the key out of the file"
+        )
+    try:
+        return load_config(file, settings, dropped)
+    except UnknownKeyError as error:
+        if resume:
+            raise _vanished(error, "this version does not know the key") from error
+        raise
+
+
+def _vanished(error: UnknownKeyError, message: str) -> UnknownKeyError:
+    """What to do about a key that an older version knew."""
+    return UnknownKeyError(
+        message,
+        field=error.field,
+        received=error.received,
+        fix=f"--drop {error.field} goes on without it; or resume with the version that the run was begun "
+        "with (environment.json names it)",
+    )
+
+
+def resumed_run(config: RunConfig, dropped: Sequence[str] = ()) -> RunDirectory:
+    """The run to go on with, without the keys of `--drop`. Raises RunDirectoryError where it was begun with
+    another configuration, ConfigError with a key that this version does not know."""
     run = RunDirectory.open(Path(config.runs_directory) / config.name)
-    stored, wanted = _flatten(run.config), _flatten(config)
+    try:
+        run.drop_keys(dropped)
+        begun_with = run.config
+    except UnknownKeyError as error:
+        raise _vanished(error, "the run was begun with a key that this version does not know") from error
+    stored, wanted = _flatten(begun_with), _flatten(config)
     for key, value in wanted.items():
-        if key not in MAY_CHANGE_ON_RESUME and stored.get(key) != value:
+        may_change = key in MAY_CHANGE_ON_RESUME or key.startswith(MAY_CHANGE_WITHIN)
+        if not may_change and stored.get(key) != value:
             raise RunDirectoryError(
                 f"the run was begun with {stored.get(key)!r}",
                 field=key,

@@ -3,13 +3,19 @@
 from etude.config.adapter import AdapterConfig
 from etude.config.base import Section
 from etude.config.checkpoint import CheckpointConfig
+from etude.config.cluster import ClusterConfig, PartConfig
+from etude.config.clusters import ClustersConfig
+from etude.config.elastic import ElasticConfig
 from etude.config.engine import EngineConfig
-from etude.config.loading import dump_config, load_config, parse_config
+from etude.config.forks import ForkConfig, ForkTurn
+from etude.config.loading import drop_key, dump_config, load_config, load_section, parse_config, read_toml
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
+from etude.config.monitors import MonitorConfig
 from etude.config.optimizer import OptimizerConfig
 from etude.config.parallel import ParallelConfig
 from etude.config.parity import ParityConfig
+from etude.config.plan import PlanConfig
 from etude.config.pretraining import (
     DraftsConfig,
     MixtureConfig,
@@ -24,13 +30,15 @@ from etude.config.pretraining import (
 from etude.config.reinforcement import (
     Baseline,
     CorrectionConfig,
+    CurriculumConfig,
     FeedbackConfig,
     LossConfig,
     Normalizer,
-    RewardConfig,
     RlConfig,
     StreamConfig,
 )
+from etude.config.reward import LengthConfig, RewardConfig
+from etude.config.routing import RouterConfig
 from etude.config.run import (
     AgentConfig,
     EvaluationConfig,
@@ -38,30 +46,42 @@ from etude.config.run import (
     SandboxConfig,
     TasksConfig,
 )
+from etude.config.weights import WeightsConfig
 
 __all__ = [
     "AdapterConfig",
     "AgentConfig",
     "Baseline",
     "CheckpointConfig",
+    "ClusterConfig",
+    "ClustersConfig",
     "CorrectionConfig",
+    "CurriculumConfig",
     "DraftsConfig",
+    "ElasticConfig",
     "EngineConfig",
     "EvaluationConfig",
     "FeedbackConfig",
+    "ForkConfig",
+    "ForkTurn",
+    "LengthConfig",
     "LossConfig",
     "MidtrainConfig",
     "MixtureConfig",
     "MixtureSourceConfig",
     "ModelConfig",
+    "MonitorConfig",
     "NextTokenConfig",
     "Normalizer",
     "OptimizerConfig",
     "ParallelConfig",
     "ParityConfig",
+    "PartConfig",
+    "PlanConfig",
     "PretrainConfig",
     "RewardConfig",
     "RlConfig",
+    "RouterConfig",
     "RunConfig",
     "SandboxConfig",
     "Section",
@@ -72,7 +92,11 @@ __all__ = [
     "StreamConfig",
     "TasksConfig",
     "TokenizerConfig",
+    "WeightsConfig",
+    "drop_key",
     "dump_config",
     "load_config",
+    "load_section",
     "parse_config",
+    "read_toml",
 ]

@@ -4,28 +4,70 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, cast, get_args, get_origin
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
 from etude.config.run import RunConfig
-from etude.errors import ConfigError
+from etude.errors import ConfigError, UnknownKeyError
 
 Tree = dict[str, Any]
+AnySection = TypeVar("AnySection", bound=BaseModel)
 
 
-def load_config(path: Path | None = None, overrides: Iterable[str] = ()) -> RunConfig:
+def load_config(
+    path: Path | None = None, overrides: Iterable[str] = (), dropped: Iterable[str] = ()
+) -> RunConfig:
     """Defaults < the TOML file at `path` < `overrides` such as `rl.num_steps=20`.
 
-    Raises ConfigError, naming the field, what was received and what would do.
+    `dropped`: keys that this version does not know, and that are left out where the file has them. Raises
+    ConfigError, naming the field, what was received and what would do.
     """
-    tree = _read_toml(path) if path is not None else {}
-    for override in overrides:
+    tree = read_toml(path) if path is not None else {}
+    for key in dropped:
+        drop_key(tree, key)
+    changes = list(overrides)
+    for override in changes:
         _apply_override(tree, override)
-    return parse_config(tree)
+    config = parse_config(tree)
+    _check_model_overrides(config, changes)
+    return config
+
+
+def drop_key(tree: Tree, key: str) -> Any:
+    """Takes a dotted key out of a tree; its value, or None where there is none. Raises ConfigError for a key
+    that is known: it has a value anyway."""
+    *sections, last = key.split(".")
+    if last in _field_names(RunConfig, tuple(sections)):
+        raise ConfigError(
+            "is a key of this version", field=key, fix=f"change it with --set {key}=..., or leave it"
+        )
+    node = tree
+    for section in sections:
+        child = node.get(section)
+        if not isinstance(child, dict):
+            return None
+        node = cast(Tree, child)
+    return node.pop(last, None)
+
+
+def _check_model_overrides(config: RunConfig, overrides: Iterable[str]) -> None:
+    """A checkpoint says what its model is: whoever asks for another one is told."""
+    if config.initial_checkpoint is None:
+        return
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key.strip().startswith("model."):
+            raise ConfigError(
+                "has no effect: the config.json of initial_checkpoint says what the model is",
+                field=key.strip(),
+                received=value.strip(),
+                fix="leave it out, or begin without initial_checkpoint",
+            )
 
 
 def parse_config(tree: Mapping[str, Any]) -> RunConfig:
@@ -33,7 +75,15 @@ def parse_config(tree: Mapping[str, Any]) -> RunConfig:
     try:
         return RunConfig.model_validate(dict(tree))
     except ValidationError as error:
-        raise _explain(error) from None
+        raise _explain(error, RunConfig) from None
+
+
+def load_section(kind: type[AnySection], path: Path) -> AnySection:
+    """A file that holds a `kind` and nothing of a run. Raises ConfigError."""
+    try:
+        return kind.model_validate(read_toml(path))
+    except ValidationError as error:
+        raise _explain(error, kind) from None
 
 
 def dump_config(config: RunConfig) -> str:
@@ -43,7 +93,8 @@ def dump_config(config: RunConfig) -> str:
     return "\n".join(lines).strip() + "\n"
 
 
-def _read_toml(path: Path) -> Tree:
+def read_toml(path: Path) -> Tree:
+    """The plain values of a TOML file. Raises ConfigError where there is none."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -87,28 +138,32 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _explain(error: ValidationError) -> ConfigError:
-    """The first problem of a validation, with a suggestion where a name is nearly right."""
+def _explain(error: ValidationError, kind: type[BaseModel]) -> ConfigError:
+    """The first problem of a validation of a `kind`, with a suggestion where a name is nearly right."""
     problem = error.errors()[0]
     field = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        names = _field_names(tuple(str(part) for part in problem["loc"][:-1]))
+        names = _field_names(kind, tuple(str(part) for part in problem["loc"][:-1]))
         close = difflib.get_close_matches(str(problem["loc"][-1]), names, n=1, cutoff=0.5)
         fix = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(names)}"
-        return ConfigError("unknown key", field=field, received=problem["input"], fix=fix)
+        return UnknownKeyError("unknown key", field=field, received=problem["input"], fix=fix)
     message = problem["msg"].removeprefix("Value error, ")
     received = None if problem["type"] == "value_error" else problem["input"]
     return ConfigError(message, field=field or None, received=received)
 
 
-def _field_names(sections: tuple[str, ...]) -> list[str]:
-    model: type[BaseModel] = RunConfig
+def _field_names(model: type[BaseModel], sections: tuple[str, ...]) -> list[str]:
     names = iter(sections)
     for section in names:
+        if section not in model.model_fields:
+            return []
         annotation = model.model_fields[section].annotation
         if get_origin(annotation) is dict:  # sections by names that the user gives
             next(names, None)
             annotation = get_args(annotation)[1]
+        elif get_origin(annotation) is tuple:  # sections in a list
+            next(names, None)
+            annotation = get_args(annotation)[0]
         if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
             return []
         model = annotation
@@ -117,12 +172,16 @@ def _field_names(sections: tuple[str, ...]) -> list[str]:
 
 def _dump_section(tree: Tree, path: tuple[str, ...], lines: list[str]) -> None:
     values = {key: value for key, value in tree.items() if not isinstance(value, dict)}
-    if path and values:
-        lines.extend(("", f"[{'.'.join(path)}]"))
-    lines.extend(f"{key} = {_dump_value(value)}" for key, value in values.items())
+    if path and (values or not tree):
+        lines.extend(("", f"[{'.'.join(map(_dump_key, path))}]"))
+    lines.extend(f"{_dump_key(key)} = {_dump_value(value)}" for key, value in values.items())
     for key, value in tree.items():
         if isinstance(value, dict):
             _dump_section(cast(Tree, value), (*path, key), lines)
+
+
+def _dump_key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _dump_value(key)
 
 
 def _dump_value(value: Any) -> str:

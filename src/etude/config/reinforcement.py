@@ -8,11 +8,15 @@ from pydantic import Field, model_validator
 
 from etude.config.adapter import AdapterConfig
 from etude.config.base import Section
+from etude.config.forks import ForkConfig
 from etude.config.optimizer import OptimizerConfig
+from etude.config.reward import RewardConfig
 
 Baseline = Literal["group_mean", "group_mean_std", "leave_one_out"]
 Normalizer = Literal["group_constant", "tokens", "sequences"]
 RouterReplay = Literal["r3", "r2", "off"]
+Stale = Literal["drop", "mask"]
+Stragglers = Literal["abort", "carry"]
 
 _RENAMED = {
     "normalize_std": ("baseline", {False: "group_mean", True: "group_mean_std"}),
@@ -118,15 +122,32 @@ class StreamConfig(Section):
     the run, then depends on when that came."""
 
 
-class RewardConfig(Section):
-    """What a trajectory earns."""
+class CurriculumConfig(Section):
+    """Which of the coming tasks are played, and in which order."""
 
-    malformed_penalty: float = Field(default=0.05, ge=0)
-    """Taken off for each malformed call."""
-    malformed_at_most: int = Field(default=4, ge=0)
-    """Malformed calls that are penalised per trajectory."""
-    limit_penalty: float = Field(default=0.1, ge=0)
-    """Taken off for running into a limit instead of finishing."""
+    epochs: int = Field(default=0, ge=0)
+    """How often each task of a finite set (`tasks.family = "directory"`) is played: training ends after so
+    many epochs, or after `num_steps`. 0: as often as the steps want. Each epoch has an order of its own."""
+    pass_band: tuple[float, float] = (0.0, 1.0)
+    """Tasks whose pass rate was outside of this lately are passed over: their own, where tasks come again,
+    and that of their level before it is known. The default: none are."""
+    min_groups: int = Field(default=4, ge=1)
+    """A level is judged after so many groups of it."""
+    min_groups_of_task: int = Field(default=1, ge=1)
+    """A task is judged by itself after so many groups of it, one an epoch."""
+    probe_every: int = Field(default=8, ge=1)
+    """Of the tasks that would be passed over, one in so many is played all the same, so that a level whose
+    pass rate has changed comes back; of a task itself one epoch in so many."""
+    longest_first: int = Field(default=1, ge=1)
+    """So many coming tasks are looked at together, and played in the order of the length that sessions of
+    their level had lately, longest first. 1: in their own order."""
+
+    @model_validator(mode="after")
+    def _band_holds_something(self) -> CurriculumConfig:
+        low, high = self.pass_band
+        if not 0 <= low < high <= 1:
+            raise ValueError(f"pass_band: must be 0 <= low < high <= 1, received {list(self.pass_band)}")
+        return self
 
 
 class RlConfig(Section):
@@ -140,6 +161,8 @@ class RlConfig(Section):
     """Trajectories per group."""
     updates_per_step: int = Field(default=2, ge=1)
     """Optimiser updates per step, each on its share of the groups."""
+    micro_batch_tokens: int = Field(default=8_192, ge=1)
+    """Most tokens in one forward pass, or one longer sequence: decides memory and speed, not the update."""
     refill_below: float = Field(default=0.67, ge=0, le=1)
     """Groups without variance are replaced in another round where less than this share of
     `groups_per_step` is left: a round lasts as long as its longest session, however few groups it has."""
@@ -147,6 +170,27 @@ class RlConfig(Section):
     """How often groups without variance are replaced by new ones before the step goes on without."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of rollouts."""
+    max_staleness: int = Field(default=0, ge=0)
+    """Most steps between the policy version of a trajectory's oldest token and the weights that it trains.
+    0: rollouts and training take turns. Above: sampling goes on while the trainer is at it. See
+    docs/async.md."""
+    stale: Stale = "drop"
+    """What becomes of trajectories that run past `max_staleness`. `drop`: the trainer waits for those that
+    are under way, and drops, and counts, what is too old all the same. `mask`: it waits for none, and leaves
+    the tokens that are too old out of the loss."""
+    kv_on_update: Literal["recompute", "keep"] = "recompute"
+    """What becomes of running sessions' keys and values when the weights change. `recompute`: they are
+    computed again with the new ones. `keep`: sessions go on with them; faster, and further away from what
+    the trainer computes."""
+    overlap_publication: bool = True
+    """With `max_staleness` above 0 and `executor = "ray"`: new weights are uploaded and staged while the next
+    step is taken, and one step later in service. Off: the trainer waits for that."""
+    extra_members: int = Field(default=0, ge=0)
+    """With `max_staleness` above 0: sessions that a group begins beyond `group_size`. It is complete once
+    `group_size` of them are graded."""
+    stragglers: Stragglers = "abort"
+    """What becomes of the others. `abort`: they end at once. `carry`: they go on, and belong to the group if
+    they end before it is trained on."""
     baseline: Baseline = "group_mean"
     """What a trajectory's reward is compared with. `group_mean`: the group's mean (Dr.GRPO).
     `group_mean_std`: the same, over the group's standard deviation (GRPO). `leave_one_out`: the mean of the
@@ -175,6 +219,10 @@ class RlConfig(Section):
     """Recorded trajectories."""
     reward: RewardConfig = RewardConfig()
     """The reward."""
+    curriculum: CurriculumConfig = CurriculumConfig()
+    """Which tasks are played."""
+    forks: ForkConfig = ForkConfig()
+    """Groups from the middle of a session."""
     adapter: AdapterConfig = AdapterConfig()
     """Low-rank adapters, which are trained instead of the weights. See docs/lora.md."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -197,6 +245,11 @@ class RlConfig(Section):
             raise ValueError(
                 f"updates_per_step: must be at most groups_per_step={self.groups_per_step}, "
                 f"received {self.updates_per_step}"
+            )
+        if self.extra_members and not self.max_staleness:
+            raise ValueError(
+                f"extra_members: needs max_staleness above 0, received {self.extra_members}: a synchronous "
+                "step waits for all of its sessions"
             )
         if min(self.level_weights) < 0 or sum(self.level_weights) <= 0:
             raise ValueError(

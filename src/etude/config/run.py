@@ -8,13 +8,20 @@ from pydantic import Field, model_validator
 
 from etude.config.base import Section
 from etude.config.checkpoint import CheckpointConfig
+from etude.config.cluster import ClusterConfig
+from etude.config.clusters import ClustersConfig
+from etude.config.elastic import ElasticConfig
 from etude.config.engine import EngineConfig
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
+from etude.config.monitors import MonitorConfig
 from etude.config.parallel import ParallelConfig
 from etude.config.parity import ParityConfig
+from etude.config.plan import PlanConfig
 from etude.config.pretraining import PretrainConfig, SftConfig
 from etude.config.reinforcement import RlConfig
+from etude.config.secrets import SecretSource
+from etude.config.weights import WeightsConfig
 
 
 class AgentConfig(Section):
@@ -46,9 +53,17 @@ class AgentConfig(Section):
 class TasksConfig(Section):
     """What the agent is trained and judged on."""
 
-    family: Literal["bug_fixes", "trails"] = "bug_fixes"
+    family: Literal["bug_fixes", "trails", "directory"] = "bug_fixes"
     """`bug_fixes`: small repositories with a planted bug. `trails`: files that lead to each other, more of
-    them than a context holds, with a key to be remembered."""
+    them than a context holds, with a key to be remembered. `directory`: your own, which come again in each
+    epoch; mid-training, if there is any, reads what it does for `bug_fixes`."""
+    directory: str = ""
+    """With `family = "directory"`: holds Harbor task directories, one below it for each task."""
+    heldout_directory: str = ""
+    """The same for the tasks that are judged on. Empty: `heldout_share` of those in `directory` are, and are
+    not trained on."""
+    heldout_share: float = Field(default=0.2, gt=0, lt=1)
+    """Of the tasks in `directory`; one at least. Which ones hangs on their ids alone."""
     trail_lengths: tuple[int, int] = (6, 60)
     """Files of the shortest and the longest trail in training."""
     trail_lengths_at_end: tuple[int, int] | None = None
@@ -61,6 +76,17 @@ class TasksConfig(Section):
     """Loss weight, in mid-training, of summaries and of the answer, over that of the agent's other messages:
     a key is copied once where names of files are copied twenty times."""
 
+    @model_validator(mode="after")
+    def _directory_is_named(self) -> TasksConfig:
+        if (self.family == "directory") != bool(self.directory):
+            raise ValueError(
+                'directory: must be named with family = "directory", and only then, '
+                f"received {self.directory!r} with {self.family!r}"
+            )
+        if self.heldout_directory and not self.directory:
+            raise ValueError("heldout_directory: needs directory")
+        return self
+
 
 class SandboxConfig(Section):
     """Where the agent's tools run."""
@@ -69,6 +95,13 @@ class SandboxConfig(Section):
     """`local`: Linux namespaces. `gvisor`: a kernel in user space, 3 to 4 times slower. `vm`: a guest under
     QEMU, slow without KVM. `unisolated`: plain subprocesses, for machines that forbid namespaces; the
     agent's code can then do whatever you can."""
+    server: str = ""
+    """Address of an `etude sandbox serve` that makes them, `http://HOST:PORT`; `backend` is then one of its
+    own. Empty: they are made where sessions are."""
+    token: SecretSource = ""
+    """Where that server's token is: `file:PATH` or `env:NAME`. Empty: it asks for none."""
+    patience_s: float = Field(default=60.0, ge=0)
+    """How long a session waits for that server where it does not answer, before its attempt has failed."""
     memory_bytes: int = Field(default=512 << 20, ge=16 << 20)
     """Memory of one sandbox."""
     test_timeout_s: float = Field(default=2.0, gt=0)
@@ -76,12 +109,23 @@ class SandboxConfig(Section):
     command_timeout_s: float = Field(default=10.0, gt=0)
     """Wall time of one command."""
 
+    @model_validator(mode="after")
+    def _server_is_whole(self) -> SandboxConfig:
+        if self.token and not self.server:
+            raise ValueError(f"server: must be named with token, received {self.server!r}")
+        if self.server and not self.server.startswith(("http://", "https://")):
+            raise ValueError(f"server: must begin with http:// or https://, received {self.server!r}")
+        return self
+
 
 class EvaluationConfig(Section):
-    """What is measured before and after."""
+    """What is measured before, after and meanwhile."""
 
     num_tasks: int = Field(default=240, ge=1)
     """Held-out tasks per evaluation."""
+    every_steps: int = Field(default=0, ge=0)
+    """RL steps after which the weights in service are judged on the held-out tasks as well, in a process of
+    its own, while training goes on: with `executor = "ray"`. 0: only before and after."""
 
 
 class RunConfig(Section):
@@ -93,8 +137,14 @@ class RunConfig(Section):
     """Where run directories are made."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the weights, the tasks and the sampling noise."""
-    executor: Literal["local"] = "local"
-    """`local`: every part in this process, on a deterministic schedule (except where vLLM samples)."""
+    executor: Literal["local", "ray"] = "local"
+    """`local`: every part in this process, on a deterministic schedule (except where vLLM samples). `ray`:
+    trainer and engines in processes of their own, here or on a cluster: see docs/cluster.md."""
+    colocated: bool = False
+    """Trainer and engine have their one device in turn: the engine gives its keys and values back while the
+    trainer steps, the optimiser's states lie in host memory while sessions run, and the engine has one set of
+    weights but for updates. The same bits, less memory, some seconds a step on a GPU; see docs/planning.md.
+    For `executor = "local"`, one rank, and `rl.max_staleness = 0`."""
     num_threads: int = Field(default=0, ge=0)
     """Compute threads of training; 0 probes which count is fastest and stores it with the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -140,15 +190,38 @@ class RunConfig(Section):
     """The processes that take its optimiser steps."""
     parity: ParityConfig = ParityConfig()
     """The gate between trainer and engine."""
+    monitors: MonitorConfig = MonitorConfig()
+    """Alarms on drift of behaviour."""
+    plan: PlanConfig = PlanConfig()
+    """What `etude plan` supposes, and whether a run that does not fit is begun."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints."""
+    weights: WeightsConfig = WeightsConfig()
+    """How published weights travel to the engines."""
+    cluster: ClusterConfig = ClusterConfig()
+    """The processes of `executor = "ray"`."""
+    clusters: ClustersConfig = ClustersConfig()
+    """Sessions in other clusters."""
+    elastic: ElasticConfig = ElasticConfig()
+    """Replicas that are borrowed from a serving pool."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
         if self.numerics == "invariant":
             self._check_invariant()
+        if self.colocated:
+            self._check_colocated()
+        if self.rl.curriculum.epochs and self.tasks.family != "directory":
+            raise ValueError(
+                'rl.curriculum.epochs: needs tasks.family = "directory", received '
+                f"{self.rl.curriculum.epochs}: generated tasks never end"
+            )
+        if self.clusters.listen:
+            self._check_clusters()
+        if self.elastic.router:
+            self._check_elastic()
         # The window of a given checkpoint is in its config.json, and looked up when the run starts.
         if self.initial_checkpoint is None and self.agent.max_tokens > self.model.max_positions:
             raise ValueError(
@@ -159,12 +232,71 @@ class RunConfig(Section):
             raise ValueError(
                 "parallel: fsdp and expert must be 1 with rl.adapter: it needs whole weights in each process"
             )
+        if self.executor == "ray" and self.engine.backend != "etude":
+            raise ValueError(
+                f'engine.backend: must be "etude" with executor="ray", received {self.engine.backend!r}'
+            )
+        if self.executor != "ray" and self.evaluation.every_steps:
+            raise ValueError(
+                'evaluation.every_steps: must be 0 without executor="ray", where evaluation has a process of '
+                f"its own, received {self.evaluation.every_steps}"
+            )
+        if self.executor != "ray" and self.cluster.workers:
+            raise ValueError(
+                'cluster.workers: must be 0 without executor="ray", where sessions are in the run\'s own '
+                f"process, received {self.cluster.workers}"
+            )
+        if self.executor == "ray" and self.rl.stream.source:
+            raise ValueError(
+                'executor: must be "local" with rl.stream.source: what was recorded is trained on in one '
+                f"process, received {self.executor!r}"
+            )
         if self.agent.max_message_tokens >= self.agent.max_tokens:
             raise ValueError(
                 f"agent.max_message_tokens: must be under agent.max_tokens={self.agent.max_tokens}, "
                 f"received {self.agent.max_message_tokens}"
             )
         return self
+
+    def _check_elastic(self) -> None:
+        if self.executor != "ray":
+            raise ValueError(
+                'executor: must be "ray" with elastic.router, where engines may come and go, received '
+                f"{self.executor!r}"
+            )
+        if not self.weights.url:
+            raise ValueError(
+                "weights.url: must name a store with elastic.router, from which borrowed replicas take the "
+                "run's weights"
+            )
+
+    def _check_colocated(self) -> None:
+        for field, received, needed in (
+            ("executor", self.executor, "local"),
+            ("engine.backend", self.engine.backend, "etude"),
+            ("parallel.ranks", self.parallel.ranks, 1),
+            ("rl.max_staleness", self.rl.max_staleness, 0),
+        ):
+            if received != needed:
+                raise ValueError(
+                    f"{field}: must be {needed!r} with colocated=true, where trainer and engine take turns, "
+                    f"received {received!r}; or set colocated=false"
+                )
+
+    def _check_clusters(self) -> None:
+        if not self.weights.url:
+            raise ValueError("weights.url: must name a store with clusters.listen, for clusters to read")
+        for field, received, needed in (
+            ("engine.backend", self.engine.backend, "etude"),
+            ("rl.stream.source", self.rl.stream.source, ""),
+        ):
+            if received != needed:
+                raise ValueError(f"{field}: must be {needed!r} with clusters.listen, received {received!r}")
+        if self.clusters.max_version_lag > self.rl.max_staleness:
+            raise ValueError(
+                f"clusters.max_version_lag: must be at most rl.max_staleness={self.rl.max_staleness}, "
+                f"received {self.clusters.max_version_lag}"
+            )
 
     def _check_invariant(self) -> None:
         for field, received, fix in (

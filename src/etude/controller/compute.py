@@ -19,7 +19,7 @@ from etude.config import ModelConfig, RunConfig
 from etude.errors import ConfigError, ResourceError
 from etude.inference.engine import Kernels
 from etude.inference.native import load_library
-from etude.model import LanguageModel, PackedAttention, Qwen3Moe
+from etude.model import LanguageModel, PackedAttention
 from etude.observe import Observer, RunDirectory
 from etude.observe.machine import available_memory_bytes
 
@@ -27,7 +27,7 @@ Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-_LENGTHS = [160] * 12
+_PROBE_TOKENS, _PROBE_LENGTH = 1920, 160  # of a training step that is timed, and of its longest sequence
 
 
 def settle_compute(run: RunDirectory, config: RunConfig, observer: Observer) -> RunConfig:
@@ -236,7 +236,7 @@ def choose_threads(configured: int, model: ModelConfig, vocab_size: int) -> int:
         return configured
     cores = len(os.sched_getaffinity(0))
     candidates = [count for count in (1, 2, 4, 8, 16) if count <= cores]
-    probe = Qwen3Moe(model, vocab_size)
+    probe = LanguageModel(model, vocab_size)
     probe.initialise(0)
     times = {count: _time_step(probe, count) for count in candidates}
     best = min(times, key=lambda count: times[count])
@@ -250,14 +250,16 @@ def use_sampling_threads(config: RunConfig) -> None:
         torch.set_num_threads(config.engine.num_threads)
 
 
-def _time_step(model: Qwen3Moe, num_threads: int, repeats: int = 4) -> float:
+def _time_step(model: LanguageModel, num_threads: int, repeats: int = 4) -> float:
     torch.set_num_threads(num_threads)
-    tokens = torch.arange(sum(_LENGTHS)) % model.vocab_size
-    positions = torch.cat([torch.arange(length) for length in _LENGTHS])
+    length = min(_PROBE_LENGTH, model.config.max_positions)
+    lengths = [length] * (_PROBE_TOKENS // length)
+    tokens = torch.arange(sum(lengths)) % model.vocab_size
+    positions = torch.arange(length).repeat(len(lengths))
     times: list[float] = []
     for _ in range(repeats):
         began = time.perf_counter()
-        hidden = model(tokens, positions, PackedAttention(_LENGTHS))
+        hidden = model(tokens, positions, PackedAttention(lengths))
         model.logits(hidden).logsumexp(-1).mean().backward()
         times.append(time.perf_counter() - began)
     return min(times)

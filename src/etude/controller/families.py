@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, cast
 
 from etude.config import RunConfig
 from etude.controller.corpus import load_fixes, load_sessions, make_documents, train_corpus_tokenizer
 from etude.controller.trails import trail_documents, train_trail_tokenizer
-from etude.errors import ConfigError
+from etude.errors import ConfigError, TaskError
 from etude.observe import Observer
 from etude.records import Task
 from etude.rollout.collect import TaskSource
+from etude.rollout.epochs import EpochSource
 from etude.tasks.frozen import evaluation_tasks
 from etude.tasks.generator import SPLITS, Split, TaskGenerator
+from etude.tasks.harbor import read_harbor
 from etude.tasks.trails import TrailGenerator
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
@@ -24,6 +29,11 @@ _EVALUATION_SEED = 1_018
 
 class TaskFamily(Protocol):
     """One family under one configuration."""
+
+    @property
+    def splits(self) -> Sequence[str]:
+        """What can be judged on."""
+        ...
 
     def train_tokenizer(self, observer: Observer) -> Tokenizer: ...
 
@@ -41,11 +51,15 @@ class TaskFamily(Protocol):
 
 
 def open_family(config: RunConfig) -> TaskFamily:
-    """The family that a configuration names."""
-    return _Trails(config) if config.tasks.family == "trails" else _BugFixes(config)
+    """The family that a configuration names. Raises TaskError for directories of tasks that cannot be
+    read."""
+    kinds: dict[str, Callable[[RunConfig], TaskFamily]] = {"trails": _Trails, "directory": _Directory}
+    return kinds.get(config.tasks.family, _BugFixes)(config)
 
 
 class _BugFixes:
+    splits: Sequence[str] = SPLITS
+
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
@@ -67,7 +81,31 @@ class _BugFixes:
         return evaluation_tasks(cast(Split, split), count)
 
 
+class _Directory(_BugFixes):
+    """Tasks of the user's own: a finite set, read once."""
+
+    splits = ("heldout",)
+
+    def __init__(self, config: RunConfig) -> None:
+        super().__init__(config)
+        tasks = _read_tasks(Path(config.tasks.directory), "tasks.directory")
+        if config.tasks.heldout_directory:
+            self._trained = tasks
+            self._judged = _read_tasks(Path(config.tasks.heldout_directory), "tasks.heldout_directory")
+        else:
+            self._trained, self._judged = _held_apart(tasks, config.tasks.heldout_share)
+
+    def source(self) -> TaskSource:
+        return EpochSource(self._trained, self._config.seed, self._config.rl.curriculum.epochs)
+
+    def evaluation_tasks(self, split: str, count: int) -> list[Task]:
+        _check_split(split, self.splits)
+        return self._judged[:count]
+
+
 class _Trails:
+    splits: Sequence[str] = ("heldout", "heldout_family")
+
     def __init__(self, config: RunConfig) -> None:
         self._config = config
 
@@ -92,6 +130,38 @@ class _Trails:
         _check_split(split, list(lengths))
         source = TrailGenerator(_EVALUATION_SEED, split, (lengths[split], lengths[split]))
         return [source.task(number) for number in range(count)]
+
+
+def _read_tasks(directory: Path, field: str) -> list[Task]:
+    """The tasks of all Harbor directories below one."""
+    if not directory.is_dir():
+        raise TaskError(
+            "no such directory", field=field, received=str(directory), fix="name one that holds tasks"
+        )
+    found = [path for path in sorted(directory.iterdir()) if (path / "task.toml").is_file()]
+    if not found:
+        raise TaskError(
+            "holds no task: no directory below it has a task.toml",
+            field=field,
+            received=str(directory),
+            fix="`etude tasks export` shows what one looks like",
+        )
+    return [read_harbor(path) for path in found]
+
+
+def _held_apart(tasks: Sequence[Task], share: float) -> tuple[list[Task], list[Task]]:
+    """(trained on, judged on). Each task's place hangs on its id: others that come or go do not change it
+    but at the edge."""
+    if len(tasks) < 2:
+        raise TaskError(
+            "one task cannot be trained on and judged on",
+            field="tasks.directory",
+            received=len(tasks),
+            fix="add tasks, or name tasks.heldout_directory",
+        )
+    ordered = sorted(tasks, key=lambda task: hashlib.blake2b(task.id.encode()).digest())
+    num_judged = min(len(tasks) - 1, math.ceil(share * len(tasks)))
+    return ordered[num_judged:], ordered[:num_judged]
 
 
 def _check_split(split: str, splits: Sequence[str]) -> None:

@@ -19,6 +19,7 @@ from etude.agent.tools.state import HARNESS_DIRECTORY
 from etude.controller.agent.folders import SessionFolder, sessions_directory
 from etude.controller.agent.models import ModelChoice, Policy, open_policy
 from etude.controller.replaying import Stored, check_turn, find_task, open_world, recorded_session
+from etude.environment.fork_records import renamed
 from etude.environment.replay import Replay, Replayer, check_tellable, tell
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import ConfigError
@@ -86,7 +87,7 @@ async def go_on(stored: Stored, fork: Fork) -> tuple[Trajectory, Replay]:
             image_digest=world.origin.digest,
             timings={"sample_s": timings.sample_s, "tools_s": timings.tools_s, "grade_s": world.grade_s},
         )
-    return _renamed(trajectory, fork.turn, outcome.verdict.passed), replay
+    return _named(trajectory, fork.turn, outcome.verdict.passed), replay
 
 
 async def hand_over(stored: Stored, fork: Fork, directory: Path) -> HandedOver:
@@ -155,25 +156,11 @@ def _sampler(policy: Policy, turns: int) -> Sampler:
     return policy.sampler_for(lambda event: None, turns) if policy.sampler_for else policy.sampler
 
 
-def _renamed(trajectory: Trajectory, turn: int, passed: bool) -> Trajectory:
+def _named(trajectory: Trajectory, turn: int, passed: bool) -> Trajectory:
     """The fork under an id of its own."""
-    before, identity = str(trajectory.id), replace(trajectory.id, run=f"{trajectory.id.run}+fork{turn}")
-
-    def name(segment_id: str) -> str:
-        return str(identity) + segment_id.removeprefix(before)
-
-    segments = tuple(
-        replace(
-            segment,
-            id=name(segment.id),
-            trajectory_id=str(identity),
-            parent=None if segment.parent is None else (name(segment.parent[0]), segment.parent[1]),
-        )
-        for segment in trajectory.segments
-    )
-    turns = tuple(replace(one, segment_id=name(one.segment_id)) for one in trajectory.turns)
-    facts = {**trajectory.facts, "passed": passed, "forked_from": before, "forked_at": turn}
-    return replace(trajectory, id=identity, segments=segments, turns=turns, facts=facts)
+    identity = replace(trajectory.id, run=f"{trajectory.id.run}+fork{turn}")
+    facts = {"passed": passed, "forked_from": str(trajectory.id), "forked_at": turn}
+    return renamed(trajectory, identity, facts)
 
 
 def _checked_directory(directory: Path) -> Path:

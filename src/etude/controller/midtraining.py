@@ -8,7 +8,7 @@ from pathlib import Path
 from etude.config import RunConfig
 from etude.controller.stages import Figures, StageRunner
 from etude.controller.stopping import StopSignal
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.observe import MetricSink, Observer
 from etude.training import Document, NextTokenTrainer, ShuffledDocuments
 
@@ -17,7 +17,7 @@ _CURVE_SHARES = (0.25, 0.5, 0.75)
 
 
 def run_midtraining(
-    model: Qwen3Moe,
+    model: LanguageModel,
     documents: Sequence[Document],
     config: RunConfig,
     latest: Path,

@@ -13,6 +13,7 @@ from typing import Any, Literal, cast
 from etude.config import MixtureConfig, PretrainConfig, RunConfig, StageConfig
 from etude.controller.compute import place_model, settle_compute
 from etude.controller.models import settle_model
+from etude.controller.next_token import AnyNextTokenTrainer, open_next_token_trainer
 from etude.controller.stages import Figures, StageRunner
 from etude.controller.stopping import StopSignal
 from etude.controller.train import FINAL, LATEST, OFFENDING, InterruptedRunError
@@ -20,18 +21,12 @@ from etude.errors import ConfigError
 from etude.model import DraftLayers, LanguageModel, build_model
 from etude.model.huggingface import load_draft_layers
 from etude.model.huggingface.drafts import add_draft_layers
-from etude.model.loading import AnyModel, load_any_model
+from etude.model.loading import AnyModel, load_any_model, read_architecture
 from etude.observe import JsonlSink, MetricSink, Observer, RunDirectory, write_json
 from etude.tokens.tokenizer import Tokenizer
-from etude.training import (
-    Document,
-    NextTokenTrainer,
-    evaluate_loss,
-    save_checkpoint,
-)
+from etude.training import Document, save_checkpoint
 from etude.training.checkpoints import find_resumable, read_state
-from etude.training.optimizer import OffendingBatches
-from etude.training.pretraining.context import extended, set_context
+from etude.training.pretraining.context import extended
 from etude.training.pretraining.drafts import initialise_drafts, measure_acceptance
 from etude.training.pretraining.mixture import Mixture
 from etude.training.pretraining.trainer import DraftTraining
@@ -112,11 +107,15 @@ class _Training:
 
     def go(self) -> dict[str, Any]:
         """See Sitting.train."""
-        mixture = self.mixture
-        training = None if self.drafts is None else DraftTraining(self.drafts, self.section.drafts)
-        keep = self.section.optimizer.keep_offending
-        offending = OffendingBatches(self.run.path / OFFENDING, keep)
-        trainer = NextTokenTrainer(self.model, mixture, self.section, training, offending=offending)
+        drafts = None if self.drafts is None else DraftTraining(self.drafts, self.section.drafts)
+        offending = self.run.path / OFFENDING
+        opened = open_next_token_trainer(
+            self.model, self.mixture, self.section, self.config, drafts, offending
+        )
+        with opened as trainer:
+            return self._train(trainer)
+
+    def _train(self, trainer: AnyNextTokenTrainer) -> dict[str, Any]:
         runner = StageRunner(
             self.stage,
             "pre-training" if self.stage == "pretrain" else "fine-tuning",
@@ -127,8 +126,8 @@ class _Training:
             self.observer,
             _shown,
         )
-        if not runner.restore(trainer, self._adopt_context):
-            self._enter_stages(0)
+        if not runner.restore(trainer):
+            self._enter_stages(trainer, 0)
         if "heldout_before" not in self.report:
             self.report["heldout_before"] = self._measure(trainer)
             write_json(self.run.report_file, self.report)
@@ -137,13 +136,13 @@ class _Training:
             every = self.section.heldout_every_steps
             if every and step % every == 0 and step < self.section.num_steps:
                 self._measure(trainer)
-            self._enter_stages(step)
+            self._enter_stages(trainer, step)
 
         if not runner.run(trainer, self.section.num_steps, after_step):
             raise InterruptedRunError(f"resume with: etude {self.stage} --resume --name {self.run.name}")
         return self._finish(trainer)
 
-    def _finish(self, trainer: NextTokenTrainer) -> dict[str, Any]:
+    def _finish(self, trainer: AnyNextTokenTrainer) -> dict[str, Any]:
         mixture = self.mixture
         if mixture.exhausted and trainer.num_steps_taken < self.section.num_steps:
             self.observer.say(f"every source ran out after {trainer.num_steps_taken} steps")
@@ -157,11 +156,12 @@ class _Training:
             "heldout_after": self._measure(trainer),
             "sources": _describe_accounts(mixture),
         }
+        whole = trainer.whole_model()
         if self.drafts is not None:
-            self.report["acceptance"] = self._measure_acceptance()
+            self.report["acceptance"] = self._measure_acceptance(whole, self.drafts)
         environment = self.run.environment
         self.report |= {key: environment.get(key, {}) for key in ("machine", "versions", "commit")}
-        save_checkpoint(self.run.checkpoints / FINAL, self.model, write_more=self._write_beside)
+        save_checkpoint(self.run.checkpoints / FINAL, whole, write_more=self._write_beside)
         write_json(self.run.report_file, {**self.report, "complete": True})
         return self.report
 
@@ -170,24 +170,23 @@ class _Training:
         if self.drafts is not None:
             add_draft_layers(self.drafts, directory)
 
-    def _measure(self, trainer: NextTokenTrainer) -> dict[str, dict[str, float]]:
+    def _measure(self, trainer: AnyNextTokenTrainer) -> dict[str, dict[str, float]]:
         """Held-out losses in nats per token, by source."""
         measured: dict[str, dict[str, float]] = {}
         for name, kinds in self.heldout(self._window).items():
-            losses = {
-                kind: evaluate_loss(self.model, documents) for kind, documents in kinds.items() if documents
-            }
+            losses = {kind: trainer.evaluate(documents) for kind, documents in kinds.items() if documents}
             if losses:
                 measured[name] = losses
                 row = {"name": name, **losses, "window": self._window, "wall_s": self.stop.elapsed_s}
                 self.metrics.write(HELDOUT, trainer.num_steps_taken, row)
         return measured
 
-    def _measure_acceptance(self) -> dict[str, list[dict[str, float]]]:
+    def _measure_acceptance(
+        self, model: LanguageModel, drafts: DraftLayers
+    ) -> dict[str, list[dict[str, float]]]:
         """Of drafts on held-out texts, by source and depth."""
-        assert self.drafts is not None
         return {
-            name: [asdict(one) for one in measure_acceptance(self.model, self.drafts, kinds["loss"])]
+            name: [asdict(one) for one in measure_acceptance(model, drafts, kinds["loss"])]
             for name, kinds in self.heldout(self._window).items()
             if kinds.get("loss")
         }
@@ -200,17 +199,13 @@ class _Training:
     def _stages(self) -> Mapping[str, StageConfig]:
         return self.section.stages if isinstance(self.section, PretrainConfig) else {}
 
-    def _enter_stages(self, step: int) -> None:
+    def _enter_stages(self, trainer: AnyNextTokenTrainer, step: int) -> None:
         """Gives model and mixture the window that begins with `step`, if one does."""
         for name, stage in self._stages.items():
             if stage.from_step == step:
-                set_context(self.model, extended(self.model.config, stage), self.drafts)
+                trainer.set_context(extended(self.model.config, stage))
                 self.mixture.set_window(stage.window)
                 self.observer.say(f"stage {name}: a window of {stage.window} tokens")
-
-    def _adopt_context(self, stored: AnyModel) -> None:
-        if self._stages:
-            set_context(self.model, cast(LanguageModel, stored).config, self.drafts)
 
 
 def window_of(model: LanguageModel, config: RunConfig) -> int:
@@ -265,21 +260,30 @@ def open_drafts(config: RunConfig, section: MixtureConfig, model: LanguageModel)
     return place_model(drafts, config)
 
 
-def check_single_rank(config: RunConfig) -> None:
-    """Raises ConfigError where several processes are to train together."""
-    if config.parallel.ranks > 1:
+def check_ranks(config: RunConfig, section: MixtureConfig) -> None:
+    """Raises ConfigError for what several processes cannot train together."""
+    parallel, initial = config.parallel, config.initial_checkpoint
+    if section.drafts.num_layers and parallel.replicate != parallel.ranks:
         raise ConfigError(
-            "next-token training on several ranks is not there yet",
+            "draft layers learn beside whole copies of the model only",
+            field="drafts.num_layers",
+            received=section.drafts.num_layers,
+            fix="set parallel.fsdp, parallel.expert and parallel.context to 1",
+        )
+    if parallel.ranks > 1 and initial is not None and read_architecture(Path(initial)) is None:
+        raise ConfigError(
+            "several ranks train architectures that are defined here",
             field="parallel.ranks",
-            received=config.parallel.ranks,
-            fix="set it to 1",
+            received=parallel.ranks,
+            fix="train other architectures in one process",
         )
 
 
 def settle(config: RunConfig) -> RunConfig:
     """The configuration with the model of `initial_checkpoint`. Raises ConfigError, CheckpointError."""
-    check_single_rank(config)
-    return settle_model(config)
+    for section in (config.pretrain, config.sft):
+        check_ranks(config, section)
+    return settle_model(config, samples=False)
 
 
 def open_stop(config: RunConfig, run: RunDirectory, metrics: MetricSink, observer: Observer) -> StopSignal:

@@ -6,13 +6,16 @@ from pathlib import Path
 
 from etude.config import RunConfig
 from etude.errors import ConfigError
-from etude.model.loading import read_architecture, read_window
+from etude.model.loading import AnyModel, read_architecture, read_window
+from etude.model.transformers_model import TransformersModel
 from etude.tokens.tokenizer import TOKENIZER_FILE
 
 
-def settle_model(config: RunConfig) -> RunConfig:
+def settle_model(config: RunConfig, *, samples: bool = True) -> RunConfig:
     """The configuration with the model of `initial_checkpoint`, if there is one: the section `model` then
     says what its config.json says. For an architecture that is not ours only `max_positions` is known.
+
+    `samples`: whether sessions may be sampled; next-token training needs neither engine nor agent.
 
     Raises ConfigError where the rest of the configuration does not fit it, CheckpointError.
     """
@@ -28,7 +31,7 @@ def settle_model(config: RunConfig) -> RunConfig:
             fix="name a checkpoint with its tokenizer, such as runs/NAME/checkpoints/midtrained",
         )
     window = read_window(directory)
-    if config.agent.max_tokens > window:
+    if samples and config.agent.max_tokens > window:
         raise ConfigError(
             f"the model of initial_checkpoint has a window of {window} tokens",
             field="agent.max_tokens",
@@ -37,29 +40,44 @@ def settle_model(config: RunConfig) -> RunConfig:
         )
     own = read_architecture(directory)
     if own is None:
-        _check_foreign(config, directory)
+        if samples and not config.rl.stream.source:
+            _check_sampled(config, directory)
         own = config.model.model_copy(update={"max_positions": window})
     return config.model_copy(update={"model": own})
 
 
-def is_foreign(config: RunConfig) -> bool:
-    """Whether the run's model is one of transformers', and not defined here."""
-    return (
-        config.initial_checkpoint is not None and read_architecture(Path(config.initial_checkpoint)) is None
-    )
+def check_routing(config: RunConfig, model: AnyModel) -> None:
+    """Refuses what the model's routers cannot do, before anything is sampled. Raises ConfigError."""
+    rl = config.rl
+    replays = rl.router_replay != "off"
+    if isinstance(model, TransformersModel) and model.has_unknown_routers:
+        for is_wanted, field, received, fix in (
+            (replays, "rl.router_replay", rl.router_replay, 'set it to "off"'),
+            (rl.loss.balance_weight > 0, "rl.loss.balance_weight", rl.loss.balance_weight, "set it to 0"),
+        ):
+            if is_wanted:
+                raise ConfigError(
+                    f"the routers of {type(model.inner).__name__} can be neither replayed nor measured",
+                    field=field,
+                    received=received,
+                    fix=fix,
+                )
+    samples = not rl.stream.source and config.engine.backend == "vllm"
+    if samples and rl.router_replay == "r3" and model.num_experts and not config.engine.vllm.record_routes:
+        raise ConfigError(
+            "replays the experts that the engine records, and vLLM is told to record none",
+            field="rl.router_replay",
+            received=rl.router_replay,
+            fix='set engine.vllm.record_routes = true, or rl.router_replay to "r2" or "off"',
+        )
 
 
-def _check_foreign(config: RunConfig, directory: Path) -> None:
-    """What needs an architecture of our own is refused before anything is made. Raises ConfigError."""
-    wants = (
-        (config.engine.backend != "vllm", "engine.backend", config.engine.backend, 'set it to "vllm"'),
-        (config.rl.loss.balance_weight > 0, "rl.loss.balance_weight", None, "set it to 0"),
-    )
-    for is_wanted, field, received, fix in wants:
-        if is_wanted:
-            raise ConfigError(
-                f"needs an architecture that is defined here, and {directory.name}'s is not",
-                field=field,
-                received=received,
-                fix=f"{fix}: such models train through transformers and sample through vLLM",
-            )
+def _check_sampled(config: RunConfig, directory: Path) -> None:
+    """Our engine samples from what is defined here. Raises ConfigError."""
+    if config.engine.backend != "vllm":
+        raise ConfigError(
+            f"needs an architecture that is defined here, and {directory.name}'s is not",
+            field="engine.backend",
+            received=config.engine.backend,
+            fix='set it to "vllm": such models train through transformers and sample through vLLM',
+        )

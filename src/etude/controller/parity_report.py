@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from etude.errors import ConfigError
-from etude.model import LanguageModel, RecordedRoutes, missing_route
+from etude.model import LanguageModel, missing_route
 from etude.model.loading import AnyModel
 from etude.model.scoring import PackedSequences, device_of, score_sequences
 from etude.protocols import Sampler
@@ -126,7 +126,7 @@ def compare(
         )
         figures[SAMPLED + REPLAYED] = _compare_sampled(trainer(sampled_routes), played)
     differing = None
-    if scored_routes and isinstance(model, LanguageModel):
+    if scored_routes and model.num_experts:
         differing = _share_differing(_own_routes(model, tokens), scored_routes)
     return ParityReport(figures, differing)
 
@@ -187,11 +187,11 @@ def _compare_sampled(
 
 
 @torch.no_grad()
-def _own_routes(model: LanguageModel, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[Any]]:
+def _own_routes(model: AnyModel, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[Any]]:
     """[T, MoE layers, top_k] of each, as the model's router chooses them."""
     routes: list[NDArray[Any]] = []
     for tokens in sequences:
-        batch, recorder = PackedSequences.pack([tokens], device_of(model)), RecordedRoutes.of(model.config)
+        batch, recorder = PackedSequences.pack([tokens], device_of(model)), model.recorder()
         model(batch.tokens, batch.positions, model.ops.packed_attention(batch.attention), recorder)
         routes.append(recorder.take().cpu().numpy())
     return routes

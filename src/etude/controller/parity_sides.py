@@ -54,7 +54,9 @@ async def _open(
 ) -> AsyncIterator[tuple[WeightPublisher, EngineService | VllmSampler]]:
     own = model.config if isinstance(model, LanguageModel) else None
     if config.engine.backend == "vllm":
-        sampler = make_vllm_sampler(config.engine.vllm, own, dtype=config.dtype, max_tokens=max_tokens)
+        sampler = make_vllm_sampler(
+            config.engine.vllm, routed=model.num_experts > 0, dtype=config.dtype, max_tokens=max_tokens
+        )
         with tempfile.TemporaryDirectory(prefix="etude-parity-") as directory:
             async with sampler:
                 yield ModelSnapshots(SnapshotDirectory(Path(directory)), model), sampler
@@ -77,6 +79,7 @@ async def _open(
         config.engine.native_threads or available_cores(),
         native_weights=choose_weight_dtype(config.engine.weight_dtype, place),
         device=place.device,
+        cache_dtype=config.engine.cache_dtype,
     )
     weights = MemoryWeights()
     async with EngineService(engine, weights.fetch, None) as service:

@@ -9,23 +9,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.config import RunConfig
-from etude.controller.backends import open_checked_backend
-from etude.controller.compute import choose_place, choose_weight_dtype
+from etude.controller.backends import open_run_backend
 from etude.controller.corpus import make_renderer
+from etude.controller.engines import make_engine
+from etude.controller.remote.fleet import EngineFleet
 from etude.environment.episodes import Environment, EpisodeLimits
-from etude.inference import Engine, EngineService, choose_drafts, pages_for
+from etude.environment.runners import TimedRunner
+from etude.inference import EngineService
 from etude.inference.vllm import ModelSnapshots, SnapshotDirectory, VllmSampler, make_vllm_sampler
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
-from etude.observe.machine import available_cores
 from etude.records import PolicyVersion
 from etude.store.blobs import KeptBlobs, MemoryBlobs
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
-from etude.weights import MemoryWeights, WeightPublisher
+from etude.weights import WeightPublisher, open_weights
 
-Service = EngineService | VllmSampler
+Service = EngineService | VllmSampler | EngineFleet
 """A Sampler and a WeightSink."""
+Blobs = MemoryBlobs | KeptBlobs
+"""Where expert routes are until they are trained on, or for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +36,10 @@ class Parts:
     """What a loop works with."""
 
     renderer: Renderer
-    blobs: MemoryBlobs | KeptBlobs
+    blobs: Blobs
     weights: WeightPublisher
     service: Service
-    environment: Environment
+    environment: TimedRunner
 
     async def serve(self, model: AnyModel, name: str) -> None:
         """Brings a model into service as step 0 of `name`."""
@@ -54,18 +57,20 @@ async def open_parts(
     snapshots: Path | None = None,
     routes: Path | None = None,
     deterministic: bool = True,
+    owner: str | None = None,
 ) -> AsyncIterator[Parts]:
     """Engine, sandboxes and environment of a run; everything is stopped on the way out.
 
     `model`: says what will be published; nothing is in service yet. `snapshots`: where vLLM finds what is
     published, a temporary directory unless named. `routes`: where expert routes are kept for good; in memory,
-    until they are trained on, unless named. Raises ResourceError if sandboxes cannot be made here.
+    until they are trained on, unless named. `owner`: see open_run_backend. Raises ResourceError if sandboxes
+    cannot be made here.
     """
     if isinstance(model, LanguageModel):  # a run that began with a checkpoint need not describe it
         config = config.model_copy(update={"model": model.config})
-    backend = open_checked_backend(config.sandbox.backend)
+    backend = open_run_backend(config.sandbox, owner)
     renderer = make_renderer(tokenizer)
-    blobs = MemoryBlobs() if routes is None else KeptBlobs(routes)
+    blobs = open_blobs(routes)
     environment = Environment(
         backend, renderer, EpisodeLimits.from_config(config), config.rl.reward, blobs.put
     )
@@ -80,45 +85,29 @@ async def open_parts(
         await backend.close()
 
 
+def open_blobs(routes: Path | None) -> Blobs:
+    """Keeps expert routes in that directory for good, or in memory until they are trained on."""
+    return MemoryBlobs() if routes is None else KeptBlobs(routes)
+
+
 @contextlib.asynccontextmanager
 async def _open_engine(
     config: RunConfig, tokenizer: Tokenizer, deterministic: bool
 ) -> AsyncIterator[tuple[WeightPublisher, Service]]:
-    weights = MemoryWeights()
-    place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
-    engine = Engine(
-        config.model,
-        tokenizer.vocab_size,
-        config.engine.num_slots,
-        config.agent.max_tokens + 1,
-        config.engine.prefill_tokens,
-        place.kernels,
-        config.engine.native_threads or available_cores(),
-        num_pages=pages_for(config.engine.cache_tokens),
-        token_bytes=tokenizer.decode_bytes,
-        native_weights=choose_weight_dtype(config.engine.weight_dtype, place),
-        device=place.device,
-        drafts=choose_drafts(
-            config.engine.drafts, config.engine.speculative_tokens, config.initial_checkpoint
-        ),
-        cache_dtype=config.engine.cache_dtype,
-    )
+    engine = make_engine(config, tokenizer)
     delay = config.engine.tool_delay_steps if deterministic else None
-    async with EngineService(engine, weights.fetch, delay) as service:
-        yield weights, service
+    with open_weights(config.weights, in_parts=config.parallel.ranks > 1) as (weights, fetch):
+        async with EngineService(engine, fetch, delay) as service:
+            yield weights, service
 
 
 @contextlib.asynccontextmanager
 async def _open_vllm(
     config: RunConfig, tokenizer: Tokenizer, model: AnyModel, snapshots: Path | None
 ) -> AsyncIterator[tuple[WeightPublisher, Service]]:
-    own = model.config if isinstance(model, LanguageModel) else None
-    vllm = config.engine.vllm
-    if own is None:  # nobody could replay them
-        vllm = vllm.model_copy(update={"record_routes": False})
     sampler = make_vllm_sampler(
-        vllm,
-        own,
+        config.engine.vllm,
+        routed=model.num_experts > 0,
         # vLLM's own choice for float32 weights is half precision: far from what the trainer computes.
         dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
         max_tokens=config.agent.max_tokens + 1,

@@ -1,10 +1,11 @@
 """The RL trainer on several ranks, as one Trainer.
 
     loop ──> RankedTrainer ──groups, routes──> RlTrainer of every rank ──> sums of gradients ──> same update
-                 └─────────── weights, metrics, checkpoints: the first rank's
+                 └─────────── metrics, checkpoints, commits: the first rank's
 
-The first rank is the run's own process; it collects, logs, publishes and saves. The others see nothing but
-what it hands on, so they need neither the run's sandboxes nor its engine.
+The first rank is the run's own process; it collects, logs and saves. To a weight store every rank publishes
+its own parts, and the first one commits; anywhere else the first one publishes all. The others see nothing
+but what it hands on, so they need neither the run's sandboxes nor its engine.
 """
 
 from __future__ import annotations
@@ -20,21 +21,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.config import ModelConfig, RlConfig, RunConfig
+from etude.config import ModelConfig, RlConfig, RunConfig, WeightsConfig
 from etude.controller.compute import choose_device
-from etude.errors import StoreError
+from etude.controller.models import check_routing
+from etude.errors import EtudeError, StoreError
 from etude.model import LanguageModel, block_of
 from etude.model.lora import Adapters
 from etude.model.ops import Ops
 from etude.model.scoring import device_of
 from etude.records import BlobRef, Group, PolicyVersion, Scores, WeightManifest
 from etude.training import RlTrainer
-from etude.training.checkpoints import WriteCheckpoint, save_checkpoint
+from etude.training.checkpoints import FollowingWriter, WriteCheckpoint, save_checkpoint
 from etude.training.intake import RouteFetcher
 from etude.training.optimizer import OffendingBatches
 from etude.training.parallel.mesh_ranks import MeshRanks, check_spreadable
 from etude.training.parallel.team import Team, check_world, is_follower
-from etude.weights import WeightPublisher
+from etude.weights import StoreWeights, WeightPublisher, open_publisher
 
 T = TypeVar("T")
 
@@ -53,27 +55,62 @@ class OnlyHere(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerPlan:
-    """What every rank makes its trainer from."""
+class ModelPlan:
+    """What every rank makes its model from."""
 
     architecture: ModelConfig
     vocab_size: int
     device: str
+    dtype: torch.dtype
     ops: Ops
     recompute: bool
     """Activation checkpointing: what one rank computes again in its backward pass, all must."""
+
+    @staticmethod
+    def of(model: LanguageModel) -> ModelPlan:
+        """For models like this one."""
+        recompute, dtype = block_of(model, 0).recompute, model.embedding.dtype
+        device = device_of(model).type
+        return ModelPlan(model.config, model.vocab_size, device, dtype, model.ops, recompute)
+
+    def place(self, model: OnlyHere[LanguageModel], ranks: MeshRanks) -> LanguageModel:
+        """This rank's part of the first rank's `model`. Collective."""
+        own = model.value
+        if own is None:
+            own = LanguageModel(self.architecture, self.vocab_size).cast(self.dtype).to(self.device)
+        own.ops = self.ops
+        own.checkpoint_activations(self.recompute)
+        ranks.place(own)
+        return own
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerPlan:
+    """What every rank makes its trainer from."""
+
+    model: ModelPlan
     config: RlConfig
     lineage: str
     offending: Path
+    asynchronous: bool
+    """Whether checkpoints are written while training goes on."""
+    weights: WeightsConfig | None
+    """The store that every rank publishes its parts to; None: the first one publishes all."""
     options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Saving:
-    """What goes into a checkpoint beside the trainer's own, and how it is written."""
+class Saving:
+    """What goes into a checkpoint beside the trainer's own, and how it is written: the first rank's."""
 
     extra: Mapping[str, Any] | None
     write: WriteCheckpoint
+
+
+def how_to_save(saving: OnlyHere[Saving], writer: FollowingWriter, *, at_once: bool) -> Saving:
+    """What a rank does in a save that the first one has asked for. `at_once`: all wait until all is on
+    disk."""
+    return saving.value or Saving(None, save_checkpoint if at_once else writer)
 
 
 class RankTrainer:
@@ -87,17 +124,16 @@ class RankTrainer:
         weights: OnlyHere[WeightPublisher],
     ) -> None:
         """`model` and `weights`: the first rank's, which all start from and which it publishes to."""
-        own = model.value or LanguageModel(plan.architecture, plan.vocab_size).to(plan.device)
-        own.ops = plan.ops
-        own.checkpoint_activations(plan.recompute)
-        ranks.place(own)
+        own = plan.model.place(model, ranks)
+        self._weights = _open_weights(plan.weights, weights.value, ranks)
         self._routes: Routes = {}
+        self._writer = FollowingWriter(asynchronous=plan.asynchronous)
         keep, config = plan.config.optimizer.keep_offending, plan.config
         self.trainer = RlTrainer(
             own,
             config,
             plan.lineage,
-            weights.value or _NoPublisher(),
+            self._weights,
             self._fetch_routes,
             ranks=ranks,
             offending=OffendingBatches(plan.offending, keep, ranks.rank),
@@ -116,6 +152,11 @@ class RankTrainer:
         """See Trainer.publish."""
         return self.trainer.publish()
 
+    def flush(self) -> None:
+        """Waits until what was published is committed."""
+        if isinstance(self._weights, StoreWeights):
+            self._weights.flush()
+
     def score(
         self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None
     ) -> list[Scores]:
@@ -126,9 +167,9 @@ class RankTrainer:
         """See RlTrainer.whole_model."""
         return self.trainer.whole_model()
 
-    def save(self, directory: Path, saving: OnlyHere[_Saving]) -> None:
-        """See Trainer.save."""
-        how = saving.value or _Saving(None, save_checkpoint)
+    def save(self, directory: Path, saving: OnlyHere[Saving], at_once: bool) -> None:
+        """See Trainer.save and `how_to_save`."""
+        how = how_to_save(saving, self._writer, at_once=at_once)
         self.trainer.save(directory, how.extra, how.write)
 
     def restore(self, directory: Path) -> None:
@@ -164,17 +205,14 @@ class RankedTrainer:
         """
         self._team = team
         self._fetch_routes = fetch_routes
-        device = device_of(model).type
-        recompute = block_of(model, 0).recompute
+        self._has_store = isinstance(weights, StoreWeights)
         plan = TrainerPlan(
-            model.config,
-            model.vocab_size,
-            device,
-            model.ops,
-            recompute,
+            ModelPlan.of(model),
             run.rl,
             run.name,
             offending,
+            run.checkpoint.asynchronous,
+            run.weights if self._has_store else None,
             options,
         )
         self._own = team.make(RankTrainer, plan, OnlyHere(model), OnlyHere(weights))
@@ -202,6 +240,11 @@ class RankedTrainer:
         """See Trainer.publish."""
         return self._team.call(RankTrainer.publish)
 
+    def flush(self) -> None:
+        """Waits until what was published to a store is committed. Raises StoreError if it could not be."""
+        if self._has_store:
+            self._team.call(RankTrainer.flush)
+
     def score(
         self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
     ) -> list[Scores]:
@@ -215,7 +258,7 @@ class RankedTrainer:
         write: WriteCheckpoint = save_checkpoint,
     ) -> None:
         """See RlTrainer.save."""
-        self._team.call(RankTrainer.save, directory, OnlyHere(_Saving(extra, write)))
+        self._team.call(RankTrainer.save, directory, OnlyHere(Saving(extra, write)), write is save_checkpoint)
 
     def restore(self, directory: Path) -> None:
         """See Trainer.restore. Every rank reads the directory."""
@@ -237,6 +280,19 @@ class _NoPublisher:
         return WeightManifest(version, (), "")
 
 
+def _open_weights(
+    config: WeightsConfig | None, given: WeightPublisher | None, ranks: MeshRanks
+) -> WeightPublisher:
+    """Where a rank publishes; `given`: the first rank's."""
+    if config is None:
+        return given or _NoPublisher()
+    if given is None:
+        return open_publisher(config, ranks.peers)
+    assert isinstance(given, StoreWeights), "TrainerPlan.weights says so"
+    given.join(ranks.peers)
+    return given
+
+
 @contextlib.contextmanager
 def open_trainer(
     model: LanguageModel,
@@ -251,18 +307,33 @@ def open_trainer(
     Under `torchrun` they are those that it started, otherwise they are started here, on this machine, and
     share its cores. `offending`: directory of batches whose gradient was not finite. `options`: what else
     RlTrainer takes; it travels to every rank. Raises RankError if the others do not come, ConfigError if the
-    model cannot be spread.
+    model cannot be spread or its routers cannot do what is asked.
     """
+    check_routing(run, model)
     if run.parallel.ranks == 1:
         kept = OffendingBatches(offending, run.rl.optimizer.keep_offending)
         yield RlTrainer(model, run.rl, run.name, weights, fetch_routes, offending=kept, **options)
         return
+    with open_team(model, run) as team:
+        trainer = RankedTrainer(team, model, run, weights, fetch_routes, offending, options)
+        try:
+            yield trainer
+        except BaseException:
+            with contextlib.suppress(EtudeError):  # the first error counts
+                trainer.flush()
+            raise
+        trainer.flush()
+
+
+@contextlib.contextmanager
+def open_team(model: LanguageModel, run: RunConfig) -> Iterator[Team[Any]]:
+    """The ranks of a run that has several, which are let go on the way out; see `open_trainer`."""
     check_spreadable(model)
     device = device_of(model).type
     threads = max(1, torch.get_num_threads() // run.parallel.ranks)
     team = Team.join(run.parallel, device) or Team.spawn(run.parallel, device, threads)
     try:
-        yield RankedTrainer(team, model, run, weights, fetch_routes, offending, options)
+        yield team
     finally:
         team.close()
 

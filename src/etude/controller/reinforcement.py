@@ -1,35 +1,39 @@
-"""The RL stage: rollouts and training as producer and consumer around a bounded buffer.
+"""The RL stage: groups are collected, trained on, and the new weights brought to who samples.
 
-    produce:  admit ── collect groups ── log (fsync) ── put
-                ^                                        |
-                |                                        v
-    consume:  trained <── gate <── activate <── publish <── step ── take
+    collect ── log (fsync) ── train ── publish ── activate ── gate ── save
+       ^                                             |
+       └────────── new weights in service ───────────┘
 
-The producer waits for `trained` before it samples what would be too stale; the consumer waits for batches.
-With staleness bound 0 they alternate. Neither knows where the parts run. Nothing is sampled for training, and
-nothing saved, with weights that did not pass the parity gate.
+With `rl.max_staleness` 0 the collector samples when it is asked, so sampling and training take turns. Above 0
+it samples all the time, and `collect` only waits for what a step still lacks; then new weights may also
+travel while the next step is taken (`publication.py`). The loop is the same, and knows neither which it has
+nor where the parts run. Nothing is saved with weights that did not pass the parity gate.
 """
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from etude.config import RunConfig
 from etude.controller.parity import ParityGate
+from etude.controller.publication import OverlappedPublication, Publication, PublicationInTurn
+from etude.controller.utilisation import Utilisation
 from etude.evaluation.suite import check_infrastructure
 from etude.observe import MetricSink, Observer, summarize_behaviour
-from etude.protocols import Handle, Trainer, WeightSink
-from etude.records import BlobRef, Group, PolicyVersion, Trajectory
-from etude.rollout.buffer import RolloutBuffer
-from etude.rollout.collect import Collected, CollectorState, GroupCollector
-from etude.rollout.together import run_together
+from etude.protocols import EpisodeRunner, Handle, KvPolicy, Sampler, Trainer, WeightSink
+from etude.records import BlobRef, Group, Trajectory
+from etude.rollout import Collected, Collector, ContinuousCollector, GroupCollector
+from etude.rollout.curriculum import CollectorState, TaskSource
 from etude.store.trajectories import TrajectoryLog
 
 KIND = "rl"
-PARITY_KIND = "parity"
+UTILISATION_KIND = "utilisation"
+TASKS_KIND = "tasks"
+"""Of the row that is written when no task is left."""
 
 
 class BlobDiscarder(Protocol):
@@ -49,22 +53,26 @@ class Stop(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What the producer hands over."""
+    """What one step trains on."""
 
-    step: int
     collected: Collected
     state_after: CollectorState
-    """Collector state from which the next batch is sampled."""
+    """Collector state from which a resumed run goes on after this step."""
     rollout_s: float
+    """In which sessions ran, since the last batch."""
 
 
 @dataclass(slots=True)
 class LoopTimes:
     """Wall seconds of the stage, by what it did."""
 
+    elapsed_s: float = 0.0
+    """Of all."""
     rollout_s: float = 0.0
+    """In which sessions ran."""
     train_s: float = 0.0
     publish_s: float = 0.0
+    """For which the trainer was held by it."""
     parity_s: float = 0.0
     train_tokens: float = 0.0
 
@@ -76,24 +84,33 @@ class ReinforcementLoop:
         self,
         trainer: Handle[Trainer],
         sink: WeightSink,
-        collector: GroupCollector,
+        collector: Collector,
         log: TrajectoryLog,
         blobs: BlobDiscarder,
         metrics: MetricSink,
         observer: Observer,
         stop: Stop,
         gate: ParityGate | None = None,
+        kv: KvPolicy = "recompute",
+        part_seconds: PartSeconds = dict,
+        clock: Callable[[], float] = time.perf_counter,
+        overlap: bool = False,
     ) -> None:
-        """`gate`: looks at each publication; none is looked at without it."""
+        """`gate`: looks at publications; none is looked at without it. `kv`: what becomes of running
+        sessions' keys and values. `part_seconds`: what other parts have spent so far, by what they did.
+        `clock`: in seconds, for the figures only. `overlap`: whether new weights come into service while
+        the next step is taken."""
         self.times = LoopTimes()
+        self.utilisation = Utilisation(clock, part_seconds)
         self.first_step = 0
         self.parity = {"k3": 0.0, "max_abs_dlogp": 0.0}
         """Worst over all steps: the trainer's log-probabilities against those that were sampled, at the first
         update, when both have the same weights. A resumed run puts in what earlier sittings found."""
         self.reward = 0.0
         """Mean reward of the last step's sessions."""
+        self.exhausted = False
+        """Whether it has ended because no task is left."""
         self._trainer = trainer
-        self._sink = sink
         self._collector = collector
         self._log = log
         self._blobs = blobs
@@ -101,69 +118,90 @@ class ReinforcementLoop:
         self._observer = observer
         self._stop = stop
         self._gate = gate
-        self._committed = copy.copy(collector.state)
+        self._clock = clock
+        parts = (trainer, sink, gate, collector.in_service, metrics, self.utilisation, kv)
+        clocks = (self._spend, lambda: stop.elapsed_s, clock)
+        self._publication: Publication = PublicationInTurn(*parts, *clocks)
+        if overlap:
+            self._publication = OverlappedPublication(observer, *parts, *clocks)
+        self._committed = copy.deepcopy(collector.state)
 
     @property
     def collector_state(self) -> Mapping[str, Any]:
         """State of the collector as of the last step that was trained: what a checkpoint stores."""
         return asdict(self._committed)
 
-    async def publish(self) -> None:
-        """Brings the trainer's weights into service. Raises ParityError where they do not pass the gate."""
-        began = time.perf_counter()
-        manifest = await self._trainer.call("publish")
-        await self._sink.stage(manifest)
-        await self._sink.activate(manifest.version, "recompute")
-        served = time.perf_counter()
-        self.times.publish_s += served - began
-        if self._gate is not None:
-            await self._pass_gate(self._gate, manifest.version)
-            self.times.parity_s += time.perf_counter() - served
-
-    async def _pass_gate(self, gate: ParityGate, version: PolicyVersion) -> None:
-        figures = await gate.measure(version)
-        if figures is not None:
-            values = {**figures.to_json(), "wall_s": self._stop.elapsed_s}
-            self._metrics.write(PARITY_KIND, version.step, values)
-            gate.judge(figures, version)
+    async def settle(self) -> None:
+        """Returns once the newest weights are in service and have passed the gate: before they are saved.
+        Raises ParityError, and what a publication that fails does."""
+        await self._publication.settle()
 
     async def run(self, num_steps: int, after_step: AfterStep) -> int:
-        """Goes on from `first_step`; returns how many steps are taken in all. `after_step` saves."""
-        buffer: RolloutBuffer[Batch | None] = RolloutBuffer(0, self.first_step)
-        await self.publish()
-        _, taken = await run_together([self._produce(buffer, num_steps), self._consume(buffer, after_step)])
-        return taken
-
-    async def _produce(self, buffer: RolloutBuffer[Batch | None], num_steps: int) -> int:
-        """Fills the buffer; returns the step that it did not sample for."""
-        while True:
-            step = await buffer.admit()
-            if step >= num_steps or self._stop:
-                await buffer.put(None)
-                return step
-            began = time.perf_counter()
-            collected = await self._collector.collect()
-            check_infrastructure(collected.trajectories)
-            self._log.append([*collected.trained, *collected.dropped])
-            elapsed = time.perf_counter() - began
-            await buffer.put(Batch(step, collected, copy.copy(self._collector.state), elapsed))
-
-    async def _consume(self, buffer: RolloutBuffer[Batch | None], after_step: AfterStep) -> int:
-        """Trains on what the buffer gives; returns how many steps are taken in all."""
+        """Goes on from `first_step`, to `num_steps`, a stop, or the end of the tasks; returns how many steps
+        are taken in all. `after_step` saves."""
+        began = self._clock()
         step = self.first_step
-        while (batch := await buffer.take()) is not None:
-            trained = await self._trainer.call("step", batch.collected.trained)
-            if self._gate is not None:
-                self._gate.hold(batch.collected.trajectories)
-            await self.publish()
-            self._committed = batch.state_after
-            step = batch.step + 1
-            self._account(batch, trained)
-            self._report(step, batch, trained)
-            _discard_routes(self._blobs, batch.collected.trajectories)
-            await after_step(step)
-            await buffer.trained()
+        try:
+            await self._publication.publish(step)
+            async with self._collector.running(self._log, step, num_steps):
+                while step < num_steps and not self._stop:
+                    batch = await self._collect()
+                    if batch.collected.exhausted and not batch.collected.trained:
+                        self._end_tasks(step, batch)
+                        break
+                    step += 1
+                    await self._train(step, batch)
+                    self.utilisation.enter("save")
+                    await after_step(step)
+                    self._metrics.write(UTILISATION_KIND, step, self.utilisation.take())
+            await self.settle()
+        finally:
+            await self._publication.close()
+        self.times.elapsed_s += self._clock() - began
         return step
+
+    async def _collect(self) -> Batch:
+        """Waits for the next step's groups, and keeps them."""
+        began = self._clock()
+        self.utilisation.enter("wait")
+        collected = await self._publication.while_collecting(self._collector.collect())
+        state = copy.deepcopy(self._collector.state)
+        check_infrastructure(collected.trajectories)
+        self._log.append([*collected.trained, *collected.dropped, *collected.stale])
+        waited_s = self._clock() - began
+        return Batch(collected, state, collected.figures.get("rollout_s", waited_s))
+
+    def _end_tasks(self, step: int, batch: Batch) -> None:
+        """Nothing is left to train on; groups that were dropped at the very end are in the log."""
+        self.exhausted, self._committed = True, batch.state_after
+        state = batch.state_after
+        dropped = float(len(batch.collected.dropped) + len(batch.collected.stale))
+        values = {
+            "numbers": float(state.next_task),
+            "passed_over": float(state.num_passed_over),
+            "dropped_at_end": dropped,
+        }
+        self._metrics.write(TASKS_KIND, step, {**values, "wall_s": self._stop.elapsed_s})
+        self._observer.say(f"no task is left after {step} steps")
+
+    async def _train(self, step: int, batch: Batch) -> None:
+        """Takes the step of this number, and brings its weights into service."""
+        async with self._publication.changing():
+            self.utilisation.enter("train")
+            trained = await self._trainer.call("step", batch.collected.trained)
+        if self._gate is not None:
+            self._gate.hold(batch.collected.trajectories)
+        await self._publication.publish(step)
+        self._committed = batch.state_after
+        self._account(batch, trained)
+        self._report(step, batch, trained)
+        _discard_routes(self._blobs, batch.collected.trajectories)
+
+    def _spend(self, state: str, seconds: float) -> None:
+        if state == "publish":
+            self.times.publish_s += seconds
+        else:
+            self.times.parity_s += seconds
 
     def _account(self, batch: Batch, trained: Mapping[str, float]) -> None:
         self.times.rollout_s += batch.rollout_s
@@ -173,30 +211,60 @@ class ReinforcementLoop:
         self.parity["max_abs_dlogp"] = max(self.parity["max_abs_dlogp"], trained.get("parity_max", 0.0))
 
     def _report(self, step: int, batch: Batch, trained: Mapping[str, float]) -> None:
-        graded = [t for t in batch.collected.trajectories if t.reward is not None]
         groups = batch.collected
+        # Siblings are of states that were chosen: the policy's figures are those of whole sessions.
+        sessions = [t for t in groups.trajectories if "forked_from" not in t.facts]
+        graded = [t for t in sessions if t.reward is not None]
         self.reward = _mean([t.reward.total for t in graded if t.reward is not None])
         values = {
             "reward": self.reward,
-            "pass_rate": _mean([t.reward.task for t in graded if t.reward is not None]),
+            "pass_rate": _mean([float(t.reward.task == 1.0) for t in graded if t.reward is not None]),
             "trained_groups": float(len(groups.trained)),
-            "dropped_all_passed": float(_count_verdict(groups.dropped, 1.0)),
-            "dropped_all_failed": float(_count_verdict(groups.dropped, 0.0)),
+            "dropped_all_passed": float(_count_verdict(groups.dropped, passed=True)),
+            "dropped_all_failed": float(_count_verdict(groups.dropped, passed=False)),
             "episodes": float(len(graded)),
-            "infrastructure_failures": float(len(groups.trajectories) - len(graded)),
+            "infrastructure_failures": float(len(sessions) - len(graded)),
             "rollout_s": batch.rollout_s,
             "wall_s": self._stop.elapsed_s,
             **summarize_behaviour(graded),
+            **groups.figures,
+            **self._publication.take(),
             **trained,
         }
         self._metrics.write(KIND, step, values)
         self._observer.stage_advances(step, values)
 
 
+class PartSeconds(Protocol):
+    """Seconds that parts have spent since they were made, by what they did."""
+
+    def __call__(self) -> Mapping[str, float]: ...
+
+
 class AfterStep(Protocol):
     """Called with the number of steps taken, after the new weights are in service."""
 
     async def __call__(self, step: int) -> None: ...
+
+
+def make_collector(
+    environment: EpisodeRunner,
+    sampler: Sampler,
+    tasks: TaskSource,
+    config: RunConfig,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Collector:
+    """The collector that a configuration asks for. `clock`: in seconds, for the figures only."""
+    rl, name, seed = config.rl, config.name, config.seed
+    if not rl.max_staleness:
+        return GroupCollector(environment, sampler, tasks, rl, name, seed)
+    return ContinuousCollector(environment, sampler, tasks, rl, name, seed, config.engine.num_slots, clock)
+
+
+def overlaps_publication(config: RunConfig) -> bool:
+    """Whether new weights come into service while the next step is taken. In one process a step leaves
+    nothing beside it that could go on."""
+    return config.executor == "ray" and config.rl.max_staleness > 0 and config.rl.overlap_publication
 
 
 def _discard_routes(blobs: BlobDiscarder, trajectories: Sequence[Trajectory]) -> None:
@@ -206,9 +274,11 @@ def _discard_routes(blobs: BlobDiscarder, trajectories: Sequence[Trajectory]) ->
                 blobs.discard(segment.routes)
 
 
-def _count_verdict(groups: Sequence[Group], verdict: float) -> int:
-    """Groups of which every graded member got `verdict`."""
-    return sum(all(m.reward is None or m.reward.task == verdict for m in group.members) for group in groups)
+def _count_verdict(groups: Sequence[Group], *, passed: bool) -> int:
+    """Groups of which every graded member passed, or none did; partial credit is no pass."""
+    return sum(
+        all(m.reward is None or (m.reward.task == 1.0) == passed for m in group.members) for group in groups
+    )
 
 
 def _mean(values: Sequence[float]) -> float:

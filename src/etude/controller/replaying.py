@@ -16,7 +16,7 @@ from pathlib import Path
 
 from etude.agent import AgentSession, Registry, core_registry, full_registry
 from etude.config import RewardConfig, RunConfig
-from etude.controller.backends import open_checked_backend
+from etude.controller.backends import open_checked_backend, open_run_backend
 from etude.controller.corpus import make_renderer
 from etude.controller.families import open_family
 from etude.controller.tokenizers import run_tokenizer
@@ -134,10 +134,12 @@ async def open_world(
     config = stored.config
     limits = EpisodeLimits() if config is None else EpisodeLimits.from_config(config)
     reward = RewardConfig() if config is None else config.rl.reward
-    name = backend or ("local" if config is None else config.sandbox.backend)
-    opened = open_checked_backend(name)
+    if backend is not None or config is None:
+        opened = open_checked_backend(backend or "local")
+    else:
+        opened = open_run_backend(config.sandbox)
     try:
-        site = Site(opened, Grader(opened, limits.sandbox), registry, limits.tools, reward)
+        site = Site(opened, Grader(opened, limits.sandbox, reward=reward), registry, limits.tools, reward)
         world = EnvironmentSession.begin(site, task, limits.sandbox)
         try:
             yield world

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from etude.config import CheckpointConfig
+from etude.controller.next_token import AnyNextTokenTrainer
 from etude.controller.stopping import StopSignal
-from etude.model.loading import AnyModel
 from etude.observe import MetricSink, Observer
-from etude.training import NextTokenTrainer, load_checkpoint
-from etude.training.checkpoints import CheckpointKeeper, find_resumable
+from etude.training.checkpoints import CheckpointKeeper, find_resumable, read_state
 
 REPORT_EVERY = 10
 """Steps between two rows of metrics."""
@@ -37,26 +35,16 @@ class StageRunner:
     shown: Callable[[Figures], Figures]
     """Which of a step's figures are reported."""
 
-    def restore(self, trainer: NextTokenTrainer, adapt: Callable[[AnyModel], None] | None = None) -> bool:
-        """Takes up the stage's checkpoint, if there is one; returns whether there was.
-
-        `adapt` is shown the stored model before its weights are taken over. Raises CheckpointError.
-        """
+    def restore(self, trainer: AnyNextTokenTrainer) -> bool:
+        """Takes up the stage's checkpoint, if there is one; returns whether there was. Raises
+        CheckpointError."""
         newest = find_resumable(self.latest, self.metrics, self.observer)
-        if newest is None:
+        if newest is None or (read_state(newest) or {}).get("stage") != self.stage:
             return False
-        model, state = load_checkpoint(newest)
-        if state is None or state.get("stage") != self.stage:
-            return False
-        if adapt is not None:
-            adapt(model)
-        trainer.model.load_state_dict(model.state_dict())
-        if trainer.drafts is not None:
-            trainer.drafts.layers.load_state_dict(state["drafts"])
-        trainer.load_state_dict(state["trainer"])
+        trainer.restore(newest)
         return True
 
-    def run(self, trainer: NextTokenTrainer, num_steps: int, after_step: Callable[[int], None]) -> bool:
+    def run(self, trainer: AnyNextTokenTrainer, num_steps: int, after_step: Callable[[int], None]) -> bool:
         """Takes steps until `num_steps`; returns whether the stage is over: complete, exhausted or out of
         time. `after_step` is told each step, before it is saved."""
         self.observer.stage_begins(self.title, num_steps)
@@ -70,7 +58,7 @@ class StageRunner:
         return True
 
     def _take_steps(
-        self, trainer: NextTokenTrainer, keeper: CheckpointKeeper, after_step: Callable[[int], None]
+        self, trainer: AnyNextTokenTrainer, keeper: CheckpointKeeper, after_step: Callable[[int], None]
     ) -> None:
         while not trainer.finished and not self.stop:
             values = trainer.step()
@@ -84,13 +72,6 @@ class StageRunner:
             if keeper.due:
                 self._save(trainer, keeper)
 
-    def _save(self, trainer: NextTokenTrainer, keeper: CheckpointKeeper) -> None:
-        state: dict[str, Any] = {
-            "stage": self.stage,
-            "step": trainer.num_steps_taken,
-            "trainer": trainer.state_dict(),
-            "elapsed_s": self.stop.elapsed_s,
-        }
-        if trainer.drafts is not None:
-            state["drafts"] = trainer.drafts.layers.state_dict()
-        keeper.save(trainer.model, state)
+    def _save(self, trainer: AnyNextTokenTrainer, keeper: CheckpointKeeper) -> None:
+        extra = {"stage": self.stage, "step": trainer.num_steps_taken, "elapsed_s": self.stop.elapsed_s}
+        trainer.save(self.latest, extra, keeper.write)

@@ -10,7 +10,8 @@ import numpy as np
 
 from etude.controller.parts import Parts
 from etude.controller.reinforcement import LoopTimes, ReinforcementLoop
-from etude.environment.episodes import EnvironmentTimes
+from etude.controller.remote.fleet import EngineFleet
+from etude.environment.runners import EnvironmentTimes
 from etude.inference import EngineCounters, ServiceTimes, StepSums
 from etude.inference.vllm import VllmCounters, VllmSampler
 
@@ -39,6 +40,7 @@ class RunThroughput:
         assert self._began is not None
         began, ended = self._began, _snapshot(parts)
         self._figures = _common_figures(began, ended, loop.times)
+        self._figures["trainer_busy_share"] = loop.utilisation.busy_share
         if isinstance(began.counters, VllmCounters):
             self._figures |= _vllm_figures(began.counters, cast(VllmCounters, ended.counters), loop.times)
         else:
@@ -49,10 +51,29 @@ class RunThroughput:
         return dict(self._figures)
 
 
+def part_seconds(parts: Parts) -> dict[str, float]:
+    """What engines and sandboxes have spent so far, those of sandboxes side by side; and of several engines
+    how often a session moved from one to another, as its tools had taken their time."""
+    environment = parts.environment.times
+    seconds = {"tools_s": environment.tools_s, "grade_s": environment.grade_s}
+    if not isinstance(parts.service, VllmSampler):
+        times = parts.service.times
+        seconds |= {
+            "engine_step_s": times.step_s,
+            "engine_wait_tools_s": times.waiting_s,
+            "engine_swap_s": times.swap_s,
+        }
+    if isinstance(parts.service, EngineFleet):
+        seconds["sessions_moved"] = float(parts.service.num_moved + environment.num_moved)
+    return seconds
+
+
 def _snapshot(parts: Parts) -> _Snapshot:
     service, environment = parts.service, copy.copy(parts.environment.times)
     if isinstance(service, VllmSampler):
         return _Snapshot(copy.copy(service.counters), ServiceTimes(), environment)
+    if isinstance(service, EngineFleet):
+        return _Snapshot(service.counters, service.times, environment)
     return _Snapshot(copy.copy(service.engine.counters), copy.deepcopy(service.times), environment)
 
 
@@ -60,6 +81,7 @@ def _common_figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict
     return {
         "training_tokens_per_s": loop.train_tokens / loop.train_s if loop.train_s else 0.0,
         "training_tokens": loop.train_tokens,
+        "elapsed_s": loop.elapsed_s,
         "rollout_s": loop.rollout_s,
         "train_s": loop.train_s,
         "publish_s": loop.publish_s,
@@ -98,6 +120,7 @@ def _engine_figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict
         "decode_tokens": float(decode_tokens),
         "prefill_tokens": float(prefill_tokens),
         "engine_s": step_s,
+        "engine_busy_share": step_s / loop.elapsed_s if loop.elapsed_s else 0.0,
         "waiting_for_tools_s": ended.service.waiting_s - began.service.waiting_s,
     }
 

@@ -3,42 +3,59 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractContextManager
+import contextlib
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from etude.config import RunConfig
-from etude.controller.backends import open_checked_backend
+from etude.controller.arrangement import (
+    Arrangement,
+    PartExecutor,
+    Place,
+    is_reproducible,
+    open_executor,
+    open_local,
+)
+from etude.controller.backends import open_run_backend
+from etude.controller.clusters.runner import Players, open_clusters
 from etude.controller.compute import place_model, settle_compute, use_sampling_threads
 from etude.controller.corpus import make_renderer
 from etude.controller.examples import choose_examples, session_text
 from etude.controller.families import open_family
-from etude.controller.local import LocalExecutor
 from etude.controller.midtraining import run_midtraining
 from etude.controller.models import settle_model
-from etude.controller.numerics import settle_numerics, use_numerics
+from etude.controller.numerics import settle_numerics
 from etude.controller.parity import ParityGate
-from etude.controller.parts import Parts, open_parts
-from etude.controller.ranks import AnyTrainer, open_trainer
-from etude.controller.reinforcement import ReinforcementLoop
+from etude.controller.parts import Parts
+from etude.controller.reinforcement import ReinforcementLoop, make_collector, overlaps_publication
+from etude.controller.remote.arrangement import open_remote
+from etude.controller.remote.evaluation import EvaluationBeside
 from etude.controller.stopping import StopSignal
-from etude.controller.throughput import RunThroughput
-from etude.errors import CheckpointError
+from etude.controller.throughput import RunThroughput, part_seconds
+from etude.controller.training_part import TrainingPaths
 from etude.evaluation import Evaluation, evaluate_policy
-from etude.model import LanguageModel, Qwen3Moe
+from etude.model import LanguageModel
 from etude.model.loading import AnyModel, load_any_model
-from etude.model.peft import save_peft
-from etude.observe import JsonlSink, MetricSink, Observer, RunDirectory, write_json
-from etude.protocols import Handle, Resources
+from etude.observe import (
+    JsonlSink,
+    MetricSink,
+    MonitoredSink,
+    Observer,
+    RunDirectory,
+    read_metrics,
+    write_json,
+)
+from etude.protocols import Handle
 from etude.records import Task
-from etude.rollout.collect import CollectorState, GroupCollector
+from etude.rollout.collect import CollectorState
+from etude.rollout.epochs import EpochSource
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 from etude.training import load_checkpoint, save_checkpoint
-from etude.training.checkpoints import CheckpointKeeper, find_resumable, read_state
-from etude.training.feedback import open_feedback
+from etude.training.checkpoints import find_resumable, read_state
 
 MIDTRAINED = "midtrained"
 FINAL = "final"
@@ -65,10 +82,12 @@ def train(config: RunConfig, run: RunDirectory, observer: Observer, resume: bool
     """
     with run.lock():
         report = (run.read_json(run.report_file) or {}) if resume else {}
-        if "heldout_after" in report and report.get("rl_steps") == config.rl.num_steps:
+        ended = report.get("rl_steps") == config.rl.num_steps or report.get("tasks_exhausted", False)
+        if "heldout_after" in report and ended:
             observer.say("the run is finished already")
             return report
-        with JsonlSink(run.metrics_file) as metrics:
+        with JsonlSink(run.metrics_file) as rows:
+            metrics = MonitoredSink(rows, config.monitors, observer, read_metrics(run.metrics_file))
             newest = find_resumable(run.checkpoints / LATEST, metrics, observer)
             state = (read_state(newest) or {}) if newest is not None else {}
             with StopSignal(observer, config.max_wall_s, float(state.get("elapsed_s", 0.0))) as stop:
@@ -93,17 +112,22 @@ class _Run:
         self.config, self.run, self.observer = config, run, observer
         self.stop, self.metrics, self.report = stop, metrics, report
         self.newest, self.state = newest, state
+        self.log = TrajectoryLog(run.trajectories)
+        self.executor: PartExecutor | None = None
+        """Starts the processes of a run that has some."""
         self.throughput = RunThroughput()
         self.family = open_family(config)
 
     def go(self) -> dict[str, Any]:
-        asyncio.run(open_checked_backend(self.config.sandbox.backend).close())
+        asyncio.run(open_run_backend(self.config.sandbox).close())
         self.config = settle_numerics(settle_model(self.config))
         self.config = settle_compute(self.run, self.config, self.observer)
-        # vLLM computes requests as they come, and what is computed together decides the last bits.
-        self.run.update_environment({"reproducible": self.config.engine.backend == "etude"})
-        tokenizer, model = self._midtrained()
-        asyncio.run(self._after_midtraining(tokenizer, model))
+        self.run.update_environment({"reproducible": is_reproducible(self.config)})
+        with contextlib.ExitStack() as stack:
+            if self.config.executor == "ray":
+                self.executor = stack.enter_context(open_executor(self.config.cluster))
+            tokenizer, model = self._midtrained()
+            asyncio.run(self._after_midtraining(tokenizer, model))
         return self.report
 
     # ---- stages ---------------------------------------------------------------------------------
@@ -118,7 +142,7 @@ class _Run:
             return Tokenizer.load(done), load_checkpoint(done)[0]
         return self._midtrain(done)
 
-    def _midtrain(self, done: Path) -> tuple[Tokenizer, Qwen3Moe]:
+    def _midtrain(self, done: Path) -> tuple[Tokenizer, LanguageModel]:
         config = self.config
         self.observer.say("reading the corpus")
         tokenizer_directory = self.run.path / TOKENIZER
@@ -126,7 +150,7 @@ class _Run:
             self.family.train_tokenizer(self.observer).save(tokenizer_directory)
         tokenizer = Tokenizer.load(tokenizer_directory)
         documents = self.family.documents(make_renderer(tokenizer), self.observer)
-        model = Qwen3Moe(config.model, tokenizer.vocab_size)
+        model = LanguageModel(config.model, tokenizer.vocab_size)
         model.initialise(config.seed)
         place_model(model, config)
         latest = self.run.checkpoints / LATEST
@@ -147,85 +171,126 @@ class _Run:
     async def _after_midtraining(self, tokenizer: Tokenizer, model: AnyModel) -> None:
         training_threads = torch.get_num_threads()
         use_sampling_threads(self.config)
-        use_numerics(place_model(model, self.config), self.config)
-        routes = self.run.path / ROUTES if self.config.rl.keep_routes else None
-        snapshots = self.run.path / SNAPSHOTS
-        async with open_parts(self.config, tokenizer, model, snapshots=snapshots, routes=routes) as parts:
+        async with self._arrange(tokenizer, model, training_threads) as arrangement:
+            parts = arrangement.parts
             heldout = self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks)
-            with self._open_trainer(model, parts) as trainer:
+            async with arrangement.training as trainer:
                 if self.newest is not None and self.state.get("stage") == "rl":
-                    trainer.restore(self.newest)
+                    await trainer.call("restore", self.newest)
                 await self._evaluate_before(heldout, trainer, parts)
-                await self._reinforce(trainer, parts, training_threads)
-                self._save_model(self.run.checkpoints / FINAL, trainer.model, tokenizer)
-                self._save_adapters(trainer)
+                async with self._players(parts) as players:
+                    await self._reinforce(trainer, parts, players, arrangement.beside)
+                await trainer.call("save_model", self.run.checkpoints / FINAL, True)
+                base = self.config.initial_checkpoint or str(self.run.checkpoints / MIDTRAINED)
+                await trainer.call("save_adapters", self.run.checkpoints / ADAPTER, base)
             after = await self._evaluate(heldout, "after", parts)
-            family_tasks = self.family.evaluation_tasks("heldout_family", self.config.evaluation.num_tasks)
-            family = await self._evaluate(family_tasks, "family", parts)
+            family: Evaluation | None = None
+            if "heldout_family" in self.family.splits:
+                others = self.family.evaluation_tasks("heldout_family", self.config.evaluation.num_tasks)
+                family = await self._evaluate(others, "family", parts)
             self._finish_report(heldout, after, family)
 
-    def _open_trainer(self, model: AnyModel, parts: Parts) -> AbstractContextManager[AnyTrainer]:
-        return open_trainer(
-            cast(LanguageModel, model),  # any architecture learns through the same packed scoring
+    def _arrange(
+        self, tokenizer: Tokenizer, model: AnyModel, num_threads: int
+    ) -> AbstractAsyncContextManager[Arrangement]:
+        initial = self.config.initial_checkpoint
+        # What a killed run had collected ahead is trained on when it is resumed: its routes must be there.
+        keeps_routes = self.config.rl.keep_routes or self.config.rl.max_staleness > 0
+        place = Place(
+            self.run.path,
+            TrainingPaths(self.run.checkpoints / LATEST, self.run.path / OFFENDING),
+            Path(initial) if initial is not None else self.run.checkpoints / MIDTRAINED,
+            self.run.path / ROUTES if keeps_routes else None,
+            self.run.path / SNAPSHOTS,
+            self.metrics,
+            self.observer,
+            self.report.setdefault("faults", {}),
+            self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks),
+        )
+        if self.executor is None:
+            return open_local(self.config, tokenizer, model, place, num_threads)
+        return open_remote(self.executor, self.config, tokenizer, model, place)
+
+    def _players(self, parts: Parts) -> AbstractAsyncContextManager[Players]:
+        return open_clusters(
             self.config,
-            parts.weights,
-            parts.blobs.get,
-            self.run.path / OFFENDING,
-            feedback=open_feedback(self.config.rl.feedback, parts.renderer),
+            parts.renderer,
+            Players(parts.environment, parts.service),
+            parts.blobs.put,
+            self.log,
+            self.run.path,
+            self.metrics,
+            self.observer,
         )
 
-    async def _reinforce(self, trainer: AnyTrainer, parts: Parts, num_threads: int) -> None:
-        config, executor = self.config, LocalExecutor()
+    async def _reinforce(
+        self, trainer: Handle[Any], parts: Parts, players: Players, beside: EvaluationBeside | None
+    ) -> None:
+        config = self.config
         source = self.family.source()
-        collector = GroupCollector(
-            parts.environment, parts.service, source, config.rl, config.name, config.seed
-        )
+        collector = make_collector(players.runner, parts.service, source, config)
         saved: dict[str, Any] = self.state.get("loop", {}) if self.state.get("stage") == "rl" else {}
         if saved:
             collector.state = CollectorState(**saved)
-        threads = max(1, num_threads // config.parallel.ranks)
-        handle = await executor.spawn(lambda: trainer, resources=Resources(num_cpus=threads))
-        gate = self._make_gate(handle, parts, collector.state.next_task)
+        gate = self._make_gate(trainer, parts, collector.state.next_task)
         loop = ReinforcementLoop(
-            handle,
-            parts.service,
+            trainer,
+            players.sink,
             collector,
-            TrajectoryLog(self.run.trajectories),
+            self.log,
             parts.blobs,
             self.metrics,
             self.observer,
             self.stop,
             gate,
+            config.rl.kv_on_update,
+            lambda: part_seconds(parts),
+            overlap=overlaps_publication(config),
         )
-        loop.first_step = trainer.version.step
+        loop.first_step = (await trainer.call("current_version")).step
         loop.parity.update(self.report.get("parity", {}))
         self.report["parity"] = loop.parity
-        latest = self.run.checkpoints / LATEST
-        keeper = CheckpointKeeper(latest, config.checkpoint, self.metrics, self.observer)
-        saver = _Saver(self, trainer, loop, keeper)
+        saver = _Saver(self, trainer, loop)
         self.observer.stage_begins("reinforcement learning", config.rl.num_steps)
         before = self.stop.elapsed_s
         self.throughput.begin(parts)
-        with keeper:
-            try:
-                taken = await loop.run(config.rl.num_steps, saver)
-            finally:
-                await executor.shutdown()
-            saver.save()
-            keeper.flush()
+        taken = await self._take_steps(loop, saver, beside)
+        await saver.save()
+        await trainer.call("flush")
         self.throughput.end(parts, loop)
         self._add_stage_time("rl_s", self.stop.elapsed_s - before)
         self.observer.stage_ends()
         self.report["rl_steps"] = taken
+        self.report["tasks_exhausted"] = loop.exhausted
         if taken > loop.first_step or "throughput" not in self.report:
             self.report["throughput"] = self.throughput.to_json()
         write_json(self.run.report_file, self.report)
-        if self.stop.interrupted and taken < config.rl.num_steps:
+        if self.stop.interrupted and taken < config.rl.num_steps and not loop.exhausted:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
 
-    def _make_gate(self, trainer: Handle[AnyTrainer], parts: Parts, next_task: int) -> ParityGate:
+    async def _take_steps(
+        self, loop: ReinforcementLoop, saver: _Saver, beside: EvaluationBeside | None
+    ) -> int:
+        """Steps, with an evaluation beside them; returns how many are taken in all."""
+        num_steps = self.config.rl.num_steps
+        if beside is None:
+            return await loop.run(num_steps, saver)
+
+        async def after_step(step: int) -> None:
+            beside.look(self.stop.elapsed_s)
+            await saver(step)
+
+        beside.go_on_from(loop.first_step)
+        taken = await loop.run(num_steps, after_step)
+        if not self.stop.interrupted:
+            await beside.settle()
+        return taken
+
+    def _make_gate(self, trainer: Handle[Any], parts: Parts, next_task: int) -> ParityGate:
         """A gate that begins with the prompts of the tasks that come next."""
         source, last_task = self.family.source(), next_task + self.config.parity.num_sequences
+        if isinstance(source, EpochSource) and source.end is not None:
+            last_task = min(last_task, source.end)
         coming = [source(number) for number in range(next_task, last_task)]
         prompts = [parts.renderer.prompt(task.instruction) for task in coming]
         gate = ParityGate(self.config, trainer, parts.service, self.observer, prompts)
@@ -235,11 +300,13 @@ class _Run:
 
     # ---- evaluation -----------------------------------------------------------------------------
 
-    async def _evaluate_before(self, tasks: list[Task], trainer: AnyTrainer, parts: Parts) -> None:
+    async def _evaluate_before(self, tasks: list[Task], trainer: Handle[Any], parts: Parts) -> None:
         """The mid-trained model's figures, unless an earlier sitting has them."""
         if "heldout_before" in self.report:
             return
-        await parts.serve(trainer.model, self.config.name)
+        manifest = await trainer.call("publish")
+        await parts.service.stage(manifest)
+        await parts.service.activate(manifest.version)
         evaluation = await self._evaluate(tasks, "before", parts)
         self.report |= {
             "heldout_before": evaluation.to_json(),
@@ -279,7 +346,7 @@ class _Run:
 
     # ---- what stays -----------------------------------------------------------------------------
 
-    def save_latest(self, trainer: AnyTrainer, loop: ReinforcementLoop, keeper: CheckpointKeeper) -> None:
+    async def save_latest(self, trainer: Handle[Any], loop: ReinforcementLoop) -> None:
         """The resumable checkpoint of the RL stage."""
         extra = {
             "stage": "rl",
@@ -287,33 +354,31 @@ class _Run:
             "loop": dict(loop.collector_state),
             "elapsed_s": self.stop.elapsed_s,
         }
-        trainer.save(self.run.checkpoints / LATEST, extra, keeper.write)
+        await trainer.call("save", extra)
         write_json(self.run.report_file, self.report)
 
     def save_curve(self, name: str, model: AnyModel) -> None:
         """A snapshot for the learning curve, with the wall time at which it was taken."""
         self._save_model(self.run.checkpoints / CURVE / name, model)
+        self._note_curve(name)
+
+    async def save_rl_curve(self, name: str, trainer: Handle[Any]) -> None:
+        """The same, of what the trainer holds."""
+        await trainer.call("save_model", self.run.checkpoints / CURVE / name)
+        self._note_curve(name)
+
+    def _note_curve(self, name: str) -> None:
         self.metrics.write("curve", 0, {"name": name, "wall_s": self.stop.elapsed_s})
 
     def _save_model(self, directory: Path, model: AnyModel, tokenizer: Tokenizer | None = None) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(directory, model, write_more=tokenizer.save if tokenizer is not None else None)
 
-    def _save_adapters(self, trainer: AnyTrainer) -> None:
-        """The adapters alone, for what takes them beside its own base, if there are any."""
-        if trainer.adapters is None:
-            return
-        base = self.config.initial_checkpoint or str(self.run.checkpoints / MIDTRAINED)
-        try:
-            save_peft(trainer.adapters, trainer.model, self.run.checkpoints / ADAPTER, base)
-        except CheckpointError as error:
-            self.observer.say(f"no adapters are written for the peft library: {error}")
-
     def _add_stage_time(self, name: str, seconds: float) -> None:
         stages = self.report.setdefault("stages", {})
         stages[name] = stages.get(name, 0.0) + seconds
 
-    def _finish_report(self, tasks: list[Task], after: Evaluation, family: Evaluation) -> None:
+    def _finish_report(self, tasks: list[Task], after: Evaluation, family: Evaluation | None) -> None:
         environment = self.run.environment
         self.report |= {
             "name": self.config.name,
@@ -322,11 +387,12 @@ class _Run:
             "heldout_after": after.to_json(),
             "behaviour_after": after.behaviour,
             "first_edit_right_after": after.sampled["first_edit_right"],
-            "heldout_family_after": family.to_json(),
             "machine": environment.get("machine", {}),
             "versions": environment.get("versions", {}),
             "commit": environment.get("commit", ""),
         }
+        if family is not None:
+            self.report["heldout_family_after"] = family.to_json()
         write_json(self.run.report_file, self.report)
         before = self.run.read_json(self.run.path / SESSIONS_BEFORE)
         write_json(self.run.examples_file, choose_examples(tasks, before, after))
@@ -335,18 +401,18 @@ class _Run:
 class _Saver:
     """Saves after RL steps: the resumable checkpoint by time, curve snapshots by step."""
 
-    def __init__(
-        self, run: _Run, trainer: AnyTrainer, loop: ReinforcementLoop, keeper: CheckpointKeeper
-    ) -> None:
-        self._run, self._trainer, self._loop, self._keeper = run, trainer, loop, keeper
+    def __init__(self, run: _Run, trainer: Handle[Any], loop: ReinforcementLoop) -> None:
+        self._run, self._trainer, self._loop = run, trainer, loop
 
     async def __call__(self, step: int) -> None:
         settings = self._run.config.checkpoint
         if settings.curve_every_steps and step % settings.curve_every_steps == 0:
-            self._run.save_curve(f"rl-{step:05d}", self._trainer.model)
-        if self._keeper.due:
-            self.save()
+            await self._loop.settle()
+            await self._run.save_rl_curve(f"rl-{step:05d}", self._trainer)
+        if await self._trainer.call("is_due"):
+            await self.save()
 
-    def save(self) -> None:
-        """Saves now."""
-        self._run.save_latest(self._trainer, self._loop, self._keeper)
+    async def save(self) -> None:
+        """Saves now, what has passed the parity gate."""
+        await self._loop.settle()
+        await self._run.save_latest(self._trainer, self._loop)

@@ -183,12 +183,8 @@ def system_words(registry: Registry, renderer: Renderer) -> str:
 
 @contextlib.asynccontextmanager
 async def _endpoint_policy(choice: ModelChoice) -> AsyncIterator[Policy]:
-    try:
-        from etude.agent.endpoint import Endpoint, EndpointSampler, endpoint_renderer
-    except ImportError as error:
-        raise ConfigError(
-            "endpoints need httpx", field="--endpoint", received=str(error), fix="pip install 'etude[agent]'"
-        ) from error
+    from etude.agent.endpoint import Endpoint, EndpointSampler, endpoint_renderer
+
     registry = registry_named(choice.tools or "full")
     endpoint = Endpoint(
         choice.endpoint,

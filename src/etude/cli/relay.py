@@ -1,0 +1,69 @@
+"""`etude relay`: a weight store for one cluster, each of its bytes fetched once over the long link."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from etude.cli.serving_options import CertificateOption, DrainOption, HostOption, KeyOption, PortOption
+from etude.config.secrets import read_secret
+
+_GIB = 1 << 30
+
+StoreArgument = Annotated[
+    str, typer.Argument(help="The store: a directory, a URL that fsspec knows, or another relay.")
+]
+CacheOption = Annotated[Path, typer.Option("--cache", help="Directory in which files are kept.")]
+CacheSizeOption = Annotated[
+    float, typer.Option("--cache-gib", min=0.01, help="Largest size of it; the oldest versions go first.")
+]
+TokenOption = Annotated[
+    str,
+    typer.Option("--token", help="Where the token is that readers must have: file:PATH or env:NAME."),
+]
+StoreTokenOption = Annotated[
+    str, typer.Option("--store-token", help="Where the token of a relay named as the store is.")
+]
+
+
+def relay_command(
+    store: StoreArgument,
+    cache: CacheOption,
+    cache_gib: CacheSizeOption = 1024.0,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = 8670,
+    token: TokenOption = "",
+    store_token: StoreTokenOption = "",
+    drain_s: DrainOption = 5.0,
+    certificate: CertificateOption = None,
+    key: KeyOption = None,
+) -> None:
+    """Serve a weight store to a cluster's engines, until SIGTERM."""
+    # Heavy: FastAPI comes with them, and torch.
+    from etude.sandbox.server.process import Draining, check_token, open_listeners, run_server
+    from etude.weights.folders import open_folder
+    from etude.weights.relay import Relay
+    from etude.weights.server import build_app
+
+    secret = read_secret(token, "--token")
+    check_token(host, secret is not None)
+    folder = open_folder(store, read_secret(store_token, "--store-token"))
+    relay = Relay(folder, cache, int(cache_gib * _GIB))
+
+    async def is_busy() -> bool:
+        return relay.is_fetching
+
+    draining = Draining("fetches", drain_s, lambda: None, is_busy)
+    serving = run_server(
+        build_app(relay, secret),
+        "weight relay",
+        draining,
+        open_listeners(host, port),
+        note=f"of {store}" + ("" if secret else "; no token: for this machine only"),
+        certificate=certificate,
+        key=key,
+    )
+    asyncio.run(serving)

@@ -1,0 +1,92 @@
+"""`etude route replicas|lend|recall|release`: a running router's replicas, shown and moved by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from etude.cli.output import print_json
+from etude.config.secrets import bearer, read_secret
+from etude.errors import InfrastructureError, UserError
+
+NameArgument = Annotated[str, typer.Argument(help="HOST:PORT, as `etude route replicas` has it.")]
+RouterOption = Annotated[str, typer.Option("--router", help="Address of the router.")]
+TokenOption = Annotated[
+    Path | None, typer.Option("--admin-token-file", help="With the router's administrator's token, if any.")
+]
+PoolOption = Annotated[str, typer.Option(help="Pool that it works for meanwhile.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+_URL = "http://127.0.0.1:8670"
+_WITHIN_S = 180.0
+
+
+def replicas_command(
+    router: RouterOption = _URL, token: TokenOption = None, as_json: JsonOption = False
+) -> None:
+    """List a router's replicas: pools, versions, load, and which run has which of them."""
+    rows = _ask(router, token, "GET", "/router/replicas", None)["replicas"]
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        _print_row(row)
+
+
+def lend_command(
+    name: NameArgument, router: RouterOption = _URL, token: TokenOption = None, pool: PoolOption = "rollout"
+) -> None:
+    """Lend a replica to another pool, until it is recalled."""
+    _print_row(_change(router, token, name, "lend", {"pool": pool}))
+
+
+def recall_command(name: NameArgument, router: RouterOption = _URL, token: TokenOption = None) -> None:
+    """Call a replica back to its own pool; returns when it serves there. It stays until lent or released."""
+    _print_row(_change(router, token, name, "recall", {}))
+
+
+def release_command(name: NameArgument, router: RouterOption = _URL, token: TokenOption = None) -> None:
+    """Let the router's rules of lending decide over a replica again."""
+    _print_row(_change(router, token, name, "release", {}))
+
+
+def _change(router: str, token: Path | None, name: str, what: str, body: dict[str, Any]) -> dict[str, Any]:
+    return _ask(router, token, "POST", f"/router/replicas/{quote(name, safe=':')}/{what}", body)
+
+
+def _print_row(row: dict[str, Any]) -> None:
+    lent = f", lent to {row['borrower']}" if row["borrower"] else ""
+    at = row["pool"] if row["pool"] == row["home"] else f"{row['pool']} (of {row['home']})"
+    by_hand = ", by hand" if row["by_hand"] else ""
+    version = row["version"] or "no version"
+    typer.echo(f"{row['name']}: {row['state']}, {at}{by_hand}{lent}, {version}, {row['running']} running")
+
+
+def _ask(
+    router: str, token: Path | None, method: str, path: str, body: dict[str, Any] | None
+) -> dict[str, Any]:
+    import httpx
+
+    secret = None if token is None else read_secret(f"file:{token}", "--admin-token-file")
+    try:
+        answer = httpx.request(
+            method,
+            router.rstrip("/") + path,
+            json=body,
+            headers=bearer(secret),
+            timeout=_WITHIN_S,
+            trust_env=False,
+        )
+    except httpx.HTTPError as error:
+        raise InfrastructureError(
+            "the router does not answer", field="--router", received=f"{router}: {error}", fix="start it"
+        ) from error
+    if not answer.is_success:
+        try:
+            message = answer.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = answer.text[:300]
+        raise UserError(f"the router refuses: {message}", field="--router", received=answer.status_code)
+    return answer.json()

@@ -1,0 +1,112 @@
+"""`etude sample`: a cluster that plays a run's sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from typing import Annotated
+
+import typer
+
+from etude.cli.exits import EXIT_INTERRUPTED, error_console
+from etude.cli.output import print_json
+from etude.cli.progress import open_observer
+from etude.config.secrets import read_secret
+from etude.observe import Observer
+
+ControlOption = Annotated[str, typer.Option("--control", help="The run's control API, http://HOST:PORT.")]
+TokenOption = Annotated[str, typer.Option("--token", help="Where its token is: file:PATH or env:NAME.")]
+NameOption = Annotated[
+    str | None, typer.Option(help="This cluster's name, one of its own; else this machine's.")
+]
+OverrideOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Overrides of the run's configuration; repeatable."),
+]
+RelayOption = Annotated[
+    str, typer.Option("--relay", help="Short for --set weights.read_url=URL: where weights are read.")
+]
+PatienceOption = Annotated[
+    float, typer.Option("--patience-s", min=0, help="How long the run may be away before this ends.")
+]
+DrainOption = Annotated[
+    float, typer.Option("--drain-s", min=0, help="How long sessions may go on after SIGTERM.")
+]
+StoreOption = Annotated[
+    str, typer.Option("--trajectories-url", help="The run's trajectory store, as it is reached from here.")
+]
+
+
+def sample_command(
+    control: ControlOption,
+    token: TokenOption = "",
+    name: NameOption = None,
+    relay: RelayOption = "",
+    overrides: OverrideOption = None,
+    trajectories_url: StoreOption = "",
+    patience_s: PatienceOption = 600.0,
+    drain_s: DrainOption = 60.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
+) -> None:
+    """Play sessions of a run elsewhere, until it ends or SIGTERM: engine, sandboxes, weights from a relay."""
+    secret = read_secret(token, "--token")
+    chosen = list(overrides or [])
+    if relay:
+        chosen.append(f'weights.read_url="{relay}"')
+    playing = _Playing(control, secret, name or socket.gethostname(), chosen, open_observer())
+    counts, was_stopped = asyncio.run(playing.go(patience_s, drain_s, trajectories_url))
+    if as_json:
+        print_json(counts)
+    else:
+        told = ", ".join(f"{value:g} {key}" for key, value in counts.items() if value)
+        error_console().print(f"done: {told or 'nothing was to be had'}", markup=False)
+    if was_stopped:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+class _Playing:
+    """One call of the command."""
+
+    def __init__(
+        self, control: str, token: str | None, name: str, overrides: list[str], observer: Observer
+    ) -> None:
+        self._control, self._token, self._name = control, token, name
+        self._overrides, self._observer = overrides, observer
+
+    async def go(
+        self, patience_s: float, drain_s: float, trajectories_url: str
+    ) -> tuple[dict[str, float], bool]:
+        """What was done, and whether a second signal cut it short."""
+        # Heavy: torch comes with it.
+        from dataclasses import asdict
+
+        from etude.controller.clusters.client import ControlClient
+        from etude.controller.clusters.joining import sample
+
+        draining, loop = asyncio.Event(), asyncio.get_running_loop()
+        async with ControlClient(self._control, self._token) as client:
+            work = asyncio.ensure_future(
+                sample(
+                    client,
+                    self._name,
+                    self._overrides,
+                    self._observer,
+                    draining,
+                    patience_s=patience_s,
+                    drain_s=drain_s,
+                    trajectories_url=trajectories_url,
+                )
+            )
+
+            def on_signal() -> None:
+                if draining.is_set():
+                    work.cancel()
+                draining.set()
+
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, on_signal)
+            try:
+                return asdict(await work), False
+            except asyncio.CancelledError:
+                return {}, True

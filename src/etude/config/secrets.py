@@ -1,0 +1,95 @@
+"""Secrets: a configuration names where one is, and never holds it, since it is stored with the run."""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from etude.errors import ConfigError, UserError
+
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+
+def _names_a_place(source: str) -> str:
+    kind, _, name = source.partition(":")
+    if source and (kind not in ("file", "env") or not name):
+        # What was given may be the secret itself, which must not be in a message.
+        raise ValueError("must be file:PATH or env:NAME, where the secret is; what was given is not shown")
+    return source
+
+
+SecretSource = Annotated[str, AfterValidator(_names_a_place)]
+"""`file:PATH` (which only its owner may read), `env:NAME` (a variable of the environment), or empty: none."""
+
+
+def read_secret(source: str, field: str) -> str | None:
+    """The secret, without the white space around it; None where `source` is empty.
+
+    `field`: what named it, for messages, in which the secret itself never stands. Raises ConfigError where
+    there is none, where it holds more than one word, or for a file that others may read.
+    """
+    if not source:
+        return None
+    kind, _, name = source.partition(":")
+    if kind not in ("file", "env") or not name:
+        # What was given may be the secret itself, which must not be in a message.
+        raise ConfigError(
+            "says neither file:PATH nor env:NAME",
+            field=field,
+            received=f"{len(source)} characters, not shown",
+            fix="name a file that holds the token alone, or a variable that is set to it",
+        )
+    text = _read_private(Path(name), field) if kind == "file" else os.environ.get(name, "")
+    words = text.split()
+    if len(words) != 1:
+        raise ConfigError(
+            "there is no secret here" if not words else "holds more than one word",
+            field=field,
+            received=source,
+            fix="name a file that holds the token alone, or a variable that is set to it",
+        )
+    return words[0]
+
+
+def _read_private(path: Path, field: str) -> str:
+    try:
+        with path.open(encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is no text"
+        raise ConfigError(
+            f"cannot be read: {reason}", field=field, received=str(path), fix="name another file"
+        ) from error
+    if mode & 0o077:
+        raise ConfigError("others may read it", field=field, received=str(path), fix=f"chmod 600 {path}")
+    return text
+
+
+class AccessError(UserError):
+    """A request without the token that is asked for."""
+
+
+def check_bearer(headers: Mapping[str, str], token: str | None) -> None:
+    """Raises AccessError for a request without the token as its bearer, in the same time whatever it has; or,
+    where there is no token, for one by a foreign name: a web page can point its own at the loopback address.
+    """
+    if token is None:
+        asked = headers.get("host", "")
+        name = asked if asked.endswith("]") else asked.rpartition(":")[0] or asked
+        if name not in _LOOPBACK_NAMES:
+            raise AccessError("only loopback names reach this server", field="Host", received=asked)
+        return
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
+        raise AccessError("the token is missing or wrong", field="token", fix="send it as a bearer")
+
+
+def bearer(token: str | None) -> dict[str, str]:
+    """The headers of a request that presents a token; none without one."""
+    return {} if token is None else {"authorization": f"Bearer {token}"}

@@ -1,0 +1,203 @@
+"""Where the parts of a run are: in this process, or in processes of their own (`remote/arrangement.py`).
+
+Both arrangements give the loop the same: `Parts` to sample with and a `Handle` of what trains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from etude.config import ClusterConfig, PartConfig, RunConfig
+from etude.controller.colocated import ColocatedTrainer
+from etude.controller.compute import place_model
+from etude.controller.local import LocalExecutor
+from etude.controller.numerics import use_numerics
+from etude.controller.parts import Parts, open_parts
+from etude.controller.remote.evaluation import EvaluationBeside
+from etude.controller.training_part import TrainingPart, TrainingPaths
+from etude.errors import ConfigError
+from etude.inference import EngineService
+from etude.model.loading import AnyModel
+from etude.observe import MetricSink, Observer
+from etude.observe.machine import available_cores, available_memory_bytes
+from etude.protocols import Handle, Resources
+from etude.records import Task
+from etude.tokens.tokenizer import Tokenizer
+
+TRAINER, EVALUATION = "trainer", "evaluation"
+ENGINE, WORKER = "engine-", "worker-"
+"""What the names of the parts are, or begin with."""
+
+
+class PartExecutor(Protocol):
+    """An Executor that can reserve room."""
+
+    async def reserve(self, parts: list[Resources]) -> None: ...
+
+    async def spawn(
+        self, factory: Any, *arguments: Any, resources: Resources | None = None
+    ) -> Handle[Any]: ...
+
+    async def shutdown(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """The parts of a run, and where its trainer can be had."""
+
+    parts: Parts
+    training: AbstractAsyncContextManager[Handle[Any]]
+    """Opens the trainer: a Handle of a TrainingPart, or of what does as one does. Left before what follows
+    training, since it may hold processes."""
+    beside: EvaluationBeside | None = None
+    """Judges versions while others are trained."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What an arrangement needs to know of the run's directory, and where it tells what happens."""
+
+    directory: Path
+    paths: TrainingPaths
+    model: Path
+    """The directory that the model which is trained lies in."""
+    routes: Path | None
+    """Where expert routes are kept for good."""
+    snapshots: Path
+    """For vLLM."""
+    metrics: MetricSink
+    observer: Observer
+    faults: dict[str, int]
+    """Counts of what failed, of earlier sittings too."""
+    heldout: Sequence[Task] = ()
+    """What versions are judged on beside training."""
+
+
+@contextlib.asynccontextmanager
+async def open_local(
+    config: RunConfig, tokenizer: Tokenizer, model: AnyModel, place: Place, num_threads: int
+) -> AsyncIterator[Arrangement]:
+    """Everything in this process. `num_threads`: compute threads of training."""
+    use_numerics(place_model(model, config), config)
+    opening = open_parts(
+        config,
+        tokenizer,
+        model,
+        snapshots=place.snapshots,
+        routes=place.routes,
+        owner=sandbox_owner(place),
+        deterministic=keeps_schedule(config),
+    )
+    async with opening as parts:
+
+        @contextlib.asynccontextmanager
+        async def training() -> AsyncIterator[Handle[Any]]:
+            executor = LocalExecutor()
+            if config.colocated:
+                assert isinstance(parts.service, EngineService), "so RunConfig wants it"
+                await parts.service.release_memory()  # the optimiser's states are made on the device
+            with TrainingPart(
+                config,
+                model,
+                tokenizer,
+                place.paths,
+                parts.weights,
+                place.metrics,
+                place.observer,
+                parts.blobs.get,
+            ) as part:
+                threads = Resources(num_cpus=max(1, num_threads // config.parallel.ranks), part="trainer")
+                try:
+                    handle: Handle[Any] = await executor.spawn(lambda: part, resources=threads)
+                    if config.colocated:
+                        assert isinstance(parts.service, EngineService), "so RunConfig wants it"
+                        handle = await ColocatedTrainer.take_turns(handle, parts.service)
+                    yield handle
+                finally:
+                    await executor.shutdown()
+
+        yield Arrangement(parts, training())
+
+
+def sandbox_owner(place: Place) -> str:
+    """What a run's own process is known by on a sandbox server; the same when it is resumed."""
+    return f"{platform.node()}:{place.directory.resolve()}"
+
+
+def is_reproducible(config: RunConfig) -> bool:
+    """Whether the same run gives the same tokens twice: it keeps a schedule, or else the order of requests
+    changes no bit, since every sum has a fixed order and no weights change meanwhile."""
+    elsewhere = config.clusters.listen or config.elastic.router or config.engine.backend != "etude"
+    fixed = config.numerics == "invariant" and config.rl.max_staleness == 0 and not elsewhere
+    return keeps_schedule(config) or fixed
+
+
+def keeps_schedule(config: RunConfig) -> bool:
+    """Whether requests come to the engine in an order that repeats. Engines of vLLM take them as they come,
+    and so do several processes or clusters that sample or run sessions, or one that samples while another
+    trains."""
+    if config.engine.backend != "etude" or config.clusters.listen:
+        return False
+    cluster = config.cluster
+    alone = cluster.engines == 1 and not cluster.workers and not config.elastic.router
+    return config.executor == "local" or (alone and config.rl.max_staleness == 0)
+
+
+def part_resources(config: RunConfig) -> list[Resources]:
+    """What all processes of a run take, the trainer first."""
+    cluster = config.cluster
+    gpus = 1.0 if config.device == "cuda" else 0.0
+
+    def need(name: str, part: PartConfig, default_gpus: float) -> Resources:
+        num_gpus = default_gpus if part.gpus is None else part.gpus
+        return Resources(part.cpus, num_gpus, part.memory_bytes, part.failure_domain, name)
+
+    return [
+        need(TRAINER, cluster.trainer, gpus * config.parallel.ranks),
+        *(need(f"{ENGINE}{number}", cluster.engine, gpus) for number in range(cluster.engines)),
+        *(need(f"{WORKER}{number}", cluster.worker, 0.0) for number in range(cluster.workers)),
+        *([need(EVALUATION, cluster.evaluation, gpus)] if config.evaluation.every_steps else []),
+    ]
+
+
+def check_executor(config: RunConfig) -> None:
+    """Looks, before a run has a directory, whether its processes can be had. Raises ConfigError for a Ray
+    that is not installed or does not answer, ResourceError where they do not fit this machine."""
+    settings = config.cluster
+    ray = _import_ray(settings)
+    if settings.address:
+        ray.check_address(settings)
+    else:
+        has = {"CPU": float(available_cores()), "memory": float(available_memory_bytes())}
+        if config.device != "cpu":
+            has["GPU"] = float(torch.cuda.device_count())
+        ray.check_room(part_resources(config), has)
+
+
+def open_executor(settings: ClusterConfig) -> Any:
+    """The Ray executor, as a context manager. Raises ConfigError where Ray is not installed."""
+    return _import_ray(settings).RayExecutor(settings, available_cores())
+
+
+def _import_ray(settings: ClusterConfig) -> Any:
+    # Both are read when Ray is imported. It reports nothing to anybody; and a Ray that is started here takes
+    # the loopback address for this machine's own, and so listens there alone.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not settings.address:
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    try:
+        from etude.controller import ray
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            "Ray is not installed", field="executor", received="ray", fix="pip install 'etude[ray]'"
+        ) from error
+    return ray

@@ -1,0 +1,123 @@
+"""A replica that is borrowed, as one of a run's engines: checked to compute what they do, and counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from etude.config import RunConfig
+from etude.controller.compute import Place, choose_place, choose_weight_dtype
+from etude.controller.remote.engine_part import Usage
+from etude.errors import ConfigError
+from etude.inference import EngineCounters, ServiceTimes
+from etude.inference.cache import cache_type
+from etude.inference.exchange import Build
+from etude.inference.loan_client import LoanEndedError, LoanHandle
+from etude.protocols import KvPolicy
+from etude.records import PolicyVersion
+from etude.tokens.tokenizer import Tokenizer
+
+
+def engine_numerics(place: Place, weight_dtype: str, cache_dtype: str) -> dict[str, str]:
+    """What decides the bits of a token, beside weights and versions. `weight_dtype`, `cache_dtype`: as in
+    EngineConfig. Raises ConfigError for a format that these kernels do not have."""
+    return {
+        "device": place.device,
+        "kernels": place.kernels,
+        "weight_dtype": choose_weight_dtype(weight_dtype, place),
+        "cache_dtype": cache_type(cache_dtype, place.kernels, place.dtype),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a replica must be, to sample for a run."""
+
+    numerics: Mapping[str, str]
+    tokenizer: str
+    """Digest: stop texts are looked for in what tokens say."""
+    context_tokens: int
+
+    @staticmethod
+    def of(config: RunConfig, tokenizer: Tokenizer) -> Needs:
+        """Of a run with a settled configuration."""
+        place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
+        numerics = engine_numerics(place, config.engine.weight_dtype, config.engine.cache_dtype)
+        return Needs(numerics, tokenizer.digest, config.agent.max_tokens)
+
+    def check(self, about: Mapping[str, Any], url: str) -> None:
+        """Raises ConfigError for a replica that would compute other values, or cannot take its sessions."""
+        theirs = about["numerics"]
+        differing = [
+            f"{name} {wanted} here, {theirs.get(name)} there"
+            for name, wanted in self.numerics.items()
+            if theirs.get(name) != wanted
+        ]
+        if about["tokenizer"] != self.tokenizer:
+            differing.append("another tokenizer")
+        if about["max_context_tokens"] < self.context_tokens:
+            differing.append(f"contexts of {self.context_tokens} here, {about['max_context_tokens']} there")
+        if differing:
+            raise ConfigError(
+                "a replica cannot sample for this run",
+                field=url,
+                received="; ".join(differing),
+                fix="serve it with the run's tokenizer, number formats, kernels and context",
+            )
+
+
+class BorrowedEngine(LoanHandle):
+    """Implements Handle of an engine's process over a replica on loan."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        store: str,
+        needs: Needs,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_end`: told, at once, when the replica was called home. See LoanHandle."""
+        super().__init__(url, token, store)
+        self._needs = needs
+        self._on_end = on_end
+        self.drained = asyncio.Event()
+        """Set when all that it had been asked has been told, to its end."""
+        self._before: Mapping[str, float] = {}
+        """What the engine had done when the run got it."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Where it is, and nothing of what is under way."""
+        return BorrowedEngine, (self.url, self._token, self._store, self._needs)
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """See LoanHandle.call."""
+        try:
+            return await super().call(method, *arguments, **named)
+        except LoanEndedError:
+            if method == "poll":
+                self.drained.set()
+            self._on_end()
+            raise
+
+    async def _begin(self) -> Any:
+        about = await super()._begin()
+        self._needs.check(about, self.url)
+        self._before = await super()._pulse()
+        return Build(**about["build"])
+
+    async def _pulse(self) -> Any:
+        return self._usage(await super()._pulse())
+
+    async def _activate(self, version: PolicyVersion, kv: KvPolicy) -> Any:
+        return self._usage(await super()._activate(version, kv))
+
+    def _usage(self, now: Mapping[str, float]) -> Usage:
+        done = {name: value - self._before.get(name, 0) for name, value in now.items()}
+        counters = {f.name: int(done.get(f.name, 0)) for f in fields(EngineCounters)}
+        times = ServiceTimes()
+        for name in ("step_s", "waiting_s", "swap_s", "stage_s"):
+            setattr(times, name, done.get(name, 0.0))
+        return Usage(EngineCounters(**counters), times)

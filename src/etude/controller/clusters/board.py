@@ -1,0 +1,311 @@
+"""Which sessions are to be had, who has them, and until when. No I/O: a clock is given.
+
+    added ──> waiting ──claimed──> leased ──kept──────────────> ended
+                 ^                   │ lapses, is given back
+                 └───────────────────┴──too often──> exhausted ──> ended
+
+A session is kept once: a result counts only while its lease is the session's newest. A lease that has lapsed
+is still good until the session is given to somebody else. All times are of the run's own monotonic clock.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from etude.errors import ConfigError, InfrastructureError
+from etude.records import SamplingParams, Task, TrajectoryId
+
+Clock = Callable[[], float]
+_REMEMBERED = 100_000
+"""Leases that have ended, to tell a result that comes twice from one that is not known at all."""
+
+
+class UnknownMemberError(InfrastructureError):
+    """A cluster that has not joined, or has been replaced by another of its name: it must join again."""
+
+
+class Standing(StrEnum):
+    """What a result is worth."""
+
+    CURRENT = "current"
+    REPEATED = "repeated"
+    """It has been kept already."""
+    LATE = "late"
+    """The session was given to somebody else, or is wanted no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a session is made of, but for its sampler."""
+
+    task: Task
+    identity: TrajectoryId
+    rng_key: tuple[int, ...]
+    params: SamplingParams
+    training: bool
+
+
+@dataclass(slots=True, eq=False)
+class Episode:
+    """One session that somebody waits for."""
+
+    order: Order
+    min_step: int
+    """Of the weights that may sample it."""
+    num_gives: int = 0
+    lease: Lease | None = None
+    """The newest."""
+    ended: bool = False
+    cause: str = ""
+    """Of its last failure."""
+    avoids: str = ""
+    """Name of the cluster that failed last, until `avoids_until_s`: others may take the session first."""
+    avoids_until_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """A session in a cluster's hands."""
+
+    id: str
+    episode: Episode
+    member: Member
+    given_s: float
+    num_tokens: int = 0
+    """Sampled so far, as the cluster says."""
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """A cluster, from its joining until it leaves or another of its name joins."""
+
+    id: str
+    name: str
+    heard_s: float
+    step: int | None = None
+    """Of the weights that it serves; None: none that the run knows."""
+    leases: dict[str, Lease] = field(default_factory=dict[str, Lease])
+
+
+@dataclass(slots=True)
+class BoardCounts:
+    """Since the run's process began."""
+
+    given: int = 0
+    kept: int = 0
+    repeated: int = 0
+    late: int = 0
+    lapsed: int = 0
+    """Leases of clusters that were not heard of."""
+    failed: int = 0
+    """Sessions that a cluster could not run, or gave back."""
+    withdrawn: int = 0
+    """Sessions that were wanted no more."""
+    exhausted: int = 0
+    """Sessions that were given away too often."""
+
+
+class Board:
+    """See above. For one thread."""
+
+    def __init__(self, lease_s: float, max_gives: int, clock: Clock = time.monotonic) -> None:
+        self.counts = BoardCounts()
+        self.members: dict[str, Member] = {}
+        self.waiting: deque[Episode] = deque()
+        self._lease_s = lease_s
+        self._max_gives = max_gives
+        self._clock = clock
+        self._leases: dict[str, Lease] = {}
+        self._kept: dict[str, None] = {}
+
+    # ---- the run --------------------------------------------------------------------------------
+
+    def add(self, episode: Episode) -> None:
+        """From now on the session is to be had."""
+        self.waiting.append(episode)
+
+    def withdraw(self, episode: Episode) -> None:
+        """The session is wanted no more. Idempotent; nothing after its end."""
+        if episode.ended:
+            return
+        self.counts.withdrawn += 1
+        self._end(episode)
+
+    def lapse(self) -> list[Episode]:
+        """Takes back what clusters have that were not heard of; returns the sessions that are exhausted."""
+        exhausted: list[Episode] = []
+        for member in self.members.values():
+            if member.leases and not self.is_alive(member):
+                self.counts.lapsed += len(member.leases)
+                cause = f"{member.name} was not heard of for {self._lease_s:g} s"
+                exhausted += self._return_all(list(member.leases.values()), cause)
+        return exhausted
+
+    def is_alive(self, member: Member) -> bool:
+        """Whether it was heard of within a lease's time."""
+        return self._clock() - member.heard_s <= self._lease_s
+
+    @property
+    def num_alive(self) -> int:
+        """Clusters that are there."""
+        return sum(self.is_alive(member) for member in self.members.values())
+
+    # ---- clusters -------------------------------------------------------------------------------
+
+    def join(self, name: str) -> tuple[Member, list[Episode]]:
+        """A cluster has come, in place of another of its name. The second: sessions that this exhausts."""
+        exhausted: list[Episode] = []
+        for other in [member for member in self.members.values() if member.name == name]:
+            exhausted += self.leave(other)
+        member = Member(uuid.uuid4().hex, name, self._clock())
+        self.members[member.id] = member
+        return member, exhausted
+
+    def find(self, member_id: str) -> Member:
+        """The cluster, which is herewith heard of. Raises UnknownMemberError."""
+        member = self.members.get(member_id)
+        if member is None:
+            raise UnknownMemberError(
+                "this cluster has not joined, or another has joined under its name",
+                field="member",
+                received=member_id,
+                fix="join again; give every cluster a name of its own",
+            )
+        member.heard_s = self._clock()
+        return member
+
+    def leave(self, member: Member) -> list[Episode]:
+        """The cluster goes; what it has is given to others. Returns the sessions that are exhausted."""
+        self.members.pop(member.id, None)
+        leases = list(member.leases.values())
+        self.counts.failed += len(leases)
+        exhausted = self._return_all(leases, f"{member.name} has left")
+        for lease in leases:
+            self._leases.pop(lease.id, None)
+        return exhausted
+
+    def hear(self, member: Member, running: Mapping[str, int]) -> tuple[list[str], list[Episode]]:
+        """`running`: lease -> tokens sampled so far. Returns those leases that are over, so that what runs
+        there must end, and the sessions that are exhausted.
+
+        A lease that had lapsed goes on, if nobody else was given its session. One that the cluster has not
+        named for a lease's time got lost on its way there: it is taken back.
+        """
+        gone: list[str] = []
+        for lease_id, num_tokens in running.items():
+            lease = self._leases.get(lease_id)
+            if lease is None or lease.member is not member:
+                if lease_id not in self._kept:  # else the answer to its result is still under way
+                    gone.append(lease_id)
+                continue
+            lease.num_tokens = num_tokens
+            if lease_id not in member.leases:
+                member.leases[lease_id] = lease
+                self.waiting.remove(lease.episode)
+        now = self._clock()
+        lost = [
+            lease
+            for lease in member.leases.values()
+            if lease.id not in running and now - lease.given_s > self._lease_s
+        ]
+        self.counts.lapsed += len(lost)
+        return gone, self._return_all(lost, f"it did not arrive at {member.name}")
+
+    def claim(self, member: Member, most: int) -> list[Lease]:
+        """Up to `most` sessions that the cluster's weights may sample, the oldest first.
+
+        Where several clusters are there, each is given its share of what waits, so that the first to ask
+        does not leave the others idle.
+        """
+        if member.step is None or most < 1:
+            return []
+        alive, now = max(1, self.num_alive), self._clock()
+        share = -(-len(self.waiting) // alive)
+        taken: list[Episode] = []
+        for episode in self.waiting:
+            if len(taken) >= min(most, share):
+                break
+            avoided = episode.avoids == member.name and now < episode.avoids_until_s and alive > 1
+            if episode.min_step <= member.step and not avoided:
+                taken.append(episode)
+        for episode in taken:
+            self.waiting.remove(episode)
+        return [self._lease(episode, member) for episode in taken]
+
+    def standing(self, lease_id: str) -> tuple[Standing, Lease | None]:
+        """What a result under this lease is worth."""
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.episode.lease is lease and not lease.episode.ended:
+            return Standing.CURRENT, lease
+        return (Standing.REPEATED if lease_id in self._kept else Standing.LATE), None
+
+    def keep(self, lease: Lease) -> None:
+        """The session has come: it is over."""
+        self.counts.kept += 1
+        self._kept[lease.id] = None
+        while len(self._kept) > _REMEMBERED:
+            del self._kept[next(iter(self._kept))]
+        self._end(lease.episode)
+
+    def give_back(self, lease: Lease, cause: str) -> list[Episode]:
+        """The cluster could not run the session. Returns it if it is exhausted."""
+        self.counts.failed += 1
+        lease.episode.avoids = lease.member.name
+        lease.episode.avoids_until_s = self._clock() + self._lease_s
+        self._leases.pop(lease.id, None)
+        return self._return_all([lease], cause)
+
+    # ---- inside ---------------------------------------------------------------------------------
+
+    def _lease(self, episode: Episode, member: Member) -> Lease:
+        before = episode.lease
+        if before is not None:  # lapsed, and good until now
+            self._leases.pop(before.id, None)
+        episode.num_gives += 1
+        self.counts.given += 1
+        lease = Lease(uuid.uuid4().hex, episode, member, self._clock())
+        episode.lease = self._leases[lease.id] = member.leases[lease.id] = lease
+        return lease
+
+    def _return_all(self, leases: Sequence[Lease], cause: str) -> list[Episode]:
+        """The sessions wait again, before those that came later; returns those that are exhausted instead."""
+        exhausted: list[Episode] = []
+        for lease in reversed(leases):
+            if lease.member.leases.pop(lease.id, None) is None:
+                continue  # has lapsed: its session waits already
+            episode = lease.episode
+            episode.cause = cause
+            if episode.num_gives >= self._max_gives:
+                self.counts.exhausted += 1
+                self._end(episode)
+                exhausted.append(episode)
+            else:
+                self.waiting.appendleft(episode)
+        return exhausted
+
+    def _end(self, episode: Episode) -> None:
+        episode.ended = True
+        if episode in self.waiting:
+            self.waiting.remove(episode)
+        lease = episode.lease
+        if lease is not None:
+            self._leases.pop(lease.id, None)
+            lease.member.leases.pop(lease.id, None)
+
+
+def check_name(name: str) -> str:
+    """A cluster's name as records carry it. Raises ConfigError."""
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name) is None:
+        raise ConfigError(
+            "is no name for a cluster",
+            field="name",
+            received=name[:100],
+            fix="letters, digits, dots, dashes; 64 at most",
+        )
+    return name

@@ -1,0 +1,216 @@
+"""A cluster's side of the control API: one method a route. See `wire`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+
+from etude.config.secrets import bearer
+from etude.controller.clusters.board import UnknownMemberError
+from etude.controller.clusters.wire import version_document
+from etude.errors import ConfigError, InfrastructureError
+from etude.records import PolicyVersion
+
+T = TypeVar("T")
+
+_CONNECT_S = 10.0
+_QUICK_S = 30.0
+_LATE_S = 10.0
+"""After a question that waits should have been answered, it is asked anew."""
+_FAREWELL_S = 5.0
+_PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 5.0
+
+
+class ControlLostError(InfrastructureError):
+    """The run does not answer: it, or the way to it, may be away for a while."""
+
+
+class ControlClient:
+    """Asks a run's control API. For one event loop; use as an async context manager."""
+
+    def __init__(
+        self, url: str, token: str | None, transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        """`transport`: what carries requests; httpx's own unless given. Raises ConfigError for a bad URL."""
+        _check_address(url)
+        self.url = url.rstrip("/")
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            headers=bearer(token),
+            timeout=httpx.Timeout(_QUICK_S, connect=_CONNECT_S),
+            trust_env=False,
+            transport=transport,
+        )
+
+    async def __aenter__(self) -> ControlClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def run(self) -> dict[str, Any]:
+        """What the run is."""
+        return await self._ask("GET", "/v1/run")
+
+    async def join(self, name: str, api: int, makings: Mapping[str, str]) -> str:
+        """Joins; returns the id to go by. Raises ConfigError where the run does not take this cluster."""
+        body = {"name": name, "api": api, "makings": dict(makings)}
+        return str((await self._ask("POST", "/v1/join", body))["member"])
+
+    async def beat(
+        self, member: str, version: PolicyVersion | None, running: Mapping[str, int], within_s: float
+    ) -> dict[str, Any]:
+        """Says that this cluster lives; the answer must come in time. Raises UnknownMemberError where it must
+        join again."""
+        body = {"member": member, "version": _document(version), "running": dict(running)}
+        return await self._ask("POST", "/v1/beat", body, within_s=within_s)
+
+    async def manifest(self, known: str, wait_s: float) -> dict[str, Any] | None:
+        """Of the weights in service, once they are another version than that with the key `known`; None if
+        none comes within `wait_s`, which is the run's own."""
+        return await self._ask("GET", "/v1/manifest", query={"known": known}, within_s=wait_s + _LATE_S)
+
+    async def claim(
+        self, member: str, version: PolicyVersion | None, most: int, wait_s: float
+    ) -> dict[str, Any]:
+        """Asks for sessions. `wait_s`: how long the run may wait for some. Raises UnknownMemberError."""
+        body = {"member": member, "version": _document(version), "most": most}
+        return await self._ask("POST", "/v1/claim", body, within_s=wait_s + _LATE_S)
+
+    async def send(self, member: str, lease: str, data: bytes | None) -> str:
+        """A finished session; None: it lies in the trajectory store. Returns what became of it.
+
+        Raises UnknownMemberError; InfrastructureError where the run did not take it this time.
+        """
+        path, query = f"/v1/leases/{lease}/session", {"member": member}
+        if data is None:
+            query["stored"] = "true"
+        return str((await self._ask("PUT", path, content=data or b"", query=query))["standing"])
+
+    async def fail(self, member: str, lease: str, cause: str) -> None:
+        """A session that could not be run."""
+        body = {"member": member, "cause": cause[:_CAUSE_CHARACTERS]}
+        await self._ask("POST", f"/v1/leases/{lease}/failure", body)
+
+    async def leave(self, member: str) -> None:
+        """Goes; what runs here is given to others."""
+        await self._ask("POST", "/v1/leave", {"member": member}, within_s=_FAREWELL_S)
+
+    async def _ask(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        content: bytes | None = None,
+        query: Mapping[str, str] | None = None,
+        within_s: float = _QUICK_S,
+    ) -> Any:
+        timeout = httpx.Timeout(within_s, connect=min(within_s, _CONNECT_S))
+        try:
+            response = await self._http.request(
+                method, path, json=body, content=content, params=query, timeout=timeout
+            )
+        except httpx.HTTPError as error:
+            raise ControlLostError(
+                f"the run does not answer: {type(error).__name__}",
+                field="control",
+                received=self.url,
+                fix="see whether it runs, and whether the way there is open",
+            ) from error
+        if response.is_success:
+            return self._value(response)
+        raise self._error(response)
+
+    def _value(self, response: httpx.Response) -> Any:
+        try:
+            return response.json()
+        except ValueError as error:
+            raise ControlLostError(
+                "something else answers there", field="control", received=self.url
+            ) from error
+
+    def _error(self, response: httpx.Response) -> Exception:
+        told = _told(response)
+        message, fix = told.get("message") or response.text[:300], told.get("fix")
+        if response.status_code == 401:
+            return ConfigError(
+                "the run asks for a token, and got none or another",
+                field="token",
+                received=self.url,
+                fix="name where it is: --token file:PATH or env:NAME",
+            )
+        if response.status_code == 410:
+            return UnknownMemberError(message, field="member", fix=fix)
+        if response.status_code == 409:
+            return ConfigError(message, field=told.get("field"), received=told.get("received"), fix=fix)
+        # A proxy whose server is away, a run whose disk is full: asking again may help.
+        kind = ControlLostError if response.status_code >= 500 else InfrastructureError
+        return kind(
+            f"the run answers {response.status_code}: {message}", field=told.get("field"), received=self.url
+        )
+
+
+_CAUSE_CHARACTERS = 2000
+
+
+def _check_address(url: str) -> None:
+    """Raises ConfigError for what can never answer: asking it again would only look like a long outage."""
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        is_address = False
+    if not is_address:
+        raise ConfigError(
+            "is no address of a control API",
+            field="control",
+            received=url,
+            fix="http://HOST:PORT or https://HOST:PORT, as in the run's clusters.listen",
+        )
+
+
+def _told(response: httpx.Response) -> dict[str, Any]:
+    try:
+        error = response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return error if isinstance(error, dict) else {}
+
+
+def _document(version: PolicyVersion | None) -> dict[str, Any] | None:
+    return None if version is None else version_document(version)
+
+
+class Patience:
+    """Pauses between attempts, longer and longer, until a time is up. For one event loop."""
+
+    def __init__(self, within_s: float) -> None:
+        self._end_s = asyncio.get_running_loop().time() + within_s
+        self._pause_s = _PAUSE_S
+
+    async def pause(self) -> bool:
+        """Waits; False at once where the time is up."""
+        left_s = self._end_s - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            return False
+        await asyncio.sleep(min(self._pause_s, left_s))
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        return True
+
+
+async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
+    """What `work` returns; None where the event comes first, which ends it."""
+    working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
+    try:
+        await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, waiting):
+            task.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)

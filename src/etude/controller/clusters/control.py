@@ -1,0 +1,439 @@
+"""The run's side of the control API: what clusters ask, and what they are told.
+
+    run's loop ──order, announce, withdraw──> Control (its own thread's loop) <──HTTP── clusters
+               <──────arrived, tally─────────────────┘
+
+It has a loop of its own, since the run's stands still while a trainer in this process takes a step, and
+clusters must be heard meanwhile. The run's loop calls only what says so; everything else belongs to the
+control's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from etude.config import ClustersConfig
+from etude.controller.clusters.board import Board, Clock, Episode, Lease, Member, Order, Standing, check_name
+from etude.controller.clusters.inbox import Inbox
+from etude.controller.clusters.wire import (
+    API,
+    Makings,
+    manifest_document,
+    order_document,
+    version_key,
+)
+from etude.errors import ConfigError, PartLostError, StoreError
+from etude.records import PolicyVersion, Status, WeightManifest
+from etude.store.bundles import Bundle, unpack_trajectory
+from etude.weights.folders import Folder, open_folder
+
+Answer = dict[str, Any]
+Gone = Callable[[], Coroutine[Any, Any, bool]]
+"""Whether nobody waits for an answer any more."""
+Arrived = Callable[[Bundle | PartLostError | str], None]
+"""Told what became of a session: it has come, all is lost, or why it never will."""
+
+SESSIONS = "sessions"
+"""Where sessions lie in a trajectory store."""
+_KNOWN_VERSIONS = 64
+"""Published versions by which a cluster's claim to serve one is checked."""
+
+
+class DamagedSessionError(StoreError):
+    """What came is not, bit for bit, a session that was asked for."""
+
+
+class UnwrittenSessionError(StoreError):
+    """The run cannot keep a session now: a full disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunOffer:
+    """What a cluster needs to know of the run."""
+
+    name: str
+    config: str
+    """See `wire.config_document`."""
+    tokenizer: Mapping[str, str]
+    """Its files, by name."""
+    makings: Makings
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What crossed the API, as far as it is sessions."""
+
+    received_bytes: int = 0
+    """Of finished sessions, repeated ones too."""
+    damaged: int = 0
+    """Sessions that were refused: a flipped bit, half an upload, another session than was asked for."""
+    unwritten: int = 0
+    """Sessions that could not be kept: a full disk."""
+    refused_clusters: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """A session that the run waits for. Made in the run's loop, then the control's."""
+
+    order: Order
+    arrived: Arrived
+    tally: Callable[[int], None]
+    episode: Episode | None = None
+    told_tokens: int = 0
+    withdrawn: bool = False
+
+
+@dataclass(slots=True)
+class _Serving:
+    """What was announced."""
+
+    manifest: WeightManifest | None = None
+    digests: OrderedDict[tuple[str, int], str] = field(default_factory=OrderedDict[tuple[str, int], str])
+    """(lineage, step) -> digest of the newest versions."""
+
+
+class Control:
+    """See above. One per run."""
+
+    def __init__(
+        self, settings: ClustersConfig, offer: RunOffer, inbox: Inbox, clock: Clock = time.monotonic
+    ) -> None:
+        self.board = Board(settings.lease_s, settings.max_gives, clock)
+        self.traffic = Traffic()
+        self.settings = settings
+        self._offer = offer
+        self._inbox = inbox
+        self._clock = clock
+        self._store: Folder | None = None
+        if settings.trajectories_url:
+            self._store = open_folder(settings.trajectories_url)
+        self._serving = _Serving()
+        self._wanted: dict[int, Wanted] = {}
+        """By the id of their episode's object."""
+        self._news = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._finished = False
+        self._deserted_since: float | None = None
+
+    # ---- the run's loop -------------------------------------------------------------------------
+
+    def announce(self, manifest: WeightManifest) -> None:
+        """These weights are in service from now on. From any thread."""
+        self._post(self._announce, manifest)
+
+    def order(self, wanted: Wanted) -> None:
+        """Has a session played. From any thread."""
+        self._post(self._order, wanted)
+
+    def withdraw(self, wanted: Wanted) -> None:
+        """The session is wanted no more. From any thread; idempotent."""
+        self._post(self._withdraw, wanted)
+
+    def finish(self) -> None:
+        """The run has ended: clusters are told so when they ask. From any thread."""
+        self._post(self._finish)
+
+    def _post(self, work: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None, "begun with the server"
+        self._loop.call_soon_threadsafe(work, *arguments)
+
+    # ---- its own loop ---------------------------------------------------------------------------
+
+    async def begin(self) -> None:
+        """Called in the loop that it belongs to from then on."""
+        self._loop = asyncio.get_running_loop()
+        left = [] if self._store is None else await asyncio.to_thread(self._store.list, SESSIONS)
+        self._watching = asyncio.create_task(self._watch(left))
+
+    async def close(self) -> None:
+        """Ends what `begin` began."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+
+    def _announce(self, manifest: WeightManifest) -> None:
+        serving, version = self._serving, manifest.version
+        serving.manifest = manifest
+        serving.digests[version.lineage, version.step] = version.digest
+        while len(serving.digests) > _KNOWN_VERSIONS:
+            serving.digests.popitem(last=False)
+        self._tell()
+
+    def _order(self, wanted: Wanted) -> None:
+        if wanted.withdrawn:
+            return
+        step = self._serving.manifest.version.step if self._serving.manifest is not None else 0
+        wanted.episode = Episode(wanted.order, max(0, step - self.settings.max_version_lag))
+        self._wanted[id(wanted.episode)] = wanted
+        self.board.add(wanted.episode)
+        self._tell()
+
+    def _withdraw(self, wanted: Wanted) -> None:
+        wanted.withdrawn = True
+        if wanted.episode is not None and self._wanted.pop(id(wanted.episode), None) is not None:
+            self.board.withdraw(wanted.episode)
+
+    def _finish(self) -> None:
+        self._finished = True
+        self._tell()
+
+    def _tell(self) -> None:
+        """Wakes all who wait for something."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def _watch(self, left: Sequence[str]) -> None:
+        """Takes back what lapses. `left`: in the trajectory store by an earlier sitting, of which no lease is
+        good any more."""
+        try:
+            for name in left:
+                assert self._store is not None, "it was listed"
+                with contextlib.suppress(StoreError):  # the next sitting tries again
+                    await asyncio.to_thread(self._store.delete, name)
+            while True:
+                await asyncio.sleep(self.settings.lease_s / 8)
+                self._report(self.board.lapse())
+                self._look_for_clusters()
+                self._tell()
+        except Exception as error:
+            lost = PartLostError(f"the control API failed: {error!r}", field="clusters")
+            for wanted in list(self._wanted.values()):
+                wanted.arrived(lost)
+            raise
+
+    def _look_for_clusters(self) -> None:
+        """Ends what waits once nobody has been there for too long."""
+        if self.board.num_alive or not self.board.waiting:
+            self._deserted_since = None
+        elif self._deserted_since is None:
+            self._deserted_since = self._clock()
+        elif self._clock() - self._deserted_since > self.settings.patience_s:
+            error = PartLostError(
+                f"no cluster has asked for sessions for {self.settings.patience_s:g} s",
+                field="clusters.patience_s",
+                received=len(self.board.waiting),
+                fix="start one with `etude sample`, or let some run here with clusters.local_sessions",
+            )
+            for wanted in list(self._wanted.values()):
+                wanted.arrived(error)
+
+    def _report(self, exhausted: list[Episode]) -> None:
+        """Tells the run of sessions that were given away too often."""
+        for episode in exhausted:
+            wanted = self._wanted.pop(id(episode), None)
+            if wanted is not None:
+                wanted.arrived(f"given to clusters {episode.num_gives} times: {episode.cause}")
+
+    # ---- what clusters ask ----------------------------------------------------------------------
+
+    def run(self) -> Answer:
+        """What the run is."""
+        offer = self._offer
+        return {
+            "api": API,
+            "name": offer.name,
+            "config": offer.config,
+            "tokenizer": dict(offer.tokenizer),
+            "makings": dict(offer.makings.parts),
+            "lease_s": self.settings.lease_s,
+            "poll_s": self.settings.poll_s,
+            "max_result_bytes": self.settings.max_result_bytes,
+            "trajectories_url": self.settings.trajectories_url,
+        }
+
+    def join(self, name: str, api: int, makings: Mapping[str, str]) -> Answer:
+        """A cluster comes. Raises ConfigError for one that would play other sessions."""
+        try:
+            check_name(name)
+            if api != API:
+                raise ConfigError(
+                    "speaks another version of the control API", field="api", received=api, fix=f"{API} here"
+                )
+            self._offer.makings.check(makings, name)
+        except ConfigError:
+            self.traffic.refused_clusters += 1
+            raise
+        member, exhausted = self.board.join(name)
+        self._report(exhausted)
+        return {"member": member.id}
+
+    def beat(self, member_id: str, version: PolicyVersion | None, running: Mapping[str, int]) -> Answer:
+        """A cluster lives. Raises UnknownMemberError."""
+        before = self.board.find(member_id).step
+        member = self._heard(member_id, version)
+        if member.step != before:
+            self._tell()
+        gone, exhausted = self.board.hear(member, running)
+        self._report(exhausted)
+        for lease in member.leases.values():
+            wanted = self._wanted.get(id(lease.episode))
+            if wanted is not None and wanted.told_tokens != lease.num_tokens:
+                wanted.told_tokens = lease.num_tokens
+                wanted.tally(lease.num_tokens)
+        return {"gone": gone, "finished": self._finished}
+
+    async def manifest(self, known: str, gone: Gone) -> Answer | None:
+        """Of the weights in service; waits for another version than that with the key `known`. None where
+        there is none."""
+        deadline = self._clock() + self.settings.poll_s
+        while True:
+            manifest, news = self._serving.manifest, self._news
+            if manifest is not None and version_key(manifest.version) != known:
+                return manifest_document(manifest)
+            if not await self._wait(news, deadline, gone):
+                return None
+
+    async def claim(self, member_id: str, version: PolicyVersion | None, most: int, gone: Gone) -> Answer:
+        """Leases; waits for some. Raises UnknownMemberError."""
+        member = self._heard(member_id, version)
+        deadline = self._clock() + self.settings.poll_s
+        while True:
+            news = self._news
+            leases = [] if self._finished else self.board.claim(member, most)
+            if leases or self._finished or not await self._wait(news, deadline, gone):
+                break
+            if member.id not in self.board.members:
+                self.board.find(member.id)
+        return {
+            "leases": [{"lease": lease.id, **order_document(lease.episode.order)} for lease in leases],
+            "finished": self._finished,
+        }
+
+    async def _wait(self, news: asyncio.Event, deadline: float, gone: Gone) -> bool:
+        """Waits until something has changed; False when it is time to answer with nothing."""
+        left_s = deadline - self._clock()
+        if left_s <= 0 or self._finished:
+            return False
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(news.wait(), min(left_s, self.settings.lease_s / 4))
+        return not await gone()
+
+    async def take_session(self, member_id: str, lease_id: str, data: bytes) -> Answer:
+        """A finished session. It is on disk when this returns `kept`.
+
+        Raises UnknownMemberError, DamagedSessionError also for another session than was asked for, and
+        UnwrittenSessionError: then the lease goes on, and it may be sent again.
+        """
+        member = self.board.find(member_id)
+        self.traffic.received_bytes += len(data)
+        standing, lease = self.board.standing(lease_id)
+        if lease is None or lease.member is not member:
+            return self._unwanted(standing)
+        try:
+            bundle = await asyncio.to_thread(unpack_trajectory, data, self.settings.max_result_bytes)
+            self._check(bundle, lease)
+        except StoreError as error:
+            raise self._damaged(error) from error
+        trajectory = bundle.trajectory
+        if trajectory.status is Status.INFRASTRUCTURE and lease.episode.num_gives < self.settings.max_gives:
+            self._report(self.board.give_back(lease, trajectory.cause))
+            self._tell()
+            return {"standing": "failed"}
+        try:
+            await asyncio.to_thread(self._inbox.put, trajectory.id, data)
+        except StoreError as error:
+            self.traffic.unwritten += 1
+            raise UnwrittenSessionError(
+                error.message, field=error.field, received=error.received, fix=error.fix
+            ) from error
+        standing, lease = self.board.standing(lease_id)  # meanwhile it may have come twice, or be withdrawn
+        if lease is None:
+            return self._unwanted(standing)
+        wanted = self._wanted.pop(id(lease.episode), None)
+        self.board.keep(lease)
+        if wanted is not None:
+            wanted.arrived(bundle)
+        return {"standing": "kept"}
+
+    async def fetch_session(self, member_id: str, lease_id: str) -> Answer:
+        """The same of a session that lies in the trajectory store, under `session_name`."""
+        store, standing = self._store, self.board.standing(lease_id)[0]
+        if standing is not Standing.CURRENT:
+            return self._unwanted(standing)
+        try:
+            if store is None:
+                raise StoreError("the run has no trajectory store", fix="send the session itself")
+            data = await asyncio.to_thread(store.read, session_name(lease_id))
+        except StoreError as error:
+            raise self._damaged(error) from error
+        return await self.take_session(member_id, lease_id, data)
+
+    def take_failure(self, member_id: str, lease_id: str, cause: str) -> Answer:
+        """A session that the cluster could not run. Raises UnknownMemberError."""
+        member = self.board.find(member_id)
+        standing, lease = self.board.standing(lease_id)
+        if lease is None or lease.member is not member:
+            return {"standing": standing.value}
+        self._report(self.board.give_back(lease, cause))
+        self._tell()
+        return {"standing": "failed"}
+
+    def leave(self, member_id: str) -> Answer:
+        """A cluster goes. Idempotent."""
+        member = self.board.members.get(member_id)
+        if member is not None:
+            self._report(self.board.leave(member))
+            self._tell()
+        return {}
+
+    def figures(self) -> dict[str, float]:
+        """Counts of this process, and what is under way."""
+        board = self.board
+        return {
+            **{name: float(value) for name, value in asdict(board.counts).items()},
+            **{name: float(value) for name, value in asdict(self.traffic).items()},
+            "clusters": float(board.num_alive),
+            "waiting": float(len(board.waiting)),
+            "leased": float(sum(len(member.leases) for member in board.members.values())),
+        }
+
+    def _heard(self, member_id: str, version: PolicyVersion | None) -> Member:
+        member = self.board.find(member_id)
+        known = version is not None and (
+            self._serving.digests.get((version.lineage, version.step)) == version.digest
+        )
+        member.step = version.step if known and version is not None else None
+        return member
+
+    def _damaged(self, error: StoreError) -> DamagedSessionError:
+        self.traffic.damaged += 1
+        return DamagedSessionError(error.message, field=error.field, received=error.received, fix=error.fix)
+
+    def _unwanted(self, standing: Standing) -> Answer:
+        if standing is Standing.REPEATED:
+            self.board.counts.repeated += 1
+        else:
+            self.board.counts.late += 1
+        return {"standing": standing.value}
+
+    def _check(self, bundle: Bundle, lease: Lease) -> None:
+        """Raises StoreError unless this is the session that was asked for, sampled by weights that may."""
+        trajectory, episode = bundle.trajectory, lease.episode
+        if trajectory.id != episode.order.identity:
+            raise StoreError("is another session", field="id", received=str(trajectory.id))
+        if trajectory.cluster != lease.member.name:
+            raise StoreError("names another cluster", field="cluster", received=trajectory.cluster)
+        for segment in trajectory.segments:
+            for span in segment.version_spans:
+                version = span.version
+                if self._serving.digests.get((version.lineage, version.step)) != version.digest:
+                    raise StoreError(
+                        "was sampled by weights of another run", field="version", received=str(version)
+                    )
+                if version.step < episode.min_step:
+                    raise StoreError(
+                        "was sampled by weights that are too old", field="version", received=str(version)
+                    )
+
+
+def session_name(lease_id: str) -> str:
+    """Where a cluster puts a session in the trajectory store; it deletes it once that is answered."""
+    return f"{SESSIONS}/{lease_id}.session"

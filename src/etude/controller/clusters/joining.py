@@ -1,0 +1,161 @@
+"""From the address of a run's control API to a cluster that plays its sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.config import RunConfig, load_config
+from etude.controller.backends import open_run_backend
+from etude.controller.clusters.client import ControlClient, ControlLostError, Patience, unless
+from etude.controller.clusters.sampling import SamplingCluster, SamplingCounts, Site, Terms
+from etude.controller.clusters.wire import API, Makings
+from etude.controller.compute import use_sampling_threads
+from etude.controller.corpus import make_renderer
+from etude.controller.engines import make_engine
+from etude.controller.numerics import settle_numerics
+from etude.environment.episodes import Environment, EpisodeLimits
+from etude.errors import ConfigError, InfrastructureError, SamplerError
+from etude.inference import EngineService
+from etude.observe import Observer
+from etude.store.blobs import MemoryBlobs
+from etude.tokens.tokenizer import Tokenizer
+from etude.weights import make_subscriber
+from etude.weights.folders import UnavailableError, open_folder
+from etude.weights.opening import check_reading
+
+
+async def sample(
+    client: ControlClient,
+    name: str,
+    overrides: Sequence[str],
+    observer: Observer,
+    draining: asyncio.Event,
+    *,
+    patience_s: float = 600.0,
+    drain_s: float = 60.0,
+    trajectories_url: str = "",
+) -> SamplingCounts:
+    """Plays sessions of the run at `client` until it ends, or `draining` is set and what runs has ended.
+
+    `overrides`: of the run's configuration, as far as they do not decide what a session is: `weights.*`,
+    `engine.*`, `sandbox.backend`. `patience_s`: how long the run may be away. `trajectories_url`: where this
+    cluster finds the run's trajectory store, if it has one, under another address than the run.
+
+    Raises ConfigError for what does not fit the run or this machine, StoreError for weights that may not be
+    read here, ControlLostError, SamplerError.
+    """
+    run = await unless(draining, _described(client, patience_s, name, observer))
+    if run is None:
+        return SamplingCounts()
+    with tempfile.TemporaryDirectory(prefix="etude-sample-") as directory:
+        config, tokenizer = _take_over(run, Path(directory), overrides)
+    store_url = trajectories_url or run["trajectories_url"]
+    store = open_folder(store_url) if store_url and run["trajectories_url"] else None
+    terms = Terms(run["lease_s"], run["poll_s"], run["max_result_bytes"], store)
+    with contextlib.suppress(UnavailableError):  # a relay that is not up yet; a wrong token will not mend
+        await unless(draining, asyncio.to_thread(check_reading, config.weights))
+    async with open_site(config, tokenizer, name) as site:
+        _check_alike(site.makings, run["makings"], name)
+        cluster = SamplingCluster(client, name, site, terms, observer, patience_s, drain_s)
+        await cluster.play(draining)
+    return cluster.counts
+
+
+async def _described(
+    client: ControlClient, patience_s: float, name: str, observer: Observer
+) -> dict[str, Any]:
+    """What the run says of itself; waits for one that has not begun."""
+    patience, was_told = Patience(patience_s), False
+    while True:
+        try:
+            run = await client.run()
+        except ControlLostError:
+            if patience_s and not was_told:
+                observer.say(f"{name}: waits up to {patience_s:g} s for a run at {client.url}")
+                was_told = True
+            if not await patience.pause():
+                raise
+        else:
+            break
+    if run.get("api") != API:
+        raise ConfigError(
+            f"speaks version {run.get('api')} of the control API, and this is {API}",
+            field="control",
+            received=client.url,
+            fix="install the run's version here",
+        )
+    return run
+
+
+def _take_over(
+    run: Mapping[str, Any], directory: Path, overrides: Sequence[str]
+) -> tuple[RunConfig, Tokenizer]:
+    """The run's settled configuration with this cluster's own values, and its tokenizer."""
+    try:
+        (directory / "run.toml").write_text(run["config"], encoding="utf-8")
+        for file, text in run["tokenizer"].items():
+            (directory / Path(file).name).write_text(text, encoding="utf-8")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InfrastructureError(f"the run does not describe itself: {error!r}", field="control") from error
+    config = load_config(directory / "run.toml", overrides)
+    if not config.weights.read_url and not config.weights.url:
+        raise ConfigError(
+            "says nowhere where to read weights",
+            field="weights.read_url",
+            fix="--set weights.read_url=http://HOST:PORT, a relay of this cluster (`etude relay`)",
+        )
+    for field, received, needed in (
+        ("executor", config.executor, "local"),
+        ("engine.backend", config.engine.backend, "etude"),
+    ):
+        if received != needed:
+            raise ConfigError(
+                f"must be {needed!r}: a cluster's engine is in the process of its sessions",
+                field=field,
+                received=received,
+                fix="start `etude sample` once for each engine, with names of their own",
+            )
+    return settle_numerics(config), Tokenizer.load(directory)
+
+
+def _check_alike(own: Makings, of_run: Mapping[str, str], name: str) -> None:
+    """Raises ConfigError where this cluster would play other sessions: the run would refuse it, too."""
+    Makings(of_run).check(own.parts, name)
+
+
+@contextlib.asynccontextmanager
+async def open_site(config: RunConfig, tokenizer: Tokenizer, name: str) -> AsyncIterator[Site]:
+    """Engine and sandboxes of a cluster; stopped on the way out. Nothing is in service yet.
+
+    Raises ResourceError, ConfigError where they cannot be had here.
+    """
+    use_sampling_threads(config)
+    backend = open_run_backend(config.sandbox, f"cluster/{name}")
+    try:
+        renderer, blobs = make_renderer(tokenizer), MemoryBlobs()
+        limits = EpisodeLimits.from_config(config)
+        environment = Environment(backend, renderer, limits, config.rl.reward, blobs.put)
+        engine = make_engine(config, tokenizer)
+        async with EngineService(engine, make_subscriber(config.weights).fetch, None) as service:
+
+            def check() -> None:
+                if service.failure is not None:
+                    raise SamplerError("the engine has failed", received=repr(service.failure))
+
+            yield Site(
+                environment,
+                service,
+                service,
+                blobs,
+                Makings.of(config, renderer),
+                config.engine.num_slots,
+                config.rl.kv_on_update,
+                check,
+            )
+    finally:
+        await backend.close()

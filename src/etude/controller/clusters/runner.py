@@ -1,0 +1,312 @@
+"""Sessions of a run that other clusters play: the run's own side.
+
+collector ──run──> ClusterRunner ──order──> Control <──HTTP── clusters
+                        ^                      │
+                        └──bundle, on disk─────┘      weights in service ──AnnouncingSink──> Control
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from etude.config import ClustersConfig, RunConfig
+from etude.config.secrets import read_secret
+from etude.controller.clusters.board import Order
+from etude.controller.clusters.control import Control, RunOffer, Wanted
+from etude.controller.clusters.inbox import Inbox
+from etude.controller.clusters.wire import Makings, config_document
+from etude.environment.fork_groups import ForkedEpisode, ForkPlan
+from etude.environment.runners import ForkingRunner
+from etude.errors import ConfigError, PartLostError, WeightUpdateError
+from etude.observe import MetricSink, Observer
+from etude.protocols import EpisodeRunner, KvPolicy, Sampler, TokenTally, WeightSink
+from etude.records import (
+    BlobRef,
+    PolicyVersion,
+    SamplingParams,
+    Status,
+    Task,
+    Trajectory,
+    TrajectoryId,
+    WeightManifest,
+)
+from etude.store.bundles import Bundle
+from etude.store.trajectories import TrajectoryLog
+from etude.tokens.renderer import Renderer
+from etude.tokens.tokenizer import Tokenizer
+
+KIND = "clusters"
+"""Of the rows of metrics: one per version in service."""
+INBOX = "inbox"
+
+PutBlob = Callable[[NDArray[Any]], BlobRef]
+
+
+class ClusterRunner:
+    """Implements ForkingRunner: a session is played by whichever cluster asks for it, one that is forked by
+    the run's own. For one event loop."""
+
+    def __init__(
+        self,
+        here: EpisodeRunner,
+        control: Control,
+        inbox: Inbox,
+        put_blob: PutBlob,
+        local_sessions: int,
+        max_staleness: int,
+    ) -> None:
+        """`here`: plays `local_sessions` of them at once. `put_blob`: where the run keeps expert routes.
+        `max_staleness`: of what came before the run was resumed."""
+        self.num_from_inbox = 0
+        """Sessions that had come before the run was resumed."""
+        self.serving: PolicyVersion | None = None
+        """The weights in service."""
+        self._here = here
+        self._control = control
+        self._inbox = inbox
+        self._put_blob = put_blob
+        self._local_sessions = local_sessions
+        self._max_staleness = max_staleness
+        self._num_here = 0
+        self._earlier = len(inbox) > 0
+
+    async def run(
+        self,
+        task: Task,
+        identity: TrajectoryId,
+        sampler: Sampler,
+        rng_key: tuple[int, ...],
+        params: SamplingParams,
+        training: bool = False,
+    ) -> Trajectory:
+        """See EpisodeRunner.run. Raises PartLostError when no cluster has been there for too long."""
+        order = Order(task, identity, rng_key, params, training)
+        kept = self._kept(identity) if self._earlier else None
+        if kept is not None:
+            self.num_from_inbox += 1
+            return kept
+        if self._num_here < self._local_sessions:
+            self._num_here += 1
+            try:
+                return await self._here.run(task, identity, sampler, rng_key, params, training)
+            finally:
+                self._num_here -= 1
+        return await self._elsewhere(order, sampler)
+
+    async def run_forked(
+        self,
+        task: Task,
+        identity: TrajectoryId,
+        sampler: Sampler,
+        rng_key: tuple[int, ...],
+        params: SamplingParams,
+        plan: ForkPlan,
+    ) -> ForkedEpisode:
+        """See ForkingRunner.run_forked. Played here, however few `local_sessions` there are: what leaves a
+        session shares its sandboxes and its engine."""
+        assert isinstance(self._here, ForkingRunner), "an environment is"
+        self._num_here += 1
+        try:
+            return await self._here.run_forked(task, identity, sampler, rng_key, params, plan)
+        finally:
+            self._num_here -= 1
+
+    def _kept(self, identity: TrajectoryId) -> Trajectory | None:
+        """What came before the run was resumed, if these weights may still be trained on it."""
+        bundle, serving = self._inbox.find(identity), self.serving
+        if bundle is None or serving is None:
+            return None
+        for segment in bundle.trajectory.segments:
+            for version in (span.version for span in segment.version_spans):
+                if version.lineage != serving.lineage or version.step > serving.step:
+                    return None  # steps that the resumed run takes anew
+                if version.step == serving.step and version.digest != serving.digest:
+                    return None
+                if version.step < serving.step - self._max_staleness:
+                    return None
+        return bundle.settle(self._put_blob)
+
+    async def _elsewhere(self, order: Order, sampler: Sampler) -> Trajectory:
+        loop = asyncio.get_running_loop()
+        outcome: asyncio.Future[Bundle | PartLostError | str] = loop.create_future()
+
+        def settle(result: Bundle | PartLostError | str) -> None:
+            if not outcome.done():
+                outcome.set_result(result)
+
+        def tally(num_tokens: int) -> None:
+            if isinstance(sampler, TokenTally):
+                sampler.tally(num_tokens)
+
+        wanted = Wanted(
+            order,
+            lambda result: _call(loop, settle, result),
+            lambda num_tokens: _call(loop, tally, num_tokens),
+        )
+        self._control.order(wanted)
+        try:
+            result = await outcome
+        finally:
+            self._control.withdraw(wanted)
+        if isinstance(result, PartLostError):
+            raise result
+        if isinstance(result, Bundle):
+            trajectory = result.settle(self._put_blob)
+            tally(trajectory.num_sampled_tokens)
+            return trajectory
+        return Trajectory(order.identity, (), (), Status.INFRASTRUCTURE, result)
+
+
+def _call(loop: asyncio.AbstractEventLoop, function: Callable[[Any], None], value: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the run's loop has ended: nobody waits
+        loop.call_soon_threadsafe(function, value)
+
+
+class AnnouncingSink:
+    """Implements WeightSink: what comes into service here is announced to the clusters."""
+
+    def __init__(
+        self, inner: WeightSink, control: Control, on_announced: Callable[[PolicyVersion], None]
+    ) -> None:
+        """`on_announced`: told what was announced."""
+        self._inner = inner
+        self._control = control
+        self._on_announced = on_announced
+        self._staged: WeightManifest | None = None
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        """See WeightSink.stage."""
+        await self._inner.stage(manifest)
+        self._staged = manifest
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
+        """See WeightSink.activate."""
+        await self._inner.activate(version, kv)
+        if self._staged is None or self._staged.version != version:
+            raise WeightUpdateError("version is not staged", field="version", received=str(version))
+        self._control.announce(self._staged)
+        self._on_announced(version)
+
+    def current(self) -> PolicyVersion | None:
+        """See WeightSink.current."""
+        return self._inner.current()
+
+
+@dataclass(frozen=True, slots=True)
+class Players:
+    """Who plays a run's sessions, and what its weights are brought to."""
+
+    runner: EpisodeRunner
+    sink: WeightSink
+
+
+@contextlib.asynccontextmanager
+async def open_clusters(
+    config: RunConfig,
+    renderer: Renderer,
+    here: Players,
+    put_blob: PutBlob,
+    log: TrajectoryLog,
+    directory: Path,
+    metrics: MetricSink,
+    observer: Observer,
+) -> AsyncIterator[Players]:
+    """Who plays the run's sessions: `here` alone where the configuration names no clusters.
+
+    `directory`: of the run. Raises ConfigError, and StoreError for an address that cannot be had.
+    """
+    settings = config.clusters
+    if not settings.listen:
+        yield here
+        return
+    from etude.controller.clusters.server import build_app
+    from etude.weights.server import ServerThread
+
+    inbox = Inbox(directory / INBOX, settings.max_result_bytes)
+    inbox.sweep(log.contains)
+    control = Control(settings, make_offer(config, renderer), inbox)
+    runner = ClusterRunner(
+        here.runner, control, inbox, put_blob, settings.local_sessions, config.rl.max_staleness
+    )
+
+    def count() -> None:
+        step = runner.serving.step if runner.serving is not None else 0
+        metrics.write(KIND, step, {**control.figures(), "from_inbox": float(runner.num_from_inbox)})
+
+    def note(version: PolicyVersion) -> None:
+        runner.serving = version
+        inbox.sweep(log.contains)
+        count()
+
+    app = build_app(control, read_secret(settings.token, "clusters.token"))
+    host, port = settings.address
+    with ServerThread(
+        app, host, port, _path(settings.certificate), _path(settings.certificate_key)
+    ) as server:
+        command = sampling_command(server.url, settings)
+        observer.say(f"control API at {server.url}: `{command}` plays sessions")
+        try:
+            yield Players(runner, AnnouncingSink(here.sink, control, note))
+        finally:
+            inbox.sweep(log.contains)
+            count()
+            control.finish()
+            await asyncio.sleep(min(_FAREWELL_S, settings.lease_s / 4))
+
+
+def sampling_command(url: str, settings: ClustersConfig) -> str:
+    """What is typed in another cluster to play sessions of the run at `url`."""
+    token = f" --token {settings.token}" if settings.token else ""
+    return f"etude sample --control {url}{token} --relay http://RELAY:PORT"
+
+
+_FAREWELL_S = 2.0
+"""In which clusters that wait for sessions are told that there are none any more."""
+
+
+def check_clusters(settings: ClustersConfig) -> None:
+    """Refuses what the control API could not begin with: an address that is taken or that others reach
+    without a token, a token or a certificate that cannot be read. Raises ConfigError."""
+    if not settings.listen:
+        return
+    from etude.sandbox.server.process import check_token, open_listeners
+
+    check_token(settings.address[0], read_secret(settings.token, "clusters.token") is not None)
+    for listener in open_listeners(*settings.address):
+        listener.close()
+    if settings.certificate:
+        try:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(settings.certificate, settings.certificate_key or None)
+        except (OSError, ssl.SSLError) as error:
+            raise ConfigError(
+                f"cannot be used: {error}",
+                field="clusters.certificate",
+                received=settings.certificate,
+                fix="name the PEM files of a certificate and of its key",
+            ) from error
+
+
+def make_offer(config: RunConfig, renderer: Renderer) -> RunOffer:
+    """What clusters are told of a run with this settled configuration."""
+    makings = Makings.of(config, renderer)
+    return RunOffer(config.name, config_document(config), _tokenizer_files(renderer.tokenizer), makings)
+
+
+def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
+    with tempfile.TemporaryDirectory(prefix="etude-tokenizer-") as directory:
+        tokenizer.save(Path(directory))
+        return {path.name: path.read_text(encoding="utf-8") for path in Path(directory).iterdir()}
+
+
+def _path(text: str) -> Path | None:
+    return Path(text) if text else None

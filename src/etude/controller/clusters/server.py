@@ -1,0 +1,163 @@
+"""The control API over HTTP. See `wire` for its routes, `control` for what they do."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
+
+from etude.config.secrets import AccessError, check_bearer
+from etude.controller.clusters.board import UnknownMemberError
+from etude.controller.clusters.control import Control, DamagedSessionError, UnwrittenSessionError
+from etude.errors import ConfigError, UserError
+from etude.records import PolicyVersion
+from etude.sandbox.server.error_answers import answer_errors
+from etude.sandbox.server.streams import Json, read_body, read_request
+from etude.sandbox.wire_types import Fields, checked
+
+MOST_CLAIMED = 4096
+"""Sessions that a cluster may ask for at once."""
+_BODY_BYTES = 1 << 20
+_NONE = type(None)
+_STATUSES: dict[type[Exception], int] = {
+    AccessError: 401,
+    ConfigError: 409,
+    UnknownMemberError: 410,
+    DamagedSessionError: 422,
+    UnwrittenSessionError: 507,
+}
+_JOIN: Fields = {"name": (str,), "api": (int,), "makings": (dict,)}
+_BEAT: Fields = {"member": (str,), "version": (dict, _NONE), "running": (dict,)}
+_CLAIM: Fields = {"member": (str,), "version": (dict, _NONE), "most": (int,)}
+_VERSION: Fields = {
+    "lineage": (str,),
+    "step": (int,),
+    "digest": (str,),
+    "format": (str,),
+    "adapter": (str, _NONE),
+}
+_MEMBER: Fields = {"member": (str,)}
+_FAILURE: Fields = {"member": (str,), "cause": (str,)}
+router = APIRouter(prefix="/v1")
+
+
+def build_app(control: Control, token: str | None) -> FastAPI:
+    """An ASGI application over a run's control. `token`: what clusters must present as a bearer; None:
+    whoever reaches it by a loopback name is let in."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await control.begin()
+        try:
+            yield
+        finally:
+            await control.close()
+
+    async def check(request: Request) -> None:
+        check_bearer(request.headers, token)
+
+    app = FastAPI(title="Étude control", lifespan=lifespan, openapi_url=None)
+    app.state.control = control
+    app.include_router(router, dependencies=[Depends(check)])
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Json({"status": "healthy"})
+
+    @app.get("/metrics", dependencies=[Depends(check)])
+    async def metrics() -> Response:
+        rows = [
+            f"# TYPE etude_clusters_{name} gauge\netude_clusters_{name} {value:g}\n"
+            for name, value in control.figures().items()
+        ]
+        return PlainTextResponse("".join(rows), media_type="text/plain; version=0.0.4")
+
+    answer_errors(app, lambda request, error: None, _STATUSES)
+    return app
+
+
+def _control(request: Request) -> Control:
+    return request.app.state.control
+
+
+async def _fields(request: Request, fields: Fields) -> dict[str, Any]:
+    raw, _ = await read_request(request, _BODY_BYTES)
+    return checked(raw, fields)
+
+
+@router.get("/run")
+async def get_run(request: Request) -> Response:
+    """What the run is."""
+    return Json(_control(request).run())
+
+
+@router.get("/manifest")
+async def get_manifest(request: Request, known: str = "") -> Response:
+    """Of the weights in service, once they are another version than `known`, its key; null if none comes."""
+    return Json(await _control(request).manifest(known, request.is_disconnected))
+
+
+@router.post("/join")
+async def join(request: Request) -> Response:
+    """A cluster comes."""
+    named = await _fields(request, _JOIN)
+    makings = {str(name): str(value) for name, value in named["makings"].items()}
+    return Json(_control(request).join(named["name"], named["api"], makings))
+
+
+@router.post("/beat")
+async def beat(request: Request) -> Response:
+    """A cluster lives."""
+    named = await _fields(request, _BEAT)
+    running = named["running"]
+    if not all(isinstance(number, int) and number >= 0 for number in running.values()):
+        raise UserError("must be numbers of tokens by lease", field="running", fix="mend the request")
+    return Json(_control(request).beat(named["member"], _version(named), running))
+
+
+@router.post("/claim")
+async def claim(request: Request) -> Response:
+    """A cluster asks for sessions."""
+    named = await _fields(request, _CLAIM)
+    if not 0 < named["most"] <= MOST_CLAIMED:
+        raise UserError(f"must be 1 to {MOST_CLAIMED}", field="most", received=named["most"], fix="mend it")
+    answer = await _control(request).claim(
+        named["member"], _version(named), named["most"], request.is_disconnected
+    )
+    return Json(answer)
+
+
+@router.put("/leases/{lease}/session")
+async def put_session(lease: str, member: str, request: Request, stored: bool = False) -> Response:
+    """A finished session; with `stored` it lies in the trajectory store."""
+    control = _control(request)
+    if stored:
+        return Json(await control.fetch_session(member, lease))
+    data = await read_body(request, control.settings.max_result_bytes)
+    return Json(await control.take_session(member, lease, data))
+
+
+@router.post("/leases/{lease}/failure")
+async def put_failure(lease: str, request: Request) -> Response:
+    """A session that could not be run."""
+    named = await _fields(request, _FAILURE)
+    return Json(_control(request).take_failure(named["member"], lease, named["cause"]))
+
+
+@router.post("/leave")
+async def leave(request: Request) -> Response:
+    """A cluster goes."""
+    return Json(_control(request).leave((await _fields(request, _MEMBER))["member"]))
+
+
+def _version(named: dict[str, Any]) -> PolicyVersion | None:
+    raw = named.get("version")
+    if raw is None:
+        return None
+    try:
+        return PolicyVersion(**checked(raw, _VERSION))
+    except ValueError as error:
+        raise UserError(f"is no version: {error}", field="version", fix="mend the request") from error

@@ -1,0 +1,158 @@
+"""What a run and its clusters say to each other, as plain JSON values.
+
+    GET  /v1/run                what the run is: configuration, tokenizer, how it is built
+    POST /v1/join               a cluster comes: its name, how it is built       -> its id
+    POST /v1/beat               it lives; what runs, how far                     -> what is over, new weights
+    GET  /v1/manifest           of the weights in service
+    POST /v1/claim              asks for sessions, waits for some                -> leases
+    PUT  /v1/leases/ID/session  a finished session, or where it lies             -> what became of it
+    POST /v1/leases/ID/failure  it could not be run
+    POST /v1/leave              the cluster goes
+
+Everything but `/health` asks for the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from etude.agent import core_registry
+from etude.config import RlConfig, RunConfig, SandboxConfig, dump_config
+from etude.controller.clusters.board import Order
+from etude.environment.wire import task_document, task_of
+from etude.errors import ConfigError, InfrastructureError
+from etude.inference.exchange import Build
+from etude.records import PolicyVersion, SamplingParams, TensorEntry, TrajectoryId, WeightManifest
+from etude.tokens.renderer import Renderer
+
+API = 1
+"""Version of this protocol: both sides refuse another one's."""
+
+_SHARED = ("name", "seed", "num_threads", "device", "dtype", "numerics", "tokenizer", "model", "agent")
+"""What a cluster takes over of a run's configuration, besides parts of `sandbox`, `engine` and `rl`."""
+_LOCAL_SANDBOX = {"backend", "server", "token", "patience_s"}
+
+
+@dataclass(frozen=True, slots=True)
+class Makings:
+    """What decides the bits of a session, by name: two processes in which one differs do not play alike."""
+
+    parts: Mapping[str, str]
+
+    @staticmethod
+    def of(config: RunConfig, renderer: Renderer) -> Makings:
+        """This process's, under a settled configuration."""
+        build = Build.here(config.model)
+        sandbox = config.sandbox.model_dump_json(exclude=_LOCAL_SANDBOX)
+        return Makings(
+            {
+                "machine": f"{build.machine} {build.byte_order}",
+                **{f"version of {name}": version for name, version in build.versions.items()},
+                "model": build.model,
+                "tokenizer": renderer.tokenizer.digest,
+                "template": renderer.template_digest,
+                "tools": core_registry().digest,
+                "agent": config.agent.model_dump_json(),
+                "sandbox": sandbox,
+                "reward": config.rl.reward.model_dump_json(),
+                "numerics": config.numerics,
+            }
+        )
+
+    def check(self, found: Mapping[str, str], name: str) -> None:
+        """Raises ConfigError where `found`, of the cluster of this name, differs."""
+        differing = sorted(
+            key for key in {*self.parts, *found} if self.parts.get(key, "") != found.get(key, "")
+        )
+        if differing:
+            shown = (f"{k}: {_short(self.parts, k)} in the run, {_short(found, k)} there" for k in differing)
+            raise ConfigError(
+                f"the cluster {name} would play other sessions than the run",
+                field=differing[0],
+                received="; ".join(shown),
+                fix="install the same versions there, and override nothing that decides sessions",
+            )
+
+
+def _short(parts: Mapping[str, str], key: str) -> str:
+    value = parts.get(key, "nothing")
+    return value if len(value) <= 40 else f"{blake3(value.encode()).hexdigest()[:12]} (digest)"
+
+
+def config_document(config: RunConfig) -> str:
+    """A settled configuration as another cluster may have it: without what is the run's own affair."""
+    taken = {name: getattr(config, name) for name in _SHARED}
+    defaults = SandboxConfig()
+    own = {name: getattr(defaults, name) for name in _LOCAL_SANDBOX - {"backend"}}
+    taken["sandbox"] = config.sandbox.model_copy(update=own)
+    taken["engine"] = config.engine
+    if config.engine.drafts == "mtp":  # their layers lie in the run's checkpoint
+        taken["engine"] = config.engine.model_copy(update={"drafts": "ngram", "speculative_tokens": 0})
+    taken["rl"] = RlConfig(reward=config.rl.reward, kv_on_update=config.rl.kv_on_update)
+    return dump_config(RunConfig().model_copy(update=taken))
+
+
+def order_document(order: Order) -> dict[str, Any]:
+    """One session to be played."""
+    return {
+        "task": task_document(order.task),
+        "id": list(asdict(order.identity).values()),
+        "rng_key": list(order.rng_key),
+        "params": asdict(order.params),
+        "training": order.training,
+    }
+
+
+def order_of(raw: Mapping[str, Any]) -> Order:
+    """What `order_document` wrote. Raises InfrastructureError for anything else."""
+    try:
+        return Order(
+            task_of(raw["task"]),
+            TrajectoryId(*raw["id"]),
+            tuple(int(part) for part in raw["rng_key"]),
+            SamplingParams(**raw["params"]),
+            bool(raw["training"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InfrastructureError(f"the run sent no session: {error!r}", field="claim") from error
+
+
+def version_document(version: PolicyVersion) -> dict[str, Any]:
+    """A version of the weights."""
+    return asdict(version)
+
+
+def version_key(version: PolicyVersion | None) -> str:
+    """Tells versions apart, also those of which the weights are the same; empty for none."""
+    return "" if version is None else f"{version}:{version.digest}"
+
+
+def manifest_document(manifest: WeightManifest) -> dict[str, Any]:
+    """A manifest whole."""
+    return {
+        "version": asdict(manifest.version),
+        "tensors": [[e.name, list(e.shape), e.dtype, e.digest, list(e.cuts)] for e in manifest.tensors],
+        "url": manifest.url,
+        "base": None if manifest.base is None else asdict(manifest.base),
+    }
+
+
+def manifest_of(raw: Mapping[str, Any]) -> WeightManifest:
+    """What `manifest_document` wrote. Raises InfrastructureError for anything else."""
+    try:
+        base = raw["base"]
+        return WeightManifest(
+            PolicyVersion(**raw["version"]),
+            tuple(
+                TensorEntry(name, tuple(shape), dtype, digest, tuple(cuts))
+                for name, shape, dtype, digest, cuts in raw["tensors"]
+            ),
+            str(raw["url"]),
+            None if base is None else PolicyVersion(**base),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise InfrastructureError(f"the run sent no manifest: {error!r}", field="manifest") from error

@@ -1,0 +1,208 @@
+"""Next-token training on several ranks, as one trainer.
+
+    documents: the first rank's mixture draws ──all of a step──> every rank: its share ──> sums of gradients
+    checkpoints: every rank writes its shards, the first one the mixture's place beside them
+
+Which documents a step has does not depend on the number of ranks, and neither does what is counted of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etude.config import ModelConfig, NextTokenConfig, RunConfig
+from etude.controller.ranks import ModelPlan, OnlyHere, Saving, how_to_save, open_team
+from etude.model import LanguageModel
+from etude.training import NextTokenTrainer
+from etude.training.checkpoints import FollowingWriter, WriteCheckpoint, read_state, save_checkpoint
+from etude.training.optimizer import OffendingBatches
+from etude.training.parallel.mesh_ranks import MeshRanks
+from etude.training.parallel.team import Team
+from etude.training.pretraining import Batches, Document
+from etude.training.pretraining.trainer import DraftTraining
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """What every rank makes its trainer from."""
+
+    model: ModelPlan
+    config: NextTokenConfig
+    drafts: DraftTraining | None
+    """It travels as the first rank has it."""
+    offending: Path
+    asynchronous: bool
+
+
+class _HandedOn:
+    """The documents that the first rank has drawn for a step. Implements Batches: on the first rank all but
+    drawing is its mixture's, on others there is nothing else."""
+
+    def __init__(self, source: Batches | None) -> None:
+        self._source = source
+        self.documents: list[Document] = []
+
+    @property
+    def exhausted(self) -> bool:
+        """See Batches."""
+        return self._source is not None and self._source.exhausted
+
+    def draw(self) -> list[Document]:
+        """See Batches."""
+        return self.documents
+
+    def figures(self) -> Mapping[str, float]:
+        """See Batches."""
+        return self._source.figures() if self._source is not None else {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """See Batches."""
+        return self._source.state_dict() if self._source is not None else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See Batches."""
+        if self._source is not None:
+            self._source.load_state_dict(state)
+
+
+class NextTokenRank:
+    """One rank's trainer."""
+
+    def __init__(
+        self, ranks: MeshRanks, plan: _Plan, model: OnlyHere[LanguageModel], batches: OnlyHere[Batches]
+    ) -> None:
+        """`model` and `batches`: the first rank's."""
+        own = plan.model.place(model, ranks)
+        self._batches = _HandedOn(batches.value)
+        self._writer = FollowingWriter(asynchronous=plan.asynchronous)
+        keep = plan.config.optimizer.keep_offending
+        offending = OffendingBatches(plan.offending, keep, ranks.rank)
+        self.trainer = NextTokenTrainer(own, self._batches, plan.config, plan.drafts, ranks, offending)
+
+    def step(self, documents: list[Document]) -> Mapping[str, float]:
+        """See NextTokenTrainer.step; on these documents."""
+        self._batches.documents = documents
+        return self.trainer.step()
+
+    def evaluate(self, documents: Sequence[Document]) -> float:
+        """See NextTokenTrainer."""
+        return self.trainer.evaluate(documents)
+
+    def set_context(self, config: ModelConfig) -> None:
+        """See NextTokenTrainer."""
+        self.trainer.set_context(config)
+
+    def whole_model(self) -> LanguageModel:
+        """See NextTokenTrainer."""
+        return self.trainer.whole_model()
+
+    def save(self, directory: Path, saving: OnlyHere[Saving], at_once: bool) -> None:
+        """See NextTokenTrainer and `how_to_save`."""
+        how = how_to_save(saving, self._writer, at_once=at_once)
+        self.trainer.save(directory, how.extra, how.write)
+
+    def restore(self, directory: Path) -> None:
+        """See NextTokenTrainer."""
+        self.trainer.restore(directory)
+
+
+class RankedNextTokenTrainer:
+    """A NextTokenTrainer over a team. Every method is a step of all ranks.
+
+    Besides what that one raises, each raises RankError where a rank is lost; the last checkpoint is whole.
+    """
+
+    def __init__(
+        self,
+        team: Team[NextTokenRank],
+        model: LanguageModel,
+        batches: Batches,
+        config: NextTokenConfig,
+        run: RunConfig,
+        drafts: DraftTraining | None,
+        offending: Path,
+    ) -> None:
+        """Spreads `model` over the team; from then on it is a part of itself. Raises ConfigError if it cannot
+        be spread."""
+        self._team = team
+        self._batches = batches
+        plan = _Plan(ModelPlan.of(model), config, drafts, offending, run.checkpoint.asynchronous)
+        self._own = team.make(NextTokenRank, plan, OnlyHere(model), OnlyHere(batches))
+
+    @property
+    def model(self) -> LanguageModel:
+        """The first rank's part of it: its weights are not whole, its configuration is."""
+        return self._own.trainer.model
+
+    @property
+    def num_steps_taken(self) -> int:
+        """See NextTokenTrainer."""
+        return self._own.trainer.num_steps_taken
+
+    @property
+    def finished(self) -> bool:
+        """See NextTokenTrainer."""
+        return self._own.trainer.finished
+
+    def step(self) -> Mapping[str, float]:
+        """See NextTokenTrainer."""
+        return self._team.call(NextTokenRank.step, self._batches.draw())
+
+    def evaluate(self, documents: Sequence[Document]) -> float:
+        """See NextTokenTrainer."""
+        return self._team.call(NextTokenRank.evaluate, documents)
+
+    def set_context(self, config: ModelConfig) -> None:
+        """See NextTokenTrainer."""
+        self._team.call(NextTokenRank.set_context, config)
+
+    def whole_model(self) -> LanguageModel:
+        """See NextTokenTrainer."""
+        return self._team.call(NextTokenRank.whole_model)
+
+    def save(
+        self,
+        directory: Path,
+        extra: Mapping[str, Any] | None = None,
+        write: WriteCheckpoint = save_checkpoint,
+    ) -> None:
+        """See NextTokenTrainer."""
+        saving = OnlyHere(Saving(extra, write))
+        self._team.call(NextTokenRank.save, directory, saving, write is save_checkpoint)
+
+    def restore(self, directory: Path) -> None:
+        """See NextTokenTrainer. Every rank reads the directory."""
+        # Only the first rank has documents: that they are others must not look like a rank that fails alone.
+        state = (read_state(directory) or {}).get("trainer", {})
+        if "batches" in state:
+            self._batches.load_state_dict(state["batches"])
+        self._team.call(NextTokenRank.restore, directory)
+
+
+AnyNextTokenTrainer = NextTokenTrainer | RankedNextTokenTrainer
+
+
+@contextlib.contextmanager
+def open_next_token_trainer(
+    model: LanguageModel,
+    batches: Batches,
+    config: NextTokenConfig,
+    run: RunConfig,
+    drafts: DraftTraining | None,
+    offending: Path,
+) -> Iterator[AnyNextTokenTrainer]:
+    """A trainer on as many ranks as the run has; the others are let go on the way out.
+
+    `offending`: directory of batches whose gradient was not finite. Raises RankError if the others do not
+    come, ConfigError if the model cannot be spread.
+    """
+    if run.parallel.ranks == 1:
+        kept = OffendingBatches(offending, config.optimizer.keep_offending)
+        yield NextTokenTrainer(model, batches, config, drafts, offending=kept)
+        return
+    with open_team(model, run) as team:
+        yield RankedNextTokenTrainer(team, model, batches, config, run, drafts, offending)

@@ -1,0 +1,158 @@
+"""A plan of a run: sizes, memory, time and cost, without beginning it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from etude.config import RunConfig
+from etude.controller.compute import Place, choose_place
+from etude.controller.models import settle_model
+from etude.controller.planning.cost import StepTimes, num_devices, plan_step
+from etude.controller.planning.machine import Rates, measure_rates, memory_bytes
+from etude.controller.planning.memory import MemoryPlan, plan_machine, plan_memory
+from etude.controller.planning.sizes import ModelSizes, measure_sizes
+from etude.errors import ConfigError, ResourceError
+from etude.model.loading import read_architecture
+from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
+from etude.training.parallel.division import check_expert_parts
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run takes, as far as arithmetic can tell."""
+
+    config: RunConfig
+    place: Place
+    sizes: ModelSizes
+    rates: Rates
+    memory: tuple[MemoryPlan, ...]
+    step: StepTimes
+    devices: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device holds what it must."""
+        return all(memory.fits for memory in self.memory)
+
+    @property
+    def hours(self) -> float:
+        """Of all RL steps."""
+        return self.step.step_s * self.config.rl.num_steps / 3600
+
+    @property
+    def price_per_step(self) -> float | None:
+        """None where no price is supposed."""
+        price = self.config.plan.price_per_hour
+        return self.devices * price * self.step.step_s / 3600 if price else None
+
+
+def make_plan(config: RunConfig) -> Plan:
+    """Plans the RL stage. Raises ConfigError for a model that is not defined here, experts that cannot be
+    divided as asked, and a device that is neither here nor described by `[plan]`."""
+    config = settle_model(config)
+    if not _is_defined_here(config):
+        raise ConfigError(
+            "only architectures that are defined here can be counted",
+            field="initial_checkpoint",
+            received=config.initial_checkpoint,
+            fix="run one step of a small copy of it and look at what it takes",
+        )
+    check_expert_parts(config.model, config.parallel.expert)
+    place, device = _place(config)
+    vocab_size = _vocab_size(config)
+    sizes = _sizes(config, vocab_size, place)
+    rates = measure_rates(config, device, _dtype(place))
+    memory = plan_memory(config, sizes, vocab_size, place, rates.memory_bytes)
+    step = plan_step(config, sizes, place, rates)
+    return Plan(config, place, sizes, rates, tuple(memory), step, num_devices(config))
+
+
+def check_machine(config: RunConfig, place: Place) -> None:
+    """Raises ResourceError where this machine cannot hold the RL stage of a run, counted as a plan counts it.
+
+    Nothing is said of a model that is not defined here, and of a Ray cluster elsewhere.
+    """
+    config = settle_model(config)
+    if not _is_defined_here(config) or (config.executor == "ray" and config.cluster.address):
+        return
+    vocab_size = _vocab_size(config)
+    sizes = _sizes(config, vocab_size, place)
+    available = memory_bytes(torch.device(place.device))
+    check_fits(config, plan_machine(config, sizes, vocab_size, place, available))
+
+
+def check_fits(config: RunConfig, plans: Sequence[MemoryPlan]) -> None:
+    """Raises ResourceError where a device cannot hold its parts, with the largest and what would help."""
+    for memory in plans:
+        if memory.fits:
+            continue
+        largest = max(memory.parts, key=lambda part: part.num_bytes)
+        raise ResourceError(
+            f"the {memory.device} needs {memory.total_bytes / 1e9:.1f} GB, and there are "
+            f"{memory.available_bytes / 1e9:.1f} GB",
+            field=largest.name,
+            received=f"{largest.num_bytes / 1e9:.1f} GB",
+            fix=_fix(config, largest.name),
+        )
+
+
+def _is_defined_here(config: RunConfig) -> bool:
+    initial = config.initial_checkpoint
+    return initial is None or read_architecture(Path(initial)) is not None
+
+
+def _dtype(place: Place) -> torch.dtype:
+    return torch.bfloat16 if place.dtype == "bfloat16" else torch.float32
+
+
+def _sizes(config: RunConfig, vocab_size: int, place: Place) -> ModelSizes:
+    return measure_sizes(
+        config.model,
+        vocab_size,
+        config.rl.micro_batch_tokens,
+        config.agent.max_tokens,
+        dtype=_dtype(place),
+        checkpointed=config.activation_checkpointing,
+        adapter=config.rl.adapter,
+    )
+
+
+def _fix(config: RunConfig, part: str) -> str:
+    fixes = {
+        "keys and values": "set engine.cache_tokens lower",
+        "activations": "shorten agent.max_tokens"
+        if config.activation_checkpointing
+        else "set activation_checkpointing = true",
+        "optimizer": "set rl.optimizer.state_dtype = 'bfloat16', or train adapters (rl.adapter.rank)",
+        "gradients": "train adapters (rl.adapter.rank), or cut the model over more ranks (parallel.fsdp)",
+    }
+    return fixes.get(part, "take a smaller model or a larger device, or cut the model up (parallel.fsdp)")
+
+
+def _place(config: RunConfig) -> tuple[Place, torch.device]:
+    """Where the run computes, also if that is not here."""
+    if config.device != "cuda" or torch.cuda.is_available():
+        place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
+        return place, torch.device(place.device)
+    plan = config.plan
+    for name in ("device_memory_gb", "peak_tflops", "bandwidth_gb_per_s"):
+        if not getattr(plan, name):
+            raise ConfigError(
+                "there is no GPU here to measure",
+                field=f"plan.{name}",
+                received=0,
+                fix=f"say what the GPU has: --set plan.{name}=...",
+            )
+    return Place("cuda", "float32" if config.dtype == "float32" else "bfloat16", "gpu"), torch.device("cpu")
+
+
+def _vocab_size(config: RunConfig) -> int:
+    if config.plan.vocab_size:
+        return config.plan.vocab_size
+    if config.initial_checkpoint and (Path(config.initial_checkpoint) / TOKENIZER_FILE).exists():
+        return Tokenizer.load(Path(config.initial_checkpoint)).vocab_size
+    return config.tokenizer.vocab_size

@@ -1,0 +1,150 @@
+"""How large a model is, and what a training step keeps of it: counted on meta tensors, which take no memory.
+
+The model's own code runs, over tensors that have shapes and no contents; what autograd would keep for the
+backward pass is added up, storage by storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.config import AdapterConfig, ModelConfig
+from etude.model import LanguageModel, build_model
+from etude.model.lora import adapted_names
+from etude.training.optimizer.optimizer import is_matrix
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSizes:
+    """A model in numbers; what is per token is per token of one sequence."""
+
+    parameters: int
+    active_parameters: int
+    """That one token meets: the chosen experts, the embedding's rows left out."""
+    expert_parameters: int
+    """Of routed experts."""
+    matrix_parameters: int
+    """That Muon updates, if it is named."""
+    largest_parameter: int
+    head_parameters: int
+    """Of the matrix that gives logits."""
+    adapted_parameters: int
+    """Of the weights that adapters stand beside; 0 without any."""
+    adapter_parameters: int
+    attention_width: int
+    """Over all layers, query heads times (key width + value width): products per position seen."""
+    saved_bytes: int
+    """That one micro-batch keeps for its backward pass; of a mixture of experts in float32 at most."""
+    saved_tokens: int
+    """Tokens of that micro-batch."""
+
+    def forward_flops(self, context: float, *, with_head: bool = True) -> float:
+        """Of one token that sees `context` others. `with_head`: whether its logits are computed."""
+        weights = self.active_parameters - (0 if with_head else self.head_parameters)
+        return 2.0 * weights + 2.0 * self.attention_width * context
+
+
+def measure_sizes(
+    config: ModelConfig,
+    vocab_size: int,
+    micro_batch_tokens: int,
+    longest: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    checkpointed: bool = False,
+    adapter: AdapterConfig | None = None,
+) -> ModelSizes:
+    """Counts a model of `config`. `longest`: tokens of the sequences that a micro-batch is filled with."""
+    # Grouped products know no float32 on meta tensors.
+    counted = torch.bfloat16 if config.num_moe_layers else dtype
+    with torch.device("meta"):
+        model = build_model(config, vocab_size).to(counted)
+    model.checkpoint_activations(checkpointed)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    sizes = {name: shape.numel() for name, shape in shapes.items()}
+    experts = sum(size for name, size in sizes.items() if _is_routed(name, shapes[name], config))
+    head = vocab_size * config.hidden_size
+    embedding = 0 if config.tie_embeddings else head
+    inactive = experts * (1 - config.experts_per_token / config.num_experts) if experts else 0
+    adapted = _adapted(model, adapter)
+    lengths = [longest] * max(1, micro_batch_tokens // longest)
+    return ModelSizes(
+        parameters=sum(sizes.values()),
+        active_parameters=round(sum(sizes.values()) - inactive - embedding),
+        expert_parameters=experts,
+        matrix_parameters=sum(size for name, size in sizes.items() if is_matrix(name, shapes[name])),
+        largest_parameter=max(sizes.values()),
+        head_parameters=head,
+        adapted_parameters=sum(sizes[name] for name in adapted),
+        adapter_parameters=sum(_factor_size(shapes[name], adapter) for name in adapted) if adapter else 0,
+        attention_width=config.num_layers * config.num_heads * (config.key_dim + config.value_dim),
+        saved_bytes=_saved_bytes(model, lengths) * dtype.itemsize // counted.itemsize,
+        saved_tokens=sum(lengths),
+    )
+
+
+def _adapted(model: LanguageModel, adapter: AdapterConfig | None) -> list[str]:
+    """Names of the weights that adapters stand beside."""
+    if adapter is None or not adapter.rank:
+        return []
+    return adapted_names({name: p for name, p in model.named_parameters() if p.ndim >= 2}, adapter.targets)
+
+
+def _is_routed(name: str, shape: torch.Size, config: ModelConfig) -> bool:
+    return config.num_moe_layers > 0 and len(shape) == 3 and shape[0] == config.num_experts
+
+
+def _factor_size(shape: torch.Size, adapter: AdapterConfig) -> int:
+    """left [.., rows, rank] and right [.., rank, columns]."""
+    *stack, rows, columns = shape
+    count = 1
+    for size in stack:
+        count *= size
+    return count * adapter.rank * (rows + columns)
+
+
+class _KeptAttention:
+    """Keeps what a fused kernel keeps: queries, keys, values, the result and its normaliser."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """As `PackedAttention.attend`."""
+        return _Kept.apply(query, key, value)  # type: ignore[no-any-return]
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows, heads, _ = query.shape
+        result = query.new_empty(rows, heads, value.shape[-1])
+        normaliser = torch.empty(rows, heads, dtype=torch.float32, device=query.device)
+        ctx.save_for_backward(query, key, value, result, normaliser)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
+        raise AssertionError("nothing is computed here")
+
+
+def _saved_bytes(model: LanguageModel, lengths: list[int]) -> int:
+    """Bytes of every storage that autograd keeps of one micro-batch, the weights left out."""
+    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage
+        return tensor
+
+    rows = sum(lengths)
+    tokens = torch.zeros(rows, dtype=torch.int64, device="meta")
+    wanted = torch.arange(rows - len(lengths), device="meta")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model(tokens, tokens, _KeptAttention(), None, None, wanted=wanted)
+        kept_result = model.logprobs(hidden, tokens[wanted], 1.0)
+    del kept_result
+    return sum(storage.nbytes() for storage in kept.values())

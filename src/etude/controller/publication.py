@@ -1,0 +1,296 @@
+"""How the trainer's weights come into service: while everybody waits for them, or while the next step trains.
+
+    in turn      step k ── publish ── stage ── activate ── gate ── step k + 1
+    overlapped   step k ── publish ─┬──────────────── step k + 1 ── publish ...
+                                    └─ stage ── activate ── gate
+
+Overlapped, the trainer waits for `publish` alone, which copies its weights: they are encoded, uploaded and
+staged while it goes on, and come into service when all engines that are up have them. At most one
+publication is under way: the next one begins when it has come to its end, so the versions in service lag one
+step more. Whoever admits sessions is told what is in service, and so keeps to its bound.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, TypeVar
+
+from etude.controller.parity import ParityGate
+from etude.controller.utilisation import Utilisation
+from etude.errors import SamplerError, StoreError, WeightUpdateError
+from etude.observe import MetricSink, Observer
+from etude.protocols import Handle, KvPolicy, Trainer, WeightSink
+from etude.records import PolicyVersion, WeightManifest
+
+T = TypeVar("T")
+InService = Callable[[int], None]
+"""Told the step of the weights that sample from now on."""
+Spent = Callable[[str, float], None]
+"""Told wall seconds of the trainer, spent on `publish` or `parity`."""
+
+PARITY_KIND = "parity"
+KIND = "publication"
+
+_PAUSES_S = (0.5, 2.0)
+"""Between the attempts to publish."""
+_MOST_UNMEASURED = 3
+"""Publications in a row that the parity gate may miss because the trainer has gone on."""
+
+
+class Publication(Protocol):
+    """Brings the trainer's weights into service, step after step. For one event loop."""
+
+    async def publish(self, step: int) -> None:
+        """Brings the trainer's weights, which are those after `step` steps, into service, now or soon.
+
+        Raises ParityError where weights do not pass the gate, and what fails for good.
+        """
+        ...
+
+    async def settle(self) -> None:
+        """Returns once the newest weights are in service and have passed the gate. Raises what `publish`
+        does."""
+        ...
+
+    def changing(self) -> AbstractAsyncContextManager[None]:
+        """Within it the trainer's weights may change."""
+        ...
+
+    async def while_collecting(self, collecting: Coroutine[Any, Any, T]) -> T:
+        """What `collecting` returns, unless new weights can not come into service: raises what `publish`
+        does."""
+        ...
+
+    async def close(self) -> None:
+        """Gives up what is under way. Idempotent."""
+        ...
+
+    def take(self) -> Mapping[str, float]:
+        """Metrics since the last call."""
+        ...
+
+
+class PublicationInTurn:
+    """Implements Publication: the trainer waits until its weights are in service."""
+
+    def __init__(
+        self,
+        trainer: Handle[Trainer],
+        sink: WeightSink,
+        gate: ParityGate | None,
+        in_service: InService,
+        metrics: MetricSink,
+        utilisation: Utilisation,
+        kv: KvPolicy,
+        spent: Spent,
+        wall_s: Callable[[], float],
+        clock: Callable[[], float],
+    ) -> None:
+        """`gate`: looks at each publication. `kv`: what becomes of running sessions' keys and values.
+        `wall_s`: of the run, for its metrics. `clock`: in seconds, for figures only."""
+        self._trainer = trainer
+        self._sink = sink
+        self._gate = gate
+        self._in_service = in_service
+        self._metrics = metrics
+        self._utilisation = utilisation
+        self._kv: KvPolicy = kv
+        self._spent = spent
+        self._wall_s = wall_s
+        self._clock = clock
+
+    async def publish(self, step: int) -> None:
+        """See Publication.publish."""
+        began = self._clock()
+        self._utilisation.enter("publish")
+        manifest: WeightManifest = await self._trainer.call("publish")
+        await self._sink.stage(manifest)
+        await self._sink.activate(manifest.version, self._kv)
+        served = self._clock()
+        self._spent("publish", served - began)
+        if self._gate is not None:
+            self._utilisation.enter("parity")
+            await self._pass_gate(self._gate, manifest.version)
+            self._spent("parity", self._clock() - served)
+        self._in_service(manifest.version.step)
+
+    async def settle(self) -> None:
+        """See Publication.settle: `publish` has seen to it."""
+
+    @contextlib.asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """See Publication.changing: nothing else has the trainer."""
+        yield
+
+    async def while_collecting(self, collecting: Coroutine[Any, Any, T]) -> T:
+        """See Publication.while_collecting."""
+        return await collecting
+
+    async def close(self) -> None:
+        """See Publication.close: nothing is under way."""
+
+    def take(self) -> Mapping[str, float]:
+        """See Publication.take."""
+        return {}
+
+    async def _pass_gate(self, gate: ParityGate, version: PolicyVersion) -> None:
+        figures = await gate.measure(version)
+        if figures is not None:
+            self._metrics.write(PARITY_KIND, version.step, {**figures.to_json(), "wall_s": self._wall_s()})
+            gate.judge(figures, version)
+
+
+class OverlappedPublication(PublicationInTurn):
+    """Implements Publication: new weights travel while the trainer takes its next step.
+
+    A publication that fails is tried again with the weights that the trainer has then. The parity gate needs
+    both sides at one version: it measures where the trainer still waits when the version comes into service,
+    before anything is saved, and at the latest after three publications that it missed.
+    """
+
+    def __init__(self, observer: Observer, *arguments: Any) -> None:
+        """`observer`: told of publications that failed. `arguments`: see PublicationInTurn."""
+        super().__init__(*arguments)
+        self._observer = observer
+        self._task: asyncio.Task[None] | None = None
+        self._copied = asyncio.Event()
+        """Whether the trainer may go on."""
+        self._trainer_held = asyncio.Lock()
+        """By whoever changes its weights, or needs them as they are."""
+        self._has_moved_on = False
+        """Whether its weights may be others than those that are under way or in service."""
+        self._served: PolicyVersion | None = None
+        self._unmeasured = 0
+        """Publications in a row that the gate missed, up to the one in service."""
+        self._travel_s = 0.0
+        self._failed = self._missed = 0
+        """Since the last `take`."""
+
+    async def publish(self, step: int) -> None:
+        """See Publication.publish. Waits for the publication before this one."""
+        began = self._clock()
+        self._utilisation.enter("publish")
+        await self._finish()
+        if self._served is None or self._served.step != step:  # else a second attempt has covered it
+            self._copied.clear()
+            self._has_moved_on = False
+            self._task = asyncio.create_task(self._bring())
+            await self._until_copied(self._task)
+            if self._served is None:
+                await self._finish()
+        if self._unmeasured >= _MOST_UNMEASURED:
+            await self.settle()
+        self._spent("publish", self._clock() - began)
+
+    async def settle(self) -> None:
+        """See Publication.settle. Between two steps only."""
+        await self._finish()
+        if self._gate is not None and self._unmeasured and self._served is not None:
+            await self._measure(self._gate, self._served)
+
+    @contextlib.asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """See Publication.changing. Waits for the gate, if it has the trainer."""
+        self._utilisation.enter("parity" if self._trainer_held.locked() else "train")
+        async with self._trainer_held:
+            self._has_moved_on = True
+            yield
+
+    async def while_collecting(self, collecting: Coroutine[Any, Any, T]) -> T:
+        """See Publication.while_collecting."""
+        task = self._task
+        if task is None:
+            return await collecting
+        working = asyncio.ensure_future(collecting)
+        try:
+            await asyncio.wait({working, task}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            return await working
+        finally:
+            if not working.done():
+                working.cancel()
+                await asyncio.wait({working})
+
+    async def close(self) -> None:
+        """See Publication.close."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # what ended the run is raised already
+
+    def take(self) -> Mapping[str, float]:
+        """See Publication.take: seconds from copies of weights to their service, and what did not go well."""
+        taken = {
+            "publication_s": self._travel_s,
+            "publications_failed": float(self._failed),
+            "parity_missed": float(self._missed),
+        }
+        self._travel_s, self._failed, self._missed = 0.0, 0, 0
+        return taken
+
+    async def _finish(self) -> None:
+        """Waits for the publication that is under way; raises what it does."""
+        if self._task is not None:
+            await self._task
+            self._task = None
+
+    async def _until_copied(self, task: asyncio.Task[None]) -> None:
+        """Waits until the trainer may go on. Raises what ended the publication before that."""
+        copied = asyncio.ensure_future(self._copied.wait())
+        try:
+            await asyncio.wait({copied, task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            copied.cancel()
+        if not self._copied.is_set():
+            await self._finish()
+
+    async def _bring(self) -> None:
+        """Publishes what the trainer has, until it is in service."""
+        began = self._clock()
+        version = await self._bring_with_patience()
+        self._travel_s += self._clock() - began
+        self._served = version
+        self._in_service(version.step)
+        if self._gate is None:
+            return
+        if self._has_moved_on:
+            self._unmeasured += 1
+            self._missed += 1
+        else:
+            await self._measure(self._gate, version)
+
+    async def _bring_with_patience(self) -> PolicyVersion:
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                manifest: WeightManifest = await self._trainer.call("publish")
+                self._copied.set()
+                await self._sink.stage(manifest)
+                await self._sink.activate(manifest.version, self._kv)
+            except (StoreError, WeightUpdateError, SamplerError) as error:
+                self._failed += 1
+                if pause_s is None:
+                    raise
+                self._observer.say(f"a publication failed, and is tried again: {error}")
+                step = self._served.step if self._served is not None else 0
+                self._metrics.write(KIND, step, {"failed": str(error), "wall_s": self._wall_s()})
+                self._copied.set()
+                await asyncio.sleep(pause_s)
+            else:
+                return manifest.version
+        raise AssertionError("the last attempt returns or raises")
+
+    async def _measure(self, gate: ParityGate, version: PolicyVersion) -> None:
+        """Has the gate look while nobody changes the trainer's weights."""
+        began, before = self._clock(), self._utilisation.state
+        async with self._trainer_held:
+            self._utilisation.enter("parity")
+            try:
+                await self._pass_gate(gate, version)
+            finally:
+                self._utilisation.enter(before)
+        self._unmeasured = 0
+        self._spent("parity", self._clock() - began)

@@ -1,0 +1,382 @@
+"""The Ray executor: every part is an actor, a process of its own, here or on another machine of a cluster.
+
+Ray restarts nothing by itself: what a new process must be brought to first is known only to the supervisor
+(see `supervision`). An actor runs asynchronous methods of its part in its event loop, so that it answers
+while others wait, and the rest one after another in a single thread, which computes.
+
+Import it through `open_executor`, which settles first what Ray reads when it is imported.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from etude.config import ClusterConfig
+from etude.errors import ConfigError, EtudeError, PartLostError, ResourceError
+from etude.protocols import Resources
+
+T = TypeVar("T")
+
+DOMAIN_LABEL = "etude-domain"
+"""Label of machines (`ray start --labels etude-domain=a`) that `failure_domain` asks for."""
+_NODE_LABEL = "ray.io/node-id"
+_TITLE = "etude-"
+"""What the titles of parts' processes begin with, after Ray's own `ray::`."""
+_MANY = 10_000
+"""Calls that may be under way at once: an engine has one for every client, and few others."""
+_GRACE_S = 10.0
+"""How long a part may take to close what it has opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a method returned or raised."""
+
+    value: Any = None
+    error: Exception | None = None
+    trace: str = ""
+
+    def result(self) -> Any:
+        if self.error is None:
+            return self.value
+        if self.trace:
+            self.error.add_note(f"in the part's process:\n{self.trace}")
+        raise self.error
+
+
+class _PartActor:
+    """One part, in an actor's process."""
+
+    def __init__(self) -> None:
+        self._part: Any = None
+        self._thread = ThreadPoolExecutor(1, "part")
+
+    async def make(
+        self, factory: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> Any:
+        """Makes the part; returns where it is: machine, process."""
+
+        def work() -> None:
+            self._part = factory(*arguments, **named)
+
+        outcome = await self._outcome_of(self._in_thread(work))
+        if outcome.error is not None:
+            return outcome
+        return _Outcome((ray.get_runtime_context().get_node_id(), os.getpid()))
+
+    async def call(self, method: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> _Outcome:
+        """Calls the part's method."""
+        function = getattr(self._part, method)
+        if inspect.iscoroutinefunction(function):
+            return await self._outcome_of(function(*arguments, **named))
+        return await self._outcome_of(self._in_thread(lambda: function(*arguments, **named)))
+
+    async def close(self) -> None:
+        """Closes the part, if it can be closed."""
+        if self._part is not None and hasattr(self._part, "close"):
+            await self.call("close", (), {})
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    async def _outcome_of(self, work: Any) -> _Outcome:
+        try:
+            return _Outcome(await work)
+        except EtudeError as error:
+            return _Outcome(error=error)
+        except Exception as error:
+            trace = traceback.format_exc()
+            try:
+                pickle.loads(pickle.dumps(error))
+            except Exception:  # an error that cannot travel: its words can
+                error = RuntimeError(repr(error))
+            return _Outcome(error=error, trace=trace)
+
+
+class RayHandle:
+    """A part in an actor. May be sent to other actors, which then call the part as well."""
+
+    def __init__(self, actor: Any, name: str, node: str, pid: int) -> None:
+        """`node`: the machine, empty for the driver's. `pid`: of its process there."""
+        self.node = node
+        self.pid = pid
+        self.name = name
+        self._actor = actor
+        self._ended = False
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """See Handle.call."""
+        try:
+            outcome = await self._actor.call.remote(method, arguments, named)
+        except RayError as error:
+            raise PartLostError(_first_line(error), field=self.name) from error
+        return outcome.result()
+
+    async def stop(self) -> None:
+        """See Handle.stop."""
+        if self._ended:
+            return
+        with contextlib.suppress(RayError, TimeoutError):  # it is ended in any case
+            async with asyncio.timeout(_GRACE_S):
+                await self._actor.close.remote()
+                ray.kill(self._actor, no_restart=True)
+                self._ended = True
+        self.kill()
+
+    def kill(self) -> None:
+        """See Handle.kill."""
+        if self._ended or not ray.is_initialized():
+            return
+        self._ended = True
+        ray.kill(self._actor, no_restart=True)
+        if not self.node and _title(self.pid).startswith(f"ray::{_TITLE}"):
+            # Ray asks the process to end, which one that hangs or is stopped does not hear.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+
+
+class RayExecutor:
+    """Starts parts as Ray actors. Use as a context manager: Ray is connected to, or started, within."""
+
+    def __init__(self, settings: ClusterConfig, num_cpus: int | None = None) -> None:
+        """`num_cpus`: cores that a Ray started here says it has; None: those of this machine."""
+        self._settings = settings
+        self._num_cpus = num_cpus
+        self._handles: list[RayHandle] = []
+        self._bundles: dict[str, int] = {}
+        self._group: PlacementGroup | None = None
+        self._directory: Path | None = None
+
+    def __enter__(self) -> RayExecutor:
+        settings = self._settings
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+        with _signals_kept():
+            if settings.address:
+                check_address(settings)
+                ray.init(address=settings.address, **quiet)
+                return self
+            self._directory = Path(tempfile.mkdtemp(prefix="etude-ray-"))
+            ray.init(
+                num_cpus=self._num_cpus,
+                include_dashboard=False,
+                object_store_memory=settings.object_store_bytes,
+                _temp_dir=str(self._directory),
+                **quiet,
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._group is not None:
+            with contextlib.suppress(RayError):  # Ray is gone: so is what it had reserved
+                remove_placement_group(self._group)
+        ray.shutdown()
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    @property
+    def nodes(self) -> frozenset[str]:
+        """Machines that are up."""
+        return frozenset(node["NodeID"] for node in ray.nodes() if node["Alive"])
+
+    async def reserve(self, parts: Sequence[Resources]) -> None:
+        """Reserves room for all parts at once, so that none of them waits for another's.
+
+        Raises ResourceError where the machines do not have it.
+        """
+        check_room(parts, ray.cluster_resources())
+        self._bundles = {one.part: number for number, one in enumerate(parts)}
+        self._group = placement_group(
+            [_bundle(one) for one in parts],
+            strategy=self._settings.placement.upper(),
+            bundle_label_selector=[_labels(one) for one in parts],
+        )
+        try:
+            async with asyncio.timeout(self._settings.placement_timeout_s):
+                await self._group.ready()
+        except TimeoutError:
+            raise ResourceError(
+                "Ray finds no room for all parts at once: " + _told(parts),
+                field="cluster.placement",
+                received=self._settings.placement,
+                fix=f"it has {_available()}; start more machines, or ask for less in [cluster]",
+            ) from None
+
+    async def spawn(
+        self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any
+    ) -> RayHandle:
+        """See Executor.spawn. `factory` is importable where the actor is.
+
+        Raises PartLostError if the process does not come up, and what the factory raises.
+        """
+        wanted = resources or Resources()
+        name = wanted.part or getattr(factory, "__name__", "part")
+        # The class's name is the process's title. Ray makes its methods, `remote` and all, at run time.
+        actor: Any = ray.remote(type(_TITLE + name, (_PartActor,), {}))
+        actor = actor.options(**self._options(wanted)).remote()
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                outcome = await actor.make.remote(factory, arguments, named)
+            node, pid = outcome.result()
+        except BaseException as error:
+            ray.kill(actor, no_restart=True)
+            if isinstance(error, TimeoutError):
+                raise PartLostError(
+                    f"did not start within {self._settings.start_timeout_s:.0f} s",
+                    field=name,
+                    received=_told([wanted]),
+                    fix=f"Ray has {_available()} free; cluster.start_timeout_s allows longer",
+                ) from None
+            if isinstance(error, RayError):
+                raise PartLostError(f"did not start: {_first_line(error)}", field=name) from error
+            raise
+        here = ray.get_runtime_context().get_node_id()
+        handle = RayHandle(actor, name, "" if node == here else node, pid)
+        self._handles.append(handle)
+        return handle
+
+    async def shutdown(self) -> None:
+        """See Executor.shutdown: last made, first stopped."""
+        while self._handles:
+            await self._handles.pop().stop()
+
+    def _options(self, wanted: Resources) -> dict[str, Any]:
+        options: dict[str, Any] = {
+            "num_cpus": wanted.num_cpus,
+            "num_gpus": wanted.num_gpus,
+            "max_concurrency": _MANY,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+        }
+        if wanted.memory_bytes:
+            options["memory"] = wanted.memory_bytes
+        bundle = self._bundles.get(wanted.part)
+        avoid = wanted.avoid & self.nodes
+        if avoid and avoid != self.nodes:
+            # Its reservation may be on such a machine: it looks for room elsewhere.
+            nodes = ",".join(sorted(avoid))
+            return options | {"label_selector": {**_labels(wanted), _NODE_LABEL: f"!in({nodes})"}}
+        if self._group is not None and bundle is not None:
+            strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
+            return options | {"scheduling_strategy": strategy}
+        return options | {"label_selector": _labels(wanted)}
+
+
+def check_room(parts: Sequence[Resources], has: Mapping[str, float]) -> None:
+    """Raises ResourceError where `has` (cores as CPU, GPUs as GPU, bytes as memory) is less than the parts
+    need together."""
+    needs = {"CPU": 0.0, "GPU": 0.0, "memory": 0.0}
+    for one in parts:
+        needs["CPU"] += one.num_cpus
+        needs["GPU"] += one.num_gpus
+        needs["memory"] += one.memory_bytes
+    short = [name for name, number in needs.items() if number > has.get(name, 0.0) + 1e-9]
+    if short:
+        raise ResourceError(
+            f"the parts need more {' and '.join(short)} than there is: {_told(parts)}",
+            field="cluster",
+            received=", ".join(f"{name} {has.get(name, 0.0):g} of {needs[name]:g}" for name in short),
+            fix="start more machines, or lower cluster.engines or what each part takes: "
+            "cluster.trainer, cluster.engine, cluster.worker, cluster.evaluation",
+        )
+
+
+def check_address(settings: ClusterConfig) -> None:
+    """Raises ConfigError, within `connect_timeout_s` or little more, unless a Ray cluster of this version
+    answers at `address`."""
+    host, _, port = settings.address.rpartition(":")
+    fix = "start it with `ray start --head`, or leave cluster.address empty to start Ray here"
+    try:
+        socket.create_connection((host, int(port)), settings.connect_timeout_s).close()
+    except OSError as error:
+        raise ConfigError(
+            f"does not answer: {error}", field="cluster.address", received=settings.address, fix=fix
+        ) from error
+    # Ray itself waits for minutes, and ends the process, where something else answers.
+    command = [sys.executable, "-c", _PROBE, settings.address]
+    try:
+        probe = subprocess.run(
+            command, timeout=settings.connect_timeout_s, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            "something listens there, and does not answer as a Ray cluster does",
+            field="cluster.address",
+            received=settings.address,
+            fix=f"{fix}; cluster.connect_timeout_s allows longer",
+        ) from None
+    if probe.returncode:
+        lines = probe.stderr.strip().splitlines() or [f"exit status {probe.returncode}"]
+        raise ConfigError(
+            f"cannot be joined: {lines[-1]}", field="cluster.address", received=settings.address, fix=fix
+        )
+
+
+_PROBE = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+ray.cluster_resources()
+"""
+
+
+def _bundle(wanted: Resources) -> dict[str, float]:
+    named = {"CPU": wanted.num_cpus, "GPU": wanted.num_gpus, "memory": float(wanted.memory_bytes)}
+    # A bundle of nothing is refused, and holds no actor: the smallest share of a core stands for it.
+    return {name: number for name, number in named.items() if number} or {"CPU": 0.001}
+
+
+def _labels(wanted: Resources) -> dict[str, str]:
+    return {DOMAIN_LABEL: wanted.failure_domain} if wanted.failure_domain else {}
+
+
+def _told(parts: Sequence[Resources]) -> str:
+    return ", ".join(f"{one.part or 'a part'} {json.dumps(_bundle(one))}" for one in parts)
+
+
+def _available() -> str:
+    return json.dumps({k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU", "memory")})
+
+
+def _title(pid: int) -> str:
+    """Of a process of this machine; empty once it has ended."""
+    try:
+        return (Path("/proc") / str(pid) / "cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no words'}"
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """Ray takes SIGTERM over; the run's own way of stopping is put back."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # not the main thread: Ray has not taken it either
+            signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,226 @@
+"""The parts of a run in processes of their own, which are started again when they fail.
+
+run's process: the loop, trajectory log, faults; without workers also sessions and sandboxes
+    ├── trainer            SupervisedTrainer
+    ├── engine-0, ...      EngineFleet <──────────────┐ requests
+    ├── worker-0, ...      RemoteEpisodes: sessions ──┘
+    └── evaluation         EvaluationBeside: an engine and sessions
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from etude.config import RunConfig
+from etude.controller.arrangement import (
+    ENGINE,
+    EVALUATION,
+    TRAINER,
+    WORKER,
+    Arrangement,
+    PartExecutor,
+    Place,
+    keeps_schedule,
+    part_resources,
+    sandbox_owner,
+)
+from etude.controller.backends import open_run_backend
+from etude.controller.borrowed_engine import Needs
+from etude.controller.corpus import make_renderer
+from etude.controller.elastic import ElasticPool
+from etude.controller.parts import Blobs, Parts, open_blobs
+from etude.controller.remote.engine_part import EnginePart
+from etude.controller.remote.episodes import RemoteEpisodes
+from etude.controller.remote.evaluation import EvaluationBeside
+from etude.controller.remote.evaluation_part import EvaluationPart
+from etude.controller.remote.fleet import EngineFleet
+from etude.controller.remote.rollout_part import RolloutPart
+from etude.controller.remote.trainers import RemoteTrainingPart, SupervisedTrainer
+from etude.controller.remote.weights import DirectoryWeights
+from etude.controller.supervision import FaultJournal, NodeHealth, Spawn
+from etude.environment.episodes import Environment, EpisodeLimits, failed_trajectory
+from etude.environment.runners import TimedRunner
+from etude.inference.exchange import Build
+from etude.model import LanguageModel
+from etude.model.loading import AnyModel
+from etude.protocols import Handle, Resources
+from etude.tokens.tokenizer import Tokenizer
+
+WEIGHTS = "weights"
+
+
+@contextlib.asynccontextmanager
+async def open_remote(
+    executor: PartExecutor, config: RunConfig, tokenizer: Tokenizer, model: AnyModel, place: Place
+) -> AsyncIterator[Arrangement]:
+    """Trainer, engines, and rollout workers and an evaluation where they are asked for, which `executor`
+    starts. Without workers sessions and sandboxes are in this process.
+
+    Raises ResourceError where there is no room for them, and what a part raises that cannot be made.
+    """
+    if isinstance(model, LanguageModel):
+        config = config.model_copy(update={"model": model.config})
+    needs = part_resources(config)
+    await executor.reserve(needs)
+    journal = FaultJournal(place.metrics, place.observer, place.faults)
+    nodes = NodeHealth(config.cluster, journal)
+    here = _Here(executor, config, tokenizer, place, {one.part: one for one in needs}, journal, nodes)
+    renderer, blobs = make_renderer(tokenizer), open_blobs(place.routes)
+    fleet = here.engines()
+    try:
+        await fleet.start()
+        async with (
+            here.elastic(fleet),
+            here.sessions(fleet, blobs) as runner,
+            here.evaluation(fleet) as beside,
+        ):
+            parts = Parts(renderer, blobs, DirectoryWeights(here.weights), fleet, runner)
+            yield Arrangement(parts, here.training(blobs), beside)
+    finally:
+        await fleet.shutdown()
+        await executor.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class _Here:
+    """Makes what stands for the parts in the run's process."""
+
+    executor: PartExecutor
+    config: RunConfig
+    tokenizer: Tokenizer
+    place: Place
+    needs: dict[str, Resources]
+    """Of each part, by name."""
+    journal: FaultJournal
+    nodes: NodeHealth
+
+    @property
+    def weights(self) -> Path:
+        """Where they lie on their way to the engines."""
+        return Path(self.config.cluster.weights_directory or self.place.directory / WEIGHTS)
+
+    @property
+    def build(self) -> Build:
+        """What every process must be."""
+        return Build.here(self.config.model)
+
+    @property
+    def limits(self) -> EpisodeLimits:
+        """Of sessions."""
+        limits = EpisodeLimits.from_config(self.config)
+        return replace(limits, max_attempts=self.config.cluster.max_attempts)
+
+    def spawning(self, name: str, factory: Any, *arguments: Any) -> Spawn:
+        """How to start a process of a part."""
+        needs = self.needs[name]
+
+        async def spawn(avoid: frozenset[str]) -> Handle[Any]:
+            return await self.executor.spawn(factory, *arguments, resources=replace(needs, avoid=avoid))
+
+        return spawn
+
+    def named(self, start: str) -> list[str]:
+        """The parts whose names begin so."""
+        return [name for name in self.needs if name.startswith(start)]
+
+    def engines(self) -> EngineFleet:
+        """The engines, not started."""
+        config = self.config
+        delay = config.engine.tool_delay_steps if keeps_schedule(config) else None
+        arguments = (config, self.tokenizer, self.weights, delay)
+        spawns = {name: self.spawning(name, EnginePart, *arguments) for name in self.named(ENGINE)}
+        return EngineFleet(spawns, self.build, config.cluster, self.journal, self.nodes)
+
+    def elastic(self, fleet: EngineFleet) -> AbstractAsyncContextManager[object]:
+        """Borrows replicas for the fleet, if the run is to have some."""
+        config, place = self.config, self.place
+        if not config.elastic.router:
+            return contextlib.nullcontext()
+        needs = Needs.of(config, self.tokenizer)
+        return ElasticPool(config, needs, fleet, place.metrics, place.observer)
+
+    @contextlib.asynccontextmanager
+    async def sessions(self, fleet: EngineFleet, blobs: Blobs) -> AsyncIterator[TimedRunner]:
+        """Workers, or an environment in this process."""
+        config, renderer, limits = self.config, make_renderer(self.tokenizer), self.limits
+        owner = sandbox_owner(self.place)
+        if not config.cluster.workers:
+            backend = open_run_backend(config.sandbox, owner)
+            try:
+                yield Environment(backend, renderer, limits, config.rl.reward, blobs.put)
+            finally:
+                await backend.close()
+            return
+        arguments = (config, self.tokenizer, limits)
+        episodes = RemoteEpisodes(
+            {
+                name: self.spawning(name, RolloutPart, *arguments, name, f"{owner}/{name}")
+                for name in self.named(WORKER)
+            },
+            self.build,
+            fleet,
+            blobs.put,
+            functools.partial(failed_trajectory, renderer, limits),
+            config.cluster,
+            self.journal,
+            self.nodes,
+        )
+        try:
+            await episodes.start()
+            yield episodes
+        finally:
+            await episodes.shutdown()
+
+    @contextlib.asynccontextmanager
+    async def evaluation(self, fleet: EngineFleet) -> AsyncIterator[EvaluationBeside | None]:
+        """An evaluation beside training, if there is to be one."""
+        config, place = self.config, self.place
+        if not config.evaluation.every_steps:
+            yield None
+            return
+        owner = f"{sandbox_owner(place)}/{EVALUATION}"
+        arguments = (config, self.tokenizer, self.weights, self.limits, owner)
+        beside = EvaluationBeside(
+            self.spawning(EVALUATION, EvaluationPart, *arguments),
+            self.build,
+            place.heldout,
+            config.evaluation.every_steps,
+            lambda: fleet.serving,
+            config.cluster,
+            self.journal,
+            self.nodes,
+            place.metrics,
+            place.observer,
+        )
+        try:
+            await beside.start()
+            yield beside
+        finally:
+            await beside.close()
+
+    @contextlib.asynccontextmanager
+    async def training(self, blobs: Blobs) -> AsyncIterator[Handle[Any]]:
+        """The trainer."""
+        config, place = self.config, self.place
+        arguments = (config, place.model, self.tokenizer, place.paths, self.weights)
+        trainer = SupervisedTrainer(
+            self.spawning(TRAINER, RemoteTrainingPart, *arguments),
+            blobs.get,
+            place.paths.latest,
+            config.cluster,
+            self.journal,
+            self.nodes,
+            place.metrics,
+            place.observer,
+        )
+        try:
+            await trainer.start()
+            yield trainer
+        finally:
+            await trainer.stop()

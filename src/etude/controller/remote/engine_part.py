@@ -1,0 +1,125 @@
+"""An engine in a process of its own: its service behind batches of messages (`inference/exchange.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.config import RunConfig
+from etude.controller.engines import make_engine
+from etude.controller.remote.weights import DirectoryWeights
+from etude.errors import SamplerError
+from etude.inference import EngineCounters, EngineService, ServiceTimes
+from etude.inference.exchange import Build, Command, Event, Exchange
+from etude.protocols import KvPolicy
+from etude.records import PolicyVersion, Scores, WeightManifest
+from etude.tokens.tokenizer import Tokenizer
+from etude.weights import make_subscriber
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an engine process has done since it began."""
+
+    counters: EngineCounters
+    times: ServiceTimes
+
+
+NO_USAGE = Usage(EngineCounters(), ServiceTimes())
+
+
+class EnginePart:
+    """Serves clients, which are named: the run's own process (""), rollout workers. They name sessions and
+    requests unlike each other's. For one event loop; `begin` comes first."""
+
+    def __init__(
+        self, config: RunConfig, tokenizer: Tokenizer, weights: Path, delay_steps: int | None
+    ) -> None:
+        """`weights`: where the trainer publishes to, if not to the store that `config.weights` names.
+        `delay_steps`: see EngineService."""
+        self._build = Build.here(config.model)
+        self._service = make_service(config, tokenizer, weights, delay_steps)
+        self._exchanges: dict[str, Exchange] = {}
+        """By client."""
+
+    async def begin(self) -> Build:
+        """Starts the engine's loop. It serves nothing until a version is activated."""
+        await self._service.__aenter__()
+        return self._build
+
+    async def pulse(self) -> Usage:
+        """What was done so far, if all is well. Raises SamplerError where the engine has failed."""
+        if self._service.failure is not None:
+            raise SamplerError("the engine has failed", received=repr(self._service.failure))
+        return Usage(self._service.engine.counters, self._service.times)
+
+    async def exchange(self, commands: Sequence[Command], client: str = "") -> None:
+        """See Exchange.exchange."""
+        self._exchange_of(client).exchange(commands)
+
+    async def poll(self, client: str = "") -> list[Event]:
+        """See Exchange.poll."""
+        return await self._exchange_of(client).poll()
+
+    async def forget(self, client: str) -> None:
+        """Ends what a client had under way, who is gone, and those named after it (`client.1`)."""
+        gone = [name for name in self._exchanges if name == client or name.startswith(f"{client}.")]
+        await asyncio.gather(*(self._exchanges.pop(name).end() for name in gone))
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        """See WeightSink.stage."""
+        await self._service.stage(manifest)
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy) -> Usage:
+        """See WeightSink.activate. Returns what was done so far."""
+        await self._service.activate(version, kv)
+        return await self.pulse()
+
+    async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
+        """See Sampler.score."""
+        return await self._service.score(tokens, version)
+
+    async def close(self) -> None:
+        """Ends the engine's loop."""
+        await self._service.__aexit__(None, None, None)
+
+    def _exchange_of(self, client: str) -> Exchange:
+        if client not in self._exchanges:
+            self._exchanges[client] = Exchange(self._service)
+        return self._exchanges[client]
+
+
+def make_service(
+    config: RunConfig, tokenizer: Tokenizer, weights: Path, delay_steps: int | None
+) -> EngineService:
+    """An engine that fetches what the trainer's process publishes. Arguments: see EnginePart."""
+    stored = bool(config.weights.url)
+    fetch = make_subscriber(config.weights).fetch if stored else DirectoryWeights(weights).fetch
+    return EngineService(make_engine(config, tokenizer), fetch, delay_steps)
+
+
+def sum_usage(all_of: Sequence[Usage]) -> Usage:
+    """What several engine processes have done together; the longest swap is the longest of any."""
+    counters, times = EngineCounters(), ServiceTimes()
+    for one in all_of:
+        _add(counters, one.counters)
+        longest = max(times.longest_swap_s, one.times.longest_swap_s)
+        _add(times, one.times)
+        times.longest_swap_s = longest
+    return Usage(counters, times)
+
+
+def _add(total: Any, more: Any) -> None:
+    """Adds field by field, into nested ones."""
+    for name in type(total).__dataclass_fields__:
+        value = getattr(total, name)
+        if hasattr(value, "__dataclass_fields__"):
+            _add(value, getattr(more, name))
+        else:
+            setattr(total, name, value + getattr(more, name))

@@ -1,0 +1,123 @@
+"""Evaluation beside training: now and then the version in service is judged, and nothing waits for it.
+
+step 10 in service ──judge──> EvaluationPart (its own engine and sandboxes)
+step 11, 12, ... train                │
+<── row "evaluation" of step 10 ──────┘
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from etude.config import ClusterConfig
+from etude.controller.remote.evaluation_part import Judged
+from etude.controller.remote.fleet import check_build
+from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, Supervisor
+from etude.errors import InfrastructureError, PartLostError
+from etude.inference.exchange import Build
+from etude.observe import MetricSink, Observer
+from etude.protocols import Handle
+from etude.records import Task, WeightManifest
+
+KIND = "evaluation"
+SPLIT = "during"
+
+
+class EvaluationBeside:
+    """Judges versions in a supervised process. For one event loop.
+
+    One version at a time: what comes into service meanwhile is left out, and said. An evaluation whose
+    process dies is begun anew with the next one; one that fails is said, and training goes on.
+    """
+
+    def __init__(
+        self,
+        spawn: Spawn,
+        build: Build,
+        tasks: Sequence[Task],
+        every_steps: int,
+        serving: Callable[[], WeightManifest | None],
+        settings: ClusterConfig,
+        journal: FaultJournal,
+        nodes: NodeHealth,
+        metrics: MetricSink,
+        observer: Observer,
+    ) -> None:
+        """`build`: what the process must be. `every_steps`: see EvaluationConfig. `serving`: what samples for
+        training."""
+        self._build, self._tasks = build, tasks
+        self._every_steps, self._serving = every_steps, serving
+        self._journal, self._metrics, self._observer = journal, metrics, observer
+        self._patience_s = settings.patience_s
+        self._supervisor = Supervisor(KIND, spawn, self._prepare, settings, journal, nodes)
+        self._judging: asyncio.Task[None] | None = None
+        self._due_step = every_steps
+        """The first step whose weights are judged next."""
+
+    async def start(self) -> None:
+        """Starts the process. Raises what it raises."""
+        await self._supervisor.start()
+
+    async def close(self) -> None:
+        """Ends what is under way, and the process."""
+        if self._judging is not None:
+            self._judging.cancel()
+            await asyncio.wait([self._judging])
+        await self._supervisor.close()
+
+    def go_on_from(self, step: int) -> None:
+        """Judges no weights up to those of that step."""
+        self._due_step = (step // self._every_steps + 1) * self._every_steps
+
+    def look(self, wall_s: float) -> None:
+        """Judges the weights that are in service now, `wall_s` seconds into the run, if that is due."""
+        manifest = self._serving()
+        if manifest is None or manifest.version.step < self._due_step:
+            return
+        step = manifest.version.step
+        self.go_on_from(step)
+        if self._judging is not None and not self._judging.done():
+            self._observer.say(f"evaluation: step {step} is left out, the last one is not over")
+            return
+        self._judging = asyncio.create_task(self._judge(manifest, wall_s))
+
+    async def settle(self) -> None:
+        """Waits for what is under way."""
+        if self._judging is not None:
+            await self._judging
+
+    async def _judge(self, manifest: WeightManifest, wall_s: float) -> None:
+        while True:
+            try:
+                handle = await self._supervisor.ready(self._patience_s)
+            except PartLostError as error:
+                self._note_failure(manifest, error)
+                return
+            try:
+                judged: Judged = await handle.call("judge", manifest, self._tasks)
+            except PartLostError as error:
+                self._supervisor.lose(handle, str(error))
+            except InfrastructureError as error:
+                self._note_failure(manifest, error)
+                return
+            else:
+                self._write_down(judged, wall_s)
+                return
+
+    def _write_down(self, judged: Judged, wall_s: float) -> None:
+        values = {
+            **judged.figures,
+            "wall_s": wall_s,
+            "split": SPLIT,
+            "versions": ", ".join(judged.sampled_by),
+        }
+        self._metrics.write(KIND, judged.version.step, values)
+        told = ", ".join(f"{name} {value:.3f}" for name, value in judged.figures.items())
+        self._observer.say(f"evaluation of step {judged.version.step}: {told}")
+
+    def _note_failure(self, manifest: WeightManifest, error: InfrastructureError) -> None:
+        self._journal.note(KIND, "evaluation failed", f"{manifest.version}: {error}")
+
+    async def _prepare(self, handle: Handle[None]) -> None:
+        check_build(await handle.call("begin"), self._build, KIND)

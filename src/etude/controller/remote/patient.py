@@ -1,0 +1,157 @@
+"""Engine processes of which any may be away, as one Sampler."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.controller.remote.engines import RemoteEngine
+from etude.errors import PrefixMissError, SamplerError
+from etude.inference.router.sampler import RoutedSampler
+from etude.inference.router.types import NoReplicaError
+from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
+
+_PAUSE_S = 0.05
+
+
+class PatientSampler:
+    """Implements Sampler over engines that come and go: requests wait until one is there. For one event
+    loop."""
+
+    def __init__(self, patience_s: float) -> None:
+        """`patience_s`: how long a request waits for an engine."""
+        self._engines: dict[str, RemoteEngine] = {}
+        """All that were ever added, by name. One that has left is away, and may come back."""
+        self._routed = RoutedSampler({})
+        self._patience_s = patience_s
+        self._joined = asyncio.Event()
+        self._going: dict[str, str] = {}
+        """Request that is wanted -> its session."""
+
+    @property
+    def load_tokens(self) -> float:
+        """Mean, over the engines that are ready, of the tokens that are yet to be sampled there."""
+        works = [one.work for one in self._routed.router.replicas.values() if one.ready]
+        return sum(works) / len(works) if works else 0.0
+
+    def add_engine(self, engine: RemoteEngine) -> None:
+        """Samples with one more engine, as soon as it is ready."""
+        self._engines[engine.name] = engine
+        self._routed.join(engine.name, engine)
+
+    def engine_ready(self, name: str, version: PolicyVersion) -> None:
+        """The engine of that name serves `version` from now on."""
+        self._routed.members.answered(name, 0.0, str(version))
+        self._joined.set()
+
+    def engine_away(self, name: str) -> None:
+        """The engine of that name serves nothing for now, and has forgotten everything."""
+        self._routed.members.answered(name, 0.0, None)
+        self._routed.router.lose_prefixes(name)
+
+    def open(self, session_id: str) -> None:
+        """See Sampler.open."""
+        with contextlib.suppress(NoReplicaError):  # then it is opened where its first request goes
+            self._routed.open(session_id)
+
+    def open_beside(self, session_id: str, other: str) -> None:
+        """See BranchingSampler.open_beside."""
+        with contextlib.suppress(NoReplicaError):
+            self._routed.open_beside(session_id, other)
+
+    @property
+    def num_moved(self) -> int:
+        """Times that a session left an engine for one with less to do, when its next message was due."""
+        return self._routed.router.spills
+
+    def close(self, session_id: str) -> None:
+        """See Sampler.close."""
+        self._going = {name: one for name, one in self._going.items() if one != session_id}
+        self._routed.close(session_id)
+
+    async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
+        """See Sampler.stream. An engine that is taken away in good order, as one that was borrowed is,
+        ends its requests with `abort`: their tokens are kept, and the rest is sampled elsewhere."""
+        deadline = asyncio.get_running_loop().time() + self._patience_s
+        left = request
+        self._going[request.id] = request.session_id
+        try:
+            while True:
+                kept: list[NDArray[np.int32]] = []
+                self._joined.clear()
+                try:
+                    async for chunk in self._routed.stream(left):
+                        is_cut = chunk.finish == "abort" and self._goes_on(request)
+                        kept.append(chunk.tokens)
+                        yield replace(chunk, finish=None, prefix_digest="") if is_cut else chunk
+                        if chunk.finish is not None and not is_cut:
+                            return
+                    left = _rest(left, np.concatenate(kept))
+                except SamplerError as error:
+                    if kept or not _is_of_engine(error):
+                        raise
+                    await self._wait_for_one(deadline, error)
+        finally:
+            self._going.pop(request.id, None)
+
+    def _goes_on(self, request: SampleRequest) -> bool:
+        """Whether nobody here has ended the request. One with a deadline its engine may have; and a text that
+        ends one could be cut in two."""
+        return request.id in self._going and request.deadline_s is None and not request.stop_texts
+
+    async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
+        """See Sampler.score."""
+        deadline = asyncio.get_running_loop().time() + self._patience_s
+        while True:
+            self._joined.clear()
+            try:
+                return await self._routed.score(tokens, version)
+            except SamplerError as error:
+                if not _is_of_engine(error):
+                    raise
+                await self._wait_for_one(deadline, error)
+
+    def abort(self, request_id: str) -> None:
+        """See Sampler.abort."""
+        self._going.pop(request_id, None)
+        self._routed.abort(request_id)
+
+    async def _wait_for_one(self, deadline: float, error: SamplerError) -> None:
+        """Waits until an engine has come back since `_joined` was cleared, or one is there unnoticed."""
+        serving = {name: one.current() for name, one in self._engines.items()}
+        there = {name: version for name, version in serving.items() if version is not None}
+        for name, version in there.items():
+            self.engine_ready(name, version)  # the router had put it aside for a failure
+        try:
+            async with asyncio.timeout_at(deadline):
+                if there:
+                    await asyncio.sleep(_PAUSE_S)  # it may fail each time
+                else:
+                    await self._joined.wait()
+        except TimeoutError:
+            raise error from None
+
+
+def _rest(request: SampleRequest, tokens: NDArray[np.int32]) -> SampleRequest:
+    """What is left of a request when these have been sampled: its noise depends on positions alone.
+
+    Raises PrefixMissError where the tokens before it must be sent again as well.
+    """
+    if not len(tokens):
+        return request
+    if request.prefix_digest is not None:
+        raise PrefixMissError("the engine was taken away", field="prefix_digest", fix="send all tokens")
+    params = replace(request.params, max_tokens=request.params.max_tokens - len(tokens))
+    return replace(request, suffix=np.concatenate([request.suffix, tokens]), params=params)
+
+
+def _is_of_engine(error: SamplerError) -> bool:
+    """Whether an engine failed, and not the request: those errors name a field."""
+    if isinstance(error, PrefixMissError):
+        return False
+    return isinstance(error, NoReplicaError) or error.field is None

@@ -1,0 +1,186 @@
+"""Sessions in a process of their own: agents, their sandboxes and their grading, beside the run's process.
+
+    RemoteEpisodes ──run(ticket, order)──────────> RolloutPart ── Environment ── sandboxes
+                   <──PackedEpisode────────────────    │
+                   ──follow(table), cancel(ticket)──>  └── FollowingSampler <──> engine processes
+
+One call a session, however many turns it has: what its turns cost is paid here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from numpy.typing import NDArray
+
+from etude.config import RunConfig
+from etude.controller.backends import open_run_backend
+from etude.controller.corpus import make_renderer
+from etude.controller.remote.following import EngineTable, FollowingSampler
+from etude.environment.episodes import Environment, EpisodeLimits
+from etude.environment.fork_groups import ForkedEpisode, ForkPlan
+from etude.environment.member import MemberSampler
+from etude.environment.runners import EnvironmentTimes
+from etude.inference.exchange import Build
+from etude.records import BlobRef, SamplingParams, Task, Trajectory, TrajectoryId
+from etude.store.blobs import MemoryBlobs
+from etude.tokens.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """An episode that is asked for: see EpisodeRunner.run and ForkingRunner.run_forked."""
+
+    task: Task
+    identity: TrajectoryId
+    rng_key: tuple[int, ...]
+    params: SamplingParams
+    training: bool
+    plan: ForkPlan | None
+    first_attempt: int
+    """How often it has been begun before, by workers that are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoneEpisode:
+    """What came of an order."""
+
+    episode: ForkedEpisode
+    """Without a plan: not forked, and not refused either."""
+    routes: Mapping[str, NDArray[Any]]
+    """Expert routes, by the url that segments name them with."""
+    num_tokens: int
+    """That were sampled, those of failed attempts included."""
+    times: EnvironmentTimes
+    """Of all episodes of this process so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedEpisode:
+    """A DoneEpisode as bytes. Arrays by themselves would stay in Ray's object store for as long as anybody
+    holds the trajectory, and fill it."""
+
+    data: bytes
+
+    def open(self) -> DoneEpisode:
+        """What was packed."""
+        return pickle.loads(self.data)
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """How a worker's process introduces itself."""
+
+    build: Build
+    client: str
+    """Its name with the engines, unlike any other process's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a worker has come."""
+
+    num_tokens: Mapping[int, int]
+    """Sampled so far, by ticket of the sessions that run."""
+    times: EnvironmentTimes
+
+
+class RolloutPart:
+    """Runs episodes for the run's process. For one event loop; `begin` comes first."""
+
+    def __init__(
+        self, config: RunConfig, tokenizer: Tokenizer, limits: EpisodeLimits, name: str, owner: str
+    ) -> None:
+        """`config`: settled. `owner`: names the maker of its sandboxes, as in open_run_backend. Raises
+        ResourceError where none can be made here."""
+        self._greeting = Greeting(Build.here(config.model), f"{name}-{uuid.uuid4().hex[:12]}")
+        self._backend = open_run_backend(config.sandbox, owner)
+        self._blobs = MemoryBlobs()
+        self._sampler = FollowingSampler(self._greeting.client, config.cluster.patience_s)
+        self._environment = Environment(
+            self._backend,
+            make_renderer(tokenizer),
+            limits,
+            config.rl.reward,
+            self._blobs.put,
+        )
+        self._sessions: dict[int, asyncio.Task[ForkedEpisode]] = {}
+        self._views: dict[int, MemberSampler] = {}
+        self._cancelled: set[int] = set()
+        """Tickets that were cancelled before they were heard of."""
+
+    async def begin(self) -> Greeting:
+        """Who this is."""
+        return self._greeting
+
+    async def follow(self, table: EngineTable) -> None:
+        """Samples with these engines from now on."""
+        self._sampler.follow(table)
+
+    async def pulse(self) -> Progress:
+        """How far sessions have come. Engines that do not answer from here are tried again."""
+        self._sampler.reconnect()
+        return Progress({ticket: view.num_tokens for ticket, view in self._views.items()}, self._times())
+
+    async def run(self, ticket: int, order: Order) -> PackedEpisode | None:
+        """The episode; None if it was cancelled."""
+        if ticket in self._cancelled:
+            self._cancelled.discard(ticket)
+            return None
+        view = self._views[ticket] = MemberSampler(self._sampler, holds=False)
+        session = self._sessions[ticket] = asyncio.create_task(self._play(order, view))
+        try:
+            await asyncio.wait([session])
+        finally:
+            session.cancel()  # it has ended, unless nobody waits for it any more
+            del self._sessions[ticket], self._views[ticket]
+        return None if session.cancelled() else self._pack(session.result(), view.num_tokens)
+
+    async def cancel(self, ticket: int) -> int:
+        """Ends a session, and returns once it has tidied up; how many tokens it had sampled."""
+        session, view = self._sessions.get(ticket), self._views.get(ticket)
+        if session is None or view is None:
+            self._cancelled.add(ticket)
+            return 0
+        session.cancel()
+        await asyncio.wait([session])
+        return view.num_tokens
+
+    async def close(self) -> None:
+        """Ends all sessions and their sandboxes."""
+        sessions = list(self._sessions.values())
+        for session in sessions:
+            session.cancel()
+        await asyncio.gather(*sessions, return_exceptions=True)
+        self._sampler.disconnect()
+        await self._backend.close()
+
+    async def _play(self, order: Order, view: MemberSampler) -> ForkedEpisode:
+        asked = (order.task, order.identity, view, order.rng_key, order.params)
+        if order.plan is not None:
+            return await self._environment.run_forked(*asked, order.plan, order.first_attempt)
+        trajectory = await self._environment.run(*asked, order.training, order.first_attempt)
+        return ForkedEpisode(trajectory)
+
+    def _pack(self, episode: ForkedEpisode, num_tokens: int) -> PackedEpisode:
+        routes: dict[str, NDArray[Any]] = {}
+        for ref in routes_of((episode.trajectory, *episode.members)):
+            routes[ref.url] = self._blobs.get(ref)
+        done = DoneEpisode(episode, routes, num_tokens, self._times())
+        packed = PackedEpisode(pickle.dumps(done, protocol=pickle.HIGHEST_PROTOCOL))
+        for ref in routes_of((episode.trajectory, *episode.members)):
+            self._blobs.discard(ref)
+        return packed
+
+    def _times(self) -> EnvironmentTimes:
+        return replace(self._environment.times, num_moved=self._sampler.num_moved)
+
+
+def routes_of(trajectories: Iterable[Trajectory]) -> list[BlobRef]:
+    """References to expert routes, each as often as a segment names it."""
+    return [s.routes for one in trajectories for s in one.segments if s.routes is not None]

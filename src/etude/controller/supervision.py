@@ -1,0 +1,335 @@
+"""Keeping the parts of a run going: heartbeats, restarts with back-off, quarantine.
+
+    starting ──prepared──> ready ──dies, or is silent──> waiting ──back-off──> starting
+        └──────fails──────────────────────────────────────> │
+                                                            └──too often in a row──> given up
+
+A part is ready only when `prepare` has brought it to where it must be: an engine to the version in service,
+a trainer to the step that the run is at. Until then nobody gets its handle. Waits are measured by this
+process's monotonic clock alone; no time of another machine is ever looked at.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from etude.config import ClusterConfig
+from etude.errors import EtudeError, PartLostError
+from etude.observe import MetricSink, Observer
+from etude.protocols import Handle
+
+KIND = "fault"
+"""Of the rows of metrics: one per event of a part."""
+
+Spawn = Callable[[frozenset[str]], Awaitable[Handle[Any]]]
+"""Starts the part's process; not on those machines, if it can be helped."""
+Prepare = Callable[[Handle[Any]], Awaitable[None]]
+"""Brings a new process of the part to where the run is."""
+Clock = Callable[[], float]
+
+
+class FaultJournal:
+    """What failed and what was done about it: rows of metrics, words, counts."""
+
+    def __init__(
+        self,
+        metrics: MetricSink,
+        observer: Observer,
+        counts: dict[str, int] | None = None,
+        kind: str = KIND,
+    ) -> None:
+        """`counts`: of earlier sittings; they are counted on. `kind`: of the rows."""
+        self.counts = counts if counts is not None else {}
+        """Events by name, of all parts."""
+        self._metrics = metrics
+        self._observer = observer
+        self._kind = kind
+
+    def note(self, part: str, event: str, cause: str = "", **values: float) -> None:
+        """Counts one event of a part, tells it and writes its row."""
+        self.counts[event] = self.counts.get(event, 0) + 1
+        number = sum(self.counts.values())
+        self._metrics.write(self._kind, number, {"name": part, "mode": event, **values})
+        self._observer.say(f"{part}: {event}" + (f" ({cause})" if cause else ""))
+
+
+class NodeHealth:
+    """Which machines have failed so often of late that nothing should be started on them."""
+
+    def __init__(self, settings: ClusterConfig, journal: FaultJournal, clock: Clock = time.monotonic) -> None:
+        self._settings = settings
+        self._journal = journal
+        self._clock = clock
+        self._failures: dict[str, deque[float]] = {}
+        self._until: dict[str, float] = {}
+
+    def failed(self, node: str) -> None:
+        """A part on that machine failed. The machine without a name, this process's, is never avoided."""
+        if not node:
+            return
+        now = self._clock()
+        failures = self._failures.setdefault(node, deque(maxlen=self._settings.quarantine_after))
+        failures.append(now)
+        recent = sum(now - at <= self._settings.quarantine_s for at in failures)
+        if recent == self._settings.quarantine_after and node not in self.avoided():
+            self._until[node] = now + self._settings.quarantine_s
+            self._journal.note(f"machine {node[:8]}", "quarantined", f"{recent} failures")
+
+    def avoided(self) -> frozenset[str]:
+        """Machines in quarantine now."""
+        now = self._clock()
+        return frozenset(node for node, until in self._until.items() if now < until)
+
+
+@dataclass(slots=True)
+class Backoff:
+    """How long to wait before the next start: doubles with every failure in a row."""
+
+    settings: ClusterConfig
+    failures: int = 0
+    """In a row."""
+
+    def failed(self, lived_s: float) -> None:
+        """Counts a failure of a part that lived so long."""
+        self.failures = 1 if lived_s >= self.settings.healthy_s else self.failures + 1
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it has failed too often in a row to be started again."""
+        return self.failures >= self.settings.give_up_after
+
+    @property
+    def wait_s(self) -> float:
+        """Before the next start."""
+        settings = self.settings
+        return min(settings.backoff_s * 2.0 ** max(0, self.failures - 1), settings.most_backoff_s)
+
+
+class Supervisor:
+    """Keeps one part going, process after process. For one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        spawn: Spawn,
+        prepare: Prepare,
+        settings: ClusterConfig,
+        journal: FaultJournal,
+        nodes: NodeHealth,
+        on_loss: Callable[[str], None] | None = None,
+        on_pulse: Callable[[Any], None] | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """`on_loss`: told the cause, at once, when the part is no longer ready. `on_pulse`: told what its
+        heartbeats answer."""
+        self.name = name
+        self.handle: Handle[Any] | None = None
+        """The part while it is ready, else None."""
+        self.failure: PartLostError | None = None
+        """Why it is started no more."""
+        self._spawn, self._prepare = spawn, prepare
+        self._settings, self._journal, self._nodes = settings, journal, nodes
+        self._on_loss, self._on_pulse = on_loss, on_pulse
+        self._clock = clock
+        self._backoff = Backoff(settings)
+        self._changed = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+        self._lost: asyncio.Future[str] | None = None
+        """Of the process at hand: set, with the cause, when it is given up."""
+        self._condemned: Handle[Any] | None = None
+        """A process that was given up and is not killed yet."""
+
+    async def start(self) -> None:
+        """Starts the part for the first time. What is wrong then is raised, and not tried again, but for a
+        process that dies on the way."""
+        try:
+            handle = await self._begin()
+        except PartLostError as error:
+            self._note_failed_start(error)
+            again = await self._begin_again(str(error))
+            if again is None:
+                assert self.failure is not None
+                raise self.failure from error
+            handle = again
+        self._task = asyncio.create_task(self._watch_over(handle))
+
+    async def ready(self, within_s: float | None = None) -> Handle[Any]:
+        """The part, once it is ready. Raises PartLostError if it is started no more, or not in time."""
+        try:
+            async with asyncio.timeout(within_s), self._changed:
+                await self._changed.wait_for(lambda: self.handle is not None or self.failure is not None)
+        except TimeoutError:
+            raise PartLostError(
+                f"did not come back within {within_s:.0f} s",
+                field=self.name,
+                fix="look at what ended it, and go on with --resume; cluster.patience_s allows longer",
+            ) from None
+        if self.handle is None:
+            assert self.failure is not None
+            raise self.failure
+        return self.handle
+
+    def lose(self, handle: Handle[Any], cause: str) -> None:
+        """Gives a process of the part up: it is killed and another one started. Does nothing if that is what
+        is happening already."""
+        if handle is self.handle and self._lost is not None and not self._lost.done():
+            self.handle, self._condemned = None, handle
+            self._lost.set_result(cause)
+
+    async def close(self) -> None:
+        """Stops the part. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+            self._task = None
+        if self._condemned is not None:
+            self._condemned.kill()
+        if self.handle is not None:
+            handle, self.handle = self.handle, None
+            await handle.stop()
+
+    async def _begin(self) -> Handle[Any]:
+        """A process that is prepared, and from now on ready."""
+        handle = await self._spawn(self._nodes.avoided())
+        try:
+            await self._prepare(handle)
+        except BaseException as error:
+            handle.kill()
+            if isinstance(error, EtudeError):
+                self._nodes.failed(handle.node)
+            raise
+        async with self._changed:
+            self.handle = handle
+            self._lost = asyncio.get_running_loop().create_future()
+            self._changed.notify_all()
+        return handle
+
+    async def _watch_over(self, handle: Handle[Any]) -> None:
+        while True:
+            began = self._clock()
+            cause = await self._until_lost(handle)
+            lost_at = self._clock()
+            self.handle = None
+            handle.kill()
+            self._condemned = None
+            self._journal.note(self.name, "lost", cause, lived_s=lost_at - began)
+            if self._on_loss is not None:
+                self._on_loss(cause)
+            self._nodes.failed(handle.node)
+            self._backoff.failed(lost_at - began)
+            again = await self._begin_again(cause)
+            if again is None:
+                return
+            handle = again
+            self._journal.note(self.name, "restarted", down_s=self._clock() - lost_at)
+
+    async def _begin_again(self, cause: str) -> Handle[Any] | None:
+        """Another process, however many starts it takes; None once the part is given up."""
+        while not self._backoff.exhausted:
+            await asyncio.sleep(self._backoff.wait_s)
+            try:
+                return await self._begin()
+            except EtudeError as error:
+                cause = str(error)
+                self._note_failed_start(error)
+            except Exception as error:  # a fault of ours, which another process would meet as well
+                cause = repr(error)
+                break
+        self._journal.note(self.name, "given up", cause)
+        async with self._changed:
+            self.failure = PartLostError(
+                f"failed {self._backoff.failures} times in a row, and is started no more",
+                field=self.name,
+                received=cause,
+                fix="mend what the cause says, and go on with --resume",
+            )
+            self._changed.notify_all()
+        return None
+
+    def _note_failed_start(self, error: EtudeError) -> None:
+        self._journal.note(self.name, "not started", str(error))
+        self._backoff.failed(0.0)
+
+    async def _until_lost(self, handle: Handle[Any]) -> str:
+        """Sends heartbeats until one is not answered in time, or somebody gives the process up; the cause."""
+        assert self._lost is not None
+        beats = asyncio.ensure_future(self._beat(handle))
+        try:
+            done, _ = await asyncio.wait([beats, self._lost], return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            beats.cancel()
+            await asyncio.wait([beats])  # a cancellation of ours goes through
+
+    async def _beat(self, handle: Handle[Any]) -> str:
+        while True:
+            await asyncio.sleep(self._settings.heartbeat_s)
+            try:
+                async with asyncio.timeout(self._settings.silent_s):
+                    answer = await handle.call("pulse")
+            except TimeoutError:
+                return f"answered no heartbeat for {self._settings.silent_s:.0f} s"
+            except Exception as error:  # whatever a part says that is not well
+                return f"{type(error).__name__}: {error}"
+            if self._on_pulse is not None:
+                self._on_pulse(answer)
+
+
+class SupervisedParts:
+    """Several parts of one kind, of which some may be away. For one event loop."""
+
+    def __init__(self, patience_s: float) -> None:
+        """`patience_s`: how long `any_ready` waits."""
+        self._patience_s = patience_s
+        self._supervisors: dict[str, Supervisor] = {}
+
+    def add(self, supervisor: Supervisor) -> None:
+        """One more, which is started elsewhere or by `start`."""
+        self._supervisors[supervisor.name] = supervisor
+
+    def remove(self, name: str) -> Supervisor | None:
+        """One less; it is closed elsewhere. None where there is none of that name."""
+        return self._supervisors.pop(name, None)
+
+    async def start(self) -> None:
+        """Starts all of them. Raises what any of them raises."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for supervisor in self._supervisors.values():
+                    group.create_task(supervisor.start())
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def close(self) -> None:
+        """Stops all of them."""
+        await asyncio.gather(*(supervisor.close() for supervisor in self._supervisors.values()))
+
+    def lose(self, handle: Handle[Any], cause: str) -> None:
+        """Another process takes the place of this one, if it has not already."""
+        for supervisor in self._supervisors.values():
+            supervisor.lose(handle, cause)
+
+    async def any_ready(self) -> None:
+        """Waits until one is up. Raises PartLostError once none will be, or none is in time."""
+        waiting = [
+            asyncio.ensure_future(supervisor.ready(self._patience_s))
+            for supervisor in self._supervisors.values()
+        ]
+        try:
+            failure: PartLostError | None = None
+            for first in asyncio.as_completed(waiting):
+                try:
+                    await first
+                    return
+                except PartLostError as error:
+                    failure = error
+            raise failure or PartLostError("there is none of its kind", fix="let one join")
+        finally:
+            for one in waiting:
+                one.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)

@@ -1,0 +1,156 @@
+"""The part of a run that trains and saves what it has trained, wherever it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.config import RunConfig
+from etude.controller.corpus import make_renderer
+from etude.controller.ranks import Routes, open_trainer
+from etude.errors import CheckpointError, StoreError
+from etude.model import LanguageModel
+from etude.model.loading import AnyModel
+from etude.model.peft import save_peft
+from etude.observe import MetricSink, Observer
+from etude.records import BlobRef, Group, PolicyVersion, Scores, WeightManifest
+from etude.tokens.tokenizer import Tokenizer
+from etude.training import RlTrainer, save_checkpoint
+from etude.training.checkpoints import CheckpointKeeper
+from etude.training.feedback import open_feedback
+from etude.training.intake import RouteFetcher
+from etude.weights import WeightPublisher
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingPaths:
+    """Where a run keeps what its trainer writes."""
+
+    latest: Path
+    """The newest resumable checkpoint."""
+    offending: Path
+    """Batches whose gradient was not finite."""
+
+
+class TrainingPart:
+    """A Trainer with its checkpoints. A context manager: leaving it lets other ranks go, and waits for the
+    checkpoint that is being written."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: AnyModel,
+        tokenizer: Tokenizer,
+        paths: TrainingPaths,
+        weights: WeightPublisher,
+        metrics: MetricSink,
+        observer: Observer,
+        fetch_routes: RouteFetcher | None = None,
+    ) -> None:
+        """`fetch_routes`: finds expert routes; without it they come with each step."""
+        self._paths = paths
+        self._tokenizer = tokenizer
+        self._observer = observer
+        self._fetch_routes = fetch_routes or self._given_route
+        self._routes: Routes = {}
+        with contextlib.ExitStack() as stack:
+            self._trainer = stack.enter_context(
+                open_trainer(
+                    cast(LanguageModel, model),  # any architecture learns through the same packed scoring
+                    config,
+                    weights,
+                    self._fetch_routes,
+                    paths.offending,
+                    feedback=open_feedback(config.rl.feedback, make_renderer(tokenizer)),
+                )
+            )
+            self._keeper = stack.enter_context(
+                CheckpointKeeper(paths.latest, config.checkpoint, metrics, observer)
+            )
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> TrainingPart:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    # ---- Trainer --------------------------------------------------------------------------------
+
+    @property
+    def version(self) -> PolicyVersion:
+        """See Trainer.version."""
+        return self._trainer.version
+
+    def step(self, groups: Sequence[Group], routes: Routes | None = None) -> Mapping[str, float]:
+        """See Trainer.step. `routes`: of the groups, where they come from another process."""
+        self._routes = routes or {}
+        try:
+            return self._trainer.step(groups)
+        finally:
+            self._routes = {}
+
+    def offload_states(self) -> None:
+        """See RlTrainer.offload_states. Of one rank only."""
+        assert isinstance(self._trainer, RlTrainer), "RunConfig allows colocated runs one rank"
+        self._trainer.offload_states()
+
+    def publish(self) -> WeightManifest:
+        """See Trainer.publish."""
+        return self._trainer.publish()
+
+    def score(
+        self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
+    ) -> list[Scores]:
+        """See Trainer.score."""
+        return self._trainer.score(sequences, routes)
+
+    def restore(self, directory: Path) -> None:
+        """See Trainer.restore."""
+        self._trainer.restore(directory)
+
+    # ---- what stays -----------------------------------------------------------------------------
+
+    def current_version(self) -> PolicyVersion:
+        """The version, for whoever can only call."""
+        return self.version
+
+    def is_due(self) -> bool:
+        """Whether it is time for the next periodic checkpoint."""
+        return self._keeper.due
+
+    def save(self, extra: Mapping[str, Any]) -> None:
+        """Begins the resumable checkpoint, with values of the loop's; it is on disk at the latest after
+        `flush`."""
+        self._trainer.save(self._paths.latest, extra, self._keeper.write)
+
+    def flush(self) -> None:
+        """See CheckpointKeeper.flush."""
+        self._keeper.flush()
+
+    def save_model(self, directory: Path, with_tokenizer: bool = False) -> None:
+        """Writes the weights as they are now."""
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        save_checkpoint(
+            directory, self._trainer.model, write_more=self._tokenizer.save if with_tokenizer else None
+        )
+
+    def save_adapters(self, directory: Path, base: str) -> None:
+        """The adapters alone, for what takes them beside their own `base`, if there are any."""
+        if self._trainer.adapters is None:
+            return
+        try:
+            save_peft(self._trainer.adapters, self._trainer.model, directory, base)
+        except CheckpointError as error:
+            self._observer.say(f"no adapters are written for the peft library: {error}")
+
+    def _given_route(self, ref: BlobRef) -> NDArray[Any]:
+        if ref.url not in self._routes:
+            raise StoreError("these routes did not come with the step", field="routes", received=ref.url)
+        return self._routes[ref.url]

@@ -1,0 +1,235 @@
+"""A run's control API on loopback, clusters over scripted policies, and what may go wrong between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="needs etude[serve]")
+
+import httpx
+
+from etude.agent import ScriptedSampler
+from etude.config import ClustersConfig
+from etude.controller.clusters.client import ControlClient
+from etude.controller.clusters.control import Control, RunOffer
+from etude.controller.clusters.inbox import Inbox
+from etude.controller.clusters.runner import AnnouncingSink, ClusterRunner
+from etude.controller.clusters.sampling import SamplingCluster, Site, Terms
+from etude.controller.clusters.server import build_app
+from etude.controller.clusters.wire import Makings
+from etude.errors import WeightUpdateError
+from etude.observe.observer import RecordingObserver
+from etude.protocols import EpisodeRunner, KvPolicy
+from etude.records import PolicyVersion, SamplingParams, Trajectory, TrajectoryId, WeightManifest
+from etude.store.blobs import MemoryBlobs
+from etude.weights.folders import Folder, open_folder
+from etude.weights.server import ServerThread
+from tests.environment.playing import SOLVES, TASK, new_environment, script_of
+
+MAKINGS = Makings({"model": "tiny", "tokenizer": "bytes"})
+TOKEN = "a-token"
+LEASE_S = 4.0
+
+
+def version_at(step: int) -> PolicyVersion:
+    return PolicyVersion("run", step, f"digest-{step}")
+
+
+def manifest_at(step: int) -> WeightManifest:
+    return WeightManifest(version_at(step), (), f"weights:store#{step}")
+
+
+class NoWeights:
+    """A WeightSink for policies that need none; can be told to fail."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        """So many stagings fail."""
+        self._current: PolicyVersion | None = None
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise WeightUpdateError("the relay is away")
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
+        self._current = version
+
+    def current(self) -> PolicyVersion | None:
+        return self._current
+
+
+class Link(httpx.AsyncBaseTransport):
+    """The way from a cluster to the run: can be cut, lose answers, damage bodies."""
+
+    def __init__(self) -> None:
+        self.is_cut = False
+        self.lose_answers: set[str] = set()
+        """Parts of paths of which the next answer is lost, though the request has arrived."""
+        self.damage: set[str] = set()
+        """Parts of paths of which the next body has a flipped bit."""
+        self.cut_bodies: set[str] = set()
+        """Parts of paths of which the next body ends in its middle."""
+        self.paths: list[str] = []
+        self._inner = httpx.AsyncHTTPTransport()
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        if self.is_cut:
+            raise httpx.ConnectError("the link is cut", request=request)
+        path = request.url.path
+        self.paths.append(path)
+        for name, change in ((self.damage, _flipped), (self.cut_bodies, _halved)):
+            if part := next((part for part in name if part in path), None):
+                name.discard(part)
+                content = change(await request.aread())
+                headers = {k: v for k, v in request.headers.items() if k.lower() != "content-length"}
+                request = httpx.Request(request.method, request.url, headers=headers, content=content)
+        response = await self._inner.handle_async_request(request)
+        if part := next((part for part in self.lose_answers if part in path), None):
+            self.lose_answers.discard(part)
+            await response.aclose()
+            raise httpx.ReadError("the answer is lost", request=request)
+        if self.is_cut:
+            await response.aclose()
+            raise httpx.ReadError("the link is cut", request=request)
+        return response
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+def _flipped(body: bytes) -> bytes:
+    changed = bytearray(body)
+    changed[len(changed) // 2] ^= 4
+    return bytes(changed)
+
+
+def _halved(body: bytes) -> bytes:
+    return body[: len(body) // 2]
+
+
+class World:
+    """A run that waits for sessions, and clusters that come and go. For one event loop."""
+
+    def __init__(self, directory: Path, **settings: Any) -> None:
+        values = {"listen": "127.0.0.1:0", "lease_s": LEASE_S, "poll_s": 0.5, **settings}
+        self.settings = ClustersConfig.model_validate(values)
+        self.directory = directory
+        self.inbox = Inbox(directory / "inbox", self.settings.max_result_bytes)
+        self.control = Control(self.settings, RunOffer("run", "", {}, MAKINGS), self.inbox)
+        self.blobs = MemoryBlobs()
+        self.runner = ClusterRunner(
+            new_environment(blobs=self.blobs),
+            self.control,
+            self.inbox,
+            self.blobs.put,
+            self.settings.local_sessions,
+            max_staleness=2,
+        )
+        self.sink = AnnouncingSink(NoWeights(), self.control, self._announced)
+        self.observer = RecordingObserver()
+        self.server: ServerThread
+        self.clusters: list[asyncio.Task[None]] = []
+
+    def _announced(self, version: PolicyVersion) -> None:
+        self.runner.serving = version
+
+    @contextlib.asynccontextmanager
+    async def open(self, step: int | None = 0) -> AsyncIterator[World]:
+        """With a control API, and weights in service; clusters are ended at last."""
+        with ServerThread(build_app(self.control, TOKEN)) as self.server:
+            try:
+                if step is not None:
+                    await self.serve(step)
+                yield self
+            finally:
+                for cluster in self.clusters:
+                    cluster.cancel()
+                await asyncio.gather(*self.clusters, return_exceptions=True)
+
+    async def serve(self, step: int) -> None:
+        await self.sink.stage(manifest_at(step))
+        await self.sink.activate(version_at(step))
+
+    def join(
+        self,
+        name: str = "a",
+        link: Link | None = None,
+        runner: EpisodeRunner | None = None,
+        draining: asyncio.Event | None = None,
+        makings: Makings = MAKINGS,
+        sampled_step: int = 0,
+        sink: NoWeights | None = None,
+        token: str | None = TOKEN,
+        max_sessions: int = 4,
+        drain_s: float = 5.0,
+    ) -> tuple[SamplingCluster, asyncio.Task[None]]:
+        """A cluster that has come, in a task of its own."""
+        blobs = MemoryBlobs()
+        sampler = ScriptedSampler(script_of(lambda _: SOLVES), version_at(sampled_step), route_shape=(2, 2))
+        environment = new_environment(blobs=blobs)
+        if isinstance(runner, SlowRunner):
+            runner.inner = environment
+        site = Site(
+            runner or environment,
+            sampler,
+            sink or NoWeights(),
+            blobs,
+            makings,
+            max_sessions,
+            "recompute",
+            lambda: None,
+        )
+        store: Folder | None = None
+        if self.settings.trajectories_url:
+            store = open_folder(self.settings.trajectories_url)
+        terms = Terms(self.settings.lease_s, self.settings.poll_s, self.settings.max_result_bytes, store)
+        client = ControlClient(self.server.url, token, link or Link())
+        cluster = SamplingCluster(client, name, site, terms, self.observer, 5.0, drain_s)
+
+        async def play() -> None:
+            async with client:
+                await cluster.play(draining or asyncio.Event())
+
+        task = asyncio.create_task(play())
+        self.clusters.append(task)
+        return cluster, task
+
+    async def session(self, number: int = 0, sampler: Any = None) -> Trajectory:
+        """What comes of one session."""
+        identity = TrajectoryId("run", TASK.id, 0, number, 0)
+        async with asyncio.timeout(20):
+            return await self.runner.run(TASK, identity, sampler, (7, number), SamplingParams(), True)
+
+    async def until(self, holds: Callable[[], bool], timeout_s: float = 10.0) -> None:
+        """Waits for a condition."""
+        async with asyncio.timeout(timeout_s):
+            while not holds():  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.01)
+
+
+class SlowRunner:
+    """An EpisodeRunner that waits before each session until it is let go."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.began = 0
+        self.cancelled = 0
+        self.inner: EpisodeRunner | None = None
+        """Its cluster's own."""
+
+    async def run(self, *arguments: Any, **named: Any) -> Trajectory:
+        self.began += 1
+        try:
+            await self.go.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        assert self.inner is not None
+        return await self.inner.run(*arguments, **named)

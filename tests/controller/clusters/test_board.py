@@ -1,0 +1,291 @@
+"""Who has which session, and that each counts once."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
+
+from etude.controller.clusters.board import (
+    Board,
+    Episode,
+    Lease,
+    Member,
+    Order,
+    Standing,
+    UnknownMemberError,
+    check_name,
+)
+from etude.errors import ConfigError
+from etude.records import SamplingParams, TrajectoryId
+from tests.environment.playing import TASK
+
+LEASE_S = 10.0
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def episode(number: int = 0, min_step: int = 0) -> Episode:
+    identity = TrajectoryId("run", TASK.id, 0, number, 0)
+    return Episode(Order(TASK, identity, (1, number), SamplingParams(), True), min_step)
+
+
+def new_board(max_gives: int = 3) -> tuple[Board, Clock]:
+    clock = Clock()
+    return Board(LEASE_S, max_gives, clock), clock
+
+
+def joined(board: Board, name: str = "a", step: int = 0) -> Member:
+    member, _ = board.join(name)
+    member.step = step
+    return member
+
+
+def numbers(leases: list[Lease]) -> list[int]:
+    return [lease.episode.order.identity.group for lease in leases]
+
+
+def test_sessions_are_given_in_order_and_each_once() -> None:
+    board, _ = new_board()
+    for number in range(3):
+        board.add(episode(number))
+    member = joined(board)
+    assert numbers(board.claim(member, 2)) == [0, 1]
+    assert numbers(board.claim(member, 2)) == [2]
+    assert board.claim(member, 2) == []
+
+
+def test_clusters_share_what_waits() -> None:
+    board, _ = new_board()
+    for number in range(4):
+        board.add(episode(number))
+    first, second = joined(board, "a"), joined(board, "b")
+    assert numbers(board.claim(first, 10)) == [0, 1]
+    assert numbers(board.claim(second, 10)) == [2]
+
+
+def test_weights_that_are_too_old_are_given_nothing_that_they_may_not_sample() -> None:
+    board, _ = new_board()
+    board.add(episode(0, min_step=3))
+    board.add(episode(1, min_step=2))
+    behind = joined(board, step=2)
+    assert numbers(board.claim(behind, 10)) == [1]
+    behind.step = None
+    assert board.claim(behind, 10) == []
+    behind.step = 3
+    assert numbers(board.claim(behind, 10)) == [0]
+
+
+def test_what_a_silent_cluster_has_is_given_to_another_and_its_result_dropped() -> None:
+    board, clock = new_board()
+    board.add(episode())
+    silent = joined(board, "silent")
+    (lease,) = board.claim(silent, 1)
+    clock.now_s += LEASE_S + 1
+    assert board.lapse() == []
+    other = joined(board, "other")
+    (second,) = board.claim(other, 1)
+    assert board.standing(lease.id) == (Standing.LATE, None)
+    board.find(silent.id)
+    assert board.hear(silent, {lease.id: 5}) == ([lease.id], [])
+    assert board.standing(second.id) == (Standing.CURRENT, second)
+    board.keep(second)
+    assert board.standing(second.id) == (Standing.REPEATED, None)
+    assert (board.counts.given, board.counts.kept, board.counts.lapsed) == (2, 1, 1)
+
+
+def test_a_cluster_that_comes_back_goes_on_with_what_nobody_else_was_given() -> None:
+    board, clock = new_board()
+    board.add(episode())
+    member = joined(board)
+    (lease,) = board.claim(member, 1)
+    clock.now_s += LEASE_S + 1
+    board.lapse()
+    assert len(board.waiting) == 1
+    board.find(member.id)
+    assert board.hear(member, {lease.id: 5}) == ([], [])
+    assert not board.waiting
+    assert board.standing(lease.id) == (Standing.CURRENT, lease)
+
+
+def test_a_result_of_a_lapsed_lease_counts_while_the_session_waits() -> None:
+    board, clock = new_board()
+    board.add(episode())
+    (lease,) = board.claim(joined(board), 1)
+    clock.now_s += LEASE_S + 1
+    board.lapse()
+    board.keep(lease)
+    assert not board.waiting
+
+
+def test_leases_that_got_lost_on_their_way_are_taken_back() -> None:
+    board, clock = new_board()
+    board.add(episode())
+    member = joined(board)
+    (lease,) = board.claim(member, 1)
+    clock.now_s += LEASE_S - 1
+    board.find(member.id)
+    board.hear(member, {})
+    assert not board.waiting, "its answer may still be under way"
+    clock.now_s += 2
+    board.find(member.id)
+    board.hear(member, {})
+    assert len(board.waiting) == 1
+    (again,) = board.claim(member, 1)
+    assert again.id != lease.id
+
+
+def test_another_cluster_of_the_same_name_replaces_the_first() -> None:
+    board, _ = new_board()
+    board.add(episode())
+    first = joined(board, "a")
+    (lease,) = board.claim(first, 1)
+    second = joined(board, "a")
+    with pytest.raises(UnknownMemberError):
+        board.find(first.id)
+    assert len(board.claim(second, 1)) == 1
+    assert board.standing(lease.id)[0] is Standing.LATE
+
+
+def test_a_session_that_fails_goes_to_another_cluster_if_one_wants_it() -> None:
+    board, clock = new_board()
+    board.add(episode())
+    first, second = joined(board, "a"), joined(board, "b")
+    (lease,) = board.claim(first, 1)
+    assert board.give_back(lease, "the sandbox died") == []
+    assert board.claim(first, 1) == []
+    (again,) = board.claim(second, 1)
+    board.give_back(again, "there, too")
+    assert board.claim(second, 1) == []
+    clock.now_s += LEASE_S
+    for member in (first, second):
+        board.find(member.id)
+    assert len(board.claim(second, 1)) == 1, "nobody else took it in time"
+
+
+def test_a_session_that_is_given_away_too_often_is_exhausted_with_its_cause() -> None:
+    board, _ = new_board(max_gives=2)
+    one = episode()
+    board.add(one)
+    member = joined(board)
+    assert board.give_back(board.claim(member, 1)[0], "first") == []
+    assert board.give_back(board.claim(member, 1)[0], "second") == [one]
+    assert one.ended
+    assert one.cause == "second"
+    assert not board.waiting
+
+
+def test_what_is_withdrawn_is_neither_given_nor_kept() -> None:
+    board, _ = new_board()
+    waiting, running = episode(0), episode(1)
+    board.add(running)
+    member = joined(board)
+    (lease,) = board.claim(member, 1)
+    board.add(waiting)
+    for one in (waiting, running, running):
+        board.withdraw(one)
+    assert not board.waiting
+    assert board.hear(member, {lease.id: 3}) == ([lease.id], [])
+    assert board.standing(lease.id)[0] is Standing.LATE
+    assert board.counts.withdrawn == 2
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 65, "a/b", "ä"])
+def test_names_that_records_could_not_carry_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError):
+        check_name(name)
+
+
+class Clusters(RuleBasedStateMachine):
+    """Whatever happens in whatever order: every session ends once, and is in one place until then."""
+
+    members = Bundle("members")
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.board, self.clock = new_board(max_gives=4)
+        self.episodes: list[Episode] = []
+        self.ends: Counter[int] = Counter()
+
+    def end(self, exhausted: list[Episode]) -> None:
+        self.ends.update(one.order.identity.group for one in exhausted)
+
+    @rule(count=st.integers(1, 4))
+    def ordered(self, count: int) -> None:
+        for _ in range(count):
+            one = episode(len(self.episodes))
+            self.episodes.append(one)
+            self.board.add(one)
+
+    @rule(target=members, name=st.sampled_from("abc"))
+    def joins(self, name: str) -> Member:
+        member, exhausted = self.board.join(name)
+        member.step = 0
+        self.end(exhausted)
+        return member
+
+    @rule(target=leases, member=members, most=st.integers(1, 3))
+    def claims(self, member: Member, most: int) -> object:
+        if member.id not in self.board.members:
+            return multiple()
+        return multiple(*self.board.claim(self.board.find(member.id), most))
+
+    @rule(seconds=st.floats(0, 2 * LEASE_S))
+    def waits(self, seconds: float) -> None:
+        self.clock.now_s += seconds
+        self.end(self.board.lapse())
+
+    @rule(member=members, named=st.lists(leases, max_size=4))
+    def beats(self, member: Member, named: list[Lease]) -> None:
+        if member.id in self.board.members:
+            running = {lease.id: 1 for lease in named if lease.member is member}
+            self.end(self.board.hear(self.board.find(member.id), running)[1])
+
+    @rule(lease=leases)
+    def delivers(self, lease: Lease) -> None:
+        standing, current = self.board.standing(lease.id)
+        if standing is Standing.CURRENT:
+            assert current is lease
+            self.board.keep(lease)
+            self.end([lease.episode])
+
+    @rule(lease=consumes(leases))
+    def fails(self, lease: Lease) -> None:
+        if self.board.standing(lease.id)[0] is Standing.CURRENT:
+            self.end(self.board.give_back(lease, "it failed"))
+
+    @rule(member=consumes(members))
+    def leaves(self, member: Member) -> None:
+        if member.id in self.board.members:
+            self.end(self.board.leave(member))
+
+    @rule(data=st.data())
+    def withdrawn(self, data: st.DataObject) -> None:
+        left = [one for one in self.episodes if not one.ended]
+        if left:
+            one = data.draw(st.sampled_from(left))
+            self.board.withdraw(one)
+            self.end([one])
+
+    @invariant()
+    def every_session_is_in_one_place_until_its_one_end(self) -> None:
+        held = Counter(id(one) for one in self.board.waiting)
+        held.update(id(x.episode) for m in self.board.members.values() for x in m.leases.values())
+        for one in self.episodes:
+            number = one.order.identity.group
+            assert self.ends[number] == one.ended
+            assert held[id(one)] == (not one.ended), number
+
+
+TestClusters = Clusters.TestCase
+TestClusters.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

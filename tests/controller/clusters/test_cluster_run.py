@@ -1,0 +1,98 @@
+"""A whole run whose sessions `etude sample` plays, in processes of their own behind a relay."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from etude.observe import RunDirectory
+from tests.controller.clusters.running import audit, config, make_token, sample_options, wait_for
+from tests.controller.running import collected, num_rl_steps, run_elsewhere, wait_until
+
+pytest.importorskip("fastapi", reason="needs etude[serve]")
+
+_COMMAND = [sys.executable, "-c", "from etude.cli import main; main()"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def command(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """`etude` in a process of its own; killed in the end if it still runs."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [*_COMMAND, *arguments], stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def check_whole(run: RunDirectory, num_steps: int) -> None:
+    found = audit(run)
+    assert (found.steps, found.lost, found.repeated) == (num_steps, 0, 0)
+    assert found.max_lag <= 2
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_sessions_of_two_clusters_of_which_one_is_killed_and_returns(tmp_path: Path) -> None:
+    token, port = make_token(tmp_path / "token"), free_port()
+    settings = config(tmp_path, f"127.0.0.1:{port}", token)
+    logs = {name: tmp_path / f"{name}.log" for name in ("relay", "a", "b")}
+    control = f"http://127.0.0.1:{port}"
+    relay_options = ("--cache", str(tmp_path / "cache"), "--port", "0", "--token", f"file:{token}")
+    (tmp_path / "weights").mkdir()
+    with (
+        command(logs["relay"], "relay", str(tmp_path / "weights"), *relay_options) as relay_process,
+        run_elsewhere(settings) as run_process,
+    ):
+        relay = wait_for(logs["relay"], "ready at", relay_process).split("ready at ")[1].partition(";")[0]
+        with (
+            command(logs["a"], *sample_options(control, relay, token, "a")) as first,
+            command(logs["b"], *sample_options(control, relay, token, "b")) as second,
+        ):
+            wait_until(run_process, lambda: num_rl_steps(settings) >= 1, 240.0)
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+            with command(logs["a"], *sample_options(control, relay, token, "a")) as again:
+                output = run_process.communicate(timeout=300)[0]
+                assert run_process.returncode == 0, output + logs["b"].read_text()
+                assert second.wait(30) == 0, logs["b"].read_text()
+                assert again.poll() in (None, 0), logs["a"].read_text()
+    run = RunDirectory.open(tmp_path / settings.name)
+    check_whole(run, 4)
+    assert set(audit(run).by_cluster) <= {"a", "b"}
+    assert "a-token-of-this-test" not in "".join(log.read_text() for log in logs.values()) + output
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_goes_on_with_what_its_clusters_had_brought(tmp_path: Path) -> None:
+    token, port = make_token(tmp_path / "token"), free_port()
+    settings = config(tmp_path, f"127.0.0.1:{port}", token)
+    log, control = tmp_path / "a.log", f"http://127.0.0.1:{port}"
+    with command(log, *sample_options(control, str(tmp_path / "weights"), token, "a")) as cluster:
+        with run_elsewhere(settings) as process:
+            wait_until(process, lambda: num_rl_steps(settings) >= 1, 240.0)
+            process.kill()
+            process.wait()
+        before = collected(RunDirectory.open(tmp_path / settings.name))
+        with run_elsewhere(settings, resume=True) as process:
+            output = process.communicate(timeout=300)[0]
+            assert process.returncode == 0, output + log.read_text()
+        assert cluster.wait(30) == 0, log.read_text()
+    run = RunDirectory.open(tmp_path / settings.name)
+    assert collected(run)[: len(before)] == before
+    check_whole(run, 4)

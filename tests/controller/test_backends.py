@@ -1,0 +1,66 @@
+"""Where a run's sandboxes are made: in this process, or on a server that is there and lets it in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from etude.config import SandboxConfig
+from etude.controller.backends import open_run_backend
+from etude.errors import ConfigError
+from etude.sandbox.errors import SandboxLostError
+from etude.sandbox.fake import MemoryBackend
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.local.unisolated import UnisolatedBackend
+from etude.sandbox.remote import RemoteBackend
+from tests.sandbox.serving import TOKEN, build_app, served
+
+VARIABLE = "ETUDE_TEST_SANDBOX_TOKEN"
+
+
+async def _open(settings: SandboxConfig) -> SandboxBackend:
+    """In a thread: the server is in this one."""
+    return await asyncio.to_thread(open_run_backend, settings, "run")
+
+
+def test_without_a_server_sandboxes_are_made_here() -> None:
+    with pytest.warns(UserWarning, match="keeps nothing apart"):
+        backend = open_run_backend(SandboxConfig(backend="unisolated"))
+    assert isinstance(backend, UnisolatedBackend)
+    asyncio.run(backend.close())
+
+
+def test_a_server_that_does_not_answer_is_told_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"sandbox\.server: .*connection .* failed.*etude sandbox serve"):
+        open_run_backend(SandboxConfig(server="http://127.0.0.1:9"))
+
+
+def test_a_server_s_address_and_token_go_together() -> None:
+    with pytest.raises(ValueError, match="server: must begin with http"):
+        SandboxConfig(server="127.0.0.1:8642")
+    with pytest.raises(ValueError, match="server: must be named with token"):
+        SandboxConfig(token=f"env:{VARIABLE}")
+
+
+def test_a_run_waits_for_its_server_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, TOKEN)
+
+    async def scene() -> None:
+        async with served(build_app({"local": MemoryBackend()}, TOKEN)) as url:
+            settings = SandboxConfig(server=url, token=f"env:{VARIABLE}", patience_s=0.3)
+            backend = await _open(settings)
+            assert isinstance(backend, RemoteBackend)
+            sandbox = await backend.create()
+            assert (await sandbox.get_info()).metadata == {"owner": "run"}
+            await backend.close()
+            with pytest.raises(ConfigError, match=r"sandbox\.server: .*token.*sandbox\.token"):
+                await _open(settings.model_copy(update={"token": ""}))
+        began = time.monotonic()
+        with pytest.raises(SandboxLostError):
+            await backend.create()
+        assert 0.3 <= time.monotonic() - began < 10.0
+        await backend.disconnect()
+
+    asyncio.run(scene())

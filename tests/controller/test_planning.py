@@ -1,0 +1,241 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from etude.cli.app import app
+from etude.config import AdapterConfig, ModelConfig, RunConfig, load_config, parse_config
+from etude.controller.compute import Place
+from etude.controller.planning import check_fits, check_machine, make_plan, measure_sizes
+from etude.controller.planning.memory import plan_machine
+from etude.controller.starting import check_start
+from etude.errors import ConfigError, ResourceError
+from etude.model import build_model
+from etude.model.lora import Adapters
+from etude.training.optimizer import Optimizer
+
+SUPPOSED = {"device_memory_gb": 1.0, "peak_tflops": 1.0, "bandwidth_gb_per_s": 10.0}
+DENSE = ModelConfig(architecture="qwen3", hidden_size=64, num_layers=2, head_dim=16, intermediate_size=128)
+
+
+def planned(**sections) -> RunConfig:
+    sections["plan"] = SUPPOSED | sections.get("plan", {})
+    return parse_config(sections)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_parameters_are_those_of_the_model_itself(architecture: str) -> None:
+    config = ModelConfig.model_validate({"architecture": architecture})
+    model = build_model(config, 512)
+    sizes = measure_sizes(config, 512, 256, 64)
+    assert sizes.parameters == sum(parameter.numel() for parameter in model.parameters())
+    inactive = sizes.parameters - sizes.active_parameters
+    routed = config.num_moe_layers * 3 * config.hidden_size * config.expert_size * config.num_experts
+    assert sizes.expert_parameters == (routed if config.num_moe_layers else 0)
+    expected = sizes.expert_parameters * (1 - config.experts_per_token / config.num_experts)
+    assert inactive == pytest.approx(expected, abs=1)
+
+
+def test_products_per_token_are_two_per_weight_and_grow_with_the_context() -> None:
+    sizes = measure_sizes(DENSE, 512, 64, 64)
+    assert sizes.forward_flops(0) == 2 * sizes.parameters
+    assert sizes.forward_flops(0, with_head=False) == 2 * (sizes.parameters - 512 * 64)
+    per_position = 2 * 2 * DENSE.num_layers * DENSE.num_heads * DENSE.head_dim
+    assert sizes.forward_flops(10) - sizes.forward_flops(0) == 10 * per_position
+
+
+def test_what_is_kept_grows_with_the_tokens_and_checkpointing_keeps_little() -> None:
+    short, long = (measure_sizes(DENSE, 512, tokens, 64).saved_bytes for tokens in (512, 1024))
+    assert long == pytest.approx(2 * short, rel=0.05)
+    checkpointed = measure_sizes(DENSE, 512, 1024, 64, checkpointed=True).saved_bytes
+    assert checkpointed < 0.3 * long
+
+
+def test_what_is_kept_is_about_what_a_real_step_keeps() -> None:
+    """On a CPU, where the same code runs with contents; its attention keeps the same things."""
+    from etude.model.scoring import PackedSequences, packed_logprobs
+
+    model = build_model(DENSE, 512)
+    model.initialise(0)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    import numpy as np
+
+    batch = PackedSequences.pack([np.zeros(64, dtype=np.int32)] * 8)
+    targets = torch.tensor([row for row in range(512) if row % 64])
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = packed_logprobs(model, batch, targets)
+    assert result[0].requires_grad
+    counted = measure_sizes(DENSE, 512, 512, 64).saved_bytes
+    assert sum(kept.values()) == pytest.approx(counted, rel=0.35)
+
+
+def test_memory_adds_up_to_what_the_parts_really_take() -> None:
+    config = planned(model=DENSE.model_dump(), tokenizer={"vocab_size": 512})
+    plan = make_plan(config)
+    parts = {part.name: part.num_bytes for memory in plan.memory for part in memory.parts}
+    model = build_model(DENSE, 512)
+    weights = sum(parameter.numel() * 4 for parameter in model.parameters())
+    assert parts["weights"] == parts["gradients"] == weights
+    optimizer = Optimizer(model, config.rl.optimizer, 10)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    states = sum(_bytes(value) for value in optimizer.state_dict().values())
+    assert parts["optimizer"] == pytest.approx(states, rel=0.01)
+    assert plan.memory[0].total_bytes == pytest.approx(1.05 * sum(parts.values()))
+
+
+def _bytes(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel() * value.element_size() if value.numel() > 1 else 0
+    if isinstance(value, dict):
+        return sum(_bytes(inner) for inner in value.values())
+    return 0
+
+
+def test_adapters_take_states_of_their_own_size_only() -> None:
+    adapter = {"rank": 4}
+    plan = make_plan(planned(model=DENSE.model_dump(), rl={"adapter": adapter}))
+    adapters = Adapters(build_model(DENSE, 1024), AdapterConfig(rank=4))
+    assert plan.sizes.adapter_parameters == adapters.num_parameters
+    parts = {part.name: part.num_bytes for part in plan.memory[0].parts}
+    assert parts["optimizer"] == 2 * 4 * adapters.num_parameters
+
+
+def test_ranks_share_weights_and_parts_apart_have_devices_of_their_own() -> None:
+    alone = make_plan(planned())
+    cut = make_plan(planned(parallel={"ranks": 4, "fsdp": 2, "expert": 2}, executor="ray"))
+    assert [memory.device for memory in alone.memory] == ["trainer and engine"]
+    assert [memory.device for memory in cut.memory] == ["trainer", "engine"]
+    weights = [plan.memory[0].parts[0].num_bytes for plan in (alone, cut)]
+    assert weights[0] / 4 < weights[1] < weights[0] / 2
+    assert (alone.devices, cut.devices) == (1, 5)
+
+
+def test_sampling_beside_training_takes_as_long_as_the_slower() -> None:
+    sections = {"executor": "ray", "rl": {"max_staleness": 1}}
+    beside = make_plan(planned(**sections)).step
+    in_turns = make_plan(planned(executor="ray")).step
+    assert beside.step_s == pytest.approx(max(beside.rollout_s, beside.train_s) + beside.publish_s)
+    assert in_turns.step_s == pytest.approx(in_turns.rollout_s + in_turns.train_s + in_turns.publish_s)
+
+
+def test_what_does_not_fit_is_told_with_its_largest_part_and_a_fix() -> None:
+    plan = make_plan(planned(plan={"device_memory_gb": 0.1}, engine={"num_slots": 4096}))
+    assert not plan.fits
+    with pytest.raises(ResourceError, match=r"needs \d+\.\d GB, and there are 0\.1 GB") as failed:
+        check_fits(plan.config, plan.memory)
+    assert failed.value.field == "keys and values"
+    assert failed.value.fix is not None and "cache_tokens" in failed.value.fix
+    small = make_plan(planned())
+    check_fits(small.config, small.memory)
+
+
+def test_processes_that_share_a_machine_must_fit_it_together() -> None:
+    place = Place("cpu", "float32", "native")
+
+    def parts_of(**sections) -> dict[str, float]:
+        config = planned(**sections)
+        sizes = make_plan(config).sizes
+        (machine,) = plan_machine(config, sizes, 1024, place, 1e9)
+        return {part.name: part.num_bytes for part in machine.parts}
+
+    alone = parts_of()
+    apart = parts_of(executor="ray", cluster={"engines": 3})
+    ranked = parts_of(parallel={"ranks": 2})
+    assert apart["keys and values"] == 3 * alone["keys and values"]
+    assert apart["optimizer"] == alone["optimizer"] == ranked["optimizer"] / 2
+    recorded = parts_of(rl={"stream": {"source": "runs/x"}})
+    assert set(alone) - set(recorded) == {"engine's weights", "keys and values", "published weights"}
+
+
+def test_a_run_that_does_not_fit_this_machine_is_refused_before_it_has_a_directory() -> None:
+    place = Place("cpu", "float32", "native")
+    large = parse_config({"engine": {"num_slots": 1 << 22}, "plan": {"device_memory_gb": 1e6}})
+    with pytest.raises(ResourceError, match="the machine needs") as failed:
+        check_machine(large, place)
+    assert failed.value.field == "keys and values", "what [plan] supposes is not asked"
+    check_machine(parse_config({}), place)
+    elsewhere = {"executor": "ray", "cluster": {"address": "10.0.0.1:6379"}}
+    check_machine(parse_config({"engine": {"num_slots": 1 << 22}, **elsewhere}), place)
+    with pytest.raises(ResourceError, match="the machine needs"):
+        check_start(large)
+    check_start(large.model_copy(update={"plan": large.plan.model_copy(update={"enforce": False})}))
+
+
+def test_experts_that_cannot_be_divided_as_asked_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.expert: must divide the number of experts, which is 8"):
+        make_plan(parse_config({"parallel": {"ranks": 3, "expert": 3}}))
+
+
+def test_a_gpu_that_is_not_here_must_be_described() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(ConfigError, match="no GPU here") as failed:
+        make_plan(planned(device="cuda", plan={"peak_tflops": 0.0}))
+    assert failed.value.field == "plan.peak_tflops"
+
+
+def test_rates_that_are_not_given_are_measured_and_named() -> None:
+    rates = make_plan(parse_config({"plan": {"peak_tflops": 1.0}})).rates
+    assert rates.measured == ("memory", "bandwidth")
+    assert rates.flops_per_s == 1e12 and rates.bytes_per_s > 1e8
+
+
+def test_qwen3_4b_with_adapters_fits_one_gpu_of_80_gb() -> None:
+    plan = make_plan(load_config(Path("configs/qwen3-4b-1gpu.toml"), []))
+    assert plan.sizes.parameters == 4_022_468_096  # as published
+    assert plan.fits
+    full = plan.config.model_copy(
+        update={"rl": plan.config.rl.model_copy(update={"adapter": AdapterConfig()})}
+    )
+    assert make_plan(full).fits, "they take turns"
+    assert not make_plan(full.model_copy(update={"colocated": False})).fits
+
+
+def test_who_takes_turns_holds_the_larger_part_and_not_the_sum() -> None:
+    apart = make_plan(planned()).memory[0]
+    turns = {memory.device: memory for memory in make_plan(planned(colocated=True)).memory}
+    sampling, training, updating = (
+        turns[f"trainer and engine, {phase}"] for phase in ("sampling", "training", "updating weights")
+    )
+    assert all(memory.total_bytes < apart.total_bytes for memory in turns.values())
+    names = {device: {part.name for part in memory.parts} for device, memory in turns.items()}
+    every = {part.name for part in apart.parts}
+    assert every - names[sampling.device] == {"gradients", "activations", "logits"}, "on a CPU states stay"
+    assert every - names[training.device] == {"keys and values"}
+    served = [
+        next(part.num_bytes for part in memory.parts if part.name == "engine's weights")
+        for memory in (sampling, training, updating)
+    ]
+    assert served[0] == served[1] == served[2] / 2
+    gpu = {**SUPPOSED, "device_memory_gb": 1.0}
+    there = make_plan(planned(colocated=True, device="cuda", plan=gpu)).memory[0]
+    assert "optimizer" not in {part.name for part in there.parts}
+
+
+def test_the_command_prints_tables_or_json_and_fails_where_it_does_not_fit(tmp_path) -> None:
+    path = tmp_path / "small.toml"
+    path.write_text(
+        "[plan]\ndevice_memory_gb = 1\npeak_tflops = 1\nbandwidth_gb_per_s = 10\nprice_per_hour = 2\n"
+    )
+    runner = CliRunner()
+    shown = runner.invoke(app, ["plan", str(path)])
+    assert shown.exit_code == 0, shown.output
+    assert "memory of the trainer and engine" in shown.output and "a step" in shown.output
+    document = json.loads(runner.invoke(app, ["plan", str(path), "--json"]).output)
+    assert document["fits"] is True
+    assert document["step"]["step_s"] == pytest.approx(make_plan(load_config(path, [])).step.step_s)
+    refused = runner.invoke(app, ["plan", str(path), "--set", "plan.device_memory_gb=0.01"])
+    assert refused.exit_code != 0
+    assert "DOES NOT FIT" in refused.output

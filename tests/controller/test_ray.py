@@ -1,0 +1,204 @@
+"""Runs over Ray actors. Ray takes seconds to start, so that most of these are slow."""
+
+import os
+import signal
+import socket
+from pathlib import Path
+
+import pytest
+
+from etude.config import ClusterConfig, RunConfig
+from etude.controller.arrangement import check_executor, is_reproducible, part_resources
+from etude.errors import ConfigError, ResourceError
+from etude.observe import RunDirectory
+from etude.observe.machine import available_cores
+from etude.observe.metrics import read_metrics
+from etude.weights import WeightStore
+from tests.controller.learning import learned
+from tests.controller.running import (
+    collected,
+    final_weights,
+    num_rl_steps,
+    run_elsewhere,
+    run_here,
+    wait_until,
+)
+from tests.controller.test_resume import learning_config, rl_figures
+from tests.sandbox.test_lifecycle import eventually
+
+pytest.importorskip("ray")
+
+
+def over_ray(directory: Path, **cluster: object) -> RunConfig:
+    """The same run in processes of its own."""
+    settings = {"heartbeat_s": 0.5, "backoff_s": 0.1, **cluster}
+    tree = learning_config(directory).model_dump(mode="json", exclude_none=True)
+    return RunConfig.model_validate(tree | {"executor": "ray", "cluster": settings})
+
+
+def processes(name: str) -> list[int]:
+    """Ids of the actor processes of a part."""
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if (entry / "cmdline").read_bytes().startswith(f"ray::etude-{name}".encode()):
+                    found.append(int(entry.name))
+            except OSError:
+                continue  # it has ended
+    return found
+
+
+def kill_one(name: str) -> bool:
+    """Kills a process of the part, if there is one."""
+    found = processes(name)
+    if found:
+        os.kill(found[0], signal.SIGKILL)
+    return bool(found)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """The run in one process, which the others are compared with."""
+    learned()
+    return run_here(learning_config(tmp_path_factory.mktemp("local")))[0]
+
+
+@pytest.mark.slow
+def test_over_ray_a_run_gives_the_same_tokens_and_weights_as_in_one_process(
+    undisturbed: RunDirectory, tmp_path: Path
+) -> None:
+    run, report = run_here(over_ray(tmp_path))
+    assert collected(run) == collected(undisturbed)
+    assert final_weights(run) == final_weights(undisturbed)
+    assert rl_figures(run) == rl_figures(undisturbed)
+    assert report["faults"] == {}
+    assert report["throughput"]["decode_tokens"] > 0
+    assert run.environment["reproducible"]
+
+
+@pytest.mark.slow
+def test_over_ray_a_trainer_on_two_ranks_publishes_parts_and_trains_as_in_one_place(tmp_path: Path) -> None:
+    """Both ranks' parts reach the engines through a store, here in the run's process and there in actors; the
+    trainer is killed with its ranks, and another takes its place."""
+    runs: list[RunDirectory] = []
+    for name, made in (("local", learning_config), ("ray", over_ray)):
+        store = tmp_path / f"{name}-store"
+        more = {"parallel": {"ranks": 2, "fsdp": 2}, "weights": {"url": str(store), "lease_s": 1.0}}
+        tree = made(tmp_path / name).model_dump(mode="json", exclude_none=True)
+        config = RunConfig.model_validate(tree | more)
+        with run_elsewhere(config) as process:
+            if name == "ray":
+                wait_until(process, lambda config=config: num_rl_steps(config) >= 1)
+                assert kill_one("trainer")
+            output = process.communicate(timeout=300)[0]
+            assert process.returncode == 0, output
+        runs.append(RunDirectory.open(Path(config.runs_directory) / config.name))
+        files = [
+            file.name for commit in WeightStore.open(str(store)).commits().values() for file in commit.files
+        ]
+        assert {name.rpartition("/")[2].split("-")[1] for name in files} == {"0000", "0001"}
+    local, ray = runs
+    assert collected(ray) == collected(local)
+    assert final_weights(ray) == final_weights(local)
+    assert rl_figures(ray) == rl_figures(local)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_bit_for_bit_when_its_trainer_is_killed_and_its_driver_too(
+    undisturbed: RunDirectory, tmp_path: Path
+) -> None:
+    config = over_ray(tmp_path)
+    with run_elsewhere(config) as process:
+        wait_until(process, lambda: num_rl_steps(config) >= 1)
+        assert kill_one("trainer")
+        wait_until(process, lambda: num_rl_steps(config) >= 2)
+        process.kill()
+        process.wait()
+    assert eventually(lambda: not processes(""), 60.0), "parts outlive the run"
+    with run_elsewhere(config, resume=True) as process:
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, output
+    run = RunDirectory.open(Path(config.runs_directory) / config.name)
+    assert final_weights(run) == final_weights(undisturbed)
+    assert collected(run) == collected(undisturbed)
+    faults = [row for row in read_metrics(run.metrics_file) if row["kind"] == "fault"]
+    assert [(row["name"], row["mode"]) for row in faults][:1] == [("trainer", "lost")]
+
+
+@pytest.mark.slow
+def test_sessions_outlive_engines_and_sampling_goes_on_while_the_trainer_is_at_it(tmp_path: Path) -> None:
+    config = over_ray(tmp_path, engines=2, engine={"cpus": 0.5}, trainer={"cpus": 0.5})
+    rl = config.rl.model_copy(update={"max_staleness": 2})
+    config = config.model_copy(update={"rl": rl})
+    assert not is_reproducible(config)
+    with run_elsewhere(config) as process:
+        for number in (0, 1):
+            wait_until(process, lambda number=number: num_rl_steps(config) > number)
+            assert kill_one(f"engine-{number}")
+        output = process.communicate(timeout=300)[0]
+        assert process.returncode == 0, output
+    run = RunDirectory.open(Path(config.runs_directory) / config.name)
+    assert all(status in ("done", "limit") for _, status, *_ in collected(run)), "no session was lost"
+    report = run.read_json(run.report_file)
+    assert report is not None
+    assert report["rl_steps"] == config.rl.num_steps
+    assert report["faults"] == {"lost": 2, "restarted": 2}
+
+
+def _bound() -> socket.socket:
+    return socket.create_server(("127.0.0.1", 0))
+
+
+def test_an_address_that_nobody_listens_at_is_told_before_a_run_begins(tmp_path: Path) -> None:
+    with _bound() as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ConfigError, match=r"cluster\.address: does not answer.*ray start --head"):
+        check_executor(over_ray(tmp_path, address=f"127.0.0.1:{port}"))
+
+
+def test_an_address_where_something_else_listens_is_told_within_the_time_allowed(tmp_path: Path) -> None:
+    with _bound() as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"does not answer as a Ray cluster does.*connect_timeout_s"):
+            check_executor(over_ray(tmp_path, address=address, connect_timeout_s=1.0))
+
+
+def test_parts_that_do_not_fit_the_machine_are_told_before_a_run_begins(tmp_path: Path) -> None:
+    cores = available_cores()
+    config = over_ray(tmp_path, engines=cores + 1)
+    with pytest.raises(ResourceError, match=rf"more CPU than there is: trainer .*CPU {cores} of {cores + 2}"):
+        check_executor(config)
+    with pytest.raises(ResourceError, match="more memory than there is"):
+        check_executor(over_ray(tmp_path, engine={"cpus": 0.1, "memory_bytes": 1 << 60}))
+    check_executor(over_ray(tmp_path, trainer={"cpus": 0.5}, engine={"cpus": 0.5}))
+
+
+def test_parts_take_a_gpu_each_where_the_run_computes_on_one(tmp_path: Path) -> None:
+    config = over_ray(tmp_path, engines=2, engine={"gpus": 0.5, "failure_domain": "b"})
+    config = config.model_copy(update={"device": "cuda"})
+    ranks = config.parallel.model_copy(update={"ranks": 3})
+    assert part_resources(config.model_copy(update={"parallel": ranks}))[0].num_gpus == 3.0
+    parts = part_resources(config)
+    assert [(one.part, one.num_gpus, one.failure_domain) for one in parts] == [
+        ("trainer", 1.0, ""),
+        ("engine-0", 0.5, "b"),
+        ("engine-1", 0.5, "b"),
+    ]
+
+
+def test_an_address_is_a_host_and_a_port() -> None:
+    with pytest.raises(ValueError, match="must be HOST:PORT, received 'head'"):
+        ClusterConfig(address="head")
+
+
+def test_what_goes_on_in_one_process_only_is_refused_over_ray() -> None:
+    with pytest.raises(ValueError, match=r'engine\.backend: must be "etude"'):
+        RunConfig.model_validate({"executor": "ray", "engine": {"backend": "vllm"}})
+    with pytest.raises(ValueError, match='executor: must be "local"'):
+        RunConfig.model_validate({"executor": "ray", "rl": {"stream": {"source": "runs/x"}}})
+
+
+def test_a_part_that_says_nothing_must_be_given_longer_than_between_two_heartbeats() -> None:
+    with pytest.raises(ValueError, match=r"silent_s: must be above heartbeat_s=2\.0"):
+        ClusterConfig(silent_s=1.0)
