@@ -35,6 +35,19 @@ def write_result(path: Path, figures: Mapping[str, float], peers: Mapping[str, A
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
+def merge_result(
+    path: Path, parts: Sequence[str], figures: Mapping[str, float], peers: Mapping[str, Any]
+) -> None:
+    """`write_result` of some parts of a benchmark: figures and peers of the others stay as the file has them.
+    `parts` in it says when, and at which commit, each was measured."""
+    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    write_result(path, earlier.get("figures", {}) | dict(figures), earlier.get("peers", {}) | dict(peers))
+    result = json.loads(path.read_text(encoding="utf-8"))
+    now = {"commit": result["commit"], "time": time.strftime("%Y-%m-%d %H:%M", time.gmtime())}
+    result["parts"] = earlier.get("parts", {}) | dict.fromkeys(parts, now)
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
 def print_table(title: str, rows: Mapping[str, float]) -> None:
     """One figure per line, on standard output."""
     print(f"\n{title}")

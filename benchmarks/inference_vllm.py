@@ -72,7 +72,7 @@ async def measure(architecture: str, repetitions: int) -> dict[str, float]:
         root = SnapshotDirectory(Path(folder))
         manifests = [publish(root, model, step) for step, model in enumerate(models)]
         async with (
-            make_vllm_sampler(config, models[0].config, dtype="float32") as theirs,
+            make_vllm_sampler(config, routed=models[0].num_experts > 0, dtype="float32") as theirs,
             EngineService(engine, weights.fetch, None) as ours,
         ):
             for sink, manifest in (

@@ -5,7 +5,8 @@
 1. A small mixture of experts, trained for a minute on the bytes of this project's own source, plays sessions
    in the engine. The trainer scores the same tokens: with other number formats, other sizes of micro-batch,
    with experts replayed or chosen anew, and with batch-invariant operations.
-2. An RL run with an exact engine, and with one that samples from rounded weights (`parity_learning.py`).
+2. An RL run with an exact engine, and with ones that err, by what the trainer does about it
+   (`parity_learning.py`).
 3. The cost of batch-invariant operations over rollout plus training, in pairs within this process.
 """
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,17 +26,16 @@ from typing import Any
 import numpy as np
 import parity_learning
 import torch
-import torch.nn.functional as F
 from common import Figures, median_ratio, print_table, write_result
 from numpy.typing import NDArray
 from parity_plot import draw
-from torch import Tensor
 
 import etude
-from etude.config import ModelConfig
+from etude.config import ModelConfig, ParityConfig
 from etude.controller.parity_report import REPLAYED, SAMPLED, ParityReport, PlayedSequence, compare, play
 from etude.inference import Engine, EngineService
-from etude.model import LanguageModel, Ops, TorchOps, build_model
+from etude.model import LanguageModel, TorchOps, build_model
+from etude.model.half import HalfOps
 from etude.model.kernels.invariant import InvariantOps
 from etude.model.kernels.native.matrices import WeightType
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
@@ -57,25 +58,9 @@ SEQUENCES, TOKENS, PROMPT = 16, 192, 32
 MICRO_BATCHES = (1, 4, 16)
 """Sequences that the trainer scores at once."""
 COST_PAIRS = 7
+LIMIT = ParityConfig().limit
+"""Of k3, as the gate has it."""
 _VERSION = PolicyVersion("parity", 0)
-
-
-class HalfOps(TorchOps):
-    """What Étude does not do: router and output head in the type of the weights."""
-
-    def router(self, x: Tensor, weight: Tensor) -> Tensor:
-        """See Ops."""
-        return F.linear(x, weight).float()
-
-    def logits(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """See Ops."""
-        return F.linear(hidden, head).float()
-
-    def logprobs(
-        self, hidden: Tensor, head: Tensor, tokens: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        """See Ops."""
-        return Ops.logprobs(self, hidden, head, tokens, temperature)  # from these logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,12 +197,13 @@ def learning(seeds: int, steps: int, rate: float) -> dict[str, Any]:
         found[name] = {
             "steps": curves[0].steps,
             "accuracy": [curve.accuracy for curve in curves],
+            "ends": [curve.end for curve in curves],
             "median_k3": [statistics.median(curve.k3) for curve in curves],
         }
-        ends = [curve.accuracy[-1] for curve in curves]
+        ends = [curve.end for curve in curves]
         gap = statistics.median(found[name]["median_k3"])
         shown = " ".join(f"{end:.2f}" for end in ends)
-        print(f"  {name:18s} right at the end {shown}   median k3 {gap:.1e}", flush=True)
+        print(f"  {name:32s} right at the end {shown}   median k3 {gap:.1e}", flush=True)
     return found
 
 
@@ -281,7 +267,7 @@ def flat_figures(found: Mapping[str, Any], curves: Mapping[str, Any]) -> Figures
     figures: Figures = {}
     largest = str(MICRO_BATCHES[-1])
     for pairing, values in found.items():
-        key = pairing.replace(", ", "_").replace(" ", "_")
+        key = re.sub(r"\W+", "_", pairing)
         report = values["by_micro_batch"][largest]
         figures[f"k3_{key}"] = report["figures"][SAMPLED]["k3"]
         figures[f"k3_{key}_replayed"] = report["figures"][SAMPLED + REPLAYED]["k3"]
@@ -289,9 +275,29 @@ def flat_figures(found: Mapping[str, Any], curves: Mapping[str, Any]) -> Figures
         figures[f"routes_differing_{key}"] = report["routes_differing"]
         figures[f"between_micro_batches_{key}"] = values["between_micro_batches"]
     for arm, values in curves.items():
-        key = arm.replace(", ", "_").replace(" ", "_")
-        figures[f"accuracy_{key}"] = statistics.mean(curve[-1] for curve in values["accuracy"])
-        figures[f"worst_accuracy_{key}"] = min(curve[-1] for curve in values["accuracy"])
+        key = re.sub(r"\W+", "_", arm)
+        figures[f"accuracy_{key}"] = statistics.mean(values["ends"])
+        figures[f"worst_accuracy_{key}"] = min(values["ends"])
+        figures[f"k3_while_learning_{key}"] = statistics.median(values["median_k3"])
+    return figures | pooled_figures(curves)
+
+
+def pooled_figures(curves: Mapping[str, Any]) -> Figures:
+    """Means over all runs of a kind: single ones of this task differ more than kinds do. `_error`: the
+    standard error of a mean."""
+    pools: dict[str, list[float]] = {}
+    for arm, values in curves.items():
+        within = statistics.median(values["median_k3"]) <= LIMIT
+        pools.setdefault("within_the_gate" if within else "beyond_the_gate", []).extend(values["ends"])
+        if not within:
+            pools.setdefault(f"beyond_by_{arm.partition(': ')[2]}", []).extend(values["ends"])
+    figures: Figures = {}
+    for name, ends in pools.items():
+        key = re.sub(r"\W+", "_", name)
+        figures[f"pooled_{key}"] = statistics.mean(ends)
+        figures[f"pooled_{key}_error"] = statistics.stdev(ends) / len(ends) ** 0.5
+        figures[f"pooled_{key}_runs"] = float(len(ends))
+        figures[f"pooled_{key}_worst"] = min(ends)
     return figures
 
 

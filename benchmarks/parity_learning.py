@@ -1,8 +1,9 @@
-"""The same RL run with an exact engine, and with one that computes from rounded weights.
+"""The same RL run with an exact engine, and with engines that err.
 
 The task: read symbols, write each one's partner. A small mixture of experts first learns it from examples,
 half of them wrong, so that it is right half of the time; RL has to bring it to always. All arms begin with
-the same weights and see, for a seed, the same prompts and noise; they differ in what the trainer is told.
+the same weights and see, for a seed, the same prompts and noise; they differ in how the engine errs, and in
+what the trainer does about it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,22 +70,45 @@ class Arm:
 
     bits: int = 0
     """To how many bits the weights are rounded from which the engine samples; 0: not at all."""
+    router_noise: float = 0.0
+    """What is added to the engine's routers, anew at each publication, in deviations of their weights: an
+    engine that chooses other experts, and computes them exactly."""
     replay: bool = True
     """Whether the engine's experts are replayed."""
-    corrected: bool = True
+    told: bool = True
     """Whether the trainer is told with which log-probabilities the engine sampled; otherwise it takes its own
     for those, as a trainer does that computes them anew."""
+    tis_cap: float = 0.0
+    """Truncated importance weights between the engine's policy and the trainer's; 0: the loss's own ratio
+    alone."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether the engine computes what the trainer does."""
+        return not self.bits and not self.router_noise
 
 
-ARMS: Mapping[str, Arm] = {
-    "exact": Arm(),
-    "8 bits": Arm(8),
-    "8 bits, no replay": Arm(8, replay=False),
-    "3 bits": Arm(3),
-    "3 bits, no replay": Arm(3, replay=False),
-    "3 bits, neither": Arm(3, replay=False, corrected=False),
+ENGINES: Mapping[str, Arm] = {
+    "router noise 0.3": Arm(router_noise=0.3),
+    "router noise 1": Arm(router_noise=1.0),
+    "8 bits": Arm(bits=8),
+    "3 bits": Arm(bits=3),
 }
-"""With 3 bits so much goes wrong that it does so within a minute; with 8 bits an engine passes the gate."""
+"""With 8 bits an engine passes the gate; the others are far over it, so that it shows within a minute."""
+TREATMENTS: Mapping[str, Mapping[str, Any]] = {
+    "nothing": {"replay": False, "told": False},
+    "ratio": {"replay": False},
+    "TIS": {"replay": False, "tis_cap": 2.0},
+    "replay, ratio": {},
+    "replay, TIS": {"tis_cap": 2.0},
+}
+"""What the trainer does about it."""
+EXACT = "exact"
+ARMS: Mapping[str, Arm] = {EXACT: Arm()} | {
+    f"{engine}: {treatment}": replace(arm, **changes)
+    for engine, arm in ENGINES.items()
+    for treatment, changes in TREATMENTS.items()
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +121,11 @@ class Curve:
     k3: list[float]
     """Of each step: trainer against engine, at the tokens that were sampled."""
     elapsed_s: float
+
+    @property
+    def end(self) -> float:
+        """Share of right symbols at the end: the mean of the last three evaluations."""
+        return float(np.mean(self.accuracy[-3:]))
 
 
 def partners() -> NDArray[np.int32]:
@@ -141,7 +171,7 @@ class _Run:
     def __init__(self, arm: Arm, seed: int, num_steps: int, first: Mapping[str, Tensor], rate: float) -> None:
         self.arm, self.seed, self.num_steps = arm, seed, num_steps
         self.model = _model_with(first)
-        if not arm.bits:
+        if arm.exact:
             self.model.ops = InvariantOps()
         self.blobs = MemoryBlobs()
         config = RlConfig.model_validate(
@@ -151,7 +181,11 @@ class _Run:
                 "group_size": _GROUP_SIZE,
                 "updates_per_step": 1,
                 "router_replay": "r3" if arm.replay else "off",
-                "loss": {"kind": "cispo", "normalizer": "tokens"},
+                "loss": {
+                    "kind": "cispo",
+                    "normalizer": "tokens",
+                    "correction": {"tis_cap": arm.tis_cap},
+                },
                 "optimizer": {"learning_rate": rate, "warmup_steps": 0, "decay_share": 0.0},
             }
         )
@@ -159,6 +193,7 @@ class _Run:
         self.engine = _new_engine()
         self.judge = _new_engine()
         self.k3: list[float] = []
+        self._noise = torch.Generator().manual_seed(seed)
 
     def go(self) -> Curve:
         began = time.perf_counter()
@@ -172,7 +207,7 @@ class _Run:
         return Curve(curve.steps, curve.accuracy, self.k3, time.perf_counter() - began)
 
     def _collect(self, step: int) -> list[Group]:
-        version = self._serve(self.engine, self.arm.bits)
+        version = self._serve(self.engine, self.arm)
         given = np.repeat(prompts(_GROUPS, 10_000 * self.seed + step), _GROUP_SIZE, axis=0)
         chunks = _sample(self.engine, list(given), (self.seed, step))
         tokens = [np.concatenate((p, c.tokens)) for p, c in zip(given, chunks, strict=True)]
@@ -199,7 +234,7 @@ class _Run:
     ) -> Trajectory:
         first, length = LENGTH + 2, len(tokens)
         logprobs = np.zeros(length, dtype=np.float32)
-        logprobs[first:] = chunk.logprobs if self.arm.corrected else own[first:]
+        logprobs[first:] = chunk.logprobs if self.arm.told else own[first:]
         assert chunk.routes is not None and chunk.routes_start == 0
         routes = np.concatenate((chunk.routes, chunk.routes[-1:]))  # the last token's are never used
         segment = Segment(
@@ -222,18 +257,19 @@ class _Run:
         return Trajectory(identity, (segment,), (), Status.DONE, reward=RewardBreakdown(right))
 
     def _accuracy(self) -> float:
-        self._serve(self.judge, 0)
+        self._serve(self.judge, ARMS[EXACT])
         given = prompts(_HELDOUT, 77_777_777)
         chunks = _sample(self.judge, list(given), (123,))
         answers = np.stack([chunk.tokens for chunk in chunks])
         return float(np.mean(answers == partners()[given[:, 1:-1]]))
 
-    def _serve(self, engine: Engine, bits: int) -> PolicyVersion:
+    def _serve(self, engine: Engine, arm: Arm) -> PolicyVersion:
         version = self.trainer.publish().version
-        tensors: dict[str, Tensor] = {
-            name: to_few_bits(tensor, bits) if bits else tensor.detach()
-            for name, tensor in self.model.named_parameters()
-        }
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.model.named_parameters():
+            tensors[name] = to_few_bits(tensor, arm.bits) if arm.bits else tensor.detach()
+            if arm.router_noise and name.endswith(".router"):
+                tensors[name] = with_noise(tensor, arm.router_noise, self._noise)
         engine.stage(version, tensors)
         engine.activate(version, "recompute")
         return version
@@ -247,6 +283,12 @@ def to_few_bits(tensor: Tensor, bits: int) -> Tensor:
     largest = 2 ** (bits - 1) - 1
     scale = tensor.abs().amax(-1, keepdim=True).clamp_min(1e-12) / largest
     return (tensor / scale).round() * scale
+
+
+@torch.no_grad()
+def with_noise(tensor: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    """Normal noise of `size` standard deviations of the tensor's own values on top of it."""
+    return tensor + size * tensor.std() * torch.randn(tensor.shape, generator=generator)
 
 
 def _model_with(weights: Mapping[str, Tensor]) -> LanguageModel:

@@ -11,21 +11,26 @@ import numpy as np
 
 mpl.use("agg")
 import matplotlib.pyplot as plt
+from parity_learning import EXACT
 
 from etude.controller.parity_report import REPLAYED, SAMPLED
 
 _FLOOR = 1e-17
 """Where bars begin."""
 _GATE = 1e-3
+LEARNING = ("router noise 0.3", "router noise 1", "3 bits")
+"""Engines whose learning curves are drawn, each beside the exact one's."""
 
 
 def draw(path: Path, mismatch: Mapping[str, Any], curves: Mapping[str, Any]) -> None:
     """Writes the figure; its format is the path's suffix."""
     # Names instead of outlines, and no date: the same figures give the same file.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "parity", "font.size": 9}):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-        _draw_mismatch(left, mismatch)
-        _draw_curves(right, curves)
+        figure, places = plt.subplots(2, 2, figsize=(11, 8), layout="constrained")
+        first, *others = places.flat
+        _draw_mismatch(first, mismatch)
+        for axes, engine in zip(others, LEARNING, strict=True):
+            _draw_curves(axes, engine, curves)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
 
@@ -53,13 +58,17 @@ def _draw_mismatch(axes: Any, mismatch: Mapping[str, Any]) -> None:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1.04), ncols=2, frameon=False)
 
 
-def _draw_curves(axes: Any, curves: Mapping[str, Any]) -> None:
+def _draw_curves(axes: Any, engine: str, curves: Mapping[str, Any]) -> None:
     for name, values in curves.items():
+        by, _, treatment = name.partition(": ")
+        if name != EXACT and by != engine:
+            continue
+        label = "exact engine" if name == EXACT else treatment
         accuracy = np.array(values["accuracy"])
-        (line,) = axes.plot(values["steps"], accuracy.mean(axis=0), label=name, linewidth=2)
+        (line,) = axes.plot(values["steps"], accuracy.mean(axis=0), label=label, linewidth=2)
         for one in accuracy:
             axes.plot(values["steps"], one, color=line.get_color(), alpha=0.25, linewidth=0.8)
-    axes.set_xlabel("RL steps")
+    axes.set_xlabel(f"RL steps, engine with {engine}")
     axes.set_ylabel("right symbols on unseen prompts")
     axes.set_ylim(0, 1)
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False, fontsize=8)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, fontsize=8)

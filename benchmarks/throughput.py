@@ -44,7 +44,7 @@ from etude.controller.parts import Parts, open_parts
 from etude.controller.reinforcement import LoopTimes, ReinforcementLoop
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.model.huggingface import load_model, save_model, to_huggingface
 from etude.observe import MemorySink, SilentObserver
 from etude.protocols import Sampler
@@ -347,7 +347,7 @@ def midtrain(config: RunConfig, directory: Path) -> None:
     sessions = load_sessions(config.midtrain.num_sessions, SilentObserver())
     tokenizer = train_corpus_tokenizer(sessions, config.tokenizer.vocab_size)
     documents = make_documents(sessions, make_renderer(tokenizer), config.midtrain, config.agent.max_tokens)
-    model = Qwen3Moe(config.model, tokenizer.vocab_size)
+    model = LanguageModel(config.model, tokenizer.vocab_size)
     model.initialise(config.seed)
     trainer = NextTokenTrainer(
         model, ShuffledDocuments(documents, config.midtrain.tokens_per_step, config.seed), config.midtrain

@@ -1,9 +1,11 @@
 """The training step and the whole RL step beside transformers and TRL: speed, memory, exactness.
 
-    python benchmarks/training.py --json FILE [--rounds 5] [--threads 2] [--only step memory rl packing]
+    python benchmarks/training.py --json FILE [--figure FILE] [--rounds 5] [--threads 2]
+                                  [--only step memory rl rl_wide packing]
 
-Peers run with their best settings of those tried, side by side with ours. TRL runs in an environment of its
-own (`environments.py`), made on first use.
+Parts may be measured one by one: what FILE holds of other parts stays there, with the machine and the commit
+of each. Peers run with their best settings of those tried, side by side with ours. TRL runs in an environment
+of its own (`environments.py`), made on first use.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import Figures, median_ratio, print_table, write_result
+from common import Figures, median_ratio, merge_result, print_table, probe_roofline, token_cost
 from environments import python_of
+from training_plot import draw_curves
 from training_step import MODELS, step_figures
 
 from etude.config import ModelConfig
@@ -42,11 +45,13 @@ _DEFAULT_SHAPE = {"groups": 1, "group_size": 8, "completion_tokens": 256}
 _WIDE_SHAPE = {"groups": 8, "group_size": 8, "completion_tokens": 32}
 """Many short samples, which suits a batch in which all have one length; the learning curves are of it."""
 _TRL_VARIANTS: dict[str, dict[str, Any]] = {
-    "generate, grouped_mm": {"model": {"experts_implementation": "grouped_mm"}, "config": {}},
-    "generate, eager": {"model": {"experts_implementation": "eager"}, "config": {}},
+    "grouped_mm": {"model": {"experts_implementation": "grouped_mm"}},
+    "eager": {"model": {"experts_implementation": "eager"}},
+    "batched_mm": {"model": {"experts_implementation": "batched_mm"}},
+    "grouped_mm, bfloat16": {"model": {"experts_implementation": "grouped_mm", "dtype": "bfloat16"}},
 }
-"""Settings of TRL that might be its fastest on a CPU. (Continuous batching had taken 11 GB, and no
-five steps of the tiny model, after two minutes.)"""
+"""Settings of TRL that might be its fastest on a CPU, all with `generate` and its key-value cache:
+its default. (Continuous batching had taken 11 GB, and no five steps of the tiny model, after two minutes.)"""
 
 
 def work(python: Path | str, worker: str, asked: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +90,7 @@ def memory_figures(threads: int, quick: bool) -> Figures:
     }
 
 
-def rl_figures(threads: int, quick: bool) -> tuple[Figures, dict[str, Any]]:
+def rl_figures(threads: int, quick: bool, wide: bool) -> tuple[Figures, dict[str, Any]]:
     """Samples per second and learning curves of whole RL steps, ours and TRL's, seed by seed."""
     with tempfile.TemporaryDirectory() as directory:
         model = build_model(_RL_MODEL, _RL_VOCAB)
@@ -98,10 +103,8 @@ def rl_figures(threads: int, quick: bool) -> tuple[Figures, dict[str, Any]]:
             "seed": 0,
         }
         seeds, steps = (1, 6) if quick else (3, 40)
-        few = asked | _DEFAULT_SHAPE | {"steps": 6 if quick else 13}
-        figures, peers = _compare_loops(few, seeds, "")
-        wide, described = _compare_loops(asked | _WIDE_SHAPE | {"steps": steps}, seeds, "_wide")
-    return figures | wide, peers | described
+        shape, suffix = (_WIDE_SHAPE, "_wide") if wide else (_DEFAULT_SHAPE, "")
+        return _compare_loops(asked | shape | {"steps": steps}, seeds, suffix)
 
 
 def _compare_loops(asked: dict[str, Any], seeds: int, suffix: str) -> tuple[Figures, dict[str, Any]]:
@@ -119,12 +122,16 @@ def _compare_loops(asked: dict[str, Any], seeds: int, suffix: str) -> tuple[Figu
     processor = {side: [_step_s(run, "processor_s") for run in found] for side, found in runs.items()}
     gains = {side: statistics.median(_gain(run) for run in found) for side, found in runs.items()}
     samples = asked["groups"] * asked["group_size"]
+    limit_s = _limit_s(runs["ours"][0]["tokens_per_step"], asked["completion_tokens"])
     figures = {
         "rl_samples_vs_trl": median_ratio(times["trl"], times["ours"]),
         "rl_samples_vs_trl_processor": median_ratio(processor["trl"], processor["ours"]),
         "rl_samples_per_s": samples / statistics.median(times["ours"]),
         "rl_samples_per_s_trl": samples / statistics.median(times["trl"]),
-        "batch_invariant_cost": median_ratio(processor["invariant"], processor["ours"]) - 1.0,
+        "rl_step_ms": 1e3 * statistics.median(times["ours"]),
+        "rl_step_limit_ms": 1e3 * limit_s,
+        "batch_invariant_cost": median_ratio(times["invariant"], times["ours"]) - 1.0,
+        "batch_invariant_cost_processor": median_ratio(processor["invariant"], processor["ours"]) - 1.0,
         "logprob_max_difference": max(run["largest_difference"] for run in runs["invariant"]),
         "logprob_max_difference_fast": max(run["largest_difference"] for run in runs["ours"]),
         "rl_reward_gain": gains["ours"],
@@ -136,6 +143,14 @@ def _compare_loops(asked: dict[str, Any], seeds: int, suffix: str) -> tuple[Figu
         {f"{name}{suffix}": value for name, value in figures.items()},
         {f"{name}{suffix}": value for name, value in peers.items()},
     )
+
+
+def _limit_s(tokens: int, length: int) -> float:
+    """The least time of one of our steps of so many tokens in sequences of about `length`: once the forward
+    pass for sampling and three times for training, at the rate of the model's own products over 2,048 rows.
+    That sampling has few rows at a time, and goes token by token, is left out."""
+    flops = 4 * tokens * token_cost(_RL_MODEL, _RL_VOCAB, length / 2).forward_flops
+    return flops / (probe_roofline(_RL_MODEL, _RL_VOCAB).model_matmul_gflops * 1e9)
 
 
 def _try_variants(python: Path, asked: dict[str, Any]) -> tuple[dict[str, float], dict[str, str]]:
@@ -176,7 +191,8 @@ def packing_figures() -> Figures:
 
 
 def _padded_share(lengths: list[int], packing: list[list[list[int]]]) -> float:
-    """Padding, which is inside attention alone, as a share of all that is computed."""
+    """Padding, which is inside attention alone, as a share of all that is computed, wherever attention does
+    not go through native blocks: those have none."""
     useful = sum(sequence_cost(length) for length in lengths)
     padding = sum(_padding_cost([lengths[i] for i in batch]) for batches in packing for batch in batches)
     return padding / (useful + padding)
@@ -197,8 +213,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
-    parts = ("step", "memory", "rl", "packing")
-    parser.add_argument("--only", nargs="+", choices=parts, default=parts)
+    parts = ("step", "memory", "rl", "rl_wide", "packing")
+    parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--figure", type=Path, help="learning curves of what the JSON file holds")
     parser.add_argument("--quick", action="store_true", help="a trial of the script, not a measurement")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -208,8 +225,8 @@ def main() -> None:
         figures |= packing_figures()
     if "memory" in options.only:
         figures |= memory_figures(options.threads, options.quick)
-    if "rl" in options.only:
-        found, described = rl_figures(options.threads, options.quick)
+    for part in {"rl", "rl_wide"}.intersection(options.only):
+        found, described = rl_figures(options.threads, options.quick, part == "rl_wide")
         figures |= found
         peers |= described
     if "step" in options.only:
@@ -218,7 +235,9 @@ def main() -> None:
         peers |= described
     print_table(f"Training, {options.threads} thread(s)", figures)
     if options.json is not None:
-        write_result(options.json, figures, peers)
+        merge_result(options.json, options.only, figures, peers)
+        if options.figure is not None:
+            draw_curves(options.figure, json.loads(options.json.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

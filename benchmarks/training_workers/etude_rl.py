@@ -88,7 +88,7 @@ class Loop:
             )
         segments: dict[str, Segment] = {}
         while len(segments) < len(asked):
-            for answer in self.engine.step():
+            for answer in self.engine.step(most_steps=64):
                 name = answer.request.id
                 segments[name] = self._segment(name, asked[name], answer.chunks)
                 self.engine.close(name)
@@ -141,7 +141,8 @@ def main() -> None:
     for step in range(asked["steps"]):
         rewards.append(loop.step(step, drawn[step * asked["groups"] : (step + 1) * asked["groups"]]))
         clock.lap()
-    report(clock, rewards, largest_difference=loop.largest_difference)
+    tokens = asked["groups"] * asked["group_size"] * loop.length
+    report(clock, rewards, largest_difference=loop.largest_difference, tokens_per_step=tokens)
 
 
 if __name__ == "__main__":

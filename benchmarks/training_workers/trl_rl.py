@@ -18,6 +18,8 @@ from rl_task import Clock, prompts, report, reward, settings
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import GRPOConfig, GRPOTrainer
 
+_PAD, _END = "<pad>", "<end>"
+
 
 class Laps(transformers.TrainerCallback):
     """Times each step, from the end of the one before."""
@@ -35,20 +37,23 @@ class Laps(transformers.TrainerCallback):
 
 
 def word_tokenizer(vocab_size: int) -> transformers.PreTrainedTokenizerFast:
-    """A word per token: `t17` is token 17."""
-    inner = Tokenizer(models.WordLevel({f"t{i}": i for i in range(vocab_size)}, unk_token="t0"))
+    """A word per token: `t17` is token 17. The two special ones have names that no word begins with: such
+    tokens are cut out of the middle of words."""
+    words = {_PAD: 0, _END: 1} | {f"t{i}": i for i in range(2, vocab_size)}
+    inner = Tokenizer(models.WordLevel(words, unk_token=_PAD))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, pad_token="t0", eos_token="t1", padding_side="left"
+        tokenizer_object=inner, pad_token=_PAD, eos_token=_END, padding_side="left"
     )
 
 
 def main() -> None:
-    """Trains and reports. Dr.GRPO's loss without standard deviation, no KL, one update per step: as ours."""
+    """Trains and reports. Dr.GRPO's loss without standard deviation, no KL, no loss of the router, one update
+    per step: as ours."""
     asked = settings()
     torch.set_num_threads(asked["threads"])
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        asked["checkpoint"], dtype=torch.float32, attn_implementation="sdpa", **asked["model"]
+        asked["checkpoint"], **{"dtype": "float32", "attn_implementation": "sdpa"} | asked["model"]
     )
     vocab_size = model.config.vocab_size
     rewards: list[float] = []
@@ -59,7 +64,10 @@ def main() -> None:
         return found
 
     drawn = prompts(asked["seed"], asked["groups"] * asked["steps"], vocab_size)
+    tokenizer = word_tokenizer(vocab_size)
     rows = [{"prompt": " ".join(f"t{token}" for token in tokens)} for tokens in drawn]
+    if [tokenizer(row["prompt"])["input_ids"] for row in rows] != drawn:
+        raise RuntimeError("the prompts are not those of the other side")
     with tempfile.TemporaryDirectory() as directory:
         config = GRPOConfig(
             output_dir=directory,
@@ -76,6 +84,7 @@ def main() -> None:
             loss_type="dr_grpo",
             scale_rewards="none",
             beta=0.0,
+            router_aux_loss_coef=0.0,
             temperature=1.0,
             top_p=1.0,
             top_k=0,
@@ -88,7 +97,6 @@ def main() -> None:
             save_strategy="no",
             logging_strategy="no",
             disable_tqdm=True,
-            **asked["config"],
         )
         laps = Laps()
         trainer = GRPOTrainer(
@@ -96,7 +104,7 @@ def main() -> None:
             reward_funcs=rewarded,
             args=config,
             train_dataset=Dataset.from_list(rows),
-            processing_class=word_tokenizer(vocab_size),
+            processing_class=tokenizer,
             callbacks=[laps],
         )
         with contextlib.redirect_stdout(io.StringIO()):

@@ -98,6 +98,7 @@ def test_a_worker_that_dies_says_why(tmp_path: Path) -> None:
         Worker(variant, tmp_path, tmp_path / "log")
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_killed_after_its_time(tmp_path: Path) -> None:
     source = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     with pytest.raises(PeerFailedError, match=r"took more than 2 s"):

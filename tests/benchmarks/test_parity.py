@@ -16,13 +16,29 @@ FIGURES = {"k3": 1e-7, "p99": 1e-3, "max": 1e-2, "differing": 0.5, "num_tokens":
 
 
 @needs_compiler
-def test_only_rounded_arms_are_apart_and_all_begin_alike() -> None:
+def test_only_engines_that_err_are_apart_and_all_begin_alike() -> None:
     first = parity_learning.beginner(2)
-    curves = {name: parity_learning.learn(name, 0, 1, first, 1e-3) for name in parity_learning.ARMS}
+    names = [f"{engine}: replay, TIS" for engine in parity_learning.ENGINES]
+    curves = {name: parity_learning.learn(name, 0, 1, first, 1e-3) for name in ("exact", *names)}
     assert {curve.accuracy[0] for curve in curves.values()} == {curves["exact"].accuracy[0]}
     assert curves["exact"].k3 == [0.0]
-    assert all(curve.k3[0] > 0 for name, curve in curves.items() if name != "exact")
+    assert all(curves[name].k3[0] > 0 for name in names)
     assert all(len(curve.steps) == len(curve.accuracy) for curve in curves.values())
+
+
+@needs_compiler
+def test_what_the_trainer_does_about_an_engine_is_seen_in_its_next_weights() -> None:
+    first = parity_learning.beginner(2)
+    names = [f"router noise 1: {treatment}" for treatment in ("nothing", "ratio", "replay, ratio")]
+    k3 = [parity_learning.learn(name, 0, 2, first, 3e-3).k3 for name in names]
+    assert len({one[0] for one in k3}) == 1, "the first step samples before anything was done"
+    assert len({one[1] for one in k3}) == len(names)
+
+
+def test_noise_is_of_the_size_that_is_asked_for() -> None:
+    matrix = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    added = parity_learning.with_noise(matrix, 0.3, torch.Generator().manual_seed(1)) - matrix
+    assert float(added.std() / matrix.std()) == pytest.approx(0.3, rel=0.05)
 
 
 def test_rounding_keeps_vectors_and_leaves_rows_of_matrices_few_values() -> None:
@@ -45,7 +61,8 @@ def test_answers_are_partners_of_the_prompt() -> None:
 def test_the_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
     both = {"sampled": FIGURES, "sampled, routes replayed": {**FIGURES, "k3": 0.0}}
     mismatch = {"float32": {"by_micro_batch": {"1": {"figures": both}}, "between_micro_batches": 0.0}}
-    curves = {"exact": {"steps": [0, 5], "accuracy": [[0.4, 0.6], [0.4, 0.7]]}}
+    curve = {"steps": [0, 5], "accuracy": [[0.4, 0.6], [0.4, 0.7]]}
+    curves = {"exact": curve, "3 bits: nothing": curve}
     path = tmp_path / f"parity.{suffix}"
     parity_plot.draw(path, mismatch, curves)
     assert path.stat().st_size > 5_000

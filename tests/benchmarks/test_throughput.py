@@ -14,7 +14,7 @@ from throughput import Measurements, summarise
 
 from etude.config import ModelConfig
 from etude.inference import Engine
-from etude.model import Qwen3Moe
+from etude.model import LanguageModel
 from etude.model.huggingface import save_model, to_huggingface
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion, SampleRequest, SamplingParams
@@ -31,8 +31,8 @@ BLOCK = [
 
 
 @pytest.fixture
-def model() -> Qwen3Moe:
-    model = Qwen3Moe(CONFIG, VOCABULARY)
+def model() -> LanguageModel:
+    model = LanguageModel(CONFIG, VOCABULARY)
     model.initialise(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -41,7 +41,7 @@ def model() -> Qwen3Moe:
 
 
 @pytest.fixture
-def baseline(model: Qwen3Moe, tmp_path: Path) -> Baseline:
+def baseline(model: LanguageModel, tmp_path: Path) -> Baseline:
     save_model(model, tmp_path)
     described = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     return Baseline(described, to_huggingface(model))
@@ -52,7 +52,7 @@ def random_sequences(lengths: list[int]) -> list[np.ndarray]:
     return [rng.integers(0, VOCABULARY, length).astype(np.int32) for length in lengths]
 
 
-def test_padded_scores_of_the_baseline_are_ours(model: Qwen3Moe, baseline: Baseline) -> None:
+def test_padded_scores_of_the_baseline_are_ours(model: LanguageModel, baseline: Baseline) -> None:
     sequences = random_sequences([40, 7, 23])
     ours = score_sequences(model, sequences)
     tokens = torch.nn.utils.rnn.pad_sequence(
@@ -64,7 +64,7 @@ def test_padded_scores_of_the_baseline_are_ours(model: Qwen3Moe, baseline: Basel
     assert min(float(expected[1:].min()) for expected in ours) < -5, "a flat model would show nothing"
 
 
-def test_replayed_sessions_have_our_logprobs(model: Qwen3Moe, baseline: Baseline) -> None:
+def test_replayed_sessions_have_our_logprobs(model: LanguageModel, baseline: Baseline) -> None:
     sequences = random_sequences([60, 31, 45])
     sessions = [
         Session(torch.from_numpy(s).long(), [(10 + i, 14 + i), (25, len(s))]) for i, s in enumerate(sequences)
@@ -75,7 +75,7 @@ def test_replayed_sessions_have_our_logprobs(model: Qwen3Moe, baseline: Baseline
             np.testing.assert_allclose(session.logprobs[first:end], expected[first:end], atol=1e-4)
 
 
-def test_replay_counts_tokens_as_the_engine_does(model: Qwen3Moe, baseline: Baseline) -> None:
+def test_replay_counts_tokens_as_the_engine_does(model: LanguageModel, baseline: Baseline) -> None:
     engine = Engine(CONFIG, VOCABULARY, 4, 90)
     version = PolicyVersion("run", 0)
     engine.stage(version, dict(model.named_parameters()))
@@ -128,7 +128,7 @@ def test_ratios_are_taken_pair_by_pair() -> None:
     assert median_ratio([30.0, 3.0, 4.0], [10.0, 1.0, 1.0]) == 3.0
 
 
-def test_token_cost_counts_the_products_of_the_model(model: Qwen3Moe) -> None:
+def test_token_cost_counts_the_products_of_the_model(model: LanguageModel) -> None:
     cost = token_cost(CONFIG, VOCABULARY, context=0.0)
     matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim >= 2}
     active = sum(n * (0.5 if name.endswith(("gate_up", "down")) else 1.0) for name, n in matrices.items())

@@ -1,0 +1,202 @@
+"""Asynchronous against synchronous RL, and what one controller can drive.
+
+    python benchmarks/async_rl.py --json FILE            all of `_MEASURED`, or those that --measure names
+    python benchmarks/async_rl.py --real CONFIG ...      the same comparison as real runs on this machine
+    python benchmarks/async_rl.py --measure --json FILE  nothing: takes up what is beside FILE, as all do
+
+A run writes its own figures into FILE, with those that chaos.json and forks.json beside it hold, and leaves
+the others as they are; `parts` in it says at which commit each was measured.
+
+Simulated: the real loop, collectors, buffer, log and agent sessions; engine, tools, graders and trainer only
+take time. The synchronous baseline has continuous batching, and its better setting of refills. Scale: the
+processor time of this process per turn of a session, with everything in it: agent, parsing, records, storing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from async_rl_real import compare_real
+from async_rl_simulation import Machine, Outcome, simulate
+from common import Figures, median_ratio, merge_result, print_table
+
+from etude.config import load_config
+from etude.rollout.simulation import SessionShapes
+
+_STEPS = 16
+_SESSIONS = 512
+"""That may run at once: more than either mode ever has."""
+_BOUND = 4
+_MEASURED = ("simulated", "publications", "scale")
+_SLOW_LINK = {"trainer_tokens_per_s": 900.0, "stage_s": 30.0}
+"""Of the machine on which publications in turn and overlapped are compared: its trainer is about as slow as
+its engine, and weights take long to come."""
+_FROM = {
+    "chaos.json": ("chaos_kills", "prompts_lost", "prompts_repeated"),
+    "forks.json": ("fork_vs_plain_reward",),
+}
+"""Figures that other benchmarks have measured, by file."""
+
+
+def main() -> None:
+    """Prints tables and writes the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seeds", type=int, default=5, help="pairs of simulated runs")
+    parser.add_argument("--measure", nargs="*", choices=_MEASURED, default=_MEASURED)
+    parser.add_argument("--most-sessions", type=int, default=10_000, help="largest row of the scale table")
+    parser.add_argument("--real", type=Path, help="instead: real runs of this TOML, which names a checkpoint")
+    parser.add_argument("--executor", default="local", help="of the real runs: local or ray")
+    parser.add_argument("--steps", type=int, default=6, help="of each real run")
+    parser.add_argument("--real-seeds", type=int, default=1)
+    parser.add_argument("--figure", type=Path, help="where the real runs' utilisation is drawn (SVG)")
+    parser.add_argument("--set", action="append", default=[], help="override of the real runs: KEY=VALUE")
+    options = parser.parse_args()
+    figures: Figures = {}
+    rows: dict[str, Any] = {}
+    parts: list[str] = list(options.measure)
+    if options.real is not None:
+        config = load_config(options.real, [f"executor={options.executor}", *options.set])
+        figures, rows = compare_real(config, options.steps, options.real_seeds, options.figure)
+        parts = ["real"]
+    elif "simulated" in parts:
+        figures, rows = compare_simulated(options.seeds)
+    if "publications" in parts:
+        figures |= compare_publications(options.seeds)
+    if "scale" in parts:
+        figures |= scale(options.most_sessions)
+    print_table("figures", figures)
+    if options.json is not None:
+        merge_result(options.json, parts, figures, rows)
+        take_up(options.json)
+
+
+def take_up(path: Path) -> None:
+    """Writes figures of the benchmarks beside `path` into it, with the commits of their measurement."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    for name, keys in _FROM.items():
+        beside = path.parent / name
+        if beside.exists():
+            found = json.loads(beside.read_text(encoding="utf-8"))
+            result["figures"] |= {key: found["figures"][key] for key in keys}
+            result.setdefault("parts", {})[name.removesuffix(".json")] = {"commit": found["commit"]}
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
+def compare_simulated(num_seeds: int) -> tuple[Figures, dict[str, Any]]:
+    """Figures of all pairs, and one row per mode of the first."""
+    rates: dict[str, list[float]] = {}
+    outcomes: dict[str, list[Outcome]] = {}
+    for seed in range(num_seeds):
+        machine = Machine(shapes=SessionShapes(seed=seed))
+        for name, settings in _modes().items():
+            outcome = simulate(machine, {"num_steps": _STEPS, **settings}, _SESSIONS, seed)
+            rates.setdefault(name, []).append(outcome.trained / outcome.virtual_s)
+            outcomes.setdefault(name, []).append(outcome)
+            print(f"seed {seed} {name:28s} {_describe(outcome)}", flush=True)
+    sync = [max(pair) for pair in zip(rates["sync"], rates["sync, no refill"], strict=True)]
+    best = outcomes[f"async {_BOUND}"]
+    figures = {
+        "async_vs_sync_trajectories": median_ratio(rates[f"async {_BOUND}"], sync),
+        "async_vs_sync_trajectories_least": min(
+            ours / theirs for ours, theirs in zip(rates[f"async {_BOUND}"], sync, strict=True)
+        ),
+        "engine_busy_share": statistics.median(one.engine_busy_share for one in best),
+        "engine_busy_share_sync": statistics.median(one.engine_busy_share for one in outcomes["sync"]),
+        "trainer_busy_share": statistics.median(one.trainer_busy_share for one in best),
+        "trainer_busy_share_sync": statistics.median(one.trainer_busy_share for one in outcomes["sync"]),
+        "largest_lag": float(max(max(one.lags) for one in best)),
+        "dropped_for_age_share": max(row["left_out_share"] for one in best for row in _rl_rows(one)),
+    }
+    for bound in (1, 2):
+        figures[f"async_vs_sync_trajectories_bound_{bound}"] = median_ratio(rates[f"async {bound}"], sync)
+    rows = {name: _describe_all(found) for name, found in outcomes.items()}
+    return figures, rows
+
+
+def _modes() -> dict[str, dict[str, Any]]:
+    modes: dict[str, dict[str, Any]] = {"sync": {}, "sync, no refill": {"max_refill_rounds": 0}}
+    modes |= {f"async {bound}": {"max_staleness": bound} for bound in (1, 2, _BOUND)}
+    modes["async 4, two extra members"] = {"max_staleness": _BOUND, "extra_members": 2}
+    modes["async 4, longest first of 16"] = {
+        "max_staleness": _BOUND,
+        "curriculum": {"longest_first": 16},
+    }
+    return modes
+
+
+def compare_publications(num_seeds: int) -> Figures:
+    """The trainer waiting for its weights to come into service, and not."""
+    rates: dict[bool, list[float]] = {False: [], True: []}
+    for seed in range(num_seeds):
+        machine = replace(Machine(shapes=SessionShapes(seed=seed)), **_SLOW_LINK)
+        for overlapped, found in rates.items():
+            rl = {"num_steps": _STEPS, "max_staleness": _BOUND, "overlap_publication": overlapped}
+            outcome = simulate(machine, rl, _SESSIONS, seed)
+            found.append(outcome.trained / outcome.virtual_s)
+            name = "overlapped" if overlapped else "in turn"
+            print(f"seed {seed} slow link, {name:17s} {_describe(outcome)}", flush=True)
+    return {
+        "overlapped_vs_in_turn_trajectories": median_ratio(rates[True], rates[False]),
+        "overlapped_vs_in_turn_least": min(a / b for a, b in zip(rates[True], rates[False], strict=True)),
+    }
+
+
+def scale(most_sessions: int) -> Figures:
+    """Processor time per turn of a session, by how many sessions run at once."""
+    figures: Figures = {}
+    for count in (100, 1_000, 10_000):
+        if count > most_sessions:
+            break
+        machine = replace(
+            Machine(),
+            num_slots=count,
+            engine_tokens_per_s=40.0 * count,
+            trainer_tokens_per_s=1e9,
+            stage_s=0.0,
+        )
+        rl = {"num_steps": 2, "max_staleness": 1, "groups_per_step": count // 16, "group_size": 8}
+        outcomes = [simulate(machine, rl, count, seed) for seed in range(5 if count < 10_000 else 1)]
+        cost = statistics.median(1e6 * one.cpu_s / one.turns for one in outcomes)
+        figures[f"cost_per_turn_us_at_{count}"] = cost
+        figures["sessions_per_controller"] = float(max(one.most_running for one in outcomes))
+        print(f"{count} sessions: {cost:.0f} us per turn; {_describe(outcomes[0])}", flush=True)
+    return figures
+
+
+def _describe(outcome: Outcome) -> str:
+    return (
+        f"{outcome.trained} trained, {outcome.ended} ended in {outcome.virtual_s:.0f} s, "
+        f"engine {outcome.engine_busy_share:.2f}, trainer {outcome.trainer_busy_share:.2f} busy, "
+        f"lag {max(outcome.lags)}, most {outcome.most_running} at once"
+    )
+
+
+def _describe_all(outcomes: list[Outcome]) -> dict[str, float]:
+    rates = [one.trained / one.virtual_s for one in outcomes]
+    left_out = [row.get("left_out_share", 0.0) for one in outcomes for row in _rl_rows(one)[-1:]]
+    lags = [lag for one in outcomes for lag in one.lags]
+    return {
+        "trained_per_s": statistics.median(rates),
+        "ended_per_s": statistics.median(one.ended / one.virtual_s for one in outcomes),
+        "engine_busy_share": statistics.median(one.engine_busy_share for one in outcomes),
+        "trainer_busy_share": statistics.median(one.trainer_busy_share for one in outcomes),
+        "mean_lag": statistics.fmean(lags),
+        "largest_lag": float(max(lags)),
+        "left_out_share": statistics.median(left_out),
+    }
+
+
+def _rl_rows(outcome: Outcome) -> list[dict[str, Any]]:
+    return [row for row in outcome.rows if row["kind"] == "rl"]
+
+
+if __name__ == "__main__":
+    main()
