@@ -25,9 +25,9 @@ from etude.controller.remote.fleet import EngineFleet, check_build
 from etude.controller.remote.rollout_part import (
     DoneEpisode,
     Greeting,
-    Order,
     PackedEpisode,
     Progress,
+    WorkerOrder,
     routes_of,
 )
 from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, SupervisedParts, Supervisor
@@ -116,7 +116,7 @@ class RemoteEpisodes:
     ) -> Trajectory:
         """See EpisodeRunner.run. Samples with the fleet's engines, whatever `sampler` is. Raises
         PartLostError once there will be no worker any more."""
-        order = Order(task, identity, rng_key, params, training, None, 0)
+        order = WorkerOrder(task, identity, rng_key, params, training)
         return (await self._carry_out(order, sampler)).trajectory
 
     async def run_forked(
@@ -129,11 +129,12 @@ class RemoteEpisodes:
         plan: ForkPlan,
     ) -> ForkedEpisode:
         """See ForkingRunner.run_forked; otherwise as `run`."""
-        return await self._carry_out(Order(task, identity, rng_key, params, True, plan, 0), sampler)
+        order = WorkerOrder(task, identity, rng_key, params, True, plan)
+        return await self._carry_out(order, sampler)
 
     # ---- sessions -------------------------------------------------------------------------------
 
-    async def _carry_out(self, order: Order, sampler: Sampler) -> ForkedEpisode:
+    async def _carry_out(self, order: WorkerOrder, sampler: Sampler) -> ForkedEpisode:
         """The episode, by whichever workers live long enough."""
         tally = sampler if isinstance(sampler, TokenTally) else None
         while True:
@@ -156,7 +157,7 @@ class RemoteEpisodes:
                 return min(up, key=lambda worker: len(worker.tallies))
             await self._supervised.any_ready()
 
-    async def _ask(self, worker: _Worker, order: Order, tally: TokenTally | None) -> DoneEpisode:
+    async def _ask(self, worker: _Worker, order: WorkerOrder, tally: TokenTally | None) -> DoneEpisode:
         handle, ticket = worker.supervisor.handle, next(self._tickets)
         assert handle is not None, "it was up just now"
         worker.tallies[ticket] = tally

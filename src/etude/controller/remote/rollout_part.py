@@ -21,28 +21,24 @@ from numpy.typing import NDArray
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.corpus import make_renderer
+from etude.controller.orders import Order
 from etude.controller.remote.following import EngineTable, FollowingSampler
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.environment.member import MemberSampler
 from etude.environment.runners import EnvironmentTimes
 from etude.inference.exchange import Build
-from etude.records import BlobRef, SamplingParams, Task, Trajectory, TrajectoryId
+from etude.records import BlobRef, Trajectory
 from etude.store.blobs import MemoryBlobs
 from etude.tokens.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """An episode that is asked for: see EpisodeRunner.run and ForkingRunner.run_forked."""
+class WorkerOrder(Order):
+    """An episode that a worker is asked for: see ForkingRunner.run_forked."""
 
-    task: Task
-    identity: TrajectoryId
-    rng_key: tuple[int, ...]
-    params: SamplingParams
-    training: bool
-    plan: ForkPlan | None
-    first_attempt: int
+    plan: ForkPlan | None = None
+    first_attempt: int = 0
     """How often it has been begun before, by workers that are gone."""
 
 
@@ -127,7 +123,7 @@ class RolloutPart:
         self._sampler.reconnect()
         return Progress({ticket: view.num_tokens for ticket, view in self._views.items()}, self._times())
 
-    async def run(self, ticket: int, order: Order) -> PackedEpisode | None:
+    async def run(self, ticket: int, order: WorkerOrder) -> PackedEpisode | None:
         """The episode; None if it was cancelled."""
         if ticket in self._cancelled:
             self._cancelled.discard(ticket)
@@ -160,7 +156,7 @@ class RolloutPart:
         self._sampler.disconnect()
         await self._backend.close()
 
-    async def _play(self, order: Order, view: MemberSampler) -> ForkedEpisode:
+    async def _play(self, order: WorkerOrder, view: MemberSampler) -> ForkedEpisode:
         asked = (order.task, order.identity, view, order.rng_key, order.params)
         if order.plan is not None:
             return await self._environment.run_forked(*asked, order.plan, order.first_attempt)
