@@ -27,10 +27,11 @@ from etude.observe import RunDirectory
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {"runs_directory", "max_wall_s", "engine.kernels", "executor"}
-    | {"sandbox.server", "sandbox.token", "sandbox.patience_s", "weights.url", "weights.read_url"}
-    | {f"parallel.{key}" for key in ("ranks", "fsdp", "expert", "context", "timeout_s")}
+    | {f"sandbox.{key}" for key in ("server", "token", "servers_file", "patience_s")}
+    | {"weights.url", "weights.read_url"}
+    | {f"parallel.{key}" for key in ("ranks", "fsdp", "expert", "context", "tensor", "timeout_s")}
 )
-MAY_CHANGE_WITHIN = ("cluster.", "clusters.", "plan.")
+MAY_CHANGE_WITHIN = ("cluster.", "clusters.", "plan.", "sandbox.servers.")
 """Sections of which all keys may."""
 
 DropOption = Annotated[

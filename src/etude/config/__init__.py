@@ -43,9 +43,9 @@ from etude.config.run import (
     AgentConfig,
     EvaluationConfig,
     RunConfig,
-    SandboxConfig,
     TasksConfig,
 )
+from etude.config.sandbox import SandboxConfig, SandboxServerConfig, ServersFile
 from etude.config.weights import WeightsConfig
 
 __all__ = [
@@ -84,7 +84,9 @@ __all__ = [
     "RouterConfig",
     "RunConfig",
     "SandboxConfig",
+    "SandboxServerConfig",
     "Section",
+    "ServersFile",
     "SessionsConfig",
     "SftConfig",
     "SourceConfig",

@@ -20,7 +20,7 @@ from etude.config.parity import ParityConfig
 from etude.config.plan import PlanConfig
 from etude.config.pretraining import PretrainConfig, SftConfig
 from etude.config.reinforcement import RlConfig
-from etude.config.secrets import SecretSource
+from etude.config.sandbox import SandboxConfig
 from etude.config.weights import WeightsConfig
 
 
@@ -85,36 +85,6 @@ class TasksConfig(Section):
             )
         if self.heldout_directory and not self.directory:
             raise ValueError("heldout_directory: needs directory")
-        return self
-
-
-class SandboxConfig(Section):
-    """Where the agent's tools run."""
-
-    backend: Literal["local", "gvisor", "vm", "unisolated"] = "local"
-    """`local`: Linux namespaces. `gvisor`: a kernel in user space, 3 to 4 times slower. `vm`: a guest under
-    QEMU, slow without KVM. `unisolated`: plain subprocesses, for machines that forbid namespaces; the
-    agent's code can then do whatever you can."""
-    server: str = ""
-    """Address of an `etude sandbox serve` that makes them, `http://HOST:PORT`; `backend` is then one of its
-    own. Empty: they are made where sessions are."""
-    token: SecretSource = ""
-    """Where that server's token is: `file:PATH` or `env:NAME`. Empty: it asks for none."""
-    patience_s: float = Field(default=60.0, ge=0)
-    """How long a session waits for that server where it does not answer, before its attempt has failed."""
-    memory_bytes: int = Field(default=512 << 20, ge=16 << 20)
-    """Memory of one sandbox."""
-    test_timeout_s: float = Field(default=2.0, gt=0)
-    """Wall time of one test run."""
-    command_timeout_s: float = Field(default=10.0, gt=0)
-    """Wall time of one command."""
-
-    @model_validator(mode="after")
-    def _server_is_whole(self) -> SandboxConfig:
-        if self.token and not self.server:
-            raise ValueError(f"server: must be named with token, received {self.server!r}")
-        if self.server and not self.server.startswith(("http://", "https://")):
-            raise ValueError(f"server: must begin with http:// or https://, received {self.server!r}")
         return self
 
 

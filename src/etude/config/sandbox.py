@@ -1,0 +1,100 @@
+"""Where the agent's tools run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from etude.config.base import Section
+from etude.config.secrets import SecretSource
+
+
+class SandboxServerConfig(Section):
+    """One of several servers that make a run's sandboxes, by a name of your choice."""
+
+    url: str
+    """Address of an `etude sandbox serve`, `http://HOST:PORT`."""
+    token: SecretSource = ""
+    """Where its token is: `file:PATH` or `env:NAME`. Empty: it asks for none."""
+    draining: bool = False
+    """Whether it gets no new sandboxes; what runs there ends as it began."""
+    cpus: float = Field(default=0.0, ge=0)
+    """Cores that sandboxes may have there, 16 times over; 0: those of its machine."""
+    memory_bytes: int = Field(default=0, ge=0)
+    """Memory that they may have together, each counted with `sandbox.memory_bytes`; 0: its machine's."""
+    disk_bytes: int = Field(default=0, ge=0)
+    """Disk, likewise."""
+
+    @field_validator("url")
+    @classmethod
+    def _url_is_an_address(cls, value: str) -> str:
+        if not _is_address(value):
+            raise ValueError(f"must begin with http:// or https://, received {value!r}")
+        return value
+
+
+class ServersFile(Section):
+    """What the file of `sandbox.servers_file` holds."""
+
+    servers: dict[str, SandboxServerConfig] = Field(min_length=1)
+    """The servers, by name."""
+
+    @field_validator("servers")
+    @classmethod
+    def _names_are_names(cls, value: dict[str, SandboxServerConfig]) -> dict[str, SandboxServerConfig]:
+        return _checked_names(value)
+
+
+class SandboxConfig(Section):
+    """Where the agent's tools run."""
+
+    backend: Literal["local", "gvisor", "vm", "unisolated"] = "local"
+    """`local`: Linux namespaces. `gvisor`: a kernel in user space, 3 to 4 times slower. `vm`: a guest under
+    QEMU, slow without KVM. `unisolated`: plain subprocesses, for machines that forbid namespaces; the
+    agent's code can then do whatever you can."""
+    server: str = ""
+    """Address of an `etude sandbox serve` that makes them, `http://HOST:PORT`; `backend` is then one of its
+    own. Empty: they are made where sessions are, or by `servers`."""
+    token: SecretSource = ""
+    """Where that server's token is: `file:PATH` or `env:NAME`. Empty: it asks for none."""
+    servers: dict[str, SandboxServerConfig] = Field(default_factory=dict[str, SandboxServerConfig])
+    """Several servers, over which sandboxes are spread: see docs/fleet.md."""
+    servers_file: str = ""
+    """TOML file that lists them instead, as sections `[servers.NAME]`; it is read again whenever it changes,
+    so that servers join, drain and leave while the run goes on."""
+    patience_s: float = Field(default=60.0, ge=0)
+    """How long a session waits for that server where it does not answer, or for any of several to have room,
+    before its attempt has failed."""
+    memory_bytes: int = Field(default=512 << 20, ge=16 << 20)
+    """Memory of one sandbox."""
+    test_timeout_s: float = Field(default=2.0, gt=0)
+    """Wall time of one test run."""
+    command_timeout_s: float = Field(default=10.0, gt=0)
+    """Wall time of one command."""
+
+    @field_validator("servers")
+    @classmethod
+    def _names_are_names(cls, value: dict[str, SandboxServerConfig]) -> dict[str, SandboxServerConfig]:
+        return _checked_names(value)
+
+    @model_validator(mode="after")
+    def _server_is_whole(self) -> SandboxConfig:
+        if self.token and not self.server:
+            raise ValueError(f"server: must be named with token, received {self.server!r}")
+        if self.server and not _is_address(self.server):
+            raise ValueError(f"server: must begin with http:// or https://, received {self.server!r}")
+        if bool(self.server) + bool(self.servers) + bool(self.servers_file) > 1:
+            raise ValueError("server, servers, servers_file: name one of them; servers may be one or several")
+        return self
+
+
+def _is_address(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def _checked_names(servers: dict[str, SandboxServerConfig]) -> dict[str, SandboxServerConfig]:
+    for name in servers:
+        if not name or ":" in name:
+            raise ValueError(f"a server's name is not empty and has no colon, received {name!r}")
+    return servers
