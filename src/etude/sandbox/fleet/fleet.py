@@ -210,6 +210,28 @@ class Fleet:
             await self._heartbeats.watch(added)
         self.registry.queue.pump()
 
+    def retire(self, name: str) -> None:
+        """Makes nothing new on a host: what runs there goes on to its end, unmoved, and may be copied there.
+        `undrain` opens the host again. Raises ConfigError for an unknown one."""
+        self.registry.scheduler.retire(self.registry.host(name).name)
+
+    async def remove_host(self, name: str) -> bool:
+        """Forgets a host, its backend closed, once nothing of this fleet runs there or it is dead; until then
+        False. Raises ConfigError for an unknown one."""
+        if not self.registry.is_empty(name):
+            return False
+        self.retire(name)
+        await self._heartbeats.unwatch(name)
+        if not self.registry.is_empty(name):  # a sandbox was found, or woke, meanwhile
+            await self._heartbeats.watch(self.registry.host(name))
+            return False
+        host = self.registry.remove(name)
+        if not host.is_dead:
+            await host.call(host.backend.close())
+        host.die("it left the fleet")
+        await host.settle()
+        return True
+
     def mark_dead(self, name: str, reason: str) -> list[str]:
         """For who knows before the heartbeats that a host is gone: ids of the sandboxes lost with it."""
         return self.registry.mark_dead(name, reason)
@@ -305,7 +327,7 @@ class Fleet:
     def _others(self, request: Request) -> bool:
         """Whether a living host is left that has not failed the request."""
         return any(
-            host.alive and not host.draining and name not in request.exclude
+            host.is_open and name not in request.exclude
             for name, host in self.registry.scheduler.hosts.items()
         )
 

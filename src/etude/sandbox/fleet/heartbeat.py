@@ -45,6 +45,13 @@ class Heartbeats:
         await self.beat(host, adopt=True)
         self._watchers[host.name] = asyncio.create_task(self._watch(host))
 
+    async def unwatch(self, name: str) -> None:
+        """Looks at a host no more. Does nothing for one that is not watched."""
+        watcher = self._watchers.pop(name, None)
+        if watcher is not None:
+            watcher.cancel()
+            await asyncio.wait([watcher])
+
     async def stop(self) -> None:
         """Ends the watching. Idempotent."""
         watchers, self._watchers = list(self._watchers.values()), {}
@@ -97,7 +104,11 @@ class Heartbeats:
         """Asks the host, dead or not, within the deadline of a heartbeat."""
 
         async def ask() -> tuple[Pressure | None, list[SandboxInfo]]:
-            return await asyncio.gather(host.probe.pressure(), host.backend.list())
+            if host.ask_capacity is not None:
+                host.capacity, host.ask_capacity = await host.ask_capacity(), None
+                self._registry.scheduler.resize(host.name, host.capacity)
+            pressure, rows = await asyncio.gather(host.probe.pressure(), host.backend.list())
+            return pressure, [info for info in rows if host.owns(info)]
 
         task = asyncio.ensure_future(ask())
         try:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from etude.errors import InfrastructureError
 from etude.sandbox.errors import SandboxLostError
-from etude.sandbox.fleet.hosts import Capacity
+from etude.sandbox.fleet.hosts import NO_CAPACITY, Capacity
 from etude.sandbox.fleet.probe import HostProbe, NoProbe
 from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.types import SandboxInfo
 
 Result = TypeVar("Result")
 Undo = Callable[[Any], Coroutine[Any, Any, Any]]
+AskCapacity = Callable[[], Awaitable[Capacity]]
 
 CLEANUP_S = 5.0
 """How long a cancelled call may take to tidy up before it is left behind."""
+
+
+def _everything(info: SandboxInfo) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +31,12 @@ class HostSpec:
     """A host as the user names it."""
 
     backend: SandboxBackend
-    capacity: Capacity = field(default_factory=lambda: Capacity(64, 512 << 30, 4 << 40))
+    capacity: Capacity | AskCapacity = field(default_factory=lambda: Capacity(64, 512 << 30, 4 << 40))
+    """Or how to ask the host for it, which is done when it answers for the first time."""
     probe: HostProbe = field(default_factory=NoProbe)
+    owns: Callable[[SandboxInfo], bool] = _everything
+    """Which of the sandboxes there are this fleet's. Others are neither counted, moved nor killed; what they
+    use shows in the host's pressure."""
 
 
 class FleetHost:
@@ -35,8 +45,11 @@ class FleetHost:
     def __init__(self, name: str, spec: HostSpec) -> None:
         self.name = name
         self.backend = spec.backend
-        self.capacity = spec.capacity
         self.probe = spec.probe
+        self.owns = spec.owns
+        self.capacity = spec.capacity if isinstance(spec.capacity, Capacity) else NO_CAPACITY
+        self.ask_capacity = None if isinstance(spec.capacity, Capacity) else spec.capacity
+        """None once it is known."""
         self.missed = 0
         """Heartbeats missed in a row."""
         self.failures = 0

@@ -34,6 +34,10 @@ class Capacity:
                 )
 
 
+NO_CAPACITY = Capacity(1e-9, 1, 1)
+"""Of a host that has not said yet what it has: nothing fits."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pressure:
     """Measured use of one host as fractions of what it has; above 1 when work waits for a resource."""
@@ -187,6 +191,8 @@ class HostState:
     live: Pressure = field(default_factory=lambda: Pressure(0.0, 0.0, 0.0))
     alive: bool = True
     draining: bool = False
+    retiring: bool = False
+    """Takes nothing but what only it can serve: copies of its sandboxes, its snapshots."""
     suspended_until_s: float = -math.inf
     suspected_until_s: float = -math.inf
     promised_cpus: float = 0.0
@@ -211,9 +217,19 @@ class HostState:
     disk_share: float = field(init=False)
 
     def __post_init__(self) -> None:
+        self.resize(self.capacity)
+
+    def resize(self, capacity: Capacity) -> None:
+        """The host has become another size, or says what it has for the first time."""
+        self.capacity = capacity
         self.cpu_share = 1 / (self.capacity.cpus * self.policy.cpu_overcommit)
         self.memory_share = 1 / (self.capacity.memory_bytes * self.policy.memory_overcommit)
         self.disk_share = 1 / (self.capacity.disk_bytes * self.policy.disk_overcommit)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new sandboxes may come here, as far as nothing has failed."""
+        return self.alive and not self.draining and not self.retiring
 
     def pressure_with(self, demand: Demand) -> float:
         """The worst pressure if `demand` came on top; infinite if it does not fit."""

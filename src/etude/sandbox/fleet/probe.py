@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 from etude.errors import ResourceError
-from etude.sandbox.fleet.hosts import Pressure
+from etude.observe.machine import available_cores, total_memory_bytes
+from etude.sandbox.fleet.hosts import Capacity, Pressure
 
 
 class HostProbe(Protocol):
@@ -65,6 +66,12 @@ class MachineProbe:
         before, self._before = self._before or (0, 0), (total, idle)
         passed = total - before[0]
         return 1 - (idle - before[1]) / passed if passed > 0 else 0.0
+
+
+def machine_capacity(directory: Path) -> Capacity:
+    """What this machine, or this process's share of it, has; its disk is the one that holds `directory`."""
+    disk_bytes = shutil.disk_usage(directory).total
+    return Capacity(available_cores(), total_memory_bytes(), disk_bytes)
 
 
 _BUSY = 0.95

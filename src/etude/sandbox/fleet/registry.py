@@ -48,6 +48,7 @@ class HostStatus:
     name: str
     alive: bool
     draining: bool
+    """Whether it is being emptied, or takes nothing new."""
     pressure: Pressure
     """As last reported."""
     sandboxes: int
@@ -76,10 +77,20 @@ class Registry:
             raise ConfigError(
                 "a host's name is not empty and has no colon", field="hosts", received=name, fix="rename it"
             )
-        self.scheduler.add_host(name, spec.capacity)
         host = FleetHost(name, spec)
+        self.scheduler.add_host(name, host.capacity)
         self.hosts[name] = host
         return host
+
+    def is_empty(self, name: str) -> bool:
+        """Whether nothing of this fleet runs, sleeps or is being made on a host, as far as it is known; a
+        dead one is empty. Raises ConfigError."""
+        return self.host(name).is_dead or not self.scheduler.hosts[name].reservations
+
+    def remove(self, name: str) -> FleetHost:
+        """Forgets a host that is empty."""
+        self.scheduler.remove_host(name)
+        return self.hosts.pop(name)
 
     def mark_dead(self, name: str, reason: str) -> list[str]:
         """The host is gone: ids of the sandboxes lost with it. Also for who knows before the heartbeats."""
@@ -107,7 +118,7 @@ class Registry:
                 HostStatus(
                     host.name,
                     state.alive,
-                    state.draining,
+                    state.draining or state.retiring,
                     state.live,
                     len(state.reservations),
                     host.missed,

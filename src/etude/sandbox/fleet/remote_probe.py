@@ -1,4 +1,5 @@
-"""How loaded a sandbox server's host is, as the server measures it: both ends of `GET /v1/pressure`.
+"""How loaded a sandbox server's host is and what it has, as the server measures it: both ends of
+`GET /v1/pressure` and `GET /v1/capacity`.
 
 A fleet's heartbeat asks each server; a server has one measurement for all who ask.
 """
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from etude.sandbox.fleet.hosts import Pressure
+from etude.sandbox.fleet.hosts import Capacity, Pressure
 from etude.sandbox.fleet.probe import HostProbe
 from etude.sandbox.remote import RemoteBackend
 
@@ -24,6 +25,13 @@ class RemoteProbe:
 
     def __init__(self, backend: RemoteBackend) -> None:
         self._backend = backend
+
+    async def capacity(self) -> Capacity:
+        """What the server's machine has. First of all it greets the server, which ends what an earlier client
+        of the same name has left there. Raises as `pressure`."""
+        await self._backend.hello()
+        line = self._backend.line
+        return line.decoded(decode_capacity, await line.call("GET", "capacity"))
 
     async def pressure(self) -> Pressure | None:
         """The pressure as the server measures it; None if it measures nothing.
@@ -60,6 +68,20 @@ class SharedProbe:
                 self._last = await self._probe.pressure()
                 self._measured_s = now_s
             return self._last
+
+
+def encode_capacity(capacity: Capacity) -> dict[str, float]:
+    """The JSON of what a machine has."""
+    return asdict(capacity)
+
+
+def decode_capacity(raw: Any) -> Capacity:
+    """Raises ValueError, TypeError or KeyError for what `encode_capacity` does not write."""
+    names = ("cpus", "memory_bytes", "disk_bytes", "network_bytes_per_s")
+    cpus, memory, disk, network = (float(raw[name]) for name in names)
+    if not all(0 < size < float("inf") for size in (cpus, memory, disk, network)):
+        raise ValueError(f"no capacity: {raw}")
+    return Capacity(cpus, int(memory), int(disk), network)
 
 
 def encode_pressure(pressure: Pressure | None) -> dict[str, float] | None:

@@ -75,10 +75,21 @@ class Scheduler:
             )
         host = HostState(name, capacity, self.policy, self.use)
         self.hosts[name] = host
-        if known is not None and known.draining:
-            host.draining = True
-        else:
+        if known is not None:
+            host.draining, host.retiring = known.draining, known.retiring
+        if host.is_open:
             self._open.append(host)
+
+    def remove_host(self, name: str) -> None:
+        """Forgets a host that runs nothing, or is dead."""
+        state = self.hosts[name]
+        assert not state.reservations, "what runs there would be lost from the books"
+        self.mark_dead(name)
+        del self.hosts[name]
+
+    def resize(self, host: str, capacity: Capacity) -> None:
+        """The host has become another size, or says what it has for the first time."""
+        self.hosts[host].resize(capacity)
 
     def place(self, request: Request, now_s: float) -> Placement | None:
         """Reserves a place; None if no host has room. Unless cancelled or confirmed it stays reserved."""
@@ -222,9 +233,17 @@ class Scheduler:
     def undrain(self, host: str) -> None:
         """The host takes sandboxes again. Idempotent."""
         state = self.hosts[host]
-        if state.alive and state.draining:
-            state.draining = False
-            self._open.append(state)
+        if state.draining or state.retiring:
+            state.draining = state.retiring = False
+            if state.alive:
+                self._open.append(state)
+
+    def retire(self, host: str) -> None:
+        """No new sandboxes on the host; those there stay, and may be copied there. `undrain` opens it again.
+        Idempotent."""
+        state = self.hosts[host]
+        state.retiring = True
+        self._close(state)
 
     def move(self, sandbox: str, placement: Placement, now_s: float) -> None:
         """The sandbox now runs where `placement` reserved, and no longer where it did."""
@@ -308,7 +327,9 @@ class Scheduler:
         return min(1.0, self.policy.copy_serves * copies / (self.popularity.count(image, now_s) + 1))
 
     def _score(self, host: HostState, request: Request, rarity: float, now_s: float) -> float:
-        if host.draining or host.suspended_until_s > now_s or host.name in request.exclude:
+        if host.draining or (host.retiring and request.only != host.name):
+            return math.inf
+        if host.suspended_until_s > now_s or host.name in request.exclude:
             return math.inf
         score = host.pressure_with(request.demand)
         if host.suspected_until_s > now_s:

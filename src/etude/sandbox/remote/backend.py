@@ -210,6 +210,11 @@ class RemoteBackend(Owner):
                 self._sent.add(key)
         return key
 
+    def owns(self, info: SandboxInfo) -> bool:
+        """Whether a sandbox of the server is this client's, or one's of the same name; without a name, all
+        are."""
+        return self._owner is None or info.metadata.get(_OWNER) == self._owner
+
     def _marked(self, metadata: Mapping[str, str] | None) -> dict[str, str] | None:
         """A sandbox's metadata, with whose it is."""
         if self._owner is None:
@@ -220,7 +225,7 @@ class RemoteBackend(Owner):
         """Kills what a client of this name has left that died. Before this one makes anything."""
         if self._owner is None:
             return
-        left = [info.id for info in await self.list() if info.metadata.get(_OWNER) == self._owner]
+        left = [info.id for info in await self.list() if self.owns(info)]
         await asyncio.gather(*(RemoteSandbox(self, sandbox_id).kill() for sandbox_id in left))
 
     def _named(self) -> dict[str, str]:

@@ -11,7 +11,7 @@ from fastapi.responses import PlainTextResponse, Response
 from etude.errors import SandboxError
 from etude.sandbox.errors import SnapshotError
 from etude.sandbox.file_trees import pack_tree
-from etude.sandbox.fleet.remote_probe import encode_pressure
+from etude.sandbox.fleet.remote_probe import encode_capacity, encode_pressure
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.server.requests import State, long, receive_tree
 from etude.sandbox.server.state import ServerState
@@ -56,6 +56,12 @@ async def capabilities(request: Request, state: State) -> Response:
 async def pressure(state: State) -> Response:
     """How loaded this host is: fractions of its processor, memory and disk, above 1 where work waits."""
     return Json(encode_pressure(await state.probe.pressure()))
+
+
+@router.get("/v1/capacity")
+async def capacity(state: State) -> Response:
+    """What this host has: cores, memory and disk in bytes, network in bytes a second as it is assumed."""
+    return Json(encode_capacity(await asyncio.to_thread(state.capacity)))
 
 
 @router.get("/v1/problems")

@@ -14,7 +14,8 @@ from typing import Any
 
 from etude.errors import AgentError, ConfigError, UserError
 from etude.sandbox.errors import CapacityError, SandboxMissingError
-from etude.sandbox.fleet.probe import MachineProbe
+from etude.sandbox.fleet.hosts import Capacity
+from etude.sandbox.fleet.probe import MachineProbe, machine_capacity
 from etude.sandbox.fleet.remote_probe import SharedProbe
 from etude.sandbox.interface import Command, Sandbox, SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
@@ -180,6 +181,11 @@ class ServerState:
         self._held: dict[str, Held] = {}
         self._num_held = 0
         self._background: set[asyncio.Task[Any]] = set()
+
+    def capacity(self) -> Capacity:
+        """What this host has. Blocks."""
+        self._spool.mkdir(parents=True, exist_ok=True)
+        return machine_capacity(self._spool)
 
     def backend(self, name: str | None) -> tuple[str, SandboxBackend]:
         """A backend by name; None: the first. Raises ConfigError."""

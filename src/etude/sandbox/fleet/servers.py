@@ -1,0 +1,157 @@
+"""A fleet over sandbox servers, whose list may change while it is at work.
+
+    listed ──> joins: greeted, measured, used
+    draining ──> nothing new there; what runs ends as it began ──> not draining: used again
+    no longer listed ──> the same, then forgotten
+
+Nothing is moved that somebody works in: a move carries files alone where the backend copies no processes.
+`Fleet.drain` moves, for who wants that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from etude.errors import SandboxError
+from etude.sandbox.fleet.fleet import Fleet
+from etude.sandbox.fleet.host import AskCapacity, HostSpec
+from etude.sandbox.fleet.hosts import Capacity
+from etude.sandbox.fleet.registry import FleetConfig
+from etude.sandbox.fleet.remote_probe import RemoteProbe
+from etude.sandbox.remote import RemoteBackend
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """One server of a fleet."""
+
+    url: str
+    token: str | None = field(default=None, repr=False)
+    capacity: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Fields of its Capacity that are other than what its machine has."""
+    draining: bool = False
+    """Whether nothing new is to be made there."""
+
+    def is_same_server(self, other: ServerSpec) -> bool:
+        """Whether both lead to the same place in the same way."""
+        return (self.url, self.token) == (other.url, other.token)
+
+
+Servers = Mapping[str, ServerSpec]
+"""By the names that hosts have in the fleet."""
+
+
+class ServerFleet(Fleet):
+    """`SandboxBackend` over named servers. For one event loop; of several clients of the same servers each
+    sees its own sandboxes alone."""
+
+    def __init__(
+        self,
+        servers: Servers,
+        backend: str | None = None,
+        owner: str | None = None,
+        config: FleetConfig | None = None,
+        changed: Callable[[], Servers | None] | None = None,
+        poll_s: float = 2.0,
+    ) -> None:
+        """`backend`: which of each server's. `owner`: see RemoteBackend; unnamed, a name of its own.
+
+        `changed`: asked every `poll_s`, in a thread: the servers as they are to be from now on, or None where
+        that is as before.
+        """
+        self._backend = backend
+        self._owner = owner or f"fleet/{uuid.uuid4().hex}"
+        self._servers = dict(servers)
+        """As hosts have them."""
+        self._wanted = dict(servers)
+        self._clients: dict[str, RemoteBackend] = {}
+        self._changed, self._poll_s = changed, poll_s
+        self._following: asyncio.Task[None] | None = None
+        super().__init__({name: self._host(name, spec) for name, spec in servers.items()}, config)
+        for name, spec in servers.items():
+            if spec.draining:
+                self.retire(name)
+
+    def doctor(self) -> list[str]:
+        """See Fleet.doctor. All servers are asked at once."""
+        clients = dict(self._clients)
+        with ThreadPoolExecutor(len(clients)) as threads:
+            answers = list(threads.map(lambda client: client.doctor(), clients.values()))
+        return [f"{name}: {one}" for name, found in zip(clients, answers, strict=True) for one in found]
+
+    async def start(self) -> None:
+        """See Fleet.start. From now on changes of the list are followed."""
+        await super().start()
+        if self._following is None and self._changed is not None:
+            self._following = asyncio.create_task(self._follow(self._changed))
+
+    async def close(self) -> None:
+        """See Fleet.close."""
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait([self._following])
+        try:
+            await super().close()
+        finally:
+            for client in self._clients.values():  # those of dead hosts, too
+                await client.disconnect()
+
+    async def follow(self, servers: Servers) -> None:
+        """Has these servers from now on: new ones join, those that drain or are gone get nothing new. One
+        that is gone is forgotten at once if nothing runs there, else by a later call."""
+        self._wanted = dict(servers)
+        for name in list(self._servers):
+            spec, known = self._wanted.get(name), self._servers[name]
+            if spec is None or not spec.is_same_server(known):
+                self.retire(name)
+                await self._forget(name)
+                continue
+            if spec.capacity != known.capacity:
+                self.registry.host(name).ask_capacity = _asking(self._clients[name], spec)
+            if spec.draining:
+                self.retire(name)
+            elif self.registry.scheduler.hosts[name].retiring:
+                self.undrain(name)
+            self._servers[name] = spec
+        for name, spec in self._wanted.items():
+            if name not in self._servers:
+                self._servers[name] = spec
+                await self.add_host(name, self._host(name, spec))
+                if spec.draining:
+                    self.retire(name)
+
+    async def _follow(self, changed: Callable[[], Servers | None]) -> None:
+        while True:
+            await asyncio.sleep(self._poll_s)
+            servers = await asyncio.to_thread(changed)
+            await self.follow(self._wanted if servers is None else servers)
+
+    async def _forget(self, name: str) -> None:
+        client = self._clients[name]
+        try:
+            if not await self.remove_host(name):
+                return
+        except SandboxError as error:
+            warnings.warn(f"sandbox server {name} has left, but: {error}", stacklevel=1)
+        del self._servers[name], self._clients[name]
+        await client.disconnect()
+
+    def _host(self, name: str, spec: ServerSpec) -> HostSpec:
+        client = RemoteBackend(spec.url, spec.token, self._backend, owner=self._owner)
+        self._clients[name] = client
+        return HostSpec(client, _asking(client, spec), RemoteProbe(client), client.owns)
+
+
+def _asking(client: RemoteBackend, spec: ServerSpec) -> AskCapacity:
+    """How to learn what a server's host has to give."""
+
+    async def ask() -> Capacity:
+        return replace(await RemoteProbe(client).capacity(), **spec.capacity)
+
+    return ask
