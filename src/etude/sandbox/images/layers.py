@@ -10,20 +10,17 @@ opened next. Any number of processes may share a store.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import ResourceError
 from etude.observe.files import sync_directory, write_json
+from etude.observe.scratch import scratch_directory, sweep
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.extract import Extractor, give, storage_error
 from etude.sandbox.images.pack import pack_directory
@@ -81,7 +78,7 @@ class LayerStore:
                 received=str(root),
                 fix="name a directory that you may write to",
             ) from error
-        self._sweep()
+        sweep(self._temporary)
 
     def add_tar(
         self,
@@ -174,15 +171,9 @@ class LayerStore:
         """
         return self._pack(digest, DigestWriter(target.write))
 
-    @contextlib.contextmanager
-    def scratch(self) -> Iterator[Path]:
+    def scratch(self) -> AbstractContextManager[Path]:
         """A temporary directory on the store's file system; goes with the block, or with this process."""
-        path, lock = self._locked_directory()
-        try:
-            yield path
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
-            os.close(lock)
+        return scratch_directory(self._temporary)
 
     def _pack(self, digest: str, packed: DigestWriter) -> str:
         info = self.info(digest)
@@ -193,30 +184,6 @@ class LayerStore:
         if packed.digest != info.packed_digest:
             raise _damaged(digest, "its files were changed")
         return packed.digest
-
-    def _locked_directory(self) -> tuple[Path, int]:
-        while True:
-            path = Path(tempfile.mkdtemp(dir=self._temporary))
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if path.is_dir():
-                return path, lock
-            os.close(lock)  # swept by another process between mkdtemp and flock
-
-    def _sweep(self) -> None:
-        """Removes what dead processes left: their locks are free."""
-        for path in self._temporary.iterdir():
-            try:
-                lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            except FileNotFoundError:
-                continue
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            except BlockingIOError:
-                continue
-            finally:
-                os.close(lock)
 
     def _publish(self, folder: Path, info: LayerInfo) -> None:
         record = {"version": _VERSION, "owner": self.owner, "layer": dataclasses.asdict(info)}

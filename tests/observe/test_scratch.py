@@ -1,0 +1,43 @@
+"""Temporary directories that a killed process leaves go with the next sweep, and no others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from etude.observe.scratch import scratch_directory, sweep
+
+_KEEPS_ONE = """
+import pathlib, sys, time
+from etude.observe.scratch import scratch_directory
+with scratch_directory(pathlib.Path(sys.argv[1]), "etude-") as path:
+    print(path, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_directory_goes_with_its_block(tmp_path: Path) -> None:
+    with scratch_directory(tmp_path, "etude-") as path:
+        (path / "file").write_text("x")
+        assert path.parent == tmp_path and path.name.startswith("etude-")
+    assert not path.exists()
+
+
+def test_what_a_killed_process_left_is_swept_and_what_is_in_use_is_not(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _KEEPS_ONE, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    other = tmp_path / "others-directory"
+    other.mkdir()
+    with process:
+        assert process.stdout is not None
+        left = Path(process.stdout.readline().strip())
+        sweep(tmp_path, "etude-")
+        assert left.exists(), "somebody works in it"
+        process.kill()
+        process.wait()
+    with scratch_directory(tmp_path, "etude-") as used:
+        sweep(tmp_path, "etude-")
+        assert not left.exists()
+        assert used.exists() and other.exists()
