@@ -34,7 +34,7 @@ API = 1
 
 _SHARED = ("name", "seed", "num_threads", "device", "dtype", "numerics", "tokenizer", "model", "agent")
 """What a cluster takes over of a run's configuration, besides parts of `sandbox`, `engine` and `rl`."""
-_LOCAL_SANDBOX = {"backend", "server", "token", "patience_s"}
+_LOCAL_SANDBOX = {"backend", "server", "token", "servers", "servers_file", "patience_s"}
 
 
 @dataclass(frozen=True, slots=True)
