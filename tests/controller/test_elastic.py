@@ -25,11 +25,11 @@ from etude.inference.router import HealthConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from etude.inference.router.server.fake_replica import running_server
 from etude.observe import RecordingObserver
-from etude.observe.metrics import MemorySink
+from etude.observe.metrics import MemorySink, read_metrics
 from etude.protocols import Handle
 from etude.records import PolicyVersion, SampleChunk
 from tests.controller.remote.building import FAST
-from tests.controller.running import tiny_config
+from tests.controller.running import run_here, tiny_config
 from tests.environment.recording.recording_builders import qwen_tokenizer
 from tests.inference.server.lending import HOME, NUMERICS, RunStore, lendable, rollout
 from tests.inference.server.serving import ADMIN, Served
@@ -256,7 +256,7 @@ def test_replicas_are_wanted_in_their_hours_and_under_load_alone() -> None:
         ({"hours": "22-6"}, "hours"),
         ({"idle_tokens": 5.0}, "idle_tokens"),
         ({"lease_s": 1.0}, "lease_s"),
-        ({"router": "http://h:1"}, "executor"),
+        ({"router": "http://h:1"}, r"weights\.url"),
     ],
 )
 def test_impossible_settings_are_refused(tmp_path: Path, elastic: dict[str, Any], message: str) -> None:
@@ -264,6 +264,30 @@ def test_impossible_settings_are_refused(tmp_path: Path, elastic: dict[str, Any]
         tiny_config(tmp_path, elastic=elastic)
 
 
-def test_without_a_store_nothing_is_borrowed(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"weights\.url"):
-        tiny_config(tmp_path, executor="ray", elastic={"router": "http://h:1"})
+@pytest.mark.parametrize(
+    ("message", "sections"),
+    [
+        (r"engine\.backend", {"engine": {"backend": "vllm"}}),
+        (r"rl\.stream\.source", {"rl": {"stream": {"source": "runs/other"}}}),
+        ("colocated", {"colocated": True}),
+    ],
+)
+def test_what_leaves_nothing_to_borrow_for_is_refused(
+    tmp_path: Path, message: str, sections: dict[str, Any]
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_config(tmp_path, weights={"url": "w"}, elastic={"router": "http://h:1"}, **sections)
+
+
+def test_a_run_of_one_process_trains_while_its_router_does_not_answer(tmp_path: Path) -> None:
+    config = tiny_config(
+        tmp_path,
+        weights={"url": str(tmp_path / "weights")},
+        elastic={"router": "http://127.0.0.1:9", "poll_s": 0.05},
+        rl={"max_staleness": 1},
+    )
+    run, report = run_here(config)
+    assert (report["rl_steps"], report["faults"]) == (2, {})
+    assert run.environment["reproducible"] is False
+    rows = [row for row in read_metrics(run.metrics_file) if row["kind"] == "elastic"]
+    assert [row["mode"] for row in rows] == ["does not lend"]

@@ -108,8 +108,9 @@ class RunConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the weights, the tasks and the sampling noise."""
     executor: Literal["local", "ray"] = "local"
-    """`local`: every part in this process, on a deterministic schedule (except where vLLM samples). `ray`:
-    trainer and engines in processes of their own, here or on a cluster: see docs/cluster.md."""
+    """`local`: every part in this process, on a deterministic schedule (except where vLLM samples or replicas
+    are borrowed). `ray`: trainer and engines in processes of their own, here or on a cluster: see
+    docs/cluster.md."""
     colocated: bool = False
     """Trainer and engine have their one device in turn: the engine gives its keys and values back while the
     trainer steps, the optimiser's states lie in host memory while sessions run, and the engine has one set of
@@ -202,10 +203,8 @@ class RunConfig(Section):
             raise ValueError(
                 "parallel: fsdp and expert must be 1 with rl.adapter: it needs whole weights in each process"
             )
-        if self.executor == "ray" and self.engine.backend != "etude":
-            raise ValueError(
-                f'engine.backend: must be "etude" with executor="ray", received {self.engine.backend!r}'
-            )
+        if self.executor == "ray" and self.engine.backend == "vllm":
+            self._check_vllm_replicas()
         if self.executor != "ray" and self.evaluation.every_steps:
             raise ValueError(
                 'evaluation.every_steps: must be 0 without executor="ray", where evaluation has a process of '
@@ -228,12 +227,33 @@ class RunConfig(Section):
             )
         return self
 
-    def _check_elastic(self) -> None:
-        if self.executor != "ray":
+    @property
+    def is_apart(self) -> bool:
+        """Whether trainer and engine work at once: over Ray in processes of their own, in threads of this one
+        where replicas are borrowed. Else they take turns."""
+        return self.executor == "ray" or bool(self.elastic.router)
+
+    def _check_vllm_replicas(self) -> None:
+        vllm, gpus = self.engine.vllm, self.cluster.engine.gpus
+        if vllm.url and (self.cluster.engines > 1 or self.evaluation.every_steps):
             raise ValueError(
-                'executor: must be "ray" with elastic.router, where engines may come and go, received '
-                f"{self.executor!r}"
+                'engine.vllm.url: must be empty with executor="ray" and several engines, each of which '
+                f"starts a server of its own with engine.vllm.python, received {vllm.url!r}"
             )
+        if gpus is not None and vllm.num_gpus > 1 and gpus < vllm.num_gpus:
+            raise ValueError(
+                f"cluster.engine.gpus: must be at least {vllm.num_gpus}, which engine.vllm.arguments divide "
+                f"a replica over, received {gpus:g}; or leave it out"
+            )
+
+    def _check_elastic(self) -> None:
+        for field, received, needed in (
+            ("engine.backend", self.engine.backend, "etude"),
+            ("rl.stream.source", self.rl.stream.source, ""),
+            ("colocated", self.colocated, False),
+        ):
+            if received != needed:
+                raise ValueError(f"{field}: must be {needed!r} with elastic.router, received {received!r}")
         if not self.weights.url:
             raise ValueError(
                 "weights.url: must name a store with elastic.router, from which borrowed replicas take the "
@@ -256,12 +276,10 @@ class RunConfig(Section):
     def _check_clusters(self) -> None:
         if not self.weights.url:
             raise ValueError("weights.url: must name a store with clusters.listen, for clusters to read")
-        for field, received, needed in (
-            ("engine.backend", self.engine.backend, "etude"),
-            ("rl.stream.source", self.rl.stream.source, ""),
-        ):
-            if received != needed:
-                raise ValueError(f"{field}: must be {needed!r} with clusters.listen, received {received!r}")
+        if self.rl.stream.source:
+            raise ValueError(
+                f"rl.stream.source: must be empty with clusters.listen, received {self.rl.stream.source!r}"
+            )
         if self.clusters.max_version_lag > self.rl.max_staleness:
             raise ValueError(
                 f"clusters.max_version_lag: must be at most rl.max_staleness={self.rl.max_staleness}, "

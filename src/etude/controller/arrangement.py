@@ -1,4 +1,5 @@
-"""Where the parts of a run are: in this process, or in processes of their own (`remote/arrangement.py`).
+"""Where the parts of a run are: in turns in this process, or apart (`remote/arrangement.py`), which is in
+processes of their own over Ray, and in threads where a run of one process borrows replicas.
 
 Both arrangements give the loop the same: `Parts` to sample with and a `Handle` of what trains.
 """
@@ -9,7 +10,7 @@ import contextlib
 import os
 import platform
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from etude.controller.local import LocalExecutor
 from etude.controller.numerics import use_numerics
 from etude.controller.parts import Parts, open_parts
 from etude.controller.remote.evaluation import EvaluationBeside
+from etude.controller.threads import ThreadExecutor
 from etude.controller.training_part import TrainingPart, TrainingPaths
 from etude.errors import ConfigError
 from etude.inference import EngineService
@@ -144,17 +146,18 @@ def is_reproducible(config: RunConfig) -> bool:
 def keeps_schedule(config: RunConfig) -> bool:
     """Whether requests come to the engine in an order that repeats. Engines of vLLM take them as they come,
     and so do several processes or clusters that sample or run sessions, or one that samples while another
-    trains."""
-    if config.engine.backend != "etude" or config.clusters.listen:
+    trains, and replicas that come and go."""
+    if config.engine.backend != "etude" or config.clusters.listen or config.elastic.router:
         return False
     cluster = config.cluster
-    alone = cluster.engines == 1 and not cluster.workers and not config.elastic.router
+    alone = cluster.engines == 1 and not cluster.workers
     return config.executor == "local" or (alone and config.rl.max_staleness == 0)
 
 
 def part_resources(config: RunConfig) -> list[Resources]:
-    """What all processes of a run take, the trainer first."""
+    """What the parts of a run take, the trainer first."""
     cluster = config.cluster
+    engines = cluster.engines if config.executor == "ray" else 1
     gpus = 1.0 if config.device == "cuda" else 0.0
 
     def need(name: str, part: PartConfig, default_gpus: float) -> Resources:
@@ -163,7 +166,7 @@ def part_resources(config: RunConfig) -> list[Resources]:
 
     return [
         need(TRAINER, cluster.trainer, gpus * config.parallel.ranks),
-        *(need(f"{ENGINE}{number}", cluster.engine, gpus) for number in range(cluster.engines)),
+        *(need(f"{ENGINE}{number}", cluster.engine, gpus) for number in range(engines)),
         *(need(f"{WORKER}{number}", cluster.worker, 0.0) for number in range(cluster.workers)),
         *([need(EVALUATION, cluster.evaluation, gpus)] if config.evaluation.every_steps else []),
     ]
@@ -181,6 +184,13 @@ def check_executor(config: RunConfig) -> None:
         if config.device != "cpu":
             has["GPU"] = float(torch.cuda.device_count())
         ray.check_room(part_resources(config), has)
+
+
+def executor_of(config: RunConfig) -> AbstractContextManager[PartExecutor]:
+    """What starts the parts of a run that has them apart. Raises ConfigError where Ray is not installed."""
+    if config.executor == "ray":
+        return open_executor(config.cluster)
+    return contextlib.nullcontext(ThreadExecutor())
 
 
 def open_executor(settings: ClusterConfig) -> Any:

@@ -262,9 +262,9 @@ def make_collector(
 
 
 def overlaps_publication(config: RunConfig) -> bool:
-    """Whether new weights come into service while the next step is taken. In one process a step leaves
-    nothing beside it that could go on."""
-    return config.executor == "ray" and config.rl.max_staleness > 0 and config.rl.overlap_publication
+    """Whether new weights come into service while the next step is taken. Where trainer and engine take turns
+    a step leaves nothing beside it that could go on."""
+    return config.is_apart and config.rl.max_staleness > 0 and config.rl.overlap_publication
 
 
 def _discard_routes(blobs: BlobDiscarder, trajectories: Sequence[Trajectory]) -> None:

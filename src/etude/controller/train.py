@@ -15,8 +15,8 @@ from etude.controller.arrangement import (
     Arrangement,
     PartExecutor,
     Place,
+    executor_of,
     is_reproducible,
-    open_executor,
     open_local,
 )
 from etude.controller.backends import open_run_backend
@@ -114,7 +114,7 @@ class _Run:
         self.newest, self.state = newest, state
         self.log = TrajectoryLog(run.trajectories)
         self.executor: PartExecutor | None = None
-        """Starts the processes of a run that has some."""
+        """Starts the parts of a run that has them apart."""
         self.throughput = RunThroughput()
         self.family = open_family(config)
 
@@ -124,8 +124,8 @@ class _Run:
         self.config = settle_compute(self.run, self.config, self.observer)
         self.run.update_environment({"reproducible": is_reproducible(self.config)})
         with contextlib.ExitStack() as stack:
-            if self.config.executor == "ray":
-                self.executor = stack.enter_context(open_executor(self.config.cluster))
+            if self.config.is_apart:
+                self.executor = stack.enter_context(executor_of(self.config))
             tokenizer, model = self._midtrained()
             asyncio.run(self._after_midtraining(tokenizer, model))
         return self.report
