@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import uuid
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -23,6 +22,7 @@ from etude.inference.exchange import Command, Event
 from etude.inference.headers import CLIENT_HEADER
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, Scores, WeightManifest
+from etude.weights.documents import manifest_document, version_document
 
 _CONNECT_S = 5.0
 _SILENT_S = 30.0
@@ -117,10 +117,12 @@ class LoanHandle:
 
     async def _stage(self, manifest: WeightManifest) -> None:
         # As long as it takes: whoever waits gives it up by `kill`.
-        await self._ask_json("stage", {"manifest": asdict(manifest)}, within_s=None)
+        await self._ask_json("stage", {"manifest": manifest_document(manifest)}, within_s=None)
 
     async def _activate(self, version: PolicyVersion, kv: KvPolicy) -> dict[str, float]:
-        return await self._ask_json("activate", {"version": asdict(version), "kv": kv}, within_s=None)
+        return await self._ask_json(
+            "activate", {"version": version_document(version), "kv": kv}, within_s=None
+        )
 
     async def _score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
         answer = await self._ask("score", wire.pack_question(tokens, version), within_s=None)

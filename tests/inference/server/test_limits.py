@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
@@ -16,12 +15,12 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.inference.server import KeyLimits, Keys, check_address, read_keys, serve
-from etude.inference.server.admin import manifest_document, read_manifest
 from etude.inference.server.errors import RateLimitError
 from etude.inference.server.limits import Key
 from etude.inference.server.metrics import ServeMetrics
 from etude.records import PolicyVersion, TensorEntry, WeightManifest
 from etude.sandbox.server.process import open_listeners
+from etude.weights.documents import manifest_document
 from tests.inference.server.serving import (
     ADMIN,
     MODEL,
@@ -209,10 +208,6 @@ MANIFEST = WeightManifest(VERSION, (TensorEntry("w", (2, 3), "float32", "00", (1
 def served(sampler: PlayedSampler) -> Iterator[Served]:
     with serving(make_state(sampler, PlayedSink())) as running:
         yield running
-
-
-def test_a_manifest_goes_through_json_and_back() -> None:
-    assert read_manifest(json.loads(json.dumps(manifest_document(MANIFEST)))) == MANIFEST
 
 
 def test_the_administrator_brings_a_version_into_service(served: Served) -> None:

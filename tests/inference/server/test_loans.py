@@ -17,12 +17,12 @@ import pytest
 from etude.errors import PartLostError, SamplerError, WeightUpdateError
 from etude.inference.exchange import Event
 from etude.inference.loan_client import LoanEndedError, LoanHandle
-from etude.inference.server.admin import manifest_document
 from etude.inference.server.checkpoints import checkpoint_manifest
 from etude.inference.server.loans import LoanDesk, fetch_from_store
 from etude.model.huggingface import save_model
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion, SampleChunk
+from etude.weights.documents import manifest_document
 from tests.inference.server.lending import (
     HOME,
     RunStore,

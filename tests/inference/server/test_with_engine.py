@@ -21,7 +21,6 @@ from fastapi import FastAPI
 from etude.cli import app as etude_app
 from etude.inference import Answer, Engine, EngineService
 from etude.inference.server import EngineView, ServerState, admin, build_app, loan_routes, routes
-from etude.inference.server.admin import manifest_document
 from etude.inference.server.checkpoints import CheckpointWeights, checkpoint_manifest
 from etude.inference.server.client import WANT_TOKENS, SideChannelClient
 from etude.inference.server.engine_thread import EngineThread
@@ -29,6 +28,7 @@ from etude.model import build_model
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion
 from etude.weights import MemoryWeights
+from etude.weights.documents import manifest_document
 from tests.environment.recording.recording_builders import OPENAI_TOOLS, qwen_tokenizer
 from tests.inference.server.checkpoint import serve_process, write_checkpoint
 from tests.inference.server.serving import ADMIN, MODEL, Served, qwen_model, serving, wait_for

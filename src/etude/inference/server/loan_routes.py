@@ -124,7 +124,7 @@ async def activate(request: Request) -> Response:
 
     async def work(desk: LoanDesk, loan: Loan) -> Response:
         body = await body_of(request)
-        version = read_version(body.get("version"), "version")
+        version = read_version(body.get("version"))
         await desk.activate_rollout(loan, version, kv_policy(body.get("kv", "recompute")))
         return JSONResponse(await _usage(request))
 
