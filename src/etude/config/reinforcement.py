@@ -183,8 +183,8 @@ class RlConfig(Section):
     computed again with the new ones. `keep`: sessions go on with them; faster, and further away from what
     the trainer computes."""
     overlap_publication: bool = True
-    """With `max_staleness` above 0, over Ray or with borrowed replicas: new weights are uploaded and staged while
-    the next step is taken, and one step later in service. Off: the trainer waits for that."""
+    """With `max_staleness` above 0, over Ray or with borrowed replicas: new weights are uploaded and staged
+    while the next step is taken, and one step later in service. Off: the trainer waits for that."""
     extra_members: int = Field(default=0, ge=0)
     """With `max_staleness` above 0: sessions that a group begins beyond `group_size`. It is complete once
     `group_size` of them are graded."""
