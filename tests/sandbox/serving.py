@@ -49,9 +49,9 @@ def build_app(
 
 
 @asynccontextmanager
-async def served(app: FastAPI) -> AsyncIterator[str]:
+async def served(app: FastAPI, port: int = 0) -> AsyncIterator[str]:
     """The address of a running server on loopback; stopped, and its backends closed, at the end."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="error", timeout_graceful_shutdown=5)
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="error", timeout_graceful_shutdown=5)
     running_server = uvicorn.Server(config)
     running = asyncio.ensure_future(running_server.serve())
     try:

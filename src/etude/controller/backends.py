@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator
 
@@ -17,12 +18,14 @@ _PAUSE_S = 2.0
 
 
 def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> SandboxBackend:
-    """The sandboxes of a run: of a server if it names one, else made in this process.
+    """The sandboxes of a run: of servers if it names any, else made in this process.
 
-    `owner`: names who makes them, the same when it is started again; what it left on the server when it was
+    `owner`: names who makes them, the same when it is started again; what it left on a server when it was
     killed is ended then. Raises ResourceError with what to enable, ConfigError for a server that does not
-    answer or takes the token for a wrong one.
+    answer or takes the token for a wrong one; of several, where none is any better.
     """
+    if settings.servers or settings.servers_file:
+        return _open_servers(settings, owner, all_of_them=False)
     if not settings.server:
         return open_checked_backend(settings.backend)
     from etude.sandbox.remote import RemoteBackend  # httpx is not part of the core's needs
@@ -44,6 +47,33 @@ def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> Sandb
             "or leave sandbox.server empty",
         )
     return backend
+
+
+def check_run_backend(settings: SandboxConfig) -> None:
+    """Looks, before a run has a directory, whether its sandboxes can be made: of several servers by each.
+    Raises as open_run_backend."""
+    if settings.servers or settings.servers_file:
+        opened = _open_servers(settings, None, all_of_them=True)
+    else:
+        opened = open_run_backend(settings)
+    asyncio.run(opened.close())
+
+
+def _open_servers(settings: SandboxConfig, owner: str | None, all_of_them: bool) -> SandboxBackend:
+    """`all_of_them`: whether each server must be fit for use now, and not one at least."""
+    from etude.controller.fleets import open_fleet  # httpx is not part of the core's needs
+
+    fleet = open_fleet(settings, owner)
+    problems = fleet.problems()
+    if problems and (all_of_them or len(problems) == fleet.num_in_use):
+        raise ConfigError(
+            "these servers make no sandboxes: "
+            + "; ".join(f"{name}: {', '.join(found)}" for name, found in problems.items()),
+            field="sandbox.servers_file" if settings.servers_file else "sandbox.servers",
+            received=settings.servers_file or list(settings.servers),
+            fix="start them with `etude sandbox serve`, say where their tokens are, or take them out",
+        )
+    return fleet
 
 
 def open_checked_backend(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from etude.config import RunConfig
 from etude.controller.arrangement import check_executor
-from etude.controller.backends import open_run_backend
+from etude.controller.backends import check_run_backend
 from etude.controller.clusters.runner import check_clusters
 from etude.controller.compute import choose_device, choose_place, choose_weight_dtype
 from etude.controller.families import open_family
@@ -15,7 +13,7 @@ from etude.controller.numerics import settle_numerics
 from etude.controller.planning import check_machine
 from etude.environment.rewards import check_reward
 from etude.inference.vllm import check_vllm
-from etude.training.parallel.division import check_expert_parts
+from etude.training.parallel.division import check_division
 from etude.weights import check_store
 
 
@@ -24,16 +22,16 @@ def check_start(config: RunConfig) -> None:
 
     Raises ConfigError for an initial checkpoint that is none or does not fit, experts that cannot be divided
     as asked, a term of the reward that cannot be computed, vLLM that is neither installed nor named, a Ray
-    cluster or a sandbox server that does not answer; StoreError for a weight store whose scheme is not known,
-    that does not answer or that may not be written; ResourceError for a device, for kernels or for sandboxes
-    that cannot be had, or parts that do not fit this machine.
+    cluster or any sandbox server that does not answer; StoreError for a weight store whose scheme is not
+    known, that does not answer or that may not be written; ResourceError for a device, for kernels or for
+    sandboxes that cannot be had, or parts that do not fit this machine.
     """
     config = settle_numerics(settle_model(config))
-    check_expert_parts(config.model, config.parallel.expert)
+    check_division(config.model, config.parallel)
     if not config.rl.stream.source:  # what was recorded was graded then
         check_reward(config.rl.reward)
         open_family(config)
-        asyncio.run(open_run_backend(config.sandbox).close())
+        check_run_backend(config.sandbox)
     check_store(config.weights)
     check_clusters(config.clusters)
     if config.executor == "ray":

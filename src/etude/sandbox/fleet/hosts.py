@@ -133,6 +133,8 @@ class Policy:
     disk_overcommit: float = 1.0
     max_pressure: float = 1.0
     """Measured and reserved pressure beyond which a host takes nothing more."""
+    max_cpu_pressure: float = 1.0
+    """The same for its processor, where a host may be merely slow."""
     floor: float = 0.5
     """A host never counts as emptier than this part of what its promises come to on average: sandboxes
     that have just started use little at the moment of the report."""
@@ -241,15 +243,15 @@ class HostState:
         if promised > _FULL:
             return math.inf
         live, use = self.live, self.use
-        worst = max(
-            live.cpu + (self.fresh_cpus + cpus) * self.cpu_share * use.cpu,
+        busy = live.cpu + (self.fresh_cpus + cpus) * self.cpu_share * use.cpu
+        full = max(
             live.memory + (self.fresh_memory_bytes + memory) * self.memory_share * use.memory,
             live.disk + (self.fresh_disk_bytes + disk) * self.disk_share * use.disk,
         )
-        if worst > self.policy.max_pressure + _ROUNDING:
+        if full > self.policy.max_pressure + _ROUNDING or busy > self.policy.max_cpu_pressure + _ROUNDING:
             return math.inf
         usual = max(promised_cpu * use.cpu, promised_memory * use.memory, promised_disk * use.disk)
-        return max(worst, usual * self.policy.floor)
+        return max(busy, full, usual * self.policy.floor)
 
     def image_cost(self, image: str, image_bytes: int, now_s: float) -> float:
         """How much more loaded the host counts as because the image is not there (yet)."""

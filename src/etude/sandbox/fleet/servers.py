@@ -78,12 +78,21 @@ class ServerFleet(Fleet):
             if spec.draining:
                 self.retire(name)
 
-    def doctor(self) -> list[str]:
-        """See Fleet.doctor. All servers are asked at once."""
-        clients = dict(self._clients)
-        with ThreadPoolExecutor(len(clients)) as threads:
+    @property
+    def num_in_use(self) -> int:
+        """Servers that do not drain."""
+        return sum(not spec.draining for spec in self._servers.values())
+
+    def problems(self) -> dict[str, list[str]]:
+        """What is wrong with the servers that do not drain, by name. Blocks; all are asked at once."""
+        clients = {name: self._clients[name] for name, one in self._servers.items() if not one.draining}
+        with ThreadPoolExecutor(max(1, len(clients))) as threads:
             answers = list(threads.map(lambda client: client.doctor(), clients.values()))
-        return [f"{name}: {one}" for name, found in zip(clients, answers, strict=True) for one in found]
+        return {name: found for name, found in zip(clients, answers, strict=True) if found}
+
+    def doctor(self) -> list[str]:
+        """See Fleet.doctor."""
+        return [f"{name}: {one}" for name, found in self.problems().items() for one in found]
 
     async def start(self) -> None:
         """See Fleet.start. From now on changes of the list are followed."""
