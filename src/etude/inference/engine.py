@@ -31,7 +31,7 @@ from etude.inference.speculation import NgramLookup
 from etude.inference.stepping import Stepper
 from etude.inference.versions import serves
 from etude.inference.weights import DoubleWeights
-from etude.model import LanguageModel
+from etude.model import DraftLayers, LanguageModel
 from etude.model.kernels.native.matrices import WeightType
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
@@ -73,46 +73,27 @@ class Engine:
 
         Raises ConfigError if there are too few pages for one session, for sessions beyond the model's
         positions, or for a cache that kernels cannot read."""
-        if max_tokens > config.max_positions + 1:  # the last token of a session is never computed
-            raise ConfigError(
-                f"the model has {config.max_positions} positions",
-                field="max_tokens",
-                received=max_tokens,
-                fix=f"give at most {config.max_positions + 1}",
-            )
-        pages_of_one = -(-max_tokens // PAGE_TOKENS)
-        num_pages = num_sessions * pages_of_one if num_pages is None else num_pages
-        if num_pages < pages_of_one:
-            raise ConfigError(
-                "too few pages for one session",
-                field="num_pages",
-                received=num_pages,
-                fix=f"give at least {pages_of_one}, or lower the longest session of {max_tokens} tokens",
-            )
-        self.counters = EngineCounters()
+        num_pages = _count_pages(config, num_sessions, max_tokens, num_pages)
         place, number = torch.device(device), torch.float32
         if kernels == "gpu" and native_weights == "bfloat16":
             number = torch.bfloat16
         computed = "bfloat16" if number == torch.bfloat16 else "float32"
         held: torch.dtype = getattr(torch, cache_type(cache_dtype, kernels, computed))
+        self.counters = EngineCounters()
         self._cache = PagedCache(config, num_pages, place, held)
-        layers, mtp = None, None
-        if isinstance(drafts, MtpDrafts):
-            layers = drafts.layers
-            self._cache.drafts = PagedCache(layers.config, num_pages, place, held)
-            mtp = MtpDrafter(self._cache.drafts, num_sessions, drafts.num_drafts)
-        drafter = drafts if isinstance(drafts, NgramLookup) else mtp
+        layers, drafter = _open_drafts(drafts, self._cache, num_sessions, place, held)
         self._scheduler = Scheduler(self._cache, num_sessions, max_tokens, prefill_tokens, drafter)
         self._sequences = self._scheduler.sequences
         self._token_bytes = token_bytes
         self._step_tokens = prefill_tokens
 
-        def make_forward(model: LanguageModel) -> ForwardPass:
+        def make_forward(model: LanguageModel, drafts: DraftLayers | None) -> ForwardPass:
             if kernels == "native":
-                return NativeForward(model, self._cache, native_threads, native_weights)
-            return (GpuForward if kernels == "gpu" else EagerForward)(model, self._cache)
+                return NativeForward(model, self._cache, native_threads, native_weights, drafts)
+            return (GpuForward if kernels == "gpu" else EagerForward)(model, self._cache, drafts=drafts)
 
         self._weights = DoubleWeights(config, vocab_size, make_forward, place, number, layers, keep_spare)
+        mtp = drafter if isinstance(drafter, MtpDrafter) else None
         self._stepper = Stepper(self._scheduler, self._cache, self._weights, self.counters, mtp, token_bytes)
         self._queue: dict[str, SampleRequest] = {}
         """By session, in the order of their coming."""
@@ -359,3 +340,38 @@ class Engine:
                 return None
             self._scheduler.close(row)
         return sequences.add(session_id)
+
+
+def _count_pages(config: ModelConfig, num_sessions: int, max_tokens: int, asked: int | None) -> int:
+    """Pages of the cache: those asked for, or enough for all sessions. Raises ConfigError: see Engine."""
+    if max_tokens > config.max_positions + 1:  # the last token of a session is never computed
+        raise ConfigError(
+            f"the model has {config.max_positions} positions",
+            field="max_tokens",
+            received=max_tokens,
+            fix=f"give at most {config.max_positions + 1}",
+        )
+    pages_of_one = -(-max_tokens // PAGE_TOKENS)
+    num_pages = num_sessions * pages_of_one if asked is None else asked
+    if num_pages < pages_of_one:
+        raise ConfigError(
+            "too few pages for one session",
+            field="num_pages",
+            received=num_pages,
+            fix=f"give at least {pages_of_one}, or lower the longest session of {max_tokens} tokens",
+        )
+    return num_pages
+
+
+def _open_drafts(
+    drafts: NgramLookup | MtpDrafts | None,
+    cache: PagedCache,
+    num_sessions: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[DraftLayers | None, NgramLookup | MtpDrafter | None]:
+    """The layers that draft, for which `cache` gets a second one beside it, and who asks for drafts."""
+    if not isinstance(drafts, MtpDrafts):
+        return None, drafts
+    cache.drafts = PagedCache(drafts.layers.config, cache.num_pages, device, dtype)
+    return drafts.layers, MtpDrafter(cache.drafts, num_sessions, drafts.num_drafts)
