@@ -15,11 +15,23 @@ from torch import Tensor
 
 from etude.errors import ConfigError, WeightUpdateError
 from etude.inference import Engine, MtpDrafts, NgramLookup, choose_drafts
+from etude.inference.cache import PagedCache, StepRows
 from etude.inference.engine import Kernels
+from etude.inference.native import NativeForward
 from etude.model import DRAFT_PREFIX, DraftLayers, LanguageModel, PackedAttention
 from etude.model.huggingface import save_model
 from etude.model.huggingface.layout import draft_entries
-from tests.inference.builders import ALL_KERNELS, Client, drain, prompt, serve, small_engine, version
+from etude.model.kernels.invariant import InvariantOps, InvariantPackedAttention
+from tests.inference.builders import (
+    ALL_KERNELS,
+    Client,
+    drain,
+    needs_compiler,
+    prompt,
+    serve,
+    small_engine,
+    version,
+)
 from tests.model.builders import VOCAB, draft_layers, small_config, small_model
 
 _DENSE = {"architecture": "qwen3", "intermediate_size": 48}
@@ -133,6 +145,36 @@ def test_drafts_are_those_of_the_layers_over_the_whole_sequence(
             assert proposed == _reference(model, drafts, tokens, len(proposed))
             checked += len(proposed)
     assert checked >= 9 * min(num_drafts, 2)
+
+
+@needs_compiler
+@pytest.mark.parametrize("changes", [{}, _DENSE, _LATENT], ids=["experts", "dense", "latent"])
+def test_native_draft_layers_have_the_bits_of_the_module_however_steps_are_cut(changes: dict) -> None:
+    model = small_model(3, **changes)
+    drafts = draft_layers(model, 2)
+    length, generator = 40, torch.Generator().manual_seed(1)
+    hidden = torch.randn((length, model.config.hidden_size), generator=generator)
+    tokens = np.array(prompt(length, 5), dtype=np.int64)
+    table = np.arange(3, dtype=np.int32)[None]
+
+    def run(parts: list[int], layer: int) -> Tensor:
+        cache = PagedCache(model.config, 3)
+        cache.drafts = PagedCache(drafts.config, 3)
+        native, outputs, start = NativeForward(model, cache, drafts=drafts), list[Tensor](), 0
+        for count in parts:
+            rows = StepRows.plan(tokens[start : start + count], table, np.array([count]), np.array([start]))
+            outputs.append(native.draft_layer(layer, rows, hidden[start : start + count]))
+            start += count
+        return torch.cat(outputs)
+
+    for layer in range(2):
+        whole = run([length], layer)
+        assert torch.equal(run([1, 1, 17, 20, 1], layer), whole)
+        model.ops = InvariantOps()
+        attention = InvariantPackedAttention([length])
+        with torch.no_grad():
+            expected = drafts(model, layer, hidden, torch.from_numpy(tokens), torch.arange(length), attention)
+        assert torch.equal(whole, expected)
 
 
 def test_samples_of_one_prompt_share_its_slots_and_draft_alike() -> None:

@@ -13,8 +13,7 @@ from torch import Tensor
 from etude.inference.cache import PagedCache, StepRows
 from etude.inference.paged_attention import PagedAttention
 from etude.inference.sampling import sample
-from etude.model import LanguageModel, RecordedRoutes
-from etude.protocols import Attention
+from etude.model import DraftLayers, LanguageModel, RecordedRoutes
 from etude.records import SamplingParams
 
 __all__ = ["EagerForward", "ForwardPass", "StepRows"]
@@ -48,17 +47,19 @@ class ForwardPass(Protocol):
         are taken."""
         ...
 
-    def attention(self, cache: PagedCache, rows: StepRows) -> Attention[Tensor]:
-        """Attention of `rows` over another cache, with hidden states where this pass leaves them."""
+    def draft_layer(self, index: int, rows: StepRows, hidden: Tensor) -> Tensor:
+        """Draft layer `index` over `rows`, which hold the tokens that it is told: hidden [T, width] of the
+        model, or of the layer before it, -> [T, width]. Stores keys and values in the draft layers' cache."""
         ...
 
 
 class EagerForward:
     """The trainer's own module, operator by operator."""
 
-    def __init__(self, model: LanguageModel, cache: PagedCache) -> None:
+    def __init__(self, model: LanguageModel, cache: PagedCache, drafts: DraftLayers | None = None) -> None:
         self._model = model
         self._cache = cache
+        self._drafts = drafts
         self._recorder = RecordedRoutes.of(model.config)
 
     def load_weights(self) -> None:
@@ -86,6 +87,10 @@ class EagerForward:
         """See ForwardPass."""
         return self._model.logits(hidden)
 
-    def attention(self, cache: PagedCache, rows: StepRows) -> Attention[Tensor]:
+    @torch.no_grad()
+    def draft_layer(self, index: int, rows: StepRows, hidden: Tensor) -> Tensor:
         """See ForwardPass."""
-        return PagedAttention(cache, rows)
+        assert self._drafts is not None and self._cache.drafts is not None, "made together"
+        tokens, positions = torch.from_numpy(rows.tokens), torch.from_numpy(rows.positions)
+        attention = PagedAttention(self._cache.drafts, rows)
+        return self._drafts(self._model, index, hidden, tokens, positions, attention)

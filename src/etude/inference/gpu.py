@@ -26,8 +26,7 @@ from etude.config import ModelConfig
 from etude.errors import ResourceError
 from etude.inference.cache import PagedCache, StepRows
 from etude.inference.sampling import sample
-from etude.model import LanguageModel, RecordedRoutes
-from etude.protocols import Attention
+from etude.model import DraftLayers, LanguageModel, RecordedRoutes
 from etude.records import SamplingParams
 
 _TILE_ROWS, _WIDE_TILE_ROWS = 64, 16
@@ -81,11 +80,13 @@ class GpuForward:
         cache: PagedCache,
         capture: Capture | None = None,
         max_captured_rows: int = _ROW_BUCKETS[-1],
+        drafts: DraftLayers | None = None,
     ) -> None:
         """`capture`: by default CUDA graphs where the cache is on a GPU; `max_captured_rows`: of the largest
         step that is captured, 0 for none. Raises ResourceError without Triton."""
         self._model = model
         self._cache = cache
+        self._drafts = drafts
         self._kernels = _load_kernels()
         model.ops = self._kernels.ops.GpuOps()
         if capture is None:
@@ -123,10 +124,14 @@ class GpuForward:
         """See ForwardPass."""
         return self._model.logits(hidden).cpu()
 
-    def attention(self, cache: PagedCache, rows: StepRows) -> Attention[Tensor]:
+    @torch.no_grad()
+    def draft_layer(self, index: int, rows: StepRows, hidden: Tensor) -> Tensor:
         """See ForwardPass."""
+        cache = self._cache.drafts
+        assert self._drafts is not None and cache is not None, "made together"
         placed = DeviceRows.of(rows, self._model.config, cache)
-        return GpuPagedAttention(cache, placed, self._kernels.paged_attention)
+        attention = GpuPagedAttention(cache, placed, self._kernels.paged_attention)
+        return self._drafts(self._model, index, hidden, placed.tokens, placed.positions, attention)
 
     def _compute(self, rows: DeviceRows) -> tuple[Tensor, Tensor]:
         """Hidden states [T, width] and routes [T, MoE layers, top_k]; waits for nothing where the model's

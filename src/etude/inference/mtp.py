@@ -15,7 +15,7 @@ model's, so is the token; a guess of the likeliest token would agree with a samp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +32,6 @@ from etude.inference.speculation import NgramLookup
 from etude.inference.weights import Runner
 from etude.model import DraftLayers
 from etude.model.huggingface import load_draft_layers
-from etude.protocols import Attention
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,11 +191,10 @@ class MtpDrafter:
     ) -> Tensor:
         """Runs each layer over all `rows` and drafts one token with it; the last layer's output."""
         owners = plan.members[rows.sequence]
-        attention = runner.compute.attention(self._cache, rows)
         for layer in range(self._depth):
             places = np.minimum(rows.positions + 1 + layer, sequences.max_tokens - 1)
-            tokens = sequences.tokens[owners, places]
-            hidden = self._compute(layer, rows, hidden, tokens, attention, runner)
+            told = replace(rows, tokens=sequences.tokens[owners, places].astype(np.int64))
+            hidden = runner.compute.draft_layer(layer, told, hidden)
             some = drafting.with_room(layer)
             last = torch.from_numpy(drafting.last[some]).to(hidden.device)
             self._draw(layer, drafting.rows[some], hidden[last], runner, sequences)
@@ -214,28 +212,11 @@ class MtpDrafter:
         The slots that it writes are computed again when their tokens stand."""
         slots = sequences.length[rows] - 1 + number - self._depth
         tables = sequences.tables[rows, : int(slots.max()) // PAGE_TOKENS + 1]
-        step = StepRows.plan(np.empty(0, dtype=np.int64), tables, np.ones_like(slots), slots)
-        tokens = sequences.tokens[rows, sequences.length[rows] + number - 1]
-        attention = runner.compute.attention(self._cache, step)
-        hidden = self._compute(self._depth - 1, step, hidden, tokens, attention, runner)
+        tokens = sequences.tokens[rows, sequences.length[rows] + number - 1].astype(np.int64)
+        step = StepRows.plan(tokens, tables, np.ones_like(slots), slots)
+        hidden = runner.compute.draft_layer(self._depth - 1, step, hidden)
         self._draw(number, rows, hidden, runner, sequences)
         return hidden
-
-    def _compute(
-        self,
-        layer: int,
-        rows: StepRows,
-        hidden: Tensor,
-        tokens: NDArray[np.int32],
-        attention: Attention[Tensor],
-        runner: Runner,
-    ) -> Tensor:
-        """One layer over `rows`, hidden [T, width] -> [T, width]."""
-        assert runner.drafts is not None, "made with the engine"
-        ids, positions = (
-            torch.from_numpy(values.astype(np.int64)).to(hidden.device) for values in (tokens, rows.positions)
-        )
-        return runner.drafts(runner.model, layer, hidden, ids, positions, attention)
 
     def _draw(
         self, number: int, rows: NDArray[np.int64], hidden: Tensor, runner: Runner, sequences: Sequences

@@ -15,7 +15,7 @@ from etude.inference.forward import ForwardPass
 from etude.model import DRAFT_PREFIX, DraftLayers, LanguageModel, build_model
 from etude.records import PolicyVersion
 
-MakeForward = Callable[[LanguageModel], ForwardPass]
+MakeForward = Callable[[LanguageModel, DraftLayers | None], ForwardPass]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class DoubleWeights:
         drafts = copy.deepcopy(self._first_drafts)
         if drafts is not None:
             drafts.requires_grad_(requires_grad=False).to(self._device, self._dtype)
-        return Runner(model, self._make_forward(model), drafts)
+        return Runner(model, self._make_forward(model, drafts), drafts)
 
 
 @torch.no_grad()

@@ -11,14 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from etude.config import ModelConfig
 from etude.inference.cache import PagedCache, StepRows
 from etude.inference.native.structures import DecodeRun, Draw, Step
-from etude.inference.native.weights import NativeWeights
-from etude.inference.paged_attention import PagedAttention
-from etude.model import LanguageModel
+from etude.inference.native.weights import NativeDraftWeights, NativeWeights
+from etude.model import DraftLayers, LanguageModel
 from etude.model.kernels.native import calls, load_library
 from etude.model.kernels.native.matrices import WeightType, aligned, pointer
-from etude.protocols import Attention
 from etude.records import SamplingParams
 
 MIN_WORK_PER_THREAD = 8_000_000
@@ -42,12 +41,15 @@ class NativeForward:
         cache: PagedCache,
         num_threads: int = 1,
         weights: WeightType = "float32",
+        drafts: DraftLayers | None = None,
     ) -> None:
         """`weights`: how the matrices are kept; `bfloat16` halves what decoding reads, and computes in
-        float32. Raises ResourceError if it cannot be compiled here."""
+        float32. `drafts`: layers over the cache's `drafts`. Raises ResourceError if it cannot be compiled
+        here."""
         self._library = load_library()
         self._model = model
         self._cache = cache
+        self._drafts = drafts
         self._num_threads = num_threads
         self._weight_type: WeightType = weights
         self._scratch = aligned((64,), torch.uint8)
@@ -57,18 +59,26 @@ class NativeForward:
     def load_weights(self) -> None:
         """See ForwardPass: copies of the weights, packed for the products."""
         self._weights = NativeWeights(self._model, self._cache, self._weight_type)
+        self._draft_weights: NativeDraftWeights | None = None
+        if self._drafts is not None:
+            assert self._cache.drafts is not None, "made together"
+            self._draft_weights = NativeDraftWeights(
+                self._drafts, self._model, self._cache.drafts, self._weight_type
+            )
 
     def load_cache(self) -> None:
         """See ForwardPass: the layers point at the pages of now."""
         self._weights.point_at_pages()
+        if self._draft_weights is not None:
+            self._draft_weights.point_at_pages()
 
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """See ForwardPass."""
         count = len(rows.tokens)
         hidden = torch.empty((count, self._model.config.hidden_size))
-        routes = self._empty_routes(count)
+        routes = self._empty_routes(self._model.config, count)
         threads = self._threads_for(count * self._weights.work_per_row)
-        self._reserve(count, threads)
+        self._reserve(count, threads, self._weights)
         step = self._step(rows, hidden, routes)
         self._library.etude_forward(
             ctypes.byref(self._weights.model),
@@ -117,10 +127,10 @@ class NativeForward:
         steps, count = draws.shape
         work = self._weights.work_per_row + self._model.head.numel()
         threads = self._threads_for(count * work)
-        self._reserve(count, threads)
+        self._reserve(count, threads, self._weights)
         self._reserve_sampling(threads)
         hidden = torch.empty((count, self._model.config.hidden_size))
-        routes = self._empty_routes(steps, count)
+        routes = self._empty_routes(self._model.config, steps, count)
         step = self._step(rows, hidden, routes)
         drawn, columns = _Drawn(steps, count, self._model.vocab_size), _Columns(params)
         noise = np.ascontiguousarray(draws)
@@ -149,16 +159,32 @@ class NativeForward:
         threads = self._threads_for(len(hidden) * self._model.head.numel())
         return calls.linear(self._weights.head, hidden.contiguous(), threads)
 
-    def attention(self, cache: PagedCache, rows: StepRows) -> Attention[Tensor]:
-        """See ForwardPass: operator by operator."""
-        return PagedAttention(cache, rows)
+    def draft_layer(self, index: int, rows: StepRows, hidden: Tensor) -> Tensor:
+        """See ForwardPass: the bits of the layers' module with `InvariantOps`."""
+        weights, count = self._draft_weights, len(rows.tokens)
+        assert weights is not None and self._drafts is not None, "made with draft layers"
+        threads = self._threads_for(count * weights.work_per_row // len(weights.layers))
+        self._reserve(count, threads, weights)
+        hidden = hidden.contiguous().clone()
+        routes = self._empty_routes(self._drafts.config, count)
+        step = self._step(rows, hidden, routes)
+        self._library.etude_draft_layer(
+            ctypes.byref(weights.model),
+            weights.layers,
+            weights.entrances,
+            ctypes.c_int64(index),
+            ctypes.byref(step),
+            ctypes.c_int64(threads),
+            pointer(self._scratch),
+        )
+        return hidden
 
     def _threads_for(self, work: int) -> int:
         """Threads for so many multiplications."""
         return max(1, min(self._num_threads, work // MIN_WORK_PER_THREAD))
 
-    def _empty_routes(self, *leading: int) -> NDArray[Any]:
-        config = self._model.config
+    @staticmethod
+    def _empty_routes(config: ModelConfig, *leading: int) -> NDArray[Any]:
         return np.empty((*leading, config.num_moe_layers, config.routes_per_token), dtype=config.route_dtype)
 
     def _step(self, rows: StepRows, hidden: Tensor, routes: NDArray[Any]) -> Step:
@@ -166,7 +192,7 @@ class NativeForward:
         return Step(
             rows=len(rows.tokens),
             max_pages=rows.tables.shape[1],
-            route_layers=self._model.config.num_moe_layers,
+            route_layers=routes.shape[-2],
             route_bytes=routes.itemsize,
             tokens=rows.tokens.ctypes.data,
             sequences=rows.sequence.ctypes.data,
@@ -176,9 +202,9 @@ class NativeForward:
             routes=routes.ctypes.data,
         )
 
-    def _reserve(self, count: int, threads: int) -> None:
+    def _reserve(self, count: int, threads: int, weights: NativeWeights | NativeDraftWeights) -> None:
         needed = self._library.etude_scratch_bytes(
-            ctypes.byref(self._weights.model), ctypes.c_int64(count), ctypes.c_int64(threads)
+            ctypes.byref(weights.model), ctypes.c_int64(count), ctypes.c_int64(threads)
         )
         if len(self._scratch) < needed:
             self._scratch = aligned((needed,), torch.uint8)

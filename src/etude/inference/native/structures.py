@@ -1,4 +1,4 @@
-"""The structures that `forward.h`, `sampling.h` and `decode.c` declare, field by field."""
+"""The structures that `forward.h`, `sampling.h`, `drafting.h` and `decode.c` declare, field by field."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ class Model(ctypes.Structure):
         ("groups", ctypes.c_int64),
         ("top_groups", ctypes.c_int64),
         ("shared_inner", ctypes.c_int64),
+        ("drafting", ctypes.c_int64),
         ("eps", ctypes.c_float),
         ("latent_eps", ctypes.c_float),
         ("query_scale", ctypes.c_float),
@@ -65,6 +66,17 @@ class Layer(ctypes.Structure):
         ("keys", ctypes.c_void_p),
         ("values", ctypes.c_void_p),
         ("route_layer", ctypes.c_int64),
+    ]
+
+
+class Entrance(ctypes.Structure):
+    """`Entrance` of forward.h."""
+
+    _fields_: ClassVar = [
+        ("token_norm", ctypes.c_void_p),
+        ("hidden_norm", ctypes.c_void_p),
+        ("final_norm", ctypes.c_void_p),
+        ("projection", NativeMatrix),
     ]
 
 
@@ -111,4 +123,62 @@ class DecodeRun(ctypes.Structure):
         ("steps", ctypes.c_int64),
         ("first_stops", ctypes.c_void_p),
         ("stops", ctypes.c_void_p),
+    ]
+
+
+class Lookup(ctypes.Structure):
+    """`Lookup` of drafting.h."""
+
+    _fields_: ClassVar = [("longest", ctypes.c_int64), ("shortest", ctypes.c_int64)]
+
+
+class DraftLayers(ctypes.Structure):
+    """`DraftLayers` of drafting.h."""
+
+    _fields_: ClassVar = [
+        ("model", ctypes.c_void_p),
+        ("layers", ctypes.c_void_p),
+        ("entrances", ctypes.c_void_p),
+        ("depth", ctypes.c_int64),
+        ("carried", ctypes.c_void_p),
+        ("carried_counts", ctypes.c_void_p),
+        ("carried_ends", ctypes.c_void_p),
+    ]
+
+
+class DraftRun(ctypes.Structure):
+    """`DraftRun` of drafting.h."""
+
+    _fields_: ClassVar = [
+        ("count", ctypes.c_int64),
+        ("steps", ctypes.c_int64),
+        ("positions", ctypes.c_int64),
+        ("most_drafts", ctypes.c_int64),
+        ("max_tokens", ctypes.c_int64),
+        ("lines", ctypes.c_void_p),
+        ("tokens", ctypes.c_void_p),
+        ("logprobs", ctypes.c_void_p),
+        ("lengths", ctypes.c_void_p),
+        ("limits", ctypes.c_void_p),
+        ("rooms", ctypes.c_void_p),
+        ("wanted", ctypes.c_void_p),
+        ("ready", ctypes.c_void_p),
+        ("drafted", ctypes.c_void_p),
+        ("stood", ctypes.c_void_p),
+        ("first_stops", ctypes.c_void_p),
+        ("stops", ctypes.c_void_p),
+        ("noise", ctypes.c_void_p),
+        ("noise_places", ctypes.c_int64),
+        ("temperatures", ctypes.c_void_p),
+        ("top_p", ctypes.c_void_p),
+        ("min_p", ctypes.c_void_p),
+        ("top_k", ctypes.c_void_p),
+        ("tables", ctypes.c_void_p),
+        ("max_pages", ctypes.c_int64),
+        ("routes", ctypes.c_void_p),
+        ("route_layers", ctypes.c_int64),
+        ("route_bytes", ctypes.c_int64),
+        ("vocabulary", ctypes.c_int64),
+        ("lookup", ctypes.c_void_p),
+        ("layers", ctypes.c_void_p),
     ]

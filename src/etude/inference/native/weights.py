@@ -2,38 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from etude.config import ModelConfig
 from etude.inference.cache import PagedCache
-from etude.inference.native.structures import Layer, Model
-from etude.model import Block, DenseMlp, Experts, GroupedQueryBlock, LanguageModel
+from etude.inference.native.structures import Entrance, Layer, Model
+from etude.model import Block, DenseMlp, DraftLayers, Experts, GroupedQueryBlock, LanguageModel
 from etude.model.blocks import LATENT_NORM_EPS, LatentBlock
+from etude.model.drafting import DraftLayer
 from etude.model.feed_forward import SharedExperts
 from etude.model.kernels.native.matrices import NativeMatrix, PackedMatrices, WeightType, address, pack
 
 
-class NativeWeights:
-    """Copies of the weights, packed for the products, and the structures that point into them and into the
-    pages of a cache."""
+class _NativeBlocks:
+    """Copies of blocks' weights, packed for the products, and the structures that point into them and into
+    the pages of a cache."""
 
     @torch.no_grad()
-    def __init__(self, model: LanguageModel, cache: PagedCache, weight_type: WeightType) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        blocks: Iterable[nn.Module],
+        model: LanguageModel,
+        cache: PagedCache,
+        weight_type: WeightType,
+    ) -> None:
+        """`config`: of the `blocks`; `model`: whose embedding and rotary tables they use."""
         self._type: WeightType = weight_type
         self._cache = cache
         self._held: list[Tensor | PackedMatrices] = []
-        self._top_k = model.config.experts_per_token
-        self.head = self._pack([model.head.t()])
-        """The output head."""
+        self._top_k = config.experts_per_token
         self.work_per_row = 0
         """Multiplications with matrices for one row, the output head's left out."""
-        self.model = self._describe(model)
-        self.layers = (Layer * model.config.num_layers)()
-        for index, block in enumerate(model.blocks):
-            self.layers[index] = self._layer(cast(Block, block))
+        blocks = [cast(Block, block) for block in blocks]
+        self.model = self._describe(config, blocks[0], model)
+        self.layers = (Layer * config.num_layers)()
+        for index, block in enumerate(blocks):
+            self.layers[index] = self._layer(block)
         self.point_at_pages()
 
     def point_at_pages(self) -> None:
@@ -43,8 +52,7 @@ class NativeWeights:
             if self._cache.values is not None:
                 layer.values = self._cache.values[index].data_ptr()
 
-    def _describe(self, model: LanguageModel) -> Model:
-        config = model.config
+    def _describe(self, config: ModelConfig, first: Block, model: LanguageModel) -> Model:
         described = Model(
             width=config.hidden_size,
             heads=config.num_heads,
@@ -70,7 +78,7 @@ class NativeWeights:
             described.nope, described.rope = config.qk_nope_head_dim, config.qk_rope_head_dim
             described.head_value_dim = config.v_head_dim
             described.latent_eps = LATENT_NORM_EPS
-            described.query_scale = cast(LatentBlock, model.blocks[0]).scale
+            described.query_scale = cast(LatentBlock, first).scale
             described.gate_scale = config.routed_scaling_factor
             described.groups, described.top_groups = config.n_group, config.topk_group
             described.shared_inner = config.n_shared_experts * described.expert_size
@@ -140,3 +148,33 @@ class NativeWeights:
         kept = tensor.detach().float().contiguous()
         self._held.append(kept)
         return kept.data_ptr()
+
+
+class NativeWeights(_NativeBlocks):
+    """A model's weights."""
+
+    @torch.no_grad()
+    def __init__(self, model: LanguageModel, cache: PagedCache, weight_type: WeightType) -> None:
+        super().__init__(model.config, model.blocks, model, cache, weight_type)
+        self.head = self._pack([model.head.t()])
+        """The output head."""
+
+
+class NativeDraftWeights(_NativeBlocks):
+    """The weights of a model's draft layers, over their own cache."""
+
+    @torch.no_grad()
+    def __init__(
+        self, drafts: DraftLayers, model: LanguageModel, cache: PagedCache, weight_type: WeightType
+    ) -> None:
+        layers = [cast(DraftLayer, layer) for layer in drafts.layers]
+        super().__init__(drafts.config, [layer.block for layer in layers], model, cache, weight_type)
+        self.model.drafting = 1
+        self.entrances = (Entrance * len(layers))()
+        for index, layer in enumerate(layers):
+            self.entrances[index] = Entrance(
+                token_norm=self._keep(layer.embedding_norm),
+                hidden_norm=self._keep(layer.hidden_norm),
+                final_norm=self._keep(layer.final_norm),
+                projection=self._single(layer.projection),
+            )

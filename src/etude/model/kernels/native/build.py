@@ -16,12 +16,16 @@ _SIZES = (
     "etude_sample_floats",
     "etude_attention_floats",
     "etude_decode",
+    "etude_look_up",
+    "etude_drafting_bytes",
+    "etude_drafting_rows",
+    "etude_draft_run",
     "etude_lanes",
     "etude_outruns_mkl",
 )
 """Functions that return a size or a count; all others return nothing."""
 _CALLS = (
-    *("etude_pack", "etude_forward", "etude_sample", "etude_rows", "etude_choice"),
+    *("etude_pack", "etude_forward", "etude_sample", "etude_rows", "etude_choice", "etude_draft_layer"),
     *("etude_attention", "etude_mixture", "etude_product", "etude_flash", "etude_flash_gradients"),
     *("etude_norm", "etude_rotation", "etude_gate"),
     "etude_borrow_threads",

@@ -53,6 +53,7 @@ static int64_t lay_out(Pass *pass, int64_t rows, int64_t threads, char *memory)
     PLACE(narrow, rows * inner);
     PLACE(gates, rows * top_k);
     PLACE(mixed, rows * top_k * m->width);
+    PLACE(joined, m->drafting ? rows * 2 * m->width : 0);
     PLACE(private, threads * pass->private_floats);
 #undef PLACE
     return used;
@@ -179,6 +180,16 @@ static void consult(Team *team, int thread, const Pass *pass, const Layer *layer
         add_rows(m->width, pass->normed + t * m->width, pass->step->hidden + t * m->width);
 }
 
+static void run_layer(Team *team, int thread, const Pass *pass, int64_t index)
+{
+    const Layer *layer = pass->layers + index;
+    attend(team, thread, pass, index);
+    if (layer->route_layer < 0)
+        feed(team, thread, pass, layer);
+    else
+        consult(team, thread, pass, layer, index);
+}
+
 static void run_pass(Team *team, int thread, void *argument)
 {
     const Pass *pass = argument;
@@ -188,22 +199,59 @@ static void run_pass(Team *team, int thread, void *argument)
     share(step->rows, thread, team_size(team), &first, &end);
     for (int64_t t = first; t < end; t++)
         memcpy(step->hidden + t * width, m->embedding + step->tokens[t] * width, (size_t)width * sizeof(float));
-    for (int64_t l = 0; l < m->layers; l++) {
-        attend(team, thread, pass, l);
-        if (pass->layers[l].route_layer < 0)
-            feed(team, thread, pass, pass->layers + l);
-        else
-            consult(team, thread, pass, pass->layers + l, l);
-    }
+    for (int64_t l = 0; l < m->layers; l++)
+        run_layer(team, thread, pass, l);
     for (int64_t t = first; t < end; t++)
         rms_norm(width, step->hidden + t * width, m->final_norm, m->eps, step->hidden + t * width);
 }
 
-void etude_forward(const Model *model, const Layer *layers, const Step *step, int64_t threads, char *scratch)
+static Pass begin(const Model *model, const Layer *layers, const Step *step, int64_t threads, char *scratch)
 {
     Pass pass = {.model = model, .layers = layers, .step = step};
     lay_out(&pass, step->rows, threads, scratch);
     memset(pass.counters, 0, (size_t)(2 * model->layers) * sizeof *pass.counters);
     pass.num_runs = cut_runs(step->rows, step->sequences, step->positions, pass.runs);
+    return pass;
+}
+
+void etude_forward(const Model *model, const Layer *layers, const Step *step, int64_t threads, char *scratch)
+{
+    Pass pass = begin(model, layers, step, threads, scratch);
     run_team((int)threads, run_pass, &pass);
+}
+
+typedef struct {
+    Pass pass;
+    const Entrance *entrance;
+    int64_t index;
+} DraftPass;
+
+static void run_draft_layer(Team *team, int thread, void *argument)
+{
+    const DraftPass *drafting = argument;
+    const Pass *pass = &drafting->pass;
+    const Entrance *entrance = drafting->entrance;
+    const Model *m = pass->model;
+    const Step *step = pass->step;
+    int64_t width = m->width, first, end;
+    int threads = team_size(team);
+    share(step->rows, thread, threads, &first, &end);
+    for (int64_t t = first; t < end; t++) {
+        float *joined = pass->joined + t * 2 * width;
+        rms_norm(width, m->embedding + step->tokens[t] * width, entrance->token_norm, m->eps, joined);
+        rms_norm(width, step->hidden + t * width, entrance->hidden_norm, m->eps, joined + width);
+    }
+    wait_for_all(team);
+    multiply(&entrance->projection, step->rows, pass->joined, step->hidden, 0, thread, threads);
+    wait_for_all(team);
+    run_layer(team, thread, pass, drafting->index);
+    for (int64_t t = first; t < end; t++)
+        rms_norm(width, step->hidden + t * width, entrance->final_norm, m->eps, step->hidden + t * width);
+}
+
+void etude_draft_layer(const Model *model, const Layer *layers, const Entrance *entrances, int64_t index,
+                       const Step *step, int64_t threads, char *scratch)
+{
+    DraftPass drafting = {begin(model, layers, step, threads, scratch), entrances + index, index};
+    run_team((int)threads, run_draft_layer, &drafting);
 }

@@ -13,6 +13,7 @@ typedef struct {
     int64_t sigmoid;                        /* whether the router has a bias and groups; else softmax */
     int64_t groups, top_groups;             /* of experts */
     int64_t shared_inner;                   /* of the experts that see every row; 0: none */
+    int64_t drafting;                       /* whether its layers draft: each is entered by an Entrance */
     float eps, latent_eps, query_scale, gate_scale;
     const float *embedding;                 /* [vocabulary, width] */
     const float *cosine, *signed_sine;      /* [positions, rope or dim] */
@@ -31,6 +32,12 @@ typedef struct {
     int64_t route_layer;                    /* place among the layers that route; -1: dense */
 } Layer;
 
+/* How a draft layer is entered and left: from [token | hidden state] to one width, and the last norm. */
+typedef struct {
+    const float *token_norm, *hidden_norm, *final_norm; /* [width] */
+    Matrix projection;                                  /* [2 width, width] */
+} Entrance;
+
 typedef struct {
     int64_t rows, max_pages, route_layers, route_bytes;
     const int64_t *tokens, *sequences, *positions;  /* [rows] */
@@ -47,7 +54,7 @@ typedef struct {
     Run *runs;                              /* [rows] */
     atomic_long *counters;                  /* [layers, 2] */
     int64_t *chosen, *order, *starts;       /* [rows, top_k] both, [experts + 2] */
-    float *normed, *qkv, *raised, *queries, *attended, *headed, *wide, *narrow, *gates, *mixed, *private;
+    float *normed, *qkv, *raised, *queries, *attended, *headed, *wide, *narrow, *gates, *mixed, *joined, *private;
     int64_t private_floats;                 /* of each thread */
 } Pass;
 
@@ -66,5 +73,10 @@ int64_t route_scratch(const Model *model);
 
 /* Computes a step on up to `threads` threads. `scratch`: etude_scratch_bytes, aligned to 64 bytes. */
 void etude_forward(const Model *model, const Layer *layers, const Step *step, int64_t threads, char *scratch);
+
+/* Computes draft layer `index` over rows whose `hidden` is what the layer before it, or the model, returned, and whose
+ * tokens are those that it is told; `hidden` is written over, after the layer's last norm. */
+void etude_draft_layer(const Model *model, const Layer *layers, const Entrance *entrances, int64_t index,
+                       const Step *step, int64_t threads, char *scratch);
 
 #endif
