@@ -24,23 +24,22 @@ import functools
 import gc
 import math
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
 from etude.config import RlConfig
 from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.member import MemberSampler
 from etude.protocols import EpisodeRunner, PacedSampler, Sampler
-from etude.records import Group, Status, Task, Trajectory
+from etude.records import Group, Status, Task
 from etude.rollout.buffer import GroupBuffer, Taken, dropped_groups, groups_of, trained_groups
 from etude.rollout.collect import MAX_OVERSAMPLING, Collected, expected_share, learn_share
 from etude.rollout.curriculum import CollectorState, Curriculum, TaskSource
-from etude.rollout.forks import Members, count_fork, fork_figures, fork_group
+from etude.rollout.forks import Members, fork_group
 from etude.rollout.kept import Kept, read_kept
-from etude.rollout.lengths import LengthBias
-from etude.rollout.occupancy import Occupancy
+from etude.rollout.noted import NotedEnds
 from etude.rollout.signal import Signal, signal_of
+from etude.rollout.tally import Tally
 from etude.store.trajectories import TrajectoryLog
 
 
@@ -61,18 +60,6 @@ class _Running:
         return sum(one.trajectory.status is not Status.INFRASTRUCTURE for one in self.members.values())
 
 
-@dataclass(slots=True)
-class _Counts:
-    """Since the last step."""
-
-    aborted: int = 0
-    carried: int = 0
-    """Stragglers that ended in time to belong to their group."""
-    from_log: int = 0
-    """Groups that were collected before the run was resumed."""
-    forks: Counter[str] = field(default_factory=Counter[str])
-
-
 class ContinuousCollector:
     """Implements Collector and Pace for `rl.max_staleness` above 0. For one event loop."""
 
@@ -90,7 +77,6 @@ class ContinuousCollector:
         """`max_sessions`: so many run at once at most, or those of one group if that is more. `clock`: in
         seconds, for the figures only."""
         self.state = CollectorState()
-        self.lengths = LengthBias()
         self._members = Members(environment, config, run, seed, tasks)
         self._sampler = sampler
         self._tasks = tasks
@@ -98,8 +84,7 @@ class ContinuousCollector:
         self._run = run
         self._max_sessions = max_sessions
         self._serving = 0
-        self._occupancy = Occupancy(clock)
-        self._counts = _Counts()
+        self._tally = Tally(clock)
         self._log: TrajectoryLog | None = None
         """None where nothing is collected; then these three mean nothing either."""
         self._buffer: GroupBuffer
@@ -111,11 +96,7 @@ class ContinuousCollector:
         """That run, or that will: siblings of a session that is to be forked count from its beginning."""
         self._ending: set[asyncio.Task[None]] = set()
         """Sessions that were cancelled and still tidy up."""
-        self._views: dict[str, MemberSampler] = {}
-        """Session of which the schedule has yet to note the end -> its episode's view; where it is paced."""
-        self._held: dict[MemberSampler, Callable[[], None]] = {}
-        """Episode that has ended -> what is done once the schedule has taken note of all of its sessions."""
-        self._paced = False
+        self._ends = NotedEnds()
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
         self._calm = asyncio.Event()
@@ -141,7 +122,7 @@ class ContinuousCollector:
         self._kept = read_kept(log, self.state, first_step - config.max_staleness)
         self._curriculum = Curriculum(self._tasks, config.curriculum, self.state)
         if isinstance(self._sampler, PacedSampler):
-            self._paced = self._sampler.set_pace(self)
+            self._ends.is_paced = self._sampler.set_pace(self)
         try:
             with _rare_collections():
                 yield
@@ -149,8 +130,7 @@ class ContinuousCollector:
             if isinstance(self._sampler, PacedSampler):
                 self._sampler.set_pace(None)
             self._log = None
-            self._held.clear()
-            self._views.clear()
+            self._ends.clear()
             self._calm.set()
             await self._cancel_all()
 
@@ -175,8 +155,9 @@ class ContinuousCollector:
         for waiting in (*taken.trained, *taken.stale):
             self._abort_stragglers(waiting.number)
         self._learn(taken)
-        figures = self._figures(taken)
-        if not self._paced:  # there no step is taken until the next weights are in service
+        figures = self._tally.take(taken, with_forks=self._config.forks.share > 0)
+        figures |= self._curriculum.figures()
+        if not self._ends.is_paced:  # there no step is taken until the next weights are in service
             self._advance()
         exhausted = self._curriculum.is_over and self._buffer.is_empty
         return Collected(
@@ -187,11 +168,7 @@ class ContinuousCollector:
 
     def ended(self, session_id: str) -> None:
         """See Pace.ended."""
-        view = self._views.pop(session_id, None)
-        if view is None:
-            return
-        view.unnoted.discard(session_id)
-        if not view.unnoted and (arrive := self._held.pop(view, None)) is not None:
+        if (arrive := self._ends.note(session_id)) is not None:
             self._guard(arrive)
 
     async def turn(self) -> None:
@@ -206,9 +183,7 @@ class ContinuousCollector:
 
     def stopped(self) -> None:
         """See Pace.stopped: from now on episodes count as ended when they end."""
-        self._paced = False
-        held, self._held = self._held, {}
-        for arrive in (*held.values(), self._advance):
+        for arrive in (*self._ends.stop(), self._advance):
             self._guard(arrive)
 
     # ---- admission ------------------------------------------------------------------------------
@@ -218,7 +193,7 @@ class ContinuousCollector:
         while not (blocked_by := self._blocked_by()):
             self._begin()
         lacks_oldest = self._calm.is_set() and self._buffer.lacks_only_oldest
-        self._occupancy.note(self._num_sessions, blocked_by, lacks_oldest)
+        self._tally.note(self._num_sessions, blocked_by, lacks_oldest)
         if self._is_ready():
             self._calm.clear()
             self._changed.set()
@@ -252,12 +227,11 @@ class ContinuousCollector:
         self._buffer.begin(number)
         kept = self._kept.pop(number, None)
         if kept is not None:
-            self._counts.from_log += 1
+            self._tally.found_in_log()
             self._put(number, kept.task, kept.fork)
             return
-        on_open = self._views.__setitem__ if self._paced else None
         asked = range(self._members.num_asked)
-        views = [MemberSampler(self._sampler, self._paced, on_open) for _ in asked]
+        views = [self._ends.view(self._sampler) for _ in asked]
         running = self._running[number] = _Running(number, task, views)
         for index in asked:
             self._num_sessions += self._places(number, index)
@@ -270,9 +244,7 @@ class ContinuousCollector:
         try:
             episode = await self._members.play(running.task, running.number, index, view)
             arrive = functools.partial(self._arrive, running, index, episode)
-            waits = self._paced and bool(view.unnoted)
-            if waits:
-                self._held[view] = arrive
+            waits = self._ends.hold(view, arrive)
         finally:
             view.end()
         if self._log is not None and not waits:
@@ -304,11 +276,10 @@ class ContinuousCollector:
         if running.sessions.pop(index, None) is None:
             return
         self._num_sessions -= self._places(running.number, index)
-        self.lengths.add(episode.trajectory.num_sampled_tokens)
         running.members[index] = episode
-        count_fork(episode, self._counts.forks)
+        self._tally.came(episode)
         if self._buffer.holds(running.number):
-            self._counts.carried += 1
+            self._tally.carried()
             self._keep(running)
         elif not running.sessions or running.num_graded >= self._config.group_size:
             self._complete(running)
@@ -356,8 +327,7 @@ class ContinuousCollector:
             if self._members.is_forked(running.number, index):
                 continue
             del running.sessions[index]
-            self.lengths.leave_out(running.views[index].num_tokens, ended=False)
-            self._counts.aborted += 1
+            self._tally.aborted(running.views[index].num_tokens)
             self._num_sessions -= 1
             if not session.done():
                 self._ending.add(session)
@@ -384,28 +354,7 @@ class ContinuousCollector:
             share = useful / sum(len(one.groups) for one in resolved)
             self.state.useful_share = learn_share(self.state.useful_share, share)
         for one in taken.stale:
-            for member in one.group.members:
-                self.lengths.leave_out(member.num_sampled_tokens, ended=True)
-
-    def _figures(self, taken: Taken) -> dict[str, float]:
-        counts, self._counts = self._counts, _Counts()
-        members: Sequence[Trajectory] = [m for one in taken.stale for m in one.group.members]
-        figures = {
-            "stale_trajectories": float(len(members)),
-            "stale_masked_tokens": float(taken.masked_tokens),
-            "stragglers_aborted": float(counts.aborted),
-            "stragglers_carried": float(counts.carried),
-            "groups_from_log": float(counts.from_log),
-            "left_out_share": self.lengths.share,
-            **self._occupancy.take(),
-            **self._curriculum.figures(),
-        }
-        if self._config.forks.share:
-            figures |= fork_figures(trained_groups(taken), counts.forks)
-        if self.lengths.share:
-            shares = enumerate(self.lengths.by_decile(), 1)
-            figures |= {f"left_out_decile{tenth}": share for tenth, share in shares}
-        return figures
+            self._tally.dropped(one.group)
 
 
 @contextlib.contextmanager
