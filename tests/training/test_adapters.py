@@ -69,5 +69,5 @@ def test_a_checkpoint_with_adapters_is_not_one_without(tmp_path: Path) -> None:
 
 
 def test_adapters_are_refused_where_weights_are_cut() -> None:
-    with pytest.raises(ValueError, match="fsdp and expert must be 1"):
+    with pytest.raises(ValueError, match="fsdp, expert and tensor must be 1"):
         RunConfig.model_validate({"rl": {"adapter": {"rank": 2}}, "parallel": {"ranks": 2, "fsdp": 2}})

@@ -199,9 +199,10 @@ class RunConfig(Section):
                 f"agent.max_tokens: must be at most model.max_positions={self.model.max_positions}, "
                 f"received {self.agent.max_tokens}"
             )
-        if self.rl.adapter.rank and self.parallel.fsdp * self.parallel.expert > 1:
+        if self.rl.adapter.rank and self.parallel.fsdp * self.parallel.expert * self.parallel.tensor > 1:
             raise ValueError(
-                "parallel: fsdp and expert must be 1 with rl.adapter: it needs whole weights in each process"
+                "parallel: fsdp, expert and tensor must be 1 with rl.adapter: it needs whole weights in each "
+                "process"
             )
         if self.executor == "ray" and self.engine.backend == "vllm":
             self._check_vllm_replicas()
@@ -287,6 +288,11 @@ class RunConfig(Section):
             )
 
     def _check_invariant(self) -> None:
+        if self.parallel.tensor > 1:
+            raise ValueError(
+                'parallel.tensor: must be 1 with numerics="invariant", received '
+                f"{self.parallel.tensor}: sums over ranks have another order than the engine's"
+            )
         for field, received, fix in (
             ("backend", self.engine.backend, "etude"),
             ("kernels", self.engine.kernels, "native"),

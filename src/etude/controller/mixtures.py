@@ -268,7 +268,7 @@ def check_ranks(config: RunConfig, section: MixtureConfig) -> None:
             "draft layers learn beside whole copies of the model only",
             field="drafts.num_layers",
             received=section.drafts.num_layers,
-            fix="set parallel.fsdp, parallel.expert and parallel.context to 1",
+            fix="set parallel.fsdp, parallel.expert, parallel.context and parallel.tensor to 1",
         )
     if parallel.ranks > 1 and initial is not None and read_architecture(Path(initial)) is None:
         raise ConfigError(

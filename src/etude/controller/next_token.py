@@ -80,7 +80,7 @@ class NextTokenRank:
         self._batches = _HandedOn(batches.value)
         self._writer = FollowingWriter(asynchronous=plan.asynchronous)
         keep = plan.config.optimizer.keep_offending
-        offending = OffendingBatches(plan.offending, keep, ranks.rank)
+        offending = OffendingBatches(plan.offending, keep, ranks.peers.rank)
         self.trainer = NextTokenTrainer(own, self._batches, plan.config, plan.drafts, ranks, offending)
 
     def step(self, documents: list[Document]) -> Mapping[str, float]:

@@ -136,7 +136,7 @@ class RankTrainer:
             self._weights,
             self._fetch_routes,
             ranks=ranks,
-            offending=OffendingBatches(plan.offending, keep, ranks.rank),
+            offending=OffendingBatches(plan.offending, keep, ranks.peers.rank),
             **plan.options,
         )
 

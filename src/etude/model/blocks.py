@@ -45,6 +45,10 @@ class Block(nn.Module):
         """Makes the attention's parameters; returns the width of what it gives to `out`."""
         raise NotImplementedError
 
+    def divide_heads(self, parts: int) -> None:
+        """Says that the attention's weights are from now on those of one of `parts` equal runs of heads."""
+        raise NotImplementedError
+
     def _attend(self, normed: Tensor, shared: Pass) -> Tensor:
         """normed [T, width] -> [T, attended]."""
         raise NotImplementedError
@@ -88,9 +92,13 @@ class GroupedQueryBlock(Block):
         self.key_norm = nn.Parameter(torch.ones(self.dim))
         return self.heads * self.dim
 
+    def divide_heads(self, parts: int) -> None:
+        """See Block."""
+        self.heads, self.kv_heads = self.heads // parts, self.kv_heads // parts
+
     def _attend(self, normed: Tensor, shared: Pass) -> Tensor:
         ops = shared.ops
-        rows = ops.linear(normed, self.qkv).view(len(normed), -1, self.dim)
+        rows = ops.linear(ops.spread(normed), self.qkv).view(len(normed), -1, self.dim)
         query, key, value = rows.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         query_key = torch.cat(
             (ops.rms_norm(query, self.query_norm, self.eps), ops.rms_norm(key, self.key_norm, self.eps)),
@@ -134,13 +142,17 @@ class LatentBlock(Block):
         self.value_up = nn.Parameter(torch.empty(heads, config.v_head_dim, self.rank))
         return heads * config.v_head_dim
 
+    def divide_heads(self, parts: int) -> None:
+        """See Block. What all heads share stays whole."""
+        self.heads //= parts
+
     def _attend(self, normed: Tensor, shared: Pass) -> Tensor:
         ops, count = shared.ops, len(normed)
         query = self._query(normed, shared)
         compressed, rotary = ops.linear(normed, self.compress).split((self.rank, self.rope), dim=-1)
         compressed = ops.rms_norm(compressed, self.compress_norm, LATENT_NORM_EPS)
         rotary = ops.rotate(rotary.unsqueeze(1), *shared.rotation)
-        key = torch.cat((compressed.unsqueeze(1), rotary), dim=-1)
+        key = ops.spread(torch.cat((compressed.unsqueeze(1), rotary), dim=-1))
         attended = shared.attention.attend(self.layer, query, key, key[..., : self.rank])
         return ops.per_head(attended, self.value_up).reshape(count, -1)
 
@@ -149,7 +161,7 @@ class LatentBlock(Block):
         ops = shared.ops
         if self.has_query_rank:
             normed = ops.rms_norm(ops.linear(normed, self.query_down), self.query_norm, LATENT_NORM_EPS)
-        rows = ops.linear(normed, self.query_up).view(len(normed), self.heads, -1)
+        rows = ops.linear(ops.spread(normed), self.query_up).view(len(normed), self.heads, -1)
         plain, rotary = rows.split((self.nope, self.rope), dim=-1)
         absorbed = ops.per_head(plain, self.key_up.transpose(1, 2))
         return torch.cat((absorbed, ops.rotate(rotary, *shared.rotation)), dim=-1) * self.scale

@@ -81,6 +81,10 @@ class DenseMlp(nn.Module):
 
     def forward(self, hidden: Tensor, ops: Ops) -> Tensor:
         """hidden [T, width] -> [T, width]."""
+        return ops.total(self.partial(ops.spread(hidden), ops))
+
+    def partial(self, hidden: Tensor, ops: Ops) -> Tensor:
+        """hidden [T, width], spread -> [T, width], not yet added up."""
         gate, up = ops.linear(hidden, self.gate_up).chunk(2, dim=-1)
         return ops.linear(ops.silu_gate(gate, up), self.down)
 
@@ -104,7 +108,11 @@ class Experts(nn.Module):
         chosen = shared.routes.select(layer, probabilities.detach())
         self._count(probabilities, chosen, shared.statistics)
         gates = shared.ops.gates(probabilities, chosen, self.normalise, 1.0)
-        return shared.ops.experts(hidden, self.gate_up, self.down, chosen, gates)
+        return shared.ops.total(self._mix(shared.ops.spread(hidden), chosen, gates, shared.ops))
+
+    def _mix(self, hidden: Tensor, chosen: Tensor, gates: Tensor, ops: Ops) -> Tensor:
+        """hidden [T, width], spread -> [T, width], not yet added up."""
+        return ops.experts(hidden, self.gate_up, self.down, chosen, ops.spread(gates))
 
     def _count(self, probabilities: Tensor, chosen: Tensor, statistics: RouterStatistics | None) -> None:
         if statistics is None:
@@ -139,8 +147,11 @@ class SharedExperts(Experts):
         if shared.statistics is not None:
             self._count(scores / scores.sum(dim=-1, keepdim=True), chosen, shared.statistics)
         gates = shared.ops.gates(scores, chosen, self.normalise, self.scale)
-        mixed = shared.ops.experts(hidden, self.gate_up, self.down, chosen, gates)
-        return mixed if self.shared is None else mixed + self.shared(hidden, shared.ops)
+        rows = shared.ops.spread(hidden)
+        mixed = self._mix(rows, chosen, gates, shared.ops)
+        if self.shared is not None:
+            mixed = mixed + self.shared.partial(rows, shared.ops)
+        return shared.ops.total(mixed)
 
     def _for_choice(self, scores: Tensor) -> Tensor:
         """Biased scores [T, experts], -inf outside the best groups; a group counts by its two best."""

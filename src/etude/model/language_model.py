@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.config import ModelConfig
@@ -77,7 +76,7 @@ class LanguageModel(nn.Module):
         `wanted` [N]: only these rows are returned, [N, width], and what follows the last attention is
         computed for them alone: `routes` and `statistics` then see N rows in the last layer.
         """
-        hidden = F.embedding(tokens, self.embedding)
+        hidden = self.ops.embed(tokens, self.embedding)
         tables = cast(Tensor, self.cosine), cast(Tensor, self.signed_sine)
         rotation = (tables[0][positions], tables[1][positions])
         chosen_by = routes if routes is not None else self.native_routes

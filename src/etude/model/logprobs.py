@@ -43,16 +43,16 @@ class _Logprobs(torch.autograd.Function):
         values = {"dtype": torch.float32, "device": hidden.device}
         distribution = torch.empty((len(hidden), len(head)), **values) if kept else None
         chosen, entropy, log_sums = (torch.empty(len(hidden), **values) for _ in range(3))
-        product = _Product(hidden, head)
-        for rows in _blocks(hidden, len(head)):
+        product = HeadProduct(hidden, head)
+        for rows in row_blocks(hidden, len(head)):
             if as_engine:
-                logits = _scaled(engine_product(hidden[rows], head.t()), temperature)
+                logits = scaled(engine_product(hidden[rows], head.t()), temperature)
                 found = calls.choose_tokens(
                     logits, tokens[rows], None if distribution is None else distribution[rows]
                 )
                 chosen[rows], entropy[rows], log_sums[rows] = found
                 continue
-            logits = _scaled(product.logits(rows), temperature)
+            logits = scaled(product.logits(rows), temperature)
             highest = logits.amax(-1, keepdim=True)
             logits.sub_(highest)
             weights = torch.exp(logits, out=None if distribution is None else distribution[rows])
@@ -70,26 +70,34 @@ class _Logprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, head, tokens, kept = ctx.saved_tensors
-        product = _Product(hidden, head)
-        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        to_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        for rows in _blocks(hidden, len(head)):
-            if ctx.kept:
-                weights = kept[rows]
-            else:
-                weights = _scaled(product.logits(rows), ctx.temperature).sub_(kept[rows, None]).exp_()
-            gradient = gradients[0][rows, None] / ctx.temperature
-            back = weights * -gradient
-            back.scatter_add_(-1, tokens[rows, None], gradient)
-            if to_hidden is not None:
-                to_hidden[rows] = product.to_hidden(back)
-            if to_head is not None:
-                product.add_to_head(to_head, back, rows)
-        return to_hidden, None if to_head is None else to_head.to(head.dtype), None, None, None
+        return *logprob_gradients(ctx, gradients[0], gradients[0]), None, None, None
 
 
-class _Product:
+def logprob_gradients(ctx: Any, gradient: Tensor, at_token: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """gradient [N] of log-probabilities -> of hidden states and of the head.
+
+    `at_token` [N]: the gradient that reaches the token's own logit; 0 where another process has that. `ctx`
+    has saved hidden states, head, tokens, and the distributions (`ctx.kept`) or logarithms of their sums.
+    """
+    hidden, head, tokens, kept = ctx.saved_tensors
+    product = HeadProduct(hidden, head)
+    to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+    to_head = torch.zeros_like(head, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+    for rows in row_blocks(hidden, len(head)):
+        if ctx.kept:
+            weights = kept[rows]
+        else:
+            weights = scaled(product.logits(rows), ctx.temperature).sub_(kept[rows, None]).exp_()
+        back = weights * -(gradient[rows, None] / ctx.temperature)
+        back.scatter_add_(-1, tokens[rows, None], at_token[rows, None] / ctx.temperature)
+        if to_hidden is not None:
+            to_hidden[rows] = product.to_hidden(back)
+        if to_head is not None:
+            product.add_to_head(to_head, back, rows)
+    return to_hidden, None if to_head is None else to_head.to(head.dtype)
+
+
+class HeadProduct:
     """Products of rows with the head, summed in float32.
 
     On a CPU, weights of 16 bits are copied to float32 for the time of a pass. A GPU multiplies them as they
@@ -143,7 +151,7 @@ def checkpointed_logprobs(
     have in one piece, if `logits` and `log_softmax` give each row bits of its own."""
 
     def block(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        log_distribution = log_softmax(_scaled(logits(hidden), temperature))
+        log_distribution = log_softmax(scaled(logits(hidden), temperature))
         with torch.no_grad():
             entropy = -(log_distribution.exp() * log_distribution).sum(-1)
         return log_distribution.gather(-1, tokens[:, None]).squeeze(-1), entropy
@@ -152,12 +160,13 @@ def checkpointed_logprobs(
         return block(hidden, tokens)
     parts = [
         cast(tuple[Tensor, Tensor], checkpoint(block, hidden[rows], tokens[rows], use_reentrant=False))
-        for rows in _blocks(hidden, vocab_size)
+        for rows in row_blocks(hidden, vocab_size)
     ]
     return torch.cat([chosen for chosen, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 
-def _scaled(logits: Tensor, temperature: float) -> Tensor:
+def scaled(logits: Tensor, temperature: float) -> Tensor:
+    """Logits divided by the temperature; the same tensor where it is 1."""
     return logits if temperature == 1.0 else logits / temperature
 
 
@@ -167,7 +176,7 @@ def block_rows(vocab_size: int, device_type: str) -> int:
     return max(_LEAST_ROWS, budget // vocab_size)
 
 
-def _blocks(rows: Tensor, vocab_size: int) -> list[slice]:
+def row_blocks(rows: Tensor, vocab_size: int) -> list[slice]:
     """Which of `rows` [N, ...] are computed together."""
     num_rows, size = len(rows), block_rows(vocab_size, rows.device.type)
     return [slice(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]

@@ -183,7 +183,7 @@ def _check_whole(name: str, weight: Tensor) -> None:
             "adapters need whole weights in each process",
             field="rl.adapter.rank",
             received=f"{name}: {type(weight.data).__name__}",
-            fix="set parallel.fsdp = 1 and parallel.expert = 1",
+            fix="set parallel.fsdp, parallel.expert and parallel.tensor to 1",
         )
 
 

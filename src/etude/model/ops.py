@@ -34,14 +34,30 @@ class Ops(Protocol):
     """What a block is made of. T rows; all differentiable.
 
     Methods with a body have it as their meaning: a class that inherits from Ops may leave them as they are.
+
+    Where several processes divide every layer's heads, inner widths and the vocabulary, each computes from
+    its parts of the weights, and three methods are theirs: `embed`, `spread`, `total`. What is computed from
+    whole weights is the same in each.
     """
+
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """tokens [T], table [vocabulary, width] -> rows [T, width]."""
+        return F.embedding(tokens, table)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """x, which is whole, where products with parts of weights begin: gradients are added up here."""
+        return x
+
+    def total(self, x: Tensor) -> Tensor:
+        """x, made from parts of weights, where it is to be whole again: it is added up here."""
+        return x
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x [T, in], weight [out, in] -> [T, out]."""
         ...
 
     def linear_add(self, residual: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """residual [T, out] + linear(x [T, in], weight [out, in])."""
+        """residual [T, out] + the total of linear(x [T, in], weight [out, in])."""
         return residual + self.linear(x, weight)
 
     def per_head(self, x: Tensor, weight: Tensor) -> Tensor:

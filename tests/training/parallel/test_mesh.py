@@ -162,6 +162,6 @@ def test_next_token_training_takes_the_steps_of_one_process(sizes: dict[str, int
 
 
 def test_sizes_that_do_not_multiply_to_the_ranks_are_refused() -> None:
-    with pytest.raises(ValueError, match="must be a multiple of fsdp x expert x context = 2 x 3 x 1 = 6"):
+    with pytest.raises(ValueError, match="context x tensor = 2 x 3 x 1 x 1 = 6"):
         ParallelConfig(ranks=4, fsdp=2, expert=3)
     assert ParallelConfig(ranks=12, fsdp=2, expert=3).replicate == 2

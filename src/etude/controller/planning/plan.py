@@ -18,7 +18,7 @@ from etude.controller.planning.sizes import ModelSizes, measure_sizes
 from etude.errors import ConfigError, ResourceError
 from etude.model.loading import read_architecture
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
-from etude.training.parallel.division import check_expert_parts
+from etude.training.parallel.division import check_division
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def make_plan(config: RunConfig) -> Plan:
             received=config.initial_checkpoint,
             fix="run one step of a small copy of it and look at what it takes",
         )
-    check_expert_parts(config.model, config.parallel.expert)
+    check_division(config.model, config.parallel)
     place, device = _place(config)
     vocab_size = _vocab_size(config)
     sizes = _sizes(config, vocab_size, place)

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from etude.model.rows import PackedRows
 from etude.protocols import Routes
 from etude.training.packing import sequence_cost
 from etude.training.parallel.collectives import Group, gather_parts, gather_rows, group_rank, group_size
+from etude.training.parallel.wrapped import WrappedOps
 
 MIN_PIECE_TOKENS = 64
 """Sequences are cut only where every piece has so many tokens."""
@@ -70,20 +70,17 @@ def piece_rows(pieces: Sequence[Piece]) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
-class ContextParallelOps:
+class ContextParallelOps(WrappedOps):
     """Ops whose `split_rows` shares a batch's rows with other ranks; all else is `inner`'s."""
 
     def __init__(
         self, inner: Ops, group: Group, num_moe_layers: int, min_piece: int = MIN_PIECE_TOKENS
     ) -> None:
         """`num_moe_layers`: layers that route; the last of them computes the wanted rows only."""
-        self.inner = inner
+        super().__init__(inner)
         self._group = group
         self._num_moe_layers = num_moe_layers
         self._min_piece = min_piece
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def split_rows(
         self,

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from etude.config import ModelConfig
+from etude.config.parallel import ParallelConfig
 from etude.errors import ConfigError
 
+_MULTIPLE = 4
+"""Of inner widths, also of their parts: grouped matrix products want it."""
 
-def check_expert_parts(model: ModelConfig, parts: int) -> None:
-    """Raises ConfigError if a model's experts cannot be divided into so many equal parts."""
+
+def check_division(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raises ConfigError if a model's experts, heads or inner widths cannot be divided as asked."""
+    _check_experts(model, parallel.expert)
+    if parallel.tensor > 1:
+        _check_tensor(model, parallel.tensor)
+
+
+def _check_experts(model: ModelConfig, parts: int) -> None:
     count = model.num_experts if model.num_moe_layers else 0
     if parts > 1 and (not count or count % parts):
         raise ConfigError(
@@ -16,3 +26,32 @@ def check_expert_parts(model: ModelConfig, parts: int) -> None:
             received=parts,
             fix="choose a divisor, or 1 for a model without experts",
         )
+
+
+def _check_tensor(model: ModelConfig, parts: int) -> None:
+    heads, kv_heads = model.num_heads, model.num_heads if model.is_latent else model.num_kv_heads
+    if heads % parts or kv_heads % parts:
+        raise ConfigError(
+            f"must divide the numbers of heads, {heads}, and of key heads, {kv_heads}",
+            field="parallel.tensor",
+            received=parts,
+            fix="choose a divisor of both; parallel.fsdp divides weights into any number of parts",
+        )
+    for name, width in _inner_widths(model).items():
+        if width % (parts * _MULTIPLE):
+            raise ConfigError(
+                f"must divide {name} = {width} into multiples of {_MULTIPLE}",
+                field="parallel.tensor",
+                received=parts,
+                fix="choose a smaller one; parallel.fsdp divides weights into any number of parts",
+            )
+
+
+def _inner_widths(model: ModelConfig) -> dict[str, int]:
+    """Those that the architecture has, by the configuration's names."""
+    widths: dict[str, int] = {}
+    if model.num_moe_layers < model.num_layers:
+        widths["model.intermediate_size"] = model.intermediate_size
+    if model.num_moe_layers:
+        widths["model.expert_size"] = model.expert_size
+    return widths

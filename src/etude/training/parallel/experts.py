@@ -12,28 +12,24 @@ dropped.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from etude.model.ops import Ops
 from etude.model.permute import dispatch, permute
 from etude.training.parallel.collectives import Group, exchange, exchange_counts, group_size
+from etude.training.parallel.wrapped import WrappedOps
 
 
-class ExpertParallelOps:
+class ExpertParallelOps(WrappedOps):
     """Ops whose `experts` have only their share of the experts' weights; all else is `inner`'s."""
 
     def __init__(self, inner: Ops, group: Group, num_experts: int) -> None:
         """`num_experts`: of a whole layer; they are dealt out in runs, in the order of ranks."""
-        self.inner = inner
+        super().__init__(inner)
         self._group = group
         self._num_experts = num_experts
         self._num_local = num_experts // group_size(group)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def experts(self, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """See Ops; gate_up and down are of this rank's experts, `chosen` counts all. Collective."""

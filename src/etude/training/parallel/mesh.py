@@ -1,9 +1,10 @@
 """The mesh of ranks: who divides what with whom.
 
-    rank = ((replicate * F + fsdp) * E + expert) * C + context
+    rank = (((replicate * F + fsdp) * E + expert) * C + context) * T + tensor
 
-Neighbours share the most: context ranks hold parts of the same sequences, expert ranks send each other
-tokens in every layer, FSDP ranks gather weights layer by layer, replicas meet once per update.
+Neighbours share the most: tensor ranks add up the parts of every product, context ranks hold parts of the
+same sequences, expert ranks send each other tokens in every layer, FSDP ranks gather weights layer by layer,
+replicas meet once per update.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from etude.config.parallel import ParallelConfig
 from etude.errors import ConfigError
 from etude.training.parallel.collectives import Group, group_rank, group_size
 
-AXES = ("replicate", "fsdp", "expert", "context")
-STORAGE_AXES = ("expert", "fsdp", "replicate", "context")
+AXES = ("replicate", "fsdp", "expert", "context", "tensor")
+STORAGE_AXES = ("expert", "tensor", "fsdp", "replicate", "context")
 _WRITING = timedelta(hours=1)
 """How long a rank waits for another to write its part of a checkpoint, or of a published version."""
 
@@ -39,6 +40,7 @@ class Mesh:
                 received=config.ranks,
                 fix="start as many processes as the configuration names",
             )
+        self.config = config
         self.device = device
         self.rank = dist.get_rank()
         self.sizes = {axis: int(getattr(config, axis)) for axis in AXES}
@@ -54,7 +56,9 @@ class Mesh:
         self.publishing = cast(dist.ProcessGroup, dist.new_group(timeout=_WRITING, backend="gloo"))
         """All ranks, for weights that are published, which a thread of its own uploads."""
         self.storage = DeviceMesh(
-            "cpu", torch.from_numpy(grid).permute(2, 1, 0, 3), mesh_dim_names=STORAGE_AXES
+            "cpu",
+            torch.from_numpy(grid).permute([AXES.index(axis) for axis in STORAGE_AXES]),
+            mesh_dim_names=STORAGE_AXES,
         )
         """All ranks, as checkpoints are cut: by experts first."""
         data = self.group("replicate", "fsdp", "expert")
@@ -77,7 +81,10 @@ _USED = (  # whatever is summed or exchanged over
     ("fsdp",),
     ("expert",),
     ("context",),
+    ("tensor",),
     ("fsdp", "expert"),
+    ("fsdp", "tensor"),
+    ("fsdp", "expert", "tensor"),
     ("replicate", "context"),
     ("replicate", "expert", "context"),
     ("replicate", "fsdp", "expert"),

@@ -15,21 +15,10 @@ from etude.training.parallel.collectives import gather_rows, sum_in_order
 from etude.training.parallel.layout import Layout
 from etude.training.parallel.mesh import Mesh
 from etude.training.parallel.peers import RankPeers
+from etude.training.parallel.places import Places, local_part
 from etude.training.parallel.ranks import Share, shares_of
-from etude.training.parallel.sharding import (
-    MeshLayout,
-    copies_of,
-    local_part,
-    part_of,
-    place_model,
-    place_of,
-    plain_ops,
-    release,
-    shard_of,
-    sum_gradients,
-    whole_of,
-    whole_shape,
-)
+from etude.training.parallel.sharding import MeshLayout, place_model, release, sum_gradients
+from etude.training.parallel.wrapped import plain_ops
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -68,17 +57,18 @@ class MeshRanks:
 
     def reduce_gradients(self, model: nn.Module) -> None:
         """See Ranks."""
-        sum_gradients(model.named_parameters(), self._mesh)
+        sum_gradients(model, self._mesh)
 
     @torch.no_grad()
     def whole_model(self, model: ModelT) -> ModelT:
         """See Ranks. Every rank has all of it afterwards."""
         assert isinstance(model, LanguageModel)
         release(model)
+        places = Places(model, self._mesh)
         whole = LanguageModel(model.config, model.vocab_size)
         parts = dict(model.named_parameters())
         for name, parameter in whole.named_parameters():
-            parameter.data = whole_of(name, local_part(parts[name].data), self._mesh).clone()
+            parameter.data = places.whole(name, local_part(parts[name].data)).clone()
             parameter.requires_grad_(parts[name].requires_grad)
         for name, buffer in whole.named_buffers():
             buffer.data = model.get_buffer(name)
@@ -89,12 +79,14 @@ class MeshRanks:
     def parts(self, model: nn.Module) -> Mapping[str, Tensor]:
         """See Ranks. What several ranks hold is dealt out among them, weight by weight."""
         release(model)
+        places = Places(model, self._mesh)
         parts: dict[str, Tensor] = {}
         for number, (name, parameter) in enumerate(model.named_parameters()):
-            copies, own = copies_of(name, self._mesh)
-            held = local_part(parameter.data)
-            if number % copies == own and len(held):
-                parts[place_of(name, parameter, self._mesh).stored_name] = held
+            copies, own = places.copies(name)
+            if number % copies == own:
+                rows = places.rows(name, local_part(parameter.data))
+                if len(rows):
+                    parts[places.run(name, parameter).stored_name] = rows
         return parts
 
     @torch.no_grad()
@@ -102,8 +94,9 @@ class MeshRanks:
         """See Ranks."""
         assert isinstance(model, LanguageModel)
         release(model)
+        places = Places(model, self._mesh)
         shards = {
-            name: shard_of(name, local_part(p.data), whole_shape(name, p, self._mesh), self._mesh)
+            name: places.shard(name, local_part(p.data), places.shape(name, p))
             for name, p in model.named_parameters()
         }
         return ModelShards(model.config, model.vocab_size, shards, self._mesh.saving)
@@ -112,8 +105,9 @@ class MeshRanks:
     def load_weights(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
         """See Ranks."""
         release(model)
+        places = Places(model, self._mesh)
         for name, parameter in model.named_parameters():
-            local_part(parameter.data).copy_(part_of(name, weights[name], self._mesh))
+            local_part(parameter.data).copy_(places.part(name, weights[name]))
 
     def frozen_copy(self, model: ModelT) -> ModelT:
         """See Ranks."""

@@ -40,7 +40,7 @@ class Share:
 class Ranks(Protocol):
     """The processes that train one model. All of them call the same methods in the same order.
 
-    Ranks that hold parts of the same sequences (context parallelism) count as one here.
+    Ranks that train on the same sequences (context and tensor parallelism) count as one here.
     """
 
     @property
@@ -87,7 +87,7 @@ class Ranks(Protocol):
 
     def parts(self, model: nn.Module) -> Mapping[str, Tensor]:
         """What this process publishes of the model, by `Part.stored_name`: each weight, or part of one, is
-        among those of one process. They share memory with the model."""
+        among those of one process. They share memory with the model where they are runs of its rows."""
         ...
 
     def stored(self, model: ModelT) -> ModelT | ModelShards:
