@@ -6,17 +6,21 @@ import numpy as np
 import pytest
 
 from etude.errors import SamplerError
+from etude.inference import EngineService
 from etude.inference.exchange import Event, Exchange
+from etude.inference.server.engine_thread import EngineThread
 from etude.records import SampleChunk, SampleRequest, SamplingParams
+from etude.weights import MemoryWeights
+from tests.inference.builders import small_engine
 from tests.inference.server.serving import PlayedSampler
 
 
-def asked(session: str) -> SampleRequest:
+def asked(session: str, max_tokens: int = 9) -> SampleRequest:
     return SampleRequest(
         f"{session}:0",
         session,
         np.arange(4, dtype=np.int32),
-        SamplingParams(max_tokens=9),
+        SamplingParams(max_tokens=max_tokens),
         frozenset(),
         (1,),
         streaming=True,
@@ -77,6 +81,41 @@ def test_the_end_aborts_what_runs_and_closes_the_sessions() -> None:
         await exchange.end(within_s=0.05)
         assert sampler.aborted == ["s:0"]
         assert sorted(sampler.closed) == ["s", "t"]
+
+    asyncio.run(run())
+
+
+def test_what_does_not_end_in_time_is_cut_off_and_said_to_be() -> None:
+    async def run() -> None:
+        exchange = Exchange(played(pause_s=60.0))
+        exchange.exchange([("open", "s"), ("stream", asked("s"))])
+        assert isinstance((await exchange.poll())[0][1], SampleChunk)
+        await exchange.end(within_s=0.01)
+        ((_, error),) = await gathered(exchange, 1)
+        assert isinstance(error, SamplerError)
+        assert "cut off" in str(error)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_an_abort_does_not_overtake_its_request(in_thread: bool) -> None:
+    service = EngineService(small_engine(), MemoryWeights().fetch, None)
+
+    async def run() -> None:
+        async with EngineThread(service) if in_thread else service as sampler:
+            for number in range(20):
+                exchange, request = Exchange(sampler), asked(f"s{number}", max_tokens=50)
+                exchange.exchange([("open", request.session_id), ("stream", request)])
+                if number % 2:
+                    exchange.exchange([("abort", request.id)])
+                    events = await gathered(exchange, 1)
+                else:
+                    await exchange.end(within_s=60.0)
+                    events = await exchange.poll()
+                chunks = [item for _, item in events if isinstance(item, SampleChunk)]
+                assert chunks[-1].finish == "abort"
+                assert sum(len(chunk.tokens) for chunk in chunks) < 50
 
     asyncio.run(run())
 

@@ -30,6 +30,8 @@ Command = (
 """What the client wants: of a session, of a request, of a session that has left another one."""
 Event = tuple[str, SampleChunk | EtudeError | None]
 """What the client is told of a request; None or an error ends it."""
+_AGAIN_S = 0.1
+"""Between two attempts to abort what is to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,8 @@ class Exchange:
                     self._sampler.close(session)
                     self._sessions.discard(session)
                 case ("abort", str(request_id)):
-                    self._sampler.abort(request_id)
+                    # Not before a request of the same batch, which reaches the sampler with its task.
+                    asyncio.get_running_loop().call_soon(self._sampler.abort, request_id)
                 case ("stream", SampleRequest() as request):
                     task = asyncio.create_task(self._stream(request))
                     self._streams[request.id] = task
@@ -111,13 +114,15 @@ class Exchange:
     async def end(self, within_s: float = 5.0) -> None:
         """Aborts what is in flight, whose tokens so far the client is still told, and closes its sessions.
 
-        `within_s`: what has not ended by then is cancelled.
+        `within_s`: what has not ended by then is cancelled, which the client is told too.
         """
-        for request_id in list(self._streams):
-            self._sampler.abort(request_id)
         tasks = list(self._streams.values())
-        if tasks:
-            await asyncio.wait(tasks, timeout=within_s)
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + within_s
+        while self._streams and (left_s := until_s - clock()) > 0:
+            for request_id in self._streams:  # again and again: a sampler hears nothing of what only begins
+                self._sampler.abort(request_id)
+            await asyncio.wait(self._streams.values(), timeout=min(_AGAIN_S, left_s))
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -131,6 +136,9 @@ class Exchange:
                 self._tell(request, chunk)
         except EtudeError as error:
             self._tell(request, error)
+        except asyncio.CancelledError:
+            self._tell(request, SamplerError("the request was cut off"))
+            raise
         except Exception as error:  # a defect, which the client must not wait for
             self._tell(request, SamplerError("the engine failed", received=repr(error)))
             raise

@@ -109,7 +109,8 @@ class EngineThread:
 
     def _tell(self, function: Callable[[str], None], name: str) -> None:
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(function, name)
+            # By way of the loop's queue, as coroutines go: else an abort would overtake its request.
+            self._loop.call_soon_threadsafe(self._loop.call_soon, function, name)
 
     # ---- Sampler --------------------------------------------------------------------------------
 
