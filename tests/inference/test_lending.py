@@ -42,8 +42,12 @@ def test_an_engine_that_gave_its_memory_back_samples_the_same(
     lending.release_memory()
     assert not lending._cache.is_held
     second = _session(lending, "b")
+    # "b" found a prefix of "a" computed in the engine that kept it: the bits of eager products depend on how
+    # many rows they have.
+    tolerance = 1e-5 if kernels == "eager" else 0.0
     for client, other in zip((first, second), expected, strict=True):
-        assert client.tokens == other.tokens and client.logprobs == other.logprobs
+        assert client.tokens == other.tokens
+        np.testing.assert_allclose(client.logprobs, other.logprobs, rtol=0, atol=tolerance)
     lending.check()
 
 

@@ -55,12 +55,19 @@ def test_a_record_comes_back_as_it_was() -> None:
 
 @given(st.integers(0, 10_000), st.integers(1, 255))
 @example(20, 4)  # the flag that says that a checksum follows
+@example(20, 192)  # the width of the length
+@example(20, 16)  # a flag without a meaning
 @settings(max_examples=150, deadline=None)
-def test_a_damaged_record_is_refused(place: int, change: int) -> None:
-    data = bytearray(write_record(make_record("a.py", SOURCE)))
+def test_a_damaged_record_is_refused_or_reads_as_it_was(place: int, change: int) -> None:
+    whole = write_record(make_record("a.py", SOURCE))
+    data = bytearray(whole)
     data[place % len(data)] ^= change
-    with pytest.raises(StoreError):
-        read_record(bytes(data))
+    try:
+        again = read_record(bytes(data))
+    except StoreError:
+        return
+    assert place % len(data) == 20, "zstd's descriptor has a bit that nobody reads"
+    assert write_record(again) == whole
 
 
 @given(st.integers(0, 200))

@@ -76,9 +76,8 @@ def _read(data: bytes) -> FileRecord:
     magic, text_bytes, num_chunks, num_terms = _COUNTS.unpack_from(data)
     if magic != _MAGIC:
         raise ValueError("not a record")
-    body = memoryview(_decompress(data[_COUNTS.size :]))
-    if len(body) != text_bytes + num_chunks * HASH_BYTES + num_terms * 9:
-        raise ValueError("wrong length")
+    length = text_bytes + num_chunks * HASH_BYTES + num_terms * 9
+    body = memoryview(_decompress(data[_COUNTS.size :], length))
     head = json.loads(bytes(body[:text_bytes]).decode("utf-8", "surrogatepass"))
     at = text_bytes
     hashes = tuple(bytes(body[at + i * HASH_BYTES : at + (i + 1) * HASH_BYTES]) for i in range(num_chunks))
@@ -95,6 +94,9 @@ def _read(data: bytes) -> FileRecord:
     return FileRecord(chunks, hashes, TermCounts(num_chunks, docs, terms, counts))
 
 
-def _decompress(frame: bytes) -> bytes:
-    """One whole frame and nothing behind it: a flipped bit may turn the checksum into such bytes."""
+def _decompress(frame: bytes, length: int) -> bytes:
+    """One whole frame of `length` bytes, and nothing behind it. A flipped bit may turn the checksum into such
+    bytes, and a frame's own length into more than any memory has."""
+    if zstandard.frame_content_size(frame) != length:
+        raise ValueError("wrong length")
     return zstandard.ZstdDecompressor().decompress(frame, allow_extra_data=False)
