@@ -16,6 +16,7 @@ from etude.errors import ResourceError, SandboxError
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
 from etude.sandbox.local.unisolated import UnisolatedBackend
+from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
 
@@ -110,6 +111,28 @@ def below(pid: int) -> list[int]:
         found += children
         pending += children
     return found
+
+
+def fork_server(backend: ForkServerBackend) -> int:
+    """Process id of the fork server itself."""
+    assert backend.launcher_pid is not None
+    return below(backend.launcher_pid)[0]
+
+
+def first_process(backend: ForkServerBackend, sandbox: Sandbox) -> int:
+    """Process id of the server of a sandbox that is the only one of its backend."""
+    assert isinstance(sandbox, MachineSandbox)
+    return sandbox.channel.peer_pid or below(fork_server(backend))[0]
+
+
+async def has_processes(backend: ForkServerBackend, count: int) -> bool:
+    """Whether the fork server comes to have `count` processes below it, beside the spares that are ready."""
+
+    def holds() -> bool:
+        num_ready, num_making = backend.spare_counts
+        return num_making == 0 and len(below(fork_server(backend))) == count + num_ready
+
+    return await becomes_true(holds)
 
 
 def open_descriptors(pid: int | None = None) -> int:

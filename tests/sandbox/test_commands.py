@@ -19,7 +19,15 @@ from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
-from tests.sandbox.scenes import alive, below, in_sandbox, on_backend, open_descriptors, resident_bytes
+from tests.sandbox.scenes import (
+    alive,
+    first_process,
+    has_processes,
+    in_sandbox,
+    on_backend,
+    open_descriptors,
+    resident_bytes,
+)
 
 FLOOD = "head -c {} /dev/zero | tr '\\0' x"
 
@@ -150,8 +158,7 @@ def test_a_slow_listener_slows_the_command_and_fills_no_memory(tmp_path: Path) -
 
     async def scenario(backend: ForkServerBackend) -> None:
         sandbox = await backend.create(Template())
-        assert backend.launcher_pid is not None
-        (server,) = below(below(backend.launcher_pid)[0])[:1]
+        server = first_process(backend, sandbox)
         before, most = resident_bytes(server), 0
         task = asyncio.create_task(
             sandbox.commands.run(FLOOD.format(120 << 20), 60.0, limit_bytes=1000, on_output=take)
@@ -389,11 +396,10 @@ def test_a_sandbox_that_dies_is_told_to_everybody_who_waits(tmp_path: Path) -> N
 def test_hundreds_of_commands_leave_no_descriptor_behind(tmp_path: Path) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
         sandbox = await backend.create(Template())
-        assert backend.launcher_pid is not None
+        assert await has_processes(backend, 1)
 
         def count() -> tuple[int, int]:
-            assert backend.launcher_pid is not None
-            return open_descriptors(), open_descriptors(below(below(backend.launcher_pid)[0])[0])
+            return open_descriptors(), open_descriptors(first_process(backend, sandbox))
 
         async def round_of_commands() -> None:
             await sandbox.commands.run("cat", stdin="x" * 100_000)

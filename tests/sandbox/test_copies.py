@@ -17,7 +17,13 @@ from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
-from tests.sandbox.scenes import becomes_true, below, copies, in_sandbox, on_backend, open_local
+from tests.sandbox.scenes import (
+    copies,
+    has_processes,
+    in_sandbox,
+    on_backend,
+    open_local,
+)
 
 FILES: dict[str, bytes | str] = {
     "keep": "template", "change": "template", "remove": "template", "d/one": "1", "d/two": "2",
@@ -432,17 +438,12 @@ def test_a_move_that_fails_leaves_the_sandbox_here(tmp_path: Path) -> None:
     on_backend(tmp_path / "here", scenario)
 
 
-async def count_processes(backend: ForkServerBackend) -> int:
-    assert backend.launcher_pid is not None
-    return len(below(backend.launcher_pid))
-
-
 @pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05])
 def test_cancelled_copies_leave_neither_processes_nor_a_frozen_source(tmp_path: Path, delay_s: float) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
         sandbox = await backend.create(Template(FILES))
         await sandbox.commands.run("head -c 20000000 /dev/zero > big; sleep 31415 >/dev/null 2>&1 &")
-        before = await count_processes(backend)
+        assert await has_processes(backend, 2)
         operations: list[Callable[[], Awaitable[object]]] = [
             lambda: sandbox.fork(4), lambda: sandbox.pause("filesystem"), sandbox.create_snapshot,
             lambda: sandbox.migrate(backend),
@@ -459,10 +460,7 @@ def test_cancelled_copies_leave_neither_processes_nor_a_frozen_source(tmp_path: 
         states = "cat /proc/[0-9]*/stat | grep -c ') [Tt] '"
         assert (await sandbox.commands.run(states)).stdout == "0\n"
 
-        def settled() -> bool:
-            return len(below(backend.launcher_pid or 0)) == before
-
-        assert await becomes_true(settled)
+        assert await has_processes(backend, 2)
         assert list((tmp_path / "snapshots").glob("snap-*")) == []
 
     on_backend(tmp_path, scenario)
@@ -548,10 +546,7 @@ def test_a_kill_in_the_middle_wins_and_leaves_nothing(tmp_path: Path, operation:
         assert await backend.list() == []
         assert (await sandbox.get_info()).state == "killed"
 
-        def gone() -> bool:
-            return len(below(backend.launcher_pid or 0)) == 1
-
-        assert await becomes_true(gone)
+        assert await has_processes(backend, 0)
         assert list((tmp_path / "snapshots").glob("*")) == []
 
     on_backend(tmp_path, scenario)

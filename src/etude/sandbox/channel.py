@@ -44,7 +44,8 @@ class Channel:
             )
         sock.setblocking(False)
         self._sock = sock
-        self._name = name
+        self.name = name
+        """Of its sandbox, for errors."""
         self._loop = asyncio.get_running_loop()
         self._unpacker = Unpacker()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
@@ -83,7 +84,7 @@ class Channel:
         A sandbox that lets the deadline pass is taken for lost. None: the caller has a deadline of its own.
         """
         if self._end is not None:
-            raise SandboxError(self._end, field="sandbox", received=self._name)
+            raise SandboxError(self._end, field="sandbox", received=self.name)
         future = self._loop.create_future()
         self._waiting[request_id] = future
         timer = None
@@ -96,7 +97,7 @@ class Channel:
                 timer.cancel()
             self._waiting.pop(request_id, None)
         if "failure" in header:
-            raise SandboxError(header["failure"][:_MAX_FAILURE_CHARS], field="sandbox", received=self._name)
+            raise SandboxError(header["failure"][:_MAX_FAILURE_CHARS], field="sandbox", received=self.name)
         return header, payload
 
     async def borrow(self, deadline_s: float) -> int:
@@ -106,7 +107,7 @@ class Channel:
             answer, _ = await self.request({"op": "lend"}, b"", deadline_s)
             if not self._lent:
                 reason = answer.get("fault", ["", "nothing came with the answer"])[1]
-                raise SandboxError(f"no disk was lent: {reason}", field="sandbox", received=self._name)
+                raise SandboxError(f"no disk was lent: {reason}", field="sandbox", received=self.name)
             return self._lent.pop()
         finally:
             lent, self._lent = self._lent or [], None
@@ -142,12 +143,12 @@ class Channel:
         self._sock.close()
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(SandboxError(reason, field="sandbox", received=self._name))
+                future.set_exception(SandboxError(reason, field="sandbox", received=self.name))
         self.on_close(reason)
 
     def _send(self, data: bytes) -> None:
         if self._end is not None:
-            raise SandboxError(self._end, field="sandbox", received=self._name)
+            raise SandboxError(self._end, field="sandbox", received=self.name)
         if not self._unsent:
             try:
                 data = data[self._sock.send(data) :]

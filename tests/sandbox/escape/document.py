@@ -66,8 +66,12 @@ def page(results: dict[str, dict[str, str]], when: str) -> str:
         parts.append("|" + "---|" * (2 + len(COLUMNS)))
         parts += [_row(attempt, results.get(attempt.name, {})) for attempt in attempts]
     parts += ["\n## Holes\n"]
-    for backend, holes in HOLES.items():
-        parts += [f"- **{backend}: {name}.** {hole.reason}." for name, hole in holes.items()]
+    known = [
+        f"- **{backend}: {name}.** {hole.reason}."
+        for backend, holes in HOLES.items()
+        for name, hole in holes.items()
+    ]
+    parts += known or ["None that is known."]
     return "\n".join(parts) + "\n"
 
 

@@ -7,15 +7,7 @@ from __future__ import annotations
 
 from tests.sandbox.escape.model import Hole
 
-LOCAL: dict[str, Hole] = {
-    "learn where its control group lies on the host": Hole(
-        "what is above its group is hidden, but not the group's own name, which is random: the namespace "
-        "would have to begin in that group, which a sandbox enters after its start only; to enter first "
-        "would take 5 ms, and at times 17 ms",
-        users=("root",),
-        sometimes=True,
-    ),
-}
+LOCAL: dict[str, Hole] = {}
 
 GVISOR: dict[str, Hole] = {}
 

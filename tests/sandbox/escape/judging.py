@@ -64,7 +64,7 @@ class Board:
         hole = self.hole(backend, user, name)
         if hole is not None and outcome.verdict in ("escaped", "lost"):
             pytest.xfail(f"{outcome.detail}. {hole.reason}")
-        assert hole is None or hole.sometimes, f"closed: remove it from holes.py ({outcome.detail})"
+        assert hole is None, f"closed: remove it from holes.py ({outcome.detail})"
         assert outcome.verdict == "held", outcome.detail
 
 

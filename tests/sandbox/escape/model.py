@@ -28,8 +28,6 @@ class Hole:
     users: tuple[User, ...] = USERS
     without_groups_only: bool = False
     """Whether it is closed where the owner may make control groups."""
-    sometimes: bool = False
-    """Whether it depends on the moment: then it may hold as well."""
 
 
 DEFAULT_RESOURCES = Resources(memory_bytes=96 << 20, num_processes=32, disk_bytes=8 << 20)

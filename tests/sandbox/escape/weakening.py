@@ -287,7 +287,7 @@ WEAKENINGS: dict[str, Callable[[], None]] = {
     "network namespace": _no_network_namespace,
     "ipc namespace": lambda: _strip("clone", kernel.NEWIPC),
     "uts namespace": _no_uts_namespace,
-    "cgroup namespace": lambda: _strip("clone", kernel.NEWCGROUP),
+    "cgroup namespace": lambda: _strip("unshare", kernel.NEWCGROUP),
     "pivot_root": _chroot_for_pivot,
     "read-only root": _set(kernel, "_MOUNT_ATTR_RDONLY", 0),
     "nosuid": _set(kernel, "_MOUNT_ATTR_NOSUID", 0),

@@ -10,8 +10,9 @@ The fork server lives in a mount namespace of its own, whose root is a small tmp
     /scratch     empty; each sandbox mounts its own size-limited tmpfs on it
     /proc        of the fork server's pid namespace
 
-A sandbox is cloned into new user, mount, pid, network, IPC, UTS and cgroup namespaces, mounts its own
-tmpfs, overlays and /proc, and pivots into its root: nothing else of the above can be named from then on.
+A sandbox is cloned into new user, mount, pid, network, IPC and UTS namespaces, mounts its own tmpfs,
+overlays and /proc, and pivots into its root: nothing else of the above can be named from then on. Its cgroup
+namespace is made once it has a plan: it begins in the groups that the process is in by then.
 
     no image    /            the fork server's /root, read-only
                 /workspace   overlay: scratch over saved layers over the template
@@ -55,10 +56,7 @@ _ETC = {
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
-_SANDBOX_FLAGS = (
-    kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWNET
-    | kernel.NEWIPC | kernel.NEWUTS | kernel.NEWCGROUP
-)  # fmt: skip
+_SANDBOX_FLAGS = kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
 
 
 @dataclass(frozen=True)
@@ -221,6 +219,7 @@ def enter_sandbox(plan: Plan) -> tuple[int, int]:
     sandbox's own disk. Raises OSError, KeyError for a user that the image does not know.
     """
     uid = _user_id(plan)
+    kernel.unshare(kernel.NEWCGROUP)
     kernel.write_maps(uid, 0, 0)
     inodes = max(1024, plan.disk_bytes >> 12)
     options = f"size={plan.disk_bytes},nr_inodes={inodes},mode=755"

@@ -4,8 +4,10 @@ It waits on two descriptors: the owner's control socket (one JSON packet a reque
 and the owner's pidfd. When either ends it exits, and with it, being pid 1 of a pid namespace around all
 sandboxes, everything it ever started. Requests, with the descriptors that come along:
 
-    create   id, plan, limits, env, emulate_root, has_groups, new_template
-             the sandbox's socket, and a memfd for a new template
+    clone    id, announces: a first process that waits for its plan      the sandbox's socket
+             `announces`: it says so first, so that the owner learns which process it is
+    begin    id, plan, limits, env, emulate_root, has_groups, new_template: it becomes a sandbox
+                                                               a memfd for a new template
     kill     id
     forget   kind ("templates" or "layers"), name
     copy     layer: keeps a sandbox's files as a layer         a socket for the answer, the sandbox's disk
@@ -53,6 +55,8 @@ class ForkServer:
         self._path = path
         self._pids: dict[int, int] = {}
         self._ids: dict[int, int] = {}
+        self._lines: dict[int, socket.socket] = {}
+        """To those that wait for their plan."""
         self._workers: dict[int, str] = {}
         """Process ids of those that work on a layer."""
         self._wake_reader, self._wake_writer = os.pipe()
@@ -81,12 +85,15 @@ class ForkServer:
                     os.set_inheritable(descriptor, False)
                 if not data:
                     return
-                self._handle(json.loads(data), descriptors)
+                self._handle(data, descriptors)
 
-    def _handle(self, request: dict[str, Any], descriptors: list[int]) -> None:
+    def _handle(self, data: bytes, descriptors: list[int]) -> None:
+        request = json.loads(data)
         operation = request["op"]
-        if operation == "create":
-            self._create(request, descriptors)
+        if operation == "clone":
+            self._clone(request, descriptors[0])
+        elif operation == "begin":
+            self._begin(request, data, descriptors)
         elif operation == "kill":
             pid = self._pids.get(request["id"])
             if pid is not None:
@@ -98,7 +105,11 @@ class ForkServer:
 
     def _note_ended(self, pids: Iterable[int]) -> None:
         for pid in pids:
-            self._pids.pop(self._ids.pop(pid, -1), None)
+            number = self._ids.pop(pid, -1)
+            self._pids.pop(number, None)
+            line = self._lines.pop(number, None)
+            if line is not None:
+                line.close()
             self._workers.pop(pid, None)
 
     def _forget(self, kind: str, name: str) -> None:
@@ -110,40 +121,47 @@ class ForkServer:
                 del self._workers[worker]
         discard(os.path.join(self._isolation.files, kind, name))
 
-    def _create(self, request: dict[str, Any], descriptors: list[int]) -> None:
-        with socket.socket(fileno=descriptors[0]) as channel:
+    def _clone(self, request: dict[str, Any], descriptor: int) -> None:
+        with socket.socket(fileno=descriptor) as channel:
             try:
-                if request["new_template"]:
-                    digest = request["plan"]["digest"]
-                    store_template(os.path.join(self._isolation.files, "templates", digest), descriptors[1])
-                pid = self._isolation.clone()
-            except (OSError, FrameError, ValueError) as error:
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with theirs:
+                    self._lines[request["id"]] = ours
+                    pid = self._isolation.clone()
+                    if pid == 0:
+                        self._become_sandbox(channel, theirs, request["announces"])
+            except OSError as error:
+                line = self._lines.pop(request["id"], None)
+                if line is not None:
+                    line.close()
                 _tell(channel, {"failure": f"cannot make the sandbox: {error}"})
                 return
-            if pid == 0:
-                self._become_sandbox(channel, request)
             self._pids[request["id"]] = pid
             self._ids[pid] = request["id"]
 
-    def _become_sandbox(self, channel: socket.socket, request: dict[str, Any]) -> NoReturn:
+    def _begin(self, request: dict[str, Any], data: bytes, descriptors: list[int]) -> None:
+        """Hands the plan on, once its template is there. Whoever has ended meanwhile needs none."""
+        try:
+            if request["new_template"]:
+                digest = request["plan"]["digest"]
+                store_template(os.path.join(self._isolation.files, "templates", digest), descriptors[0])
+        except (OSError, FrameError, ValueError) as error:
+            data = json.dumps({"failure": f"cannot make the sandbox: {error}"}).encode()
+        line = self._lines.pop(request["id"], None)
+        if line is not None:
+            with line, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                line.send(data)
+
+    def _become_sandbox(self, channel: socket.socket, line: socket.socket, announces: bool) -> NoReturn:
         """The child's whole life. Never returns into the fork server's loop."""
         code = 1
         try:
             self._let_go()
-            limits = request["limits"]
-            plan = namespaces.Plan(**{k: _tuple(v) for k, v in request["plan"].items()})
-            entered = self._isolation.enter(plan, request)
-            settings = Settings(
-                limits["memory_bytes"],
-                limits["cpu_s"],
-                self._path,
-                request["env"],
-                limits["open_files"],
-                request["has_groups"],
-                sockets=entered.sockets,
-            )
-            line = channel.detach()
-            Server(line, line, entered.workspace, entered.processes, settings, entered.disk).serve()
+            if announces:
+                _tell(channel, {"waiting": True})
+            request = _await_plan(channel, line)
+            if request is not None:
+                self._serve_sandbox(channel, request)
             code = 0
         except (BrokenPipeError, ConnectionResetError):
             code = 0
@@ -153,11 +171,32 @@ class ForkServer:
             self._isolation.leave()
             os._exit(code)
 
+    def _serve_sandbox(self, channel: socket.socket, request: dict[str, Any]) -> None:
+        if "failure" in request:
+            _tell(channel, request)
+            return
+        limits = request["limits"]
+        plan = namespaces.Plan(**{k: _tuple(v) for k, v in request["plan"].items()})
+        entered = self._isolation.enter(plan, request)
+        settings = Settings(
+            limits["memory_bytes"],
+            limits["cpu_s"],
+            self._path,
+            request["env"],
+            limits["open_files"],
+            request["has_groups"],
+            sockets=entered.sockets,
+        )
+        line = channel.detach()
+        Server(line, line, entered.workspace, entered.processes, settings, entered.disk).serve()
+
     def _let_go(self) -> None:
         """In a child: drops what belongs to the fork server alone."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._control.close()
+        for line in self._lines.values():
+            line.close()
         for descriptor in (self._owner, self._wake_reader, self._wake_writer):
             os.close(descriptor)
 
@@ -220,6 +259,17 @@ def merge_layers(directory: str, below: Sequence[str]) -> None:
             source = os.path.join(os.path.dirname(directory), name, part)
             layers.merge_tree(os.open(source, flags), os.open(merged, flags), os.open(trash, flags))
     layers.remove_tree(trash)
+
+
+def _await_plan(channel: socket.socket, line: socket.socket) -> dict[str, Any] | None:
+    """What the fork server hands on; None once it or the owner is gone."""
+    poll = select.poll()
+    for waiting in (channel, line):
+        poll.register(waiting, select.POLLIN)
+    ready = {descriptor for descriptor, _ in poll.poll()}
+    with line:
+        data = line.recv(MAX_REQUEST_BYTES) if line.fileno() in ready else b""
+    return json.loads(data) if data else None
 
 
 def _report(channel: socket.socket, error: BaseException) -> None:

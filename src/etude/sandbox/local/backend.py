@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import errno
 import itertools
 import os
 import secrets
-import socket
 import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from etude.errors import SandboxError
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.errors import SnapshotError
-from etude.sandbox.inside.namespaces import ROOT_ENVIRONMENT
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
 from etude.sandbox.local.forkserver import ForkServer
-from etude.sandbox.local.templates import TemplateUses, layer_folder, pack_files
+from etude.sandbox.local.plans import plan_request
+from etude.sandbox.local.spares import NUM_AHEAD, Spares
+from etude.sandbox.local.templates import TemplateUses, pack_files
 from etude.sandbox.machine import OPERATION_S, MachineSandbox
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
@@ -32,6 +31,7 @@ from etude.sandbox.types import Capabilities, SnapshotKind
 
 CREATE_S = 60.0
 TIDY_S = 0.05
+"""Between two looks at groups that the kernel still holds."""
 MAX_LAYERS = 8
 """Below one sandbox. More are made one: each costs look-ups, and the kernel takes about 150."""
 _PARTS = ("root", "tmp")
@@ -46,7 +46,7 @@ class Clone:
     """Saved layers that it stands on, uppermost first."""
     server: ForkServer
     group: str
-    """Name of its control groups. It can be seen inside, so that it tells nothing."""
+    """Name of its control groups."""
 
 
 class ForkServerBackend(MachineBackend):
@@ -58,24 +58,32 @@ class ForkServerBackend(MachineBackend):
 
     has_whole_layers = False
     """Whether a saved layer holds all files, not the changes alone."""
+    num_spares = NUM_AHEAD
+    """First processes that wait in control groups of their own for a sandbox."""
 
     def __init__(self, state: Path | None = None, images: Path | None = None) -> None:
         """`images`: directory of the layer store, whose layers a template's image may name."""
         super().__init__(state)
         self._images = images
         self._server: ForkServer | None = None
+        self._spares: Spares | None = None
         self._starting: asyncio.Task[ForkServer] | None = None
         self._numbers = itertools.count(1)
         self._clones: dict[str, Clone] = {}
         self._templates = TemplateUses()
         self._layer_uses: Counter[str] = Counter()
         self._groups: ControlGroups | None = None
-        self._tidying: asyncio.TimerHandle | None = None
+        self._tidying: asyncio.Task[None] | None = None
 
     @property
     def launcher_pid(self) -> int | None:
         """Process id of the fork server's parent; None before the first sandbox and after `close`."""
         return None if self._server is None else self._server.pid
+
+    @property
+    def spare_counts(self) -> tuple[int, int]:
+        """First processes that wait for a sandbox, and those that are being made."""
+        return (0, 0) if self._spares is None else self._spares.counts
 
     def capabilities(self) -> Capabilities:
         """See SandboxBackend.capabilities."""
@@ -115,8 +123,7 @@ class ForkServerBackend(MachineBackend):
                 # A fork server that is gone has taken every sandbox with it.
                 self._end(clone)
         if self._groups is not None:
-            self._groups.remove(clone.group)
-            self._tidy()
+            self._remove_group(self._groups, clone.group)
         if clone.server is self._server:
             for digest in self._templates.release(sandbox.spec.template):
                 self._forget("templates", digest)
@@ -172,6 +179,9 @@ class ForkServerBackend(MachineBackend):
         if self._starting is not None:
             await asyncio.wait([self._starting])
         server, self._server = self._server, None
+        spares, self._spares = self._spares, None
+        if spares is not None:
+            await spares.close()
         if server is not None:
             await server.close()
         if self._tidying is not None:
@@ -213,8 +223,10 @@ class ForkServerBackend(MachineBackend):
             if self._groups is None:
                 self._groups = self._open_groups()
             how = (self._interpreter(), self._arguments(), self.name, self._groups)
-            self._server = await asyncio.to_thread(ForkServer.start, *how)
-            return self._server
+            self._server = server = await asyncio.to_thread(ForkServer.start, *how)
+            self._spares = self._new_spares(server, self._groups)
+            self._spares.top_up()
+            return server
         finally:
             self._starting = None
 
@@ -224,26 +236,35 @@ class ForkServerBackend(MachineBackend):
             server.send(request, *descriptors)
         except SandboxError:
             if server is self._server:
-                self._server = None
+                spares, self._server, self._spares = self._spares, None, None
                 self._templates.clear()
                 self._layer_uses.clear()
+                if spares is not None:
+                    self.spawn(spares.close())
                 self.spawn(server.close())
             raise
 
+    def _new_spares(self, server: ForkServer, groups: ControlGroups | None) -> Spares:
+        remove = partial(self._remove_group, groups) if groups is not None else None
+        return Spares(partial(self._send, server), groups, remove, self._numbers, self.num_spares)
+
     async def _clone(self, sandbox: MachineSandbox, layers: tuple[str, ...]) -> Channel:
         server = await self._ensure_started()
-        number, group = next(self._numbers), secrets.token_hex(8)
-        ours, theirs = socket.socketpair()
-        channel = Channel(ours, sandbox.id)
-        self._clones[sandbox.id] = Clone(number, layers, server, group)
+        assert self._spares is not None, "they start with the fork server"
+        spares = self._spares
+        spare = await spares.take()
+        if server is not self._server:
+            spares.drop(spare)
+            raise SandboxError("the fork server has ended", field="sandbox", received=sandbox.id)
+        channel = spare.channel
+        channel.name = sandbox.id
+        clone = self._clones[sandbox.id] = Clone(spare.number, layers, server, spare.group)
         self._layer_uses.update(layers)
         new = self._templates.hold(sandbox.spec.template)
         try:
-            with theirs:
-                if self._groups is not None:
-                    self._groups.create(group, sandbox.spec.resources)
-                    channel.ask_for_pid()
-                self._send_create(server, number, sandbox, layers, new, theirs.fileno())
+            if self._groups is not None:
+                self._groups.limit(spare.group, sandbox.spec.resources)
+            self._send_plan(clone, sandbox, new)
             await channel.answer(READY, CREATE_S)
         except BaseException as error:
             channel.close("the sandbox was never ready")
@@ -255,65 +276,32 @@ class ForkServerBackend(MachineBackend):
                     f"no control group: {error}", field="sandbox", received=sandbox.id
                 ) from error
             raise
-        if self._groups is not None and channel.peer_pid:
-            # Entering may take longer than everything else together, so it goes on beside the first commands;
-            # until then the limits of each process and the watchdog hold alone.
-            self.spawn(asyncio.to_thread(self._enter_groups, self._groups, group, channel.peer_pid))
+        spares.top_up()
         return channel
 
-    def _tidy(self) -> None:
-        """Removes groups as soon as the kernel lets go of them."""
-        if self._tidying is not None:
-            self._tidying.cancel()
-            self._tidying = None
-        if self._groups is not None and self._groups.remove_rest():
-            self._tidying = asyncio.get_running_loop().call_later(TIDY_S, self._tidy)
+    def _remove_group(self, groups: ControlGroups, name: str) -> None:
+        """Removes a sandbox's groups as soon as the kernel lets go of them."""
+        groups.remove(name)
+        if self._tidying is None:
+            self._tidying = asyncio.ensure_future(self._tidy(groups))
 
-    def _enter_groups(self, groups: ControlGroups, name: str, pid: int) -> None:
-        try:
-            groups.enter(name, pid)
-        except OSError as error:
-            # Without its group, the sandbox was killed in the meantime.
-            if error.errno not in (errno.ENOENT, errno.ENODEV):
-                raise
+    async def _tidy(self, groups: ControlGroups) -> None:
+        while groups.has_rest:
+            await asyncio.to_thread(groups.remove_rest)
+            if groups.has_rest:
+                await asyncio.sleep(TIDY_S)
+        self._tidying = None
 
-    def _send_create(
-        self,
-        server: ForkServer,
-        number: int,
-        sandbox: MachineSandbox,
-        layers: tuple[str, ...],
-        new: bool,
-        channel: int,
-    ) -> None:
-        template, resources = sandbox.spec.template, sandbox.spec.resources
-        image = template.image
-        is_root = image is not None and image.user in ("", "root", "0")
-        image_env = {} if image is None else dict(image.env)
-        request: dict[str, object] = {
-            "op": "create",
-            "id": number,
-            "plan": {
-                "digest": template.digest,
-                "disk_bytes": resources.disk_bytes,
-                "layers": layers,
-                "has_image": image is not None,
-                "images": () if image is None else [layer_folder(layer) for layer in image.layers[::-1]],
-                "workspace": template.workspace,
-                "user": "agent" if image is None else image.user,
-            },
-            "limits": dataclasses.asdict(resources),
-            "env": {**ROOT_ENVIRONMENT, **image_env} if is_root else image_env,
-            "emulate_root": is_root,
-            "has_groups": self._groups is not None,
-            "new_template": new,
-        }
-        if not new:
-            self._send(server, request, channel)
+    def _send_plan(self, clone: Clone, sandbox: MachineSandbox, new_template: bool) -> None:
+        """What a first process becomes a sandbox by. Raises SandboxError."""
+        has_groups = self._groups is not None
+        request = plan_request(clone.number, sandbox.spec, clone.layers, has_groups, new_template)
+        if not new_template:
+            self._send(clone.server, request)
             return
-        packed = pack_files(template)
+        packed = pack_files(sandbox.spec.template)
         try:
-            self._send(server, request, channel, packed)
+            self._send(clone.server, request, packed)
         finally:
             os.close(packed)
 

@@ -6,7 +6,7 @@ neither is writable there is none, and the watchdog inside each sandbox bounds i
     <controller>/etude-<owner's key>-<number>/<sandbox>      version 1: the fork server in the directory above
     etude-<owner's key>-<number>/server, .../<sandbox>       version 2: the fork server in a group of its own
 
-A sandbox's control group namespace begins where the fork server is: of the above it sees its own name.
+A sandbox's control group namespace begins in its own group: of the above it sees nothing.
 
 Groups outlive whoever made them; the next start removes those of dead owners.
 """
@@ -47,6 +47,8 @@ class ControlGroups:
         """`parents`: controller -> this owner's directory; all the same one in version 2."""
         self._parents = parents
         self._doomed: list[Path] = []
+        self._lock = threading.Lock()
+        """Around the doomed: they are removed in threads."""
 
     @classmethod
     def open(cls, root: Path = _ROOT) -> ControlGroups | None:
@@ -60,60 +62,57 @@ class ControlGroups:
                 return cls(parents)
         return None
 
-    def create(self, name: str, resources: Resources) -> None:
-        """Makes a sandbox's groups with their limits. Raises OSError."""
-        self.remove_rest()
-        try:
-            for controller, parent in self._parents.items():
-                group = parent / name
-                group.mkdir(exist_ok=True)
-                for file, value in _limits(controller, resources):
-                    if file in _OPTIONAL and not (group / file).exists():
-                        continue
-                    _write(group / file, value)
-        except OSError:
-            self.remove(name)
-            raise
+    def create(self, name: str) -> None:
+        """Makes the groups of one sandbox, without limits. Raises OSError.
+
+        Waits while a process enters a group anywhere, as everything here but `limit` does: for a thread.
+        """
+        for parent in self._parents.values():
+            (parent / name).mkdir(exist_ok=True)
+
+    def limit(self, name: str, resources: Resources) -> None:
+        """Sets the limits of a sandbox's groups. Raises OSError."""
+        for controller, parent in self._parents.items():
+            for file, value in _limits(controller, resources):
+                if file in _OPTIONAL and not (parent / name / file).exists():
+                    continue
+                _write(parent / name / file, value)
 
     def admit(self, pid: int) -> None:
-        """Moves a fork server, before it has sandboxes, to where their namespaces begin. Raises OSError."""
+        """Moves a fork server and its parent `pid`, before there are sandboxes. Raises OSError."""
+        name = ""
         if "unified" in self._parents:
             # A group of version 2 that hands controllers down holds no process itself.
-            (self._parents["unified"] / _SERVER).mkdir(exist_ok=True)
-            self._move(_SERVER, pid)
-        else:
-            self._move("", pid)
+            name = _SERVER
+            (self._parents["unified"] / name).mkdir(exist_ok=True)
+        for member in (pid, *_descendants(pid)):
+            self.enter(name, member)
 
     def enter(self, name: str, pid: int) -> None:
-        """Moves a sandbox's first process and all that it has started into its groups.
+        """Moves one process, and whatever it starts from then on, into a sandbox's groups. Raises OSError.
 
-        Blocks for up to some ten milliseconds on a busy machine: the kernel waits until no process anywhere
-        is being forked. Raises OSError.
+        Blocks for 0.1 to 20 ms: the kernel waits until no process anywhere is being forked.
         """
-        self._move(name, pid)
-
-    def _move(self, name: str, pid: int) -> None:
-        """In rounds, because a process may fork while it is being moved."""
-        moved: set[int] = set()
-        for _ in range(_ROUNDS):
-            pids = {pid, *_descendants(pid)} - moved
-            for parent in self._parents.values():
-                for member in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        _write(parent / name / "cgroup.procs", str(member))
-            moved |= pids
-            if not pids:
-                return
+        for parent in self._parents.values():
+            _write(parent / name / "cgroup.procs", str(pid))
 
     def remove(self, name: str) -> None:
-        """Removes a sandbox's groups, as soon as the kernel has ended its processes: see `remove_rest`."""
-        self._doomed += [parent / name for parent in self._parents.values()]
-        self.remove_rest()
+        """Notes that a sandbox's groups are to go, once the kernel has ended its processes: `remove_rest`."""
+        with self._lock:
+            self._doomed += [parent / name for parent in self._parents.values()]
 
-    def remove_rest(self) -> bool:
-        """Tries again to remove what the kernel still held; whether anything is left."""
-        self._doomed = _remove(self._doomed)
+    @property
+    def has_rest(self) -> bool:
+        """Whether there are groups that are to go."""
         return bool(self._doomed)
+
+    def remove_rest(self) -> None:
+        """Removes what is to go; what the kernel still holds is left for another time."""
+        with self._lock:
+            doomed, self._doomed = self._doomed, []
+        held = _remove(doomed)
+        with self._lock:
+            self._doomed += held
 
     def num_killed_for_memory(self, name: str) -> int:
         """How many processes of a sandbox the kernel ended because its memory was used up."""
@@ -126,7 +125,9 @@ class ControlGroups:
         """Removes everything."""
         end_s = time.monotonic() + _REMOVE_S
         for parent in self._parents.values():
-            self._doomed += [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+            inner = [entry for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+            with self._lock:
+                self._doomed += inner
         self.remove_rest()
         while self._doomed and time.monotonic() < end_s:
             time.sleep(0.005)

@@ -1,0 +1,208 @@
+"""First processes of sandboxes, cloned and in control groups of their own before anybody asks for a sandbox.
+
+The kernel moves a process between control groups only when none is being forked anywhere: it waits for a
+grace period, some 10 ms. No sandbox runs outside its limits meanwhile, and few have to wait:
+
+    clone     a first process in new namespaces says which one it is, and waits for its plan
+    enter     its groups are made and it is moved there, in a thread; several in a row share a grace period
+    take      whoever makes a sandbox takes one, sets its limits, and only then sends the plan
+
+Until it has its plan a spare runs our code alone, whatever the machine is busy with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import secrets
+import socket
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from etude.errors import SandboxError
+from etude.sandbox.channel import READY, Channel
+from etude.sandbox.local.cgroups import ControlGroups
+
+NUM_AHEAD = 4
+"""Spares that are kept ready. Each holds about a megabyte."""
+CLONE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Spare:
+    """A first process without a sandbox around it."""
+
+    number: int
+    """What the fork server calls it."""
+    group: str
+    """Name of its control groups."""
+    channel: Channel
+
+
+class Spares:
+    """The spares of one fork server, for one event loop.
+
+    Waits for: the fork server's clone, and the kernel that moves it. What unblocks it: either of them, an
+    error of theirs, or `close`. Without control groups nothing is kept ready, and nothing waits.
+    """
+
+    def __init__(
+        self,
+        send: Callable[..., None],
+        groups: ControlGroups | None,
+        remove_group: Callable[[str], None] | None,
+        numbers: Iterator[int],
+        num_ahead: int = NUM_AHEAD,
+    ) -> None:
+        """`send`: a request, and descriptors, to the fork server; raises SandboxError."""
+        self._send = send
+        self._groups = groups
+        self._remove_group = remove_group
+        self._numbers = numbers
+        self._num_ahead = num_ahead if groups is not None else 0
+        self._ready: deque[Spare] = deque()
+        self._takers: deque[asyncio.Future[Spare]] = deque()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_making = 0
+        self._making: set[Channel] = set()
+        # Of its own: a busy default executor must not keep sandboxes from starting.
+        self._mover = ThreadPoolExecutor(1, "control-groups")
+        self._closed = False
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many are ready, and how many are being made."""
+        return len(self._ready), self._num_making
+
+    async def take(self) -> Spare:
+        """A spare that is in its groups, now or as soon as there is one. Raises SandboxError."""
+        if self._groups is None:
+            return self._clone()
+        while self._ready:
+            spare = self._ready.popleft()
+            if not spare.channel.closed:
+                return spare
+            self.drop(spare)
+        if self._closed:
+            raise _ended()
+        taker = asyncio.get_running_loop().create_future()
+        self._takers.append(taker)
+        self._make(len(self._takers) - self._num_making)
+        try:
+            return await taker
+        except asyncio.CancelledError:
+            if taker in self._takers:
+                self._takers.remove(taker)
+            elif not taker.cancelled() and taker.exception() is None:
+                self._give(taker.result())
+            raise
+
+    def top_up(self) -> None:
+        """Begins to make as many as are to be ready."""
+        if not self._closed:
+            self._make(self._num_ahead + len(self._takers) - len(self._ready) - self._num_making)
+
+    async def close(self) -> None:
+        """Ends all that nobody has taken; whoever waits for one hears of it. Idempotent."""
+        self._closed = True
+        while self._takers:
+            self._refuse(_ended())
+        while self._ready:
+            self.drop(self._ready.popleft())
+        for channel in self._making:
+            channel.close("the fork server ends")
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._mover.shutdown(wait=False)
+
+    def _make(self, count: int) -> None:
+        for _ in range(count):
+            self._num_making += 1
+            task = asyncio.ensure_future(self._make_one())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _make_one(self) -> None:
+        spare = None
+        try:
+            spare = self._clone()
+            self._making.add(spare.channel)
+            await spare.channel.answer(READY, CLONE_S)
+            await asyncio.get_running_loop().run_in_executor(self._mover, self._enter, spare)
+        except Exception as error:
+            self._num_making -= 1
+            if spare is not None:
+                self.drop(spare)
+            self._refuse(error)
+        else:
+            self._num_making -= 1
+            self._give(spare)
+        finally:
+            if spare is not None:
+                self._making.discard(spare.channel)
+
+    def _clone(self) -> Spare:
+        """Has the fork server clone a first process, and does not wait for it. Raises SandboxError."""
+        number = next(self._numbers)
+        ours, theirs = socket.socketpair()
+        spare = Spare(number, secrets.token_hex(8), Channel(ours, f"spare {number}"))
+        announces = self._groups is not None
+        try:
+            with theirs:
+                if announces:
+                    spare.channel.ask_for_pid()
+                self._send({"op": "clone", "id": number, "announces": announces}, theirs.fileno())
+        except BaseException:
+            spare.channel.close("it was never cloned")
+            raise
+        return spare
+
+    def _enter(self, spare: Spare) -> None:
+        """In a thread. Raises OSError."""
+        assert self._groups is not None, "nothing is entered without groups"
+        if not spare.channel.peer_pid:
+            raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+        self._groups.create(spare.group)
+        self._groups.enter(spare.group, spare.channel.peer_pid)
+
+    def _give(self, spare: Spare) -> None:
+        """To whoever has waited longest; else it is kept."""
+        taker = self._next_taker()
+        if self._closed:
+            self.drop(spare)
+        elif taker is not None:
+            taker.set_result(spare)
+        else:
+            self._ready.append(spare)
+
+    def _refuse(self, error: Exception) -> None:
+        """Whoever has waited longest hears what went wrong; if nobody waits, the next one tries again."""
+        if isinstance(error, OSError):
+            error = SandboxError(f"no control group: {error}", field="sandbox.backend")
+        taker = self._next_taker()
+        if taker is not None:
+            taker.set_exception(error)
+
+    def _next_taker(self) -> asyncio.Future[Spare] | None:
+        while self._takers:
+            taker = self._takers.popleft()
+            if not taker.done():
+                return taker
+        return None
+
+    def drop(self, spare: Spare) -> None:
+        """Ends a spare that will be no sandbox."""
+        spare.channel.close("nobody needs it")
+        with contextlib.suppress(SandboxError):
+            # A fork server that is gone has taken every spare with it.
+            self._send({"op": "kill", "id": spare.number})
+        if self._remove_group is not None:
+            self._remove_group(spare.group)
+
+
+def _ended() -> SandboxError:
+    return SandboxError("the fork server has ended", field="sandbox.backend", fix="try again")
