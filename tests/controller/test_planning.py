@@ -9,7 +9,7 @@ from etude.cli.app import app
 from etude.config import AdapterConfig, ModelConfig, RunConfig, load_config, parse_config
 from etude.controller.compute import Place
 from etude.controller.planning import check_fits, check_machine, make_plan, measure_sizes
-from etude.controller.planning.memory import plan_machine
+from etude.controller.planning.memory import plan_memory
 from etude.controller.starting import check_start
 from etude.errors import ConfigError, ResourceError
 from etude.model import build_model
@@ -112,22 +112,127 @@ def test_adapters_take_states_of_their_own_size_only() -> None:
     assert parts["optimizer"] == 2 * 4 * adapters.num_parameters
 
 
+SPREAD = {"executor": "ray", "cluster": {"address": "10.0.0.1:6379"}}
+"""Processes on machines of their own."""
+
+
 def test_ranks_share_weights_and_parts_apart_have_devices_of_their_own() -> None:
     alone = make_plan(planned())
-    cut = make_plan(planned(parallel={"ranks": 4, "fsdp": 2, "expert": 2}, executor="ray"))
-    assert [memory.device for memory in alone.memory] == ["trainer and engine"]
-    assert [memory.device for memory in cut.memory] == ["trainer", "engine"]
+    cut = make_plan(planned(parallel={"ranks": 4, "fsdp": 2, "expert": 2}, **SPREAD))
+    assert [(memory.device, memory.count) for memory in alone.memory] == [("machine", 1)]
+    assert [(memory.device, memory.count) for memory in cut.memory] == [("trainer", 4), ("engine", 1)]
     weights = [plan.memory[0].parts[0].num_bytes for plan in (alone, cut)]
     assert weights[0] / 4 < weights[1] < weights[0] / 2
-    assert (alone.devices, cut.devices) == (1, 5)
+    assert (alone.processes.devices, cut.processes.devices) == (1, 5)
 
 
 def test_sampling_beside_training_takes_as_long_as_the_slower() -> None:
-    sections = {"executor": "ray", "rl": {"max_staleness": 1}}
-    beside = make_plan(planned(**sections)).step
+    rl = {"max_staleness": 1}
+    beside = make_plan(planned(rl=rl, **SPREAD)).step
+    waiting = make_plan(planned(rl=rl | {"overlap_publication": False}, **SPREAD)).step
+    in_turns = make_plan(planned(**SPREAD)).step
+    publication = beside.publication
+    assert beside.overlapped and not waiting.overlapped
+    assert beside.training_side_s == max(beside.train_s + publication.held_s, publication.total_s)
+    assert waiting.training_side_s == waiting.train_s + publication.total_s > beside.training_side_s
+    assert beside.step_s == max(beside.sampled.wall_s, beside.training_side_s)
+    assert in_turns.step_s == in_turns.sampled.wall_s + in_turns.train_s + publication.total_s
+
+
+def test_processes_on_the_same_cores_gain_only_what_sessions_wait_for_tools() -> None:
+    rl = {"max_staleness": 2}
+    beside = make_plan(planned(executor="ray", rl=rl)).step
     in_turns = make_plan(planned(executor="ray")).step
-    assert beside.step_s == pytest.approx(max(beside.rollout_s, beside.train_s) + beside.publish_s)
-    assert in_turns.step_s == pytest.approx(in_turns.rollout_s + in_turns.train_s + in_turns.publish_s)
+    assert beside.shares_cores and not make_plan(planned(rl=rl, **SPREAD)).step.shares_cores
+    saved = in_turns.step_s - beside.step_s
+    assert 0 < saved <= in_turns.sampled.tools_s + 0.1 * in_turns.step_s
+
+
+def parts_of(**sections) -> dict[str, float]:
+    """Bytes of one process, by the name of the part."""
+    memory = make_plan(planned(**sections)).memory
+    return {part.name: part.num_bytes for plan in memory for part in plan.parts}
+
+
+def test_ranks_publish_their_own_parts_to_a_store_and_gather_the_model_without_one(tmp_path) -> None:
+    ranks = {"parallel": {"ranks": 4, "fsdp": 4}}
+    gathered = parts_of(**ranks, **SPREAD)
+    store = {"url": str(tmp_path), "dtype": "bfloat16"}
+    parts = parts_of(**ranks, **SPREAD, weights=store)
+    alone = parts_of(**SPREAD, weights=store)
+    assert gathered["gathered weights"] == pytest.approx(4 * gathered["weights"])
+    assert "gathered weights" not in parts and "gathered weights" not in alone
+    assert parts["published weights"] == pytest.approx(alone["published weights"] / 4)
+    assert alone["published weights"] == alone["fetched weights"] == alone["weights"]  # twice, in 2 bytes
+    whole, cut = (
+        make_plan(planned(parallel=parallel, weights=store, **SPREAD)).step.publication
+        for parallel in ({}, ranks["parallel"])
+    )
+    assert cut.held_s == pytest.approx(whole.held_s / 4) and cut.travel_s < whole.travel_s
+    assert cut.update_bytes == whole.update_bytes
+
+
+def test_tensor_parallel_ranks_hold_a_part_of_every_weight() -> None:
+    alone, cut = parts_of(**SPREAD), parts_of(parallel={"ranks": 2, "tensor": 2}, **SPREAD)
+    for name in ("weights", "gradients", "optimizer", "logits"):
+        assert cut[name] == alone[name] / 2, name
+    assert cut["gathered weights"] == alone["weights"]
+
+
+def test_a_store_takes_longer_than_a_copy_and_less_of_the_link() -> None:
+    slow = {"network_gb_per_s": 0.01, "link_gb_per_s": 0.001}
+    store = {"url": "memory://run", "dtype": "bfloat16"}
+    directory = make_plan(planned(plan=slow, **SPREAD)).step.publication
+    delta = make_plan(planned(plan=slow, weights=store, **SPREAD)).step.publication
+    assert delta.update_bytes == directory.update_bytes / 2 / 20
+    assert delta.total_s < directory.total_s
+    clusters = {"listen": "127.0.0.1:8680"}
+    over_link = make_plan(planned(plan=slow, weights=store, clusters=clusters, **SPREAD)).step.publication
+    assert over_link.total_s == pytest.approx(delta.total_s + delta.update_bytes / 1e6)
+
+
+def test_rollout_workers_take_agents_off_one_process_and_have_a_price() -> None:
+    slow_agents = {"turn_cpu_s": 1.0, "worker_price_per_hour": 0.5, "price_per_hour": 2.0}
+    alone = make_plan(planned(plan=slow_agents, **SPREAD))
+    spread = {**SPREAD, "cluster": {**SPREAD["cluster"], "workers": 4}}
+    workers = make_plan(planned(plan=slow_agents, **spread))
+    assert workers.step.sampled.turns_s == alone.step.sampled.turns_s / 4
+    assert alone.price_per_step == pytest.approx(2 * 2.0 * alone.step.step_s / 3600)
+    assert workers.price_per_step == pytest.approx((2 * 2.0 + 4 * 0.5) * workers.step.step_s / 3600)
+
+
+def test_evaluation_beside_training_has_an_engine_and_may_be_too_slow() -> None:
+    seldom = make_plan(planned(evaluation={"every_steps": 50}, **SPREAD))
+    often = make_plan(planned(evaluation={"every_steps": 1, "num_tasks": 4000}, **SPREAD))
+    assert [memory.device for memory in seldom.memory] == ["trainer", "engine", "evaluation"]
+    assert seldom.memory[1].parts == seldom.memory[2].parts
+    assert seldom.processes.devices == 3
+    assert not seldom.step.left_out and often.step.left_out
+    shared = {"executor": "ray"}
+    without, beside = (
+        make_plan(planned(evaluation=evaluation, **shared)).step
+        for evaluation in ({}, {"every_steps": 2, "num_tasks": 240})
+    )
+    assert beside.step_s == pytest.approx(without.step_s + beside.evaluation_s / 2), "it has the same cores"
+
+
+def test_borrowed_replicas_sample_in_their_hours_and_other_clusters_instead_of_the_runs_engines() -> None:
+    store = {"weights": {"url": "memory://run"}}
+    prices = {"price_per_hour": 2.0, "borrowed_price_per_hour": 1.0}
+    alone = make_plan(planned(plan=prices, **store, **SPREAD))
+    elastic = {"router": "http://127.0.0.1:8670", "most": 2, "hours": "22:00-04:00"}
+    lent = make_plan(planned(plan=prices, elastic=elastic, **store, **SPREAD))
+    assert lent.processes.borrowed == pytest.approx(2 * 6 / 24)
+    assert lent.step.sampled.prefill_s == pytest.approx(alone.step.sampled.prefill_s / 1.5)
+    assert lent.price_per_step == pytest.approx((2 * 2.0 + 0.5) * lent.step.step_s / 3600)
+    clusters = {"listen": "127.0.0.1:8680"}
+    elsewhere = make_plan(planned(plan=prices | {"cluster_engines": 3}, clusters=clusters, **store))
+    here = make_plan(planned(plan=prices, **store))
+    assert elsewhere.processes.devices == here.processes.devices + 3
+    assert elsewhere.step.sampled.prefill_s == pytest.approx(here.step.sampled.prefill_s / 3)
+    some = clusters | {"local_sessions": 256}
+    both = make_plan(planned(plan=prices | {"cluster_engines": 3}, clusters=some, **store))
+    assert both.step.sampled.prefill_s == pytest.approx(here.step.sampled.prefill_s / 4)
 
 
 def test_what_does_not_fit_is_told_with_its_largest_part_and_a_fix() -> None:
@@ -147,16 +252,19 @@ def test_processes_that_share_a_machine_must_fit_it_together() -> None:
     def parts_of(**sections) -> dict[str, float]:
         config = planned(**sections)
         sizes = make_plan(config).sizes
-        (machine,) = plan_machine(config, sizes, 1024, place, 1e9)
+        (machine,) = plan_memory(config, sizes, 1024, place, 1e9, process_bytes=1e6)
         return {part.name: part.num_bytes for part in machine.parts}
 
     alone = parts_of()
-    apart = parts_of(executor="ray", cluster={"engines": 3})
+    apart = parts_of(executor="ray", cluster={"engines": 3, "workers": 2}, evaluation={"every_steps": 1})
     ranked = parts_of(parallel={"ranks": 2})
-    assert apart["keys and values"] == 3 * alone["keys and values"]
+    assert apart["keys and values"] == 4 * alone["keys and values"], "evaluation has an engine too"
     assert apart["optimizer"] == alone["optimizer"] == ranked["optimizer"] / 2
+    assert (apart["processes"], ranked["processes"]) == (7e6, 1e6), "the one that plans is there already"
+    assert alone["packed weights"] == pytest.approx(alone["engine's weights"], rel=0.01)
     recorded = parts_of(rl={"stream": {"source": "runs/x"}})
-    assert set(alone) - set(recorded) == {"engine's weights", "keys and values", "published weights"}
+    engines = {"engine's weights", "packed weights", "keys and values", "published weights"}
+    assert set(alone) - set(recorded) == engines
 
 
 def test_a_run_that_does_not_fit_this_machine_is_refused_before_it_has_a_directory() -> None:
@@ -232,7 +340,7 @@ def test_the_command_prints_tables_or_json_and_fails_where_it_does_not_fit(tmp_p
     runner = CliRunner()
     shown = runner.invoke(app, ["plan", str(path)])
     assert shown.exit_code == 0, shown.output
-    assert "memory of the trainer and engine" in shown.output and "a step" in shown.output
+    assert "memory of the machine" in shown.output and "a step" in shown.output
     document = json.loads(runner.invoke(app, ["plan", str(path), "--json"]).output)
     assert document["fits"] is True
     assert document["step"]["step_s"] == pytest.approx(make_plan(load_config(path, [])).step.step_s)

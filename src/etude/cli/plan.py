@@ -14,7 +14,7 @@ from etude.config import load_config
 
 if TYPE_CHECKING:
     # Heavy at run time: torch comes with it.
-    from etude.controller.planning import MemoryPlan, Plan
+    from etude.controller.planning import MemoryPlan, Plan, StepTimes
 
 
 def plan_command(
@@ -44,14 +44,16 @@ def _document(plan: Plan) -> dict[str, Any]:
         "memory": [
             {
                 "device": memory.device,
+                "count": memory.count,
                 "total_bytes": memory.total_bytes,
                 "available_bytes": memory.available_bytes,
                 "parts": {part.name: part.num_bytes for part in memory.parts},
             }
             for memory in plan.memory
         ],
-        "step": dataclasses.asdict(plan.step) | {"step_s": plan.step.step_s},
-        "devices": plan.devices,
+        "processes": dataclasses.asdict(plan.processes) | {"devices": plan.processes.devices},
+        "step": dataclasses.asdict(plan.step)
+        | {"rollout_s": plan.step.sampled.wall_s, "step_s": plan.step.step_s},
         "hours": plan.hours,
         "price_per_step": plan.price_per_step,
     }
@@ -77,43 +79,80 @@ def _print(plan: Plan) -> None:
 
 
 def _memory_table(memory: MemoryPlan) -> Table:
-    table = Table(title=f"memory of the {memory.device}", title_justify="left")
+    several = f", each of {memory.count}" if memory.count > 1 else ""
+    table = Table(title=f"memory of the {memory.device}{several}", title_justify="left")
     table.add_column("part")
-    table.add_column("GB", justify="right")
+    table.add_column("takes", justify="right")
     table.add_column("")
     for part in memory.parts:
-        table.add_row(part.name, f"{part.num_bytes / 1e9:,.2f}", part.why)
+        table.add_row(part.name, _size(part.num_bytes), part.why)
     table.add_section()
     verdict = "fits" if memory.fits else "DOES NOT FIT"
     table.add_row(
         "with 5 % of workspace",
-        f"{memory.total_bytes / 1e9:,.2f}",
+        _size(memory.total_bytes),
         f"{verdict}: there are {memory.available_bytes / 1e9:,.1f} GB",
     )
     return table
 
 
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+
+
 def _step_table(plan: Plan) -> Table:
-    step, devices = plan.step, plan.devices
+    step = plan.step
     table = Table(title="one RL step", title_justify="left")
     table.add_column("part")
     table.add_column("s", justify="right")
     table.add_column("")
-    rows = (
-        ("decoding", step.decode_s, f"{step.sampled_tokens:,.0f} tokens of {step.sessions:,.0f} sessions"),
-        ("prefill", step.prefill_s, f"{step.prefill_tokens:,.0f} tokens"),
-        ("tools", step.tools_s, "sessions wait side by side"),
-        ("training", step.train_s, f"{step.trained_tokens:,.0f} tokens"),
-        ("publishing", step.publish_s, ""),
-    )
-    for name, seconds, what in rows:
+    for name, seconds, what in _step_rows(step):
         table.add_row(name, f"{seconds:,.2f}", what)
     table.add_section()
-    order = "sampling beside training" if step.overlapped else "in turns"
-    table.add_row("step", f"{step.step_s:,.2f}", order)
+    table.add_row("step", f"{step.step_s:,.2f}", _order(step))
     steps = plan.config.rl.num_steps
-    whole = f"{plan.hours:,.2f} hours on {devices} device{'' if devices == 1 else 's'}"
-    table.add_row(f"{steps} steps", f"{step.step_s * steps:,.0f}", whole)
+    table.add_row(f"{steps} steps", f"{step.step_s * steps:,.0f}", f"{plan.hours:,.2f} hours on {_who(plan)}")
     if (price := plan.price_per_step) is not None:
         table.add_row("price", "", f"{price:,.4f} a step, {price * steps:,.2f} in all")
     return table
+
+
+def _step_rows(step: StepTimes) -> list[tuple[str, float, str]]:
+    sampled, publication = step.sampled, step.publication
+    sessions = f"{sampled.sampled_tokens:,.0f} tokens of {sampled.sessions:,.0f} sessions"
+    travels = f"{publication.held_s:,.2f} s of it hold the trainer; {_size(publication.update_bytes)}"
+    rows = [
+        ("decoding", sampled.decode_s, sessions),
+        ("prefill", sampled.prefill_s, f"{sampled.prefill_tokens:,.0f} tokens"),
+        ("agents", sampled.turns_s, "in the engine's process" if sampled.in_turn else "beside the engines"),
+        ("tools", sampled.tools_s, "sessions wait side by side"),
+        ("training", step.train_s, f"{step.trained_tokens:,.0f} tokens"),
+        ("publishing", publication.total_s, travels),
+    ]
+    if step.evaluations:
+        what = f"beside, every {1 / step.evaluations:,.0f} steps"
+        what += "; TAKES LONGER THAN THOSE, some are left out" if step.left_out else ""
+        rows.append(("evaluation", step.evaluation_s, what))
+    return rows
+
+
+def _order(step: StepTimes) -> str:
+    if not step.is_beside:
+        return "in turns"
+    order = "sampling beside training" + (", on the same cores" if step.shares_cores else "")
+    return order + (", weights travel meanwhile" if step.overlapped else "")
+
+
+def _who(plan: Plan) -> str:
+    """What the run computes with."""
+    processes, devices = plan.processes, plan.processes.devices
+    told = "one machine" if processes.on_one_machine and devices == 1 else f"{devices} devices"
+    if devices == 1 and not processes.on_one_machine:
+        told = "1 device"
+    if processes.elsewhere:
+        told += f", {processes.elsewhere} of them in other clusters"
+    if processes.borrowed:
+        told += f", and {processes.borrowed:,.2g} borrowed replicas"
+    if processes.workers:
+        told += f", {processes.workers} rollout workers"
+    return told

@@ -22,7 +22,14 @@ class PlanConfig(Section):
     bandwidth_gb_per_s: float = Field(default=0.0, ge=0)
     """Memory bandwidth of one device; 0: measured here."""
     network_gb_per_s: float = Field(default=1.0, gt=0)
-    """At which weights reach the engines, where those are in other processes."""
+    """At which weights reach the engines, where those are on other machines."""
+    link_gb_per_s: float = Field(default=0.1, gt=0)
+    """Between clusters."""
+    codec_gb_per_s: float = Field(default=1.0, gt=0)
+    """At which one thread turns weights into an update for a store, or back."""
+    update_ratio: float = Field(default=0.0, ge=0)
+    """Times that such an update is smaller than the weights; 0: 20 with `weights.dtype = "bfloat16"`, else
+    1.5."""
     training_share: float = Field(default=0.4, gt=0, le=1)
     """Of the peak, in training."""
     prefill_share: float = Field(default=0.5, gt=0, le=1)
@@ -30,7 +37,13 @@ class PlanConfig(Section):
     decode_share: float = Field(default=0.6, gt=0, le=1)
     """Of the bandwidth, in decoding."""
     price_per_hour: float = Field(default=0.0, ge=0)
-    """Of one device; 0: no cost is told."""
+    """Of one device, those of other clusters too; where all processes share one machine, of that."""
+    borrowed_price_per_hour: float = Field(default=0.0, ge=0)
+    """Of one borrowed replica, while it is lent."""
+    worker_price_per_hour: float = Field(default=0.0, ge=0)
+    """Of what one rollout worker takes, sandboxes included."""
+    cluster_engines: int = Field(default=1, ge=1)
+    """Engines that ask the run for sessions, with `clusters.listen`: one for each `etude sample`."""
     vocab_size: int = Field(default=0, ge=0)
     """Of a model that `model` describes, with no checkpoint at hand; 0: `tokenizer.vocab_size`."""
     prompt_tokens: int = Field(default=60, ge=1)
@@ -43,5 +56,14 @@ class PlanConfig(Section):
     """Tool results of one session."""
     tool_s: float = Field(default=0.02, ge=0)
     """Wall time of one turn's tools."""
+    tool_cpu_s: float = Field(default=0.0, ge=0)
+    """Processor time of the same, where sandboxes share the machine with the rest."""
+    turn_cpu_s: float = Field(default=0.0024, ge=0)
+    """Processor time that one turn takes of the process in which the agent is: its own, a worker's."""
     useful_share: float = Field(default=0.8, gt=0, le=1)
     """Of the groups that are sampled, those whose verdicts differ; others are replaced."""
+
+    @property
+    def session_tokens(self) -> float:
+        """Of a whole session."""
+        return self.prompt_tokens + self.sampled_tokens + self.observation_tokens

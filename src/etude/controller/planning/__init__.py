@@ -2,8 +2,12 @@
 
 from etude.controller.planning.cost import StepTimes, plan_step
 from etude.controller.planning.machine import Rates, measure_rates
-from etude.controller.planning.memory import MemoryPart, MemoryPlan, plan_memory
+from etude.controller.planning.memory import MemoryPlan, plan_memory
+from etude.controller.planning.parts import MemoryPart
 from etude.controller.planning.plan import Plan, check_fits, check_machine, make_plan
+from etude.controller.planning.processes import Processes
+from etude.controller.planning.publishing import PublicationTimes
+from etude.controller.planning.sampling import Sampled
 from etude.controller.planning.sizes import ModelSizes, measure_sizes
 
 __all__ = [
@@ -11,7 +15,10 @@ __all__ = [
     "MemoryPlan",
     "ModelSizes",
     "Plan",
+    "Processes",
+    "PublicationTimes",
     "Rates",
+    "Sampled",
     "StepTimes",
     "check_fits",
     "check_machine",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etude.config import RunConfig
 from etude.controller.compute import Place
 from etude.controller.planning.machine import Rates
+from etude.controller.planning.processes import Processes
+from etude.controller.planning.publishing import PublicationTimes, plan_publication
+from etude.controller.planning.sampling import Sampled, plan_sampling
 from etude.controller.planning.sizes import ModelSizes
-from etude.inference.cache import PAGE_TOKENS, cache_type, page_bytes
+from etude.controller.reinforcement import overlaps_publication
 
 _BACKWARD = 2.0
 """Products of the backward pass over those of the forward pass."""
@@ -19,81 +21,89 @@ _BACKWARD = 2.0
 class StepTimes:
     """One RL step, in seconds, and what it goes through."""
 
-    sessions: float
-    sampled_tokens: float
-    prefill_tokens: float
+    sampled: Sampled
+    """The sessions of the step, those included that are of no use."""
     trained_tokens: float
-    decode_s: float
-    prefill_s: float
-    tools_s: float
     train_s: float
-    publish_s: float
-    overlapped: bool
+    publication: PublicationTimes
+    evaluation_s: float
+    """Of one evaluation beside training, in its own process; 0 without."""
+    evaluations: float
+    """Of which so many begin per step."""
+    is_beside: bool
     """Whether sampling goes on while the trainer is at it."""
+    overlapped: bool
+    """Whether new weights travel while the next step is taken."""
+    shares_cores: bool
+    """Whether the run's processes compute in turn, since they have the same cores."""
 
     @property
-    def rollout_s(self) -> float:
-        """Sampling of all sessions of the step, tools included."""
-        return self.decode_s + self.prefill_s + self.tools_s
+    def left_out(self) -> bool:
+        """Whether evaluations take longer than the steps from one to the next, so that some are left out."""
+        return self.evaluations * self.evaluation_s > self.step_s
+
+    @property
+    def training_side_s(self) -> float:
+        """For which the trainer is busy or held."""
+        if not self.overlapped:
+            return self.train_s + self.publication.total_s
+        return max(self.train_s + self.publication.held_s, self.publication.total_s)
 
     @property
     def step_s(self) -> float:
-        """Wall time: in turns, or that of the slower side where both go on at once."""
-        if self.overlapped:
-            return max(self.rollout_s, self.train_s) + self.publish_s
-        return self.rollout_s + self.train_s + self.publish_s
+        """Wall time: in turns; or that of the slower side where both go on at once; or, where they share
+        cores, of all that computes, unless sessions wait longer for their tools."""
+        judged_s = self.evaluations * self.evaluation_s if self.shares_cores else 0.0
+        in_turns = self.train_s + self.publication.total_s + judged_s
+        if not self.is_beside:
+            return self.sampled.wall_s + in_turns
+        if self.shares_cores:
+            return max(self.sampled.wall_s, self.sampled.busy_s + in_turns)
+        return max(self.sampled.wall_s, self.training_side_s)
 
 
 def plan_step(config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates) -> StepTimes:
     """Times of one step by arithmetic: products over the peak, bytes over the bandwidth, at the shares that
     `[plan]` supposes. Sessions are of equal length here; a long tail of real ones decodes slower."""
     plan, rl = config.plan, config.rl
+    processes = Processes.of(config, place.device)
     trained = rl.groups_per_step * rl.group_size
-    sessions = trained / plan.useful_share
-    length = plan.prompt_tokens + plan.sampled_tokens + plan.observation_tokens
-    sampled, prefilled = sessions * plan.sampled_tokens, sessions * (length - plan.sampled_tokens)
-    apart = config.executor == "ray"
-    engines = config.cluster.engines if apart else 1
-    live = min(float(config.engine.num_slots), sessions / engines)
-    waves = math.ceil(sessions / engines / live)
-    prefill_flops = prefilled * sizes.forward_flops(length / 2, with_head=False)
+    begun = 1 + rl.extra_members / rl.group_size
+    sampled = plan_sampling(config, sizes, place, rates, processes, trained / plan.useful_share * begun)
+    trained_tokens = trained * plan.session_tokens
     passes = 1 + _BACKWARD + config.activation_checkpointing + rl.loss.needs_proximal
-    train_flops = passes * trained * length * sizes.forward_flops(length / 2)
-    weights = sizes.parameters * place.element_bytes
+    train_flops = passes * trained_tokens * sizes.forward_flops(plan.session_tokens / 2)
+    ranks = 1 if processes.on_one_machine else config.parallel.ranks
+    every = config.evaluation.every_steps
+    samples_elsewhere = processes.elsewhere > 0 and not config.clusters.local_sessions
     return StepTimes(
-        sessions=sessions,
-        sampled_tokens=sampled,
-        prefill_tokens=prefilled,
-        trained_tokens=trained * length,
-        decode_s=sampled / engines / live * _decode_step_s(config, sizes, place, rates, live, length),
-        prefill_s=prefill_flops / (rates.flops_per_s * plan.prefill_share) / engines,
-        tools_s=waves * plan.turns * plan.tool_s,
-        train_s=train_flops / (rates.flops_per_s * plan.training_share) / config.parallel.ranks,
-        publish_s=weights / (plan.network_gb_per_s * 1e9 if apart else rates.bytes_per_s),
-        overlapped=apart and rl.max_staleness > 0,
+        sampled=sampled,
+        trained_tokens=trained_tokens,
+        train_s=train_flops / (rates.flops_per_s * plan.training_share) / ranks,
+        publication=plan_publication(config, sizes, place, rates, processes),
+        evaluation_s=_evaluation_s(config, sizes, place, rates, processes) if every else 0.0,
+        evaluations=1 / every if every else 0.0,
+        is_beside=rl.max_staleness > 0,
+        overlapped=overlaps_publication(config),
+        shares_cores=(processes.on_one_machine or not processes.apart) and not samples_elsewhere,
     )
 
 
-def _decode_step_s(
-    config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates, live: float, length: float
+def price_per_hour(config: RunConfig, processes: Processes) -> float:
+    """Of all that the run uses, as far as a price is supposed."""
+    plan = config.plan
+    workers = 0 if processes.on_one_machine else processes.workers
+    return (
+        processes.devices * plan.price_per_hour
+        + processes.borrowed * plan.borrowed_price_per_hour
+        + workers * plan.worker_price_per_hour
+    )
+
+
+def _evaluation_s(
+    config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates, processes: Processes
 ) -> float:
-    """One token for each of `live` sessions: reading weights and caches, or products if they take longer."""
-    held = cache_type(config.engine.cache_dtype, place.kernels, place.dtype)
-    cache_bytes = live * length / 2 / PAGE_TOKENS * page_bytes(config.model, held)
-    experts = float(sizes.expert_parameters)
-    if experts:
-        missed = (1 - config.model.experts_per_token / config.model.num_experts) ** live
-        experts *= 1 - missed
-    read = (sizes.parameters - sizes.expert_parameters + experts) * place.element_bytes + cache_bytes
-    flops = live * sizes.forward_flops(length / 2)
-    return max(
-        read / (rates.bytes_per_s * config.plan.decode_share),
-        flops / (rates.flops_per_s * config.plan.prefill_share),
-    )
-
-
-def num_devices(config: RunConfig) -> int:
-    """Devices that the run holds."""
-    if config.executor == "local":
-        return config.parallel.ranks
-    return config.parallel.ranks + config.cluster.engines
+    """The held-out tasks, greedily and at temperature 1, with an engine and sandboxes of its own."""
+    alone = replace(processes, engines=1, borrowed=0.0, elsewhere=0, workers=0)
+    sampled = plan_sampling(config, sizes, place, rates, alone, config.evaluation.num_tasks)
+    return 2 * sampled.wall_s

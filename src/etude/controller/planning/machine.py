@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -49,6 +51,15 @@ def memory_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     return float(available_memory_bytes())
+
+
+def process_bytes() -> float:
+    """What this process has for itself alone: an interpreter with the libraries that all of a run load."""
+    try:
+        lines = Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux, or not allowed
+        return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10)
+    return float(next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) << 10)
 
 
 def _product_rate(device: torch.device, dtype: torch.dtype) -> float:

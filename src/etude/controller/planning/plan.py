@@ -11,9 +11,10 @@ import torch
 from etude.config import RunConfig
 from etude.controller.compute import Place, choose_place
 from etude.controller.models import settle_model
-from etude.controller.planning.cost import StepTimes, num_devices, plan_step
-from etude.controller.planning.machine import Rates, measure_rates, memory_bytes
-from etude.controller.planning.memory import MemoryPlan, plan_machine, plan_memory
+from etude.controller.planning.cost import StepTimes, plan_step, price_per_hour
+from etude.controller.planning.machine import Rates, measure_rates, memory_bytes, process_bytes
+from etude.controller.planning.memory import MemoryPlan, plan_memory
+from etude.controller.planning.processes import Processes
 from etude.controller.planning.sizes import ModelSizes, measure_sizes
 from etude.errors import ConfigError, ResourceError
 from etude.model.loading import read_architecture
@@ -31,7 +32,7 @@ class Plan:
     rates: Rates
     memory: tuple[MemoryPlan, ...]
     step: StepTimes
-    devices: int
+    processes: Processes
 
     @property
     def fits(self) -> bool:
@@ -46,8 +47,8 @@ class Plan:
     @property
     def price_per_step(self) -> float | None:
         """None where no price is supposed."""
-        price = self.config.plan.price_per_hour
-        return self.devices * price * self.step.step_s / 3600 if price else None
+        price = price_per_hour(self.config, self.processes)
+        return price * self.step.step_s / 3600 if price else None
 
 
 def make_plan(config: RunConfig) -> Plan:
@@ -66,9 +67,9 @@ def make_plan(config: RunConfig) -> Plan:
     vocab_size = _vocab_size(config)
     sizes = _sizes(config, vocab_size, place)
     rates = measure_rates(config, device, _dtype(place))
-    memory = plan_memory(config, sizes, vocab_size, place, rates.memory_bytes)
+    memory = plan_memory(config, sizes, vocab_size, place, rates.memory_bytes, process_bytes())
     step = plan_step(config, sizes, place, rates)
-    return Plan(config, place, sizes, rates, tuple(memory), step, num_devices(config))
+    return Plan(config, place, sizes, rates, tuple(memory), step, Processes.of(config, place.device))
 
 
 def check_machine(config: RunConfig, place: Place) -> None:
@@ -82,7 +83,7 @@ def check_machine(config: RunConfig, place: Place) -> None:
     vocab_size = _vocab_size(config)
     sizes = _sizes(config, vocab_size, place)
     available = memory_bytes(torch.device(place.device))
-    check_fits(config, plan_machine(config, sizes, vocab_size, place, available))
+    check_fits(config, plan_memory(config, sizes, vocab_size, place, available, process_bytes()))
 
 
 def check_fits(config: RunConfig, plans: Sequence[MemoryPlan]) -> None:
@@ -128,6 +129,10 @@ def _fix(config: RunConfig, part: str) -> str:
         if config.activation_checkpointing
         else "set activation_checkpointing = true",
         "optimizer": "set rl.optimizer.state_dtype = 'bfloat16', or train adapters (rl.adapter.rank)",
+        "checkpoint": "set checkpoint.asynchronous = false",
+        "processes": "start fewer of them (cluster.engines, cluster.workers)",
+        "object store": "set cluster.object_store_bytes lower",
+        "gathered weights": "name a store (weights.url), to which every rank publishes its own part",
         "gradients": "train adapters (rl.adapter.rank), or cut the model over more ranks (parallel.fsdp)",
     }
     return fixes.get(part, "take a smaller model or a larger device, or cut the model up (parallel.fsdp)")

@@ -29,6 +29,8 @@ class ModelSizes:
     """Of routed experts."""
     matrix_parameters: int
     """That Muon updates, if it is named."""
+    packed_parameters: int
+    """Of the matrices that native kernels keep once more, packed."""
     largest_parameter: int
     head_parameters: int
     """Of the matrix that gives logits."""
@@ -77,6 +79,7 @@ def measure_sizes(
         active_parameters=round(sum(sizes.values()) - inactive - embedding),
         expert_parameters=experts,
         matrix_parameters=sum(size for name, size in sizes.items() if is_matrix(name, shapes[name])),
+        packed_parameters=sum(size for name, size in sizes.items() if len(shapes[name]) > 1) - embedding,
         largest_parameter=max(sizes.values()),
         head_parameters=head,
         adapted_parameters=sum(sizes[name] for name in adapted),

@@ -1,0 +1,159 @@
+"""What one process of a run holds in memory, part by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etude.config import RunConfig
+from etude.controller.compute import Place, choose_weight_dtype
+from etude.controller.planning.sizes import ModelSizes
+from etude.inference.cache import PAGE_TOKENS, cache_type, page_bytes
+from etude.model.logprobs import block_rows
+from etude.weights.memory import KEPT_VERSIONS
+
+SERVED, PACKED, PAGES = "engine's weights", "packed weights", "keys and values"
+"""Names of the engine's parts."""
+STORE_COPIES = 2
+"""Of what is published, on either side of a store: the last version and the next."""
+_FLOAT_BYTES = 4
+_BLOCK_LOGITS = 2
+"""Blocks of logits that live at once: the logits and their gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPart:
+    """One thing that takes memory, on the device that holds most of it."""
+
+    name: str
+    num_bytes: float
+    why: str
+
+
+def published_bytes(config: RunConfig, place: Place) -> int:
+    """Of one number of the weights on their way to the engines."""
+    return 2 if config.weights.url and config.weights.dtype == "bfloat16" else place.element_bytes
+
+
+def publishes_in_parts(config: RunConfig) -> bool:
+    """Whether each rank publishes what it has."""
+    return config.parallel.ranks > 1 and bool(config.weights.url)
+
+
+def trainer_parts(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: Place) -> list[MemoryPart]:
+    """Of one rank. On a GPU what lies in host memory is left out."""
+    element_bytes, mesh = place.element_bytes, config.parallel
+    held = _sharded(config, sizes.parameters, sizes.expert_parameters)
+    cut = _cut(config)
+    optimizer = _optimizer(config, sizes, held, cut)
+    parts = [
+        MemoryPart("weights", held * element_bytes, f"the trainer's own{cut}"),
+        _gradients(sizes, held, cut, element_bytes),
+        optimizer,
+        _activations(config, sizes),
+        MemoryPart("logits", _logits(config, sizes, vocab_size, place), "blocks and their gradient, float32"),
+    ]
+    if config.rl.loss.kl_weight > 0:
+        parts.append(MemoryPart("reference", held * element_bytes, "weights that the KL is measured from"))
+    if mesh.ranks > 1 and not publishes_in_parts(config):
+        whole = sizes.parameters * element_bytes
+        parts.append(MemoryPart("gathered weights", whole, "the whole model, while it is published"))
+    if place.device == "cpu":
+        parts += _host_copies(config, sizes, place, held, optimizer)
+    return parts
+
+
+def engine_parts(config: RunConfig, sizes: ModelSizes, place: Place) -> list[MemoryPart]:
+    """Of one engine. On a GPU what lies in host memory is left out."""
+    held = cache_type(config.engine.cache_dtype, place.kernels, place.dtype)
+    longest = config.agent.max_tokens + 1
+    tokens = config.engine.cache_tokens or config.engine.num_slots * longest
+    pages = -(-tokens // PAGE_TOKENS)
+    num_bytes = 2 * sizes.parameters * place.element_bytes
+    parts = [MemoryPart(SERVED, num_bytes, "in service, and the next ones")]
+    if place.kernels == "native":
+        packed = choose_weight_dtype(config.engine.weight_dtype, place)
+        num_bytes = 2 * sizes.packed_parameters * (2 if packed == "bfloat16" else _FLOAT_BYTES)
+        parts.append(MemoryPart(PACKED, num_bytes, f"matrices as native kernels read them, {packed}"))
+    why = f"{tokens:,} tokens in {held}, if all are in use"
+    parts.append(MemoryPart(PAGES, pages * page_bytes(config.model, held), why))
+    if place.device == "cpu" and (fetched := _fetched(config, sizes, place)):
+        parts.append(fetched)
+    return parts
+
+
+def _optimizer(config: RunConfig, sizes: ModelSizes, held: float, cut: str) -> MemoryPart:
+    settings = config.rl.optimizer
+    if sizes.adapter_parameters:
+        states = 2.0 * sizes.adapter_parameters
+    else:
+        muon = sizes.matrix_parameters if settings.matrix_optimizer == "muon" else 0
+        states = held * (2 - muon / sizes.parameters)
+    state_bytes = 2 if settings.state_dtype == "bfloat16" else _FLOAT_BYTES
+    return MemoryPart("optimizer", states * state_bytes, f"{settings.state_dtype} moments{cut}")
+
+
+def _gradients(sizes: ModelSizes, held: float, cut: str, element_bytes: int) -> MemoryPart:
+    if adapters := sizes.adapter_parameters:
+        # Gradients of adapted weights are made whole, one weight at a time, and projected on the factors.
+        num_bytes = adapters * _FLOAT_BYTES + sizes.largest_parameter * element_bytes
+        return MemoryPart("gradients", num_bytes, "of the adapters")
+    return MemoryPart("gradients", held * element_bytes, f"of every weight{cut}")
+
+
+def _activations(config: RunConfig, sizes: ModelSizes) -> MemoryPart:
+    """Kept for the backward pass of one micro-batch. Under tensor parallelism at most: heads and inner widths
+    are divided, what lies between the layers is not."""
+    kept = "what enters each block" if config.activation_checkpointing else "all that the backward pass needs"
+    num_bytes = sizes.saved_bytes / config.parallel.context
+    return MemoryPart("activations", num_bytes, f"{sizes.saved_tokens:,} tokens: {kept}")
+
+
+def _logits(config: RunConfig, sizes: ModelSizes, vocab_size: int, place: Place) -> float:
+    rows = min(sizes.saved_tokens, block_rows(vocab_size, place.device))
+    return _BLOCK_LOGITS * rows * vocab_size * _FLOAT_BYTES / config.parallel.tensor
+
+
+def _host_copies(
+    config: RunConfig, sizes: ModelSizes, place: Place, held: float, optimizer: MemoryPart
+) -> list[MemoryPart]:
+    """What a rank keeps beside what it computes with."""
+    parts: list[MemoryPart] = []
+    published = sizes.parameters * published_bytes(config, place)
+    if config.weights.url:
+        share = published / (config.parallel.ranks if publishes_in_parts(config) else 1)
+        parts.append(
+            MemoryPart("published weights", STORE_COPIES * share, "the last version and the one on its way")
+        )
+    elif config.executor == "local" and not config.rl.stream.source:
+        kept = KEPT_VERSIONS * published
+        parts.append(MemoryPart("published weights", kept, f"the last {KEPT_VERSIONS} versions"))
+    if config.checkpoint.asynchronous:
+        trained = sizes.adapter_parameters * _FLOAT_BYTES or held * place.element_bytes
+        copied = trained + optimizer.num_bytes
+        parts.append(MemoryPart("checkpoint", copied, "copies of weights and moments while it is written"))
+    return parts
+
+
+def _fetched(config: RunConfig, sizes: ModelSizes, place: Place) -> MemoryPart | None:
+    """Versions that an engine has in host memory, from which it stages."""
+    one = sizes.parameters * published_bytes(config, place)
+    reads_store = config.executor == "ray" or config.parallel.ranks > 1 or bool(config.weights.read_url)
+    if config.weights.url and reads_store:
+        return MemoryPart("fetched weights", STORE_COPIES * one, "the last version and the next")
+    if config.executor == "ray":
+        return MemoryPart("fetched weights", one, "the next version, while it is staged")
+    return None
+
+
+def _sharded(config: RunConfig, parameters: int, experts: int) -> float:
+    """Numbers that one rank holds of all parameters."""
+    mesh = config.parallel
+    return ((parameters - experts) / mesh.fsdp + experts / (mesh.fsdp * mesh.expert)) / mesh.tensor
+
+
+def _cut(config: RunConfig) -> str:
+    """How the weights are divided, in words; empty where they are not."""
+    mesh = config.parallel
+    axes = {"fsdp": mesh.fsdp, "expert": mesh.expert, "tensor": mesh.tensor}
+    told = " x ".join(f"{axis} {size}" for axis, size in axes.items() if size > 1)
+    return f", cut over {told}" if told else ""
