@@ -21,11 +21,13 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from etude.agent.admission import admit
+from etude.agent.budget import Budget
 from etude.agent.contexts import Context
 from etude.agent.facts import SessionFacts
 from etude.agent.limits import Progress, SessionLimits, too_small
+from etude.agent.observing import observe
 from etude.agent.recording import Recording
-from etude.agent.summary import SummaryPolicy, continuation, history_path, history_text, shorten_texts
+from etude.agent.summary import SummaryPolicy, fit_continuation, history_path, history_text
 from etude.protocols import Action, Archive, Finished, RunCalls, Sample
 from etude.records import (
     BlobRef,
@@ -86,9 +88,10 @@ class AgentSession:
         length, limit = self.recording.length, self.limits.max_tokens
         if length >= limit:
             raise too_small("the prompt fills the whole context", limit, length)
-        if self.summary and self.summary.at_tokens + self.limits.max_message_tokens + self._reserve > limit:
-            needed = self.summary.at_tokens + self.limits.max_message_tokens + self._reserve
-            raise too_small("trigger, one message and a summary do not fit the context", limit, needed)
+        if self.summary is not None:
+            needed = self.summary.at_tokens + self.limits.max_message_tokens + self._budget.reserve
+            if needed > limit:
+                raise too_small("trigger, one message and a summary do not fit the context", limit, needed)
 
     @property
     def recording(self) -> Recording:
@@ -201,7 +204,8 @@ class AgentSession:
         summary, progress.summary = progress.summary, None
         self._action = None
         words = self._continuation(summary, error)
-        if words is None or self._is_spent(len(self.renderer.prompt(words, self.system))):
+        opening = 0 if words is None else len(self.renderer.prompt(words, self.system))
+        if words is None or self._budget.is_spent(self.num_tokens + opening):
             self._end(Status.LIMIT, "tokens")
             return
         parent = (self.segment_id, self.recording.length)
@@ -272,25 +276,12 @@ class AgentSession:
         return len(self.turns) - self.facts.num_summaries
 
     @property
-    def _may_summarise(self) -> bool:
-        return self.summary is not None and self.facts.num_summaries < self.summary.max_summaries
-
-    @property
-    def _reserve(self) -> int:
-        """Tokens of a context that are kept free for its summary."""
-        if self.summary is None or not self._may_summarise:
-            return 0
-        return self._request_tokens + self.summary.max_summary_tokens
-
-    @property
-    def _trigger(self) -> int:
-        """Tokens at which the present context is full."""
-        assert self.summary is not None
-        return self.summary.trigger(str(self.trajectory_id), len(self.contexts) - 1)
-
-    def _is_spent(self, more: int) -> bool:
-        limit = self.limits.max_session_tokens
-        return limit is not None and self.num_tokens + more >= limit
+    def _budget(self) -> Budget:
+        """What may be used from here on."""
+        trigger = 0
+        if self.summary is not None:
+            trigger = self.summary.trigger(str(self.trajectory_id), len(self.contexts) - 1)
+        return Budget(self.limits, self.summary, self._request_tokens, self.facts.num_summaries, trigger)
 
     def _open(self, words: str, relation: Relation, parent: tuple[str, int] | None) -> None:
         """Begins a context."""
@@ -304,30 +295,19 @@ class AgentSession:
 
     def _continuation(self, summary: str, error: str) -> str | None:
         """The next context's words, the summary cut where it would leave no room for a message."""
-        assert self.summary is not None
-        count = self.facts.num_summaries
-        room = min(self.summary.at_tokens, self.limits.max_tokens - self._reserve)
+        room, count = self._budget.opening_tokens, self.facts.num_summaries
 
-        def words(texts: Sequence[str]) -> str:
-            return continuation("\n\n".join(self._said), texts[0], texts[1], count, error)
+        def fits(words: str) -> bool:
+            return len(self.renderer.prompt(words, self.system)) < room
 
-        def fits(texts: Sequence[str]) -> bool:
-            return len(self.renderer.prompt(words(texts), self.system)) < room
-
-        texts = shorten_texts((summary, self.progress.todos), fits)
-        return None if texts is None else words(texts)
+        return fit_continuation(self._said, summary, self.progress.todos, count, error, fits)
 
     def _sample(self) -> Sample | Finished:
-        progress, limits = self.progress, self.limits
-        length = self.recording.length
+        progress, length = self.progress, self.recording.length
         begun = 0 if progress.message_start is None else length - progress.message_start
-        if progress.summarising and self.summary is not None:
-            room = min(limits.max_tokens - length, self.summary.max_summary_tokens - begun)
-        else:
-            message = min(limits.max_message_tokens, self.params.max_tokens) - begun
-            room = min(limits.max_tokens - self._reserve - length, message)
-        if limits.max_session_tokens is not None:
-            room = min(room, limits.max_session_tokens - self.num_tokens)
+        room = self._budget.message_room(
+            length, begun, self.num_tokens, self.params.max_tokens, summarising=progress.summarising
+        )
         if room <= 0:
             self._cut_message()
             return Finished(Status.LIMIT, progress.cause)
@@ -364,9 +344,9 @@ class AgentSession:
 
     def _cut_message(self) -> None:
         """The message ran into a limit: the session ends, its calls are not run."""
-        limits, length = self.limits, self.recording.length
-        full = self._is_spent(0) or length >= limits.max_tokens - (
-            0 if self.progress.summarising else self._reserve
+        budget, summarising = self._budget, self.progress.summarising
+        full = budget.is_spent(self.num_tokens) or budget.is_full(
+            self.recording.length, summarising=summarising
         )
         if self.progress.message_start is not None and not self.progress.summarising:
             self.facts.on_turn((), ())
@@ -392,40 +372,15 @@ class AgentSession:
         self.turns.append(Turn(self.segment_id, end - len(message), end, text, calls, ()))
 
     def _go_on(self, outputs: Sequence[str], words: str | None = None) -> None:
-        """Appends what the tools answered, then the user's words; asks for a summary if the context is full.
-
-        Without summaries the session ends where no room is left for a message; with them, answers that are
-        longer than the room are cut in their middle.
-        """
-        room = self.limits.max_tokens - self._reserve - self.recording.length
-
-        def fits(texts: Sequence[str]) -> bool:
-            return len(self._observation(texts, words)) < room
-
-        shown: Sequence[str] | None = outputs
-        if not fits(outputs):
-            shown = shorten_texts(outputs, fits) if self._may_summarise else None
-        if shown is None:
+        """Appends what the tools answered, then the user's words: see `observe`. The session ends where no
+        room is left for a message."""
+        budget = self._budget
+        observation = observe(self.renderer, outputs, words, budget, self.recording.length)
+        if observation is None or budget.is_spent(self.num_tokens + len(observation.tokens)):
             self._end(Status.LIMIT, "tokens")
             return
-        observation = self._observation(shown, words)
-        length = self.recording.length + len(observation)
-        full = self._may_summarise and (shown is not outputs or length >= self._trigger)
-        if full and self.summary is not None:
-            asked = self.summary.request if words is None else f"{words}\n\n{self.summary.request}"
-            observation = self._observation(shown, asked)
-        if self._is_spent(len(observation)):
-            self._end(Status.LIMIT, "tokens")
-            return
-        self.progress.summarising = full
-        self.recording.give(observation, "tool" if outputs else "user")
-
-    def _observation(self, outputs: Sequence[str], words: str | None) -> NDArray[np.int32]:
-        """What follows a message of the agent's, up to where its next one begins."""
-        if words is None:
-            return self.renderer.observations(outputs)
-        user = self.renderer.user_message(words)
-        return np.concatenate([self.renderer.results(outputs), user]) if outputs else user
+        self.progress.summarising = observation.asks_for_summary
+        self.recording.give(observation.tokens, "tool" if outputs else "user")
 
     def _end(self, status: Status, cause: str = "") -> None:
         if self.progress.message_start is not None:

@@ -91,6 +91,19 @@ def continuation(instruction: str, summary: str, todos: str, count: int, error: 
     return "\n\n".join(parts)
 
 
+def fit_continuation(
+    said: Sequence[str], summary: str, todos: str, count: int, error: str, fits: Callable[[str], bool]
+) -> str | None:
+    """`continuation` after all that the user has `said`, with summary and to-do list cut so that it fits;
+    None if it never would."""
+
+    def words(texts: Sequence[str]) -> str:
+        return continuation("\n\n".join(said), texts[0], texts[1], count, error)
+
+    texts = shorten_texts((summary, todos), lambda texts: fits(words(texts)))
+    return None if texts is None else words(texts)
+
+
 def shorten_texts(texts: Sequence[str], fits: Callable[[Sequence[str]], bool]) -> list[str] | None:
     """The texts, the longest cut in their middle to one length so that they fit; None if none would.
 

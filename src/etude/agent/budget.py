@@ -1,0 +1,70 @@
+"""How many tokens a session may still use: of its present context, and of all together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etude.agent.limits import SessionLimits
+from etude.agent.summary import SummaryPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits, as they apply after so many summaries."""
+
+    limits: SessionLimits
+    summary: SummaryPolicy | None
+    request_tokens: int
+    """Of the message that asks for a summary."""
+    num_summaries: int
+    trigger: int
+    """Tokens of the present context at which it is summarised."""
+
+    @property
+    def may_summarise(self) -> bool:
+        """Whether a full context is summarised, rather than the end."""
+        return self.summary is not None and self.num_summaries < self.summary.max_summaries
+
+    @property
+    def reserve(self) -> int:
+        """Tokens of a context that are kept free for its summary."""
+        if self.summary is None or not self.may_summarise:
+            return 0
+        return self.request_tokens + self.summary.max_summary_tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """Of one context, without what is kept free."""
+        return self.limits.max_tokens - self.reserve
+
+    @property
+    def opening_tokens(self) -> int:
+        """With which a context may begin after a summary."""
+        assert self.summary is not None
+        return min(self.summary.at_tokens, self.context_tokens)
+
+    def is_spent(self, session_tokens: int) -> bool:
+        """Whether so many tokens of all contexts leave none for a message."""
+        limit = self.limits.max_session_tokens
+        return limit is not None and session_tokens >= limit
+
+    def is_full(self, length: int, *, summarising: bool) -> bool:
+        """Whether a context of this length has no room for the message that is under way."""
+        return length >= (self.limits.max_tokens if summarising else self.context_tokens)
+
+    def message_room(
+        self, length: int, begun: int, session_tokens: int, most: int, *, summarising: bool
+    ) -> int:
+        """Tokens that the next message, or what is missing of it, may have; none if that is 0 or less.
+
+        `length`: of the context; `begun`: tokens of it that the message has; `most`: that a request may ask
+        for, but for summaries.
+        """
+        limits = self.limits
+        if summarising and self.summary is not None:
+            room = min(limits.max_tokens - length, self.summary.max_summary_tokens - begun)
+        else:
+            room = min(self.context_tokens - length, min(limits.max_message_tokens, most) - begun)
+        if limits.max_session_tokens is not None:
+            room = min(room, limits.max_session_tokens - session_tokens)
+        return room
