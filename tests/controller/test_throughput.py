@@ -14,11 +14,10 @@ class Measured:
 
     def __init__(self) -> None:
         self.counters, self.times, self.environment = EngineCounters(), ServiceTimes(), EnvironmentTimes()
-        engine = SimpleNamespace(counters=self.counters)
         self.parts = cast(
             Any,
             SimpleNamespace(
-                service=SimpleNamespace(engine=engine, times=self.times),
+                service=SimpleNamespace(counters=self.counters, times=self.times),
                 environment=SimpleNamespace(times=self.environment),
             ),
         )
@@ -52,6 +51,7 @@ def test_rates_are_tokens_over_the_time_that_was_spent_on_them() -> None:
         for cost in ((50, 0, 0.05), (10, 300, 0.05)):
             counted.add(*cost)
             measured.times.steps.add(*cost)
+            measured.counters.steps += 1
     measured.times.waiting_s += 1.25
     measured.environment.num_episodes += 64
     throughput.end(measured.parts, measured.loop)
@@ -66,6 +66,18 @@ def test_rates_are_tokens_over_the_time_that_was_spent_on_them() -> None:
     assert figures["training_tokens_per_s"] == pytest.approx(2_000)
     assert (figures["decode_tokens"], figures["prefill_tokens"]) == (6_000, 30_000)
     assert (figures["episodes"], figures["waiting_for_tools_s"]) == (64.0, 1.25)
+
+
+def test_of_an_engine_that_counts_no_steps_only_tokens_are_told() -> None:
+    measured, throughput = Measured(), RunThroughput()
+    throughput.begin(measured.parts)
+    measured.counters.decode_tokens += 6_000
+    measured.counters.cached_tokens += 40
+    throughput.end(measured.parts, measured.loop)
+    figures = throughput.to_json()
+    assert figures["sampled_tokens_per_rollout_s"] == pytest.approx(300)
+    assert (figures["decode_tokens"], figures["cached_tokens"]) == (6_000, 40)
+    assert not {"engine_s", "engine_busy_share", "decode_tokens_per_s"} & figures.keys()
 
 
 def test_a_step_s_time_is_shared_out_by_what_decoding_and_prefill_cost() -> None:

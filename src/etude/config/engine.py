@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from etude.config.base import Section
+
+_PARALLEL = {
+    "--tensor-parallel-size": "tp",
+    "-tp": "tp",
+    "--pipeline-parallel-size": "pp",
+    "-pp": "pp",
+    "--data-parallel-size": "dp",
+    "-dp": "dp",
+    "--prefill-context-parallel-size": "pcp",
+    "-pcp": "pcp",
+}
+"""Arguments of vLLM whose values, multiplied, are the GPUs of a server."""
 
 
 class VllmConfig(Section):
@@ -38,7 +51,25 @@ class VllmConfig(Section):
         for setting in self.environment:
             if "=" not in setting:
                 raise ValueError(f"environment: must be NAME=value, received {setting!r}")
+        for name, size in self._parallel_sizes().items():
+            if not size.isdigit() or not int(size):
+                raise ValueError(f"arguments: {name} must be 1 or more, received {size!r}")
         return self
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that a server takes which is started here."""
+        return 0 if self.url else math.prod(int(size) for size in self._parallel_sizes().values())
+
+    def _parallel_sizes(self) -> dict[str, str]:
+        """Values of the arguments in _PARALLEL. Of two the last one counts, as with vLLM."""
+        sizes: dict[str, str] = {}
+        for place, word in enumerate(self.arguments):
+            name, equals, value = word.partition("=")
+            kind = _PARALLEL.get(name.replace("_", "-"))
+            if kind is not None:
+                sizes[kind] = value if equals else "".join(self.arguments[place + 1 : place + 2])
+        return sizes
 
 
 class EngineConfig(Section):
@@ -87,6 +118,11 @@ class EngineConfig(Section):
     """A session whose message is finished comes back with its tool results at the next multiple of so many
     engine steps that is at least as many steps away: a fixed time makes the schedule, and so the run,
     reproducible however long the tools take."""
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs that one replica takes, where it computes on GPUs."""
+        return self.vllm.num_gpus if self.backend == "vllm" else 1
 
     @model_validator(mode="after")
     def _settings_agree(self) -> EngineConfig:

@@ -159,6 +159,7 @@ def part_resources(config: RunConfig) -> list[Resources]:
     cluster = config.cluster
     engines = cluster.engines if config.executor == "ray" else 1
     gpus = 1.0 if config.device == "cuda" else 0.0
+    engine_gpus = gpus * config.engine.num_gpus
 
     def need(name: str, part: PartConfig, default_gpus: float) -> Resources:
         num_gpus = default_gpus if part.gpus is None else part.gpus
@@ -166,9 +167,9 @@ def part_resources(config: RunConfig) -> list[Resources]:
 
     return [
         need(TRAINER, cluster.trainer, gpus * config.parallel.ranks),
-        *(need(f"{ENGINE}{number}", cluster.engine, gpus) for number in range(engines)),
+        *(need(f"{ENGINE}{number}", cluster.engine, engine_gpus) for number in range(engines)),
         *(need(f"{WORKER}{number}", cluster.worker, 0.0) for number in range(cluster.workers)),
-        *([need(EVALUATION, cluster.evaluation, gpus)] if config.evaluation.every_steps else []),
+        *([need(EVALUATION, cluster.evaluation, engine_gpus)] if config.evaluation.every_steps else []),
     ]
 
 

@@ -2,11 +2,89 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
+
 from etude.config import RunConfig
 from etude.controller.compute import choose_place, choose_weight_dtype
-from etude.inference import Engine, choose_drafts, pages_for
+from etude.inference import Engine, EngineService, choose_drafts, pages_for
+from etude.inference.vllm import (
+    FetchedSnapshots,
+    ModelSnapshots,
+    SnapshotDirectory,
+    VllmSampler,
+    make_vllm_sampler,
+)
+from etude.model import LanguageModel
+from etude.model.loading import AnyModel, load_any_model
 from etude.observe.machine import available_cores
-from etude.tokens.tokenizer import Tokenizer
+from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
+from etude.weights.opening import WeightFetcher
+
+LocalService = EngineService | VllmSampler
+"""One engine of this process: a Sampler and a WeightSink. An async context manager."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledModel:
+    """What an engine has to know of a model before its weights come."""
+
+    is_routed: bool
+    """Whether it is a mixture of experts."""
+    dtype: str
+    """In which vLLM computes: its own choice for float32 weights, half precision, is far from the trainer."""
+    is_own: bool = True
+    """Whether the section `model` describes it; else `initial_checkpoint` does, to vLLM."""
+
+    @staticmethod
+    def of(model: AnyModel, dtype: str = "") -> SampledModel:
+        """Of a model at hand, or of what is made of it in another `dtype`."""
+        own = str(next(model.parameters()).dtype).removeprefix("torch.")
+        return SampledModel(model.num_experts > 0, dtype or own, isinstance(model, LanguageModel))
+
+    @staticmethod
+    def configured(config: RunConfig) -> SampledModel:
+        """Of one that the section `model` of a settled configuration describes."""
+        return SampledModel(config.model.num_experts > 0, config.dtype)
+
+
+def make_vllm(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    model: SampledModel,
+    fetch: WeightFetcher | None,
+    *,
+    is_supervised: bool = False,
+) -> VllmSampler:
+    """vLLM, as configured. `fetch`: the checked tensors of a manifest; None: manifests are
+    of `make_snapshots`, on this machine or where it sees them. `is_supervised`: see make_vllm_sampler."""
+
+    def make(root: Path) -> ModelSnapshots:
+        return make_snapshots(root, tokenizer, _make_model(config, tokenizer, model))
+
+    return make_vllm_sampler(
+        config.engine.vllm,
+        routed=model.is_routed,
+        dtype=model.dtype,
+        max_tokens=config.agent.max_tokens + 1,
+        has_tokenizer=True,
+        fetched=None if fetch is None else FetchedSnapshots(fetch, make),
+        is_supervised=is_supervised,
+    )
+
+
+def make_snapshots(root: Path, tokenizer: Tokenizer, model: AnyModel) -> ModelSnapshots:
+    """Writes what is published where vLLM reads it, below `root`."""
+    beside = root / "tokenizer"
+    tokenizer.save(beside)
+    return ModelSnapshots(SnapshotDirectory(root / "versions", beside=[beside / TOKENIZER_FILE]), model)
+
+
+def _make_model(config: RunConfig, tokenizer: Tokenizer, model: SampledModel) -> AnyModel:
+    if model.is_own:
+        return LanguageModel(config.model, tokenizer.vocab_size)
+    assert config.initial_checkpoint is not None, "whoever has a foreign model says where it lies"
+    return load_any_model(Path(config.initial_checkpoint))
 
 
 def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:

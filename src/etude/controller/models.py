@@ -73,11 +73,18 @@ def check_routing(config: RunConfig, model: AnyModel) -> None:
 
 
 def _check_sampled(config: RunConfig, directory: Path) -> None:
-    """Our engine samples from what is defined here. Raises ConfigError."""
+    """Our engine and other clusters sample from what is defined here. Raises ConfigError."""
     if config.engine.backend != "vllm":
         raise ConfigError(
             f"needs an architecture that is defined here, and {directory.name}'s is not",
             field="engine.backend",
             received=config.engine.backend,
             fix='set it to "vllm": such models train through transformers and sample through vLLM',
+        )
+    if config.clusters.listen:
+        raise ConfigError(
+            f"clusters sample from architectures that are defined here, and {directory.name}'s is not",
+            field="clusters.listen",
+            received=config.clusters.listen,
+            fix="leave it out",
         )

@@ -11,18 +11,18 @@ from pathlib import Path
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.corpus import make_renderer
-from etude.controller.engines import make_engine
+from etude.controller.engines import SampledModel, make_engine, make_snapshots, make_vllm
 from etude.controller.remote.fleet import EngineFleet
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.runners import TimedRunner
 from etude.inference import EngineService
-from etude.inference.vllm import ModelSnapshots, SnapshotDirectory, VllmSampler, make_vllm_sampler
+from etude.inference.vllm import VllmSampler
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
 from etude.records import PolicyVersion
 from etude.store.blobs import KeptBlobs, MemoryBlobs
 from etude.tokens.renderer import Renderer
-from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
+from etude.tokens.tokenizer import Tokenizer
 from etude.weights import WeightPublisher, open_weights
 
 Service = EngineService | VllmSampler | EngineFleet
@@ -105,19 +105,15 @@ async def _open_engine(
 async def _open_vllm(
     config: RunConfig, tokenizer: Tokenizer, model: AnyModel, snapshots: Path | None
 ) -> AsyncIterator[tuple[WeightPublisher, Service]]:
-    sampler = make_vllm_sampler(
-        config.engine.vllm,
-        routed=model.num_experts > 0,
-        # vLLM's own choice for float32 weights is half precision: far from what the trainer computes.
-        dtype=str(next(model.parameters()).dtype).removeprefix("torch."),
-        max_tokens=config.agent.max_tokens + 1,
-        has_tokenizer=True,
-    )
+    sampled = SampledModel.of(model)
     with contextlib.ExitStack() as stack:
-        if snapshots is None:
-            snapshots = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="etude-snapshots-")))
-        beside = snapshots / "tokenizer"
-        tokenizer.save(beside)
-        directory = SnapshotDirectory(snapshots / "versions", beside=[beside / TOKENIZER_FILE])
-        async with sampler:
-            yield ModelSnapshots(directory, model), sampler
+        if snapshots is not None and config.clusters.listen:  # it is a run, and others sample for it
+            in_parts = config.parallel.ranks > 1
+            weights, fetch = stack.enter_context(open_weights(config.weights, in_parts=in_parts))
+        else:
+            if snapshots is None:
+                temporary = tempfile.TemporaryDirectory(prefix="etude-snapshots-")
+                snapshots = Path(stack.enter_context(temporary))
+            weights, fetch = make_snapshots(snapshots, tokenizer, model), None
+        async with make_vllm(config, tokenizer, sampled, fetch) as sampler:
+            yield weights, sampler

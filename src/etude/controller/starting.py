@@ -37,7 +37,8 @@ def check_start(config: RunConfig) -> None:
     if config.executor == "ray":
         check_executor(config)
     if config.engine.backend == "vllm":
-        check_vllm(config.engine.vllm)
+        on_cluster = config.executor == "ray" and bool(config.cluster.address)
+        check_vllm(config.engine.vllm, is_here=not on_cluster)
         choose_device(config.device, config.numerics)
     else:
         place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 
@@ -13,14 +12,12 @@ from etude.controller.reinforcement import LoopTimes, ReinforcementLoop
 from etude.controller.remote.fleet import EngineFleet
 from etude.environment.runners import EnvironmentTimes
 from etude.inference import EngineCounters, ServiceTimes, StepSums
-from etude.inference.vllm import VllmCounters, VllmSampler
 
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    counters: EngineCounters | VllmCounters
+    counters: EngineCounters
     service: ServiceTimes
-    """Of our own engine."""
     environment: EnvironmentTimes
 
 
@@ -41,10 +38,9 @@ class RunThroughput:
         began, ended = self._began, _snapshot(parts)
         self._figures = _common_figures(began, ended, loop.times)
         self._figures["trainer_busy_share"] = loop.utilisation.busy_share
-        if isinstance(began.counters, VllmCounters):
-            self._figures |= _vllm_figures(began.counters, cast(VllmCounters, ended.counters), loop.times)
-        else:
-            self._figures |= _engine_figures(began, ended, loop.times)
+        self._figures |= _token_figures(began.counters, ended.counters, loop.times)
+        if ended.counters.steps:
+            self._figures |= _step_figures(began, ended, loop.times)
 
     def to_json(self) -> dict[str, float]:
         """Tokens, seconds and tokens per second; empty before `end`."""
@@ -56,7 +52,7 @@ def part_seconds(parts: Parts) -> dict[str, float]:
     how often a session moved from one to another, as its tools had taken their time."""
     environment = parts.environment.times
     seconds = {"tools_s": environment.tools_s, "grade_s": environment.grade_s}
-    if not isinstance(parts.service, VllmSampler):
+    if parts.service.counters.steps:
         times = parts.service.times
         seconds |= {
             "engine_step_s": times.step_s,
@@ -69,12 +65,10 @@ def part_seconds(parts: Parts) -> dict[str, float]:
 
 
 def _snapshot(parts: Parts) -> _Snapshot:
-    service, environment = parts.service, copy.copy(parts.environment.times)
-    if isinstance(service, VllmSampler):
-        return _Snapshot(copy.copy(service.counters), ServiceTimes(), environment)
-    if isinstance(service, EngineFleet):
-        return _Snapshot(service.counters, service.times, environment)
-    return _Snapshot(copy.copy(service.engine.counters), copy.deepcopy(service.times), environment)
+    service = parts.service
+    return _Snapshot(
+        copy.copy(service.counters), copy.deepcopy(service.times), copy.copy(parts.environment.times)
+    )
 
 
 def _common_figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict[str, float]:
@@ -90,35 +84,30 @@ def _common_figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict
     }
 
 
-def _vllm_figures(began: VllmCounters, ended: VllmCounters, loop: LoopTimes) -> dict[str, float]:
-    """vLLM's steps are its own: only tokens of answered messages are known, and the time of rollouts."""
-    decode_tokens = ended.sampled_tokens - began.sampled_tokens
-    cached_tokens = ended.cached_tokens - began.cached_tokens
+def _token_figures(began: EngineCounters, ended: EngineCounters, loop: LoopTimes) -> dict[str, float]:
+    """What is known of any engine; of vLLM, whose steps are its own, only this, and of answered messages."""
+    decode_tokens = ended.decode_tokens - began.decode_tokens
     return {
         "sampled_tokens_per_rollout_s": decode_tokens / loop.rollout_s if loop.rollout_s else 0.0,
         "decode_tokens": float(decode_tokens),
-        "prefill_tokens": float(ended.prompt_tokens - began.prompt_tokens - cached_tokens),
-        "cached_tokens": float(cached_tokens),
+        "prefill_tokens": float(ended.prefill_tokens - began.prefill_tokens),
+        "cached_tokens": float(ended.cached_tokens - began.cached_tokens),
     }
 
 
-def _engine_figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict[str, float]:
-    """Rates in tokens per second of the time that the engine was at it.
+def _step_figures(began: _Snapshot, ended: _Snapshot, loop: LoopTimes) -> dict[str, float]:
+    """Rates in tokens per second of the time that our engine was at it.
 
     A step that prefills also decodes: `split_step_times` shares its time out.
     """
-    a, b = cast(EngineCounters, began.counters), cast(EngineCounters, ended.counters)
-    decode_tokens = b.decode_tokens - a.decode_tokens
-    prefill_tokens = b.prefill_tokens - a.prefill_tokens
+    decode_tokens = ended.counters.decode_tokens - began.counters.decode_tokens
+    prefill_tokens = ended.counters.prefill_tokens - began.counters.prefill_tokens
     step_s = ended.service.step_s - began.service.step_s
     decode_s, prefill_s = split_step_times(ended.service.steps.since(began.service.steps), step_s)
     return {
         "decode_tokens_per_s": decode_tokens / decode_s if decode_s > 0 else 0.0,
         "prefill_tokens_per_s": prefill_tokens / prefill_s if prefill_s > 0 else 0.0,
         "engine_tokens_per_s": (decode_tokens + prefill_tokens) / step_s if step_s else 0.0,
-        "sampled_tokens_per_rollout_s": decode_tokens / loop.rollout_s if loop.rollout_s else 0.0,
-        "decode_tokens": float(decode_tokens),
-        "prefill_tokens": float(prefill_tokens),
         "engine_s": step_s,
         "engine_busy_share": step_s / loop.elapsed_s if loop.elapsed_s else 0.0,
         "waiting_for_tools_s": ended.service.waiting_s - began.service.waiting_s,

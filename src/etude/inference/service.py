@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.errors import EtudeError, SamplerError
+from etude.inference.counters import EngineCounters
 from etude.inference.engine import Engine
 from etude.inference.scorer import Scorer
 from etude.inference.sequences import Answer
@@ -253,6 +254,11 @@ class EngineService:
         return self._pace is not None
 
     # ---- for routers and metrics ----------------------------------------------------------------
+
+    @property
+    def counters(self) -> EngineCounters:
+        """What the engine has done."""
+        return self.engine.counters
 
     @property
     def failure(self) -> BaseException | None:

@@ -397,7 +397,7 @@ async def test_the_first_chunk_says_how_much_of_the_prompt_was_cached(tmp_path: 
         streamed = await reader.ask(setting.sampler, [1, 2, 3], streaming=True)
         assert [chunk.cached_tokens for chunk in streamed] == [None] * len(streamed)
         counters = setting.sampler.counters
-        assert (counters.sampled_tokens, counters.prompt_tokens, counters.cached_tokens) == (24, 42, 31)
+        assert (counters.decode_tokens, counters.prefill_tokens, counters.cached_tokens) == (24, 11, 31)
 
 
 @asynchronous

@@ -16,7 +16,7 @@ from etude.controller.clusters.sampling import SamplingCluster, SamplingCounts, 
 from etude.controller.clusters.wire import API, Makings
 from etude.controller.compute import use_sampling_threads
 from etude.controller.corpus import make_renderer
-from etude.controller.engines import make_engine
+from etude.controller.engines import LocalService, SampledModel, make_engine, make_vllm
 from etude.controller.numerics import settle_numerics
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import ConfigError, InfrastructureError, SamplerError
@@ -24,7 +24,7 @@ from etude.inference import EngineService
 from etude.observe import Observer
 from etude.store.blobs import MemoryBlobs
 from etude.tokens.tokenizer import Tokenizer
-from etude.weights import make_subscriber
+from etude.weights import Subscriber, make_subscriber
 from etude.weights.folders import UnavailableError, open_folder
 from etude.weights.opening import check_reading
 
@@ -109,17 +109,13 @@ def _take_over(
             field="weights.read_url",
             fix="--set weights.read_url=http://HOST:PORT, a relay of this cluster (`etude relay`)",
         )
-    for field, received, needed in (
-        ("executor", config.executor, "local"),
-        ("engine.backend", config.engine.backend, "etude"),
-    ):
-        if received != needed:
-            raise ConfigError(
-                f"must be {needed!r}: a cluster's engine is in the process of its sessions",
-                field=field,
-                received=received,
-                fix="start `etude sample` once for each engine, with names of their own",
-            )
+    if config.executor != "local":
+        raise ConfigError(
+            "must be 'local': a cluster's engine is in the process of its sessions",
+            field="executor",
+            received=config.executor,
+            fix="start `etude sample` once for each engine, with names of their own",
+        )
     return settle_numerics(config), Tokenizer.load(directory)
 
 
@@ -140,8 +136,8 @@ async def open_site(config: RunConfig, tokenizer: Tokenizer, name: str) -> Async
         renderer, blobs = make_renderer(tokenizer), MemoryBlobs()
         limits = EpisodeLimits.from_config(config)
         environment = Environment(backend, renderer, limits, config.rl.reward, blobs.put)
-        engine = make_engine(config, tokenizer)
-        async with EngineService(engine, make_subscriber(config.weights).fetch, None) as service:
+        subscriber = make_subscriber(config.weights)
+        async with _make_service(config, tokenizer, subscriber) as service:
 
             def check() -> None:
                 if service.failure is not None:
@@ -159,3 +155,9 @@ async def open_site(config: RunConfig, tokenizer: Tokenizer, name: str) -> Async
             )
     finally:
         await backend.close()
+
+
+def _make_service(config: RunConfig, tokenizer: Tokenizer, subscriber: Subscriber) -> LocalService:
+    if config.engine.backend == "vllm":
+        return make_vllm(config, tokenizer, SampledModel.configured(config), subscriber.fetch)
+    return EngineService(make_engine(config, tokenizer), subscriber.fetch, None)

@@ -34,6 +34,7 @@ from etude.controller.backends import open_run_backend
 from etude.controller.borrowed_engine import Needs
 from etude.controller.corpus import make_renderer
 from etude.controller.elastic import ElasticPool
+from etude.controller.engines import SampledModel
 from etude.controller.parts import Blobs, Parts, open_blobs
 from etude.controller.remote.engine_part import EnginePart
 from etude.controller.remote.episodes import RemoteEpisodes
@@ -70,7 +71,10 @@ async def open_remote(
     await executor.reserve(needs)
     journal = FaultJournal(place.metrics, place.observer, place.faults)
     nodes = NodeHealth(config.cluster, journal)
-    here = _Here(executor, config, tokenizer, place, {one.part: one for one in needs}, journal, nodes)
+    sampled = SampledModel.of(model, config.dtype)
+    here = _Here(
+        executor, config, tokenizer, sampled, place, {one.part: one for one in needs}, journal, nodes
+    )
     renderer, blobs = make_renderer(tokenizer), open_blobs(place.routes)
     fleet = here.engines()
     try:
@@ -94,6 +98,7 @@ class _Here:
     executor: PartExecutor
     config: RunConfig
     tokenizer: Tokenizer
+    model: SampledModel
     place: Place
     needs: dict[str, Resources]
     """Of each part, by name."""
@@ -133,7 +138,7 @@ class _Here:
         """The engines, not started."""
         config = self.config
         delay = config.engine.tool_delay_steps if keeps_schedule(config) else None
-        arguments = (config, self.tokenizer, self.weights, delay)
+        arguments = (config, self.tokenizer, self.weights, delay, self.model)
         spawns = {name: self.spawning(name, EnginePart, *arguments) for name in self.named(ENGINE)}
         return EngineFleet(spawns, self.build, config.cluster, self.journal, self.nodes)
 
@@ -185,7 +190,7 @@ class _Here:
             yield None
             return
         owner = f"{sandbox_owner(place)}/{EVALUATION}"
-        arguments = (config, self.tokenizer, self.weights, self.limits, owner)
+        arguments = (config, self.tokenizer, self.weights, self.limits, owner, self.model)
         beside = EvaluationBeside(
             self.spawning(EVALUATION, EvaluationPart, *arguments),
             self.build,

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.config import RunConfig
-from etude.controller.engines import make_engine
+from etude.controller.engines import LocalService, SampledModel, make_engine, make_vllm
 from etude.controller.remote.weights import DirectoryWeights
 from etude.errors import SamplerError
 from etude.inference import EngineCounters, EngineService, ServiceTimes
@@ -39,12 +39,19 @@ class EnginePart:
     requests unlike each other's. For one event loop; `begin` comes first."""
 
     def __init__(
-        self, config: RunConfig, tokenizer: Tokenizer, weights: Path, delay_steps: int | None
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        weights: Path,
+        delay_steps: int | None,
+        model: SampledModel | None = None,
+        service: LocalService | None = None,
     ) -> None:
         """`weights`: where the trainer publishes to, if not to the store that `config.weights` names.
-        `delay_steps`: see EngineService."""
+        `delay_steps`: see EngineService. `model`: what is sampled, if the section `model` does not say it.
+        `service`: an engine instead of the one that is configured."""
         self._build = Build.here(config.model)
-        self._service = make_service(config, tokenizer, weights, delay_steps)
+        self._service = service or make_service(config, tokenizer, weights, delay_steps, model)
         self._exchanges: dict[str, Exchange] = {}
         """By client."""
 
@@ -57,7 +64,7 @@ class EnginePart:
         """What was done so far, if all is well. Raises SamplerError where the engine has failed."""
         if self._service.failure is not None:
             raise SamplerError("the engine has failed", received=repr(self._service.failure))
-        return Usage(self._service.engine.counters, self._service.times)
+        return Usage(self._service.counters, self._service.times)
 
     async def exchange(self, commands: Sequence[Command], client: str = "") -> None:
         """See Exchange.exchange."""
@@ -96,11 +103,18 @@ class EnginePart:
 
 
 def make_service(
-    config: RunConfig, tokenizer: Tokenizer, weights: Path, delay_steps: int | None
-) -> EngineService:
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    weights: Path,
+    delay_steps: int | None,
+    model: SampledModel | None = None,
+) -> LocalService:
     """An engine that fetches what the trainer's process publishes. Arguments: see EnginePart."""
-    stored = bool(config.weights.url)
-    fetch = make_subscriber(config.weights).fetch if stored else DirectoryWeights(weights).fetch
+    stored = make_subscriber(config.weights).fetch if config.weights.url else None
+    if config.engine.backend == "vllm":
+        model = model or SampledModel.configured(config)
+        return make_vllm(config, tokenizer, model, stored, is_supervised=True)
+    fetch = stored or DirectoryWeights(weights).fetch
     return EngineService(make_engine(config, tokenizer), fetch, delay_steps)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.corpus import make_renderer
+from etude.controller.engines import SampledModel
 from etude.controller.remote.engine_part import make_service
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import SamplerError
@@ -37,12 +38,18 @@ class EvaluationPart:
     """Judges versions, one after the other. For one event loop; `begin` comes first."""
 
     def __init__(
-        self, config: RunConfig, tokenizer: Tokenizer, weights: Path, limits: EpisodeLimits, owner: str
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        weights: Path,
+        limits: EpisodeLimits,
+        owner: str,
+        model: SampledModel | None = None,
     ) -> None:
-        """`weights`: see EnginePart; `owner`: see RolloutPart. Raises ResourceError where no sandboxes can be
-        made here."""
+        """`weights`, `model`: see EnginePart; `owner`: see RolloutPart. Raises ResourceError where no
+        sandboxes can be made here."""
         self._config = config
-        self._service = make_service(config, tokenizer, weights, config.engine.tool_delay_steps)
+        self._service = make_service(config, tokenizer, weights, config.engine.tool_delay_steps, model)
         self._backend = open_run_backend(config.sandbox, owner)
         renderer = make_renderer(tokenizer)
         self._environment = Environment(self._backend, renderer, limits, config.rl.reward, keep_routes=None)

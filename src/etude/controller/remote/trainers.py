@@ -19,6 +19,7 @@ import torch
 
 from etude.config import ClusterConfig, RunConfig
 from etude.controller.compute import place_model
+from etude.controller.engines import make_snapshots
 from etude.controller.numerics import use_numerics
 from etude.controller.ranks import Routes
 from etude.controller.remote.weights import DirectoryWeights
@@ -66,9 +67,13 @@ class RemoteTrainingPart:
         loaded = place_model(load_any_model(model), config)
         use_numerics(loaded, config)
         with contextlib.ExitStack() as stack:
-            publisher: WeightPublisher = DirectoryWeights(weights)
+            publisher: WeightPublisher
             if config.weights.url:
                 publisher = stack.enter_context(open_publisher(config.weights, on_wait=self._note_outage))
+            elif config.engine.backend == "vllm":
+                publisher = make_snapshots(weights, tokenizer, loaded)
+            else:
+                publisher = DirectoryWeights(weights)
             self._part = stack.enter_context(
                 TrainingPart(config, loaded, tokenizer, paths, publisher, self._metrics, self._observer)
             )

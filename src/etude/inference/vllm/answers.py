@@ -180,4 +180,4 @@ def _inline_routes(text: str | None) -> Routes | None:
 def _finish(reason: str | None) -> Finish | None:
     if reason in (None, "stop", "length", "abort"):
         return cast("Finish | None", reason)
-    raise SamplerError("vLLM gave a request up", field="finish_reason", received=reason)
+    raise SamplerError("vLLM gave a request up", received=reason)

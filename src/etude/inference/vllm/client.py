@@ -21,7 +21,8 @@ _CONNECT_S = 10.0
 
 
 class VllmClient:
-    """One server. Errors of the connection and of the server are SamplerErrors."""
+    """One server. Errors of the connection and of the server are SamplerErrors; one that names a field is of
+    the request, and another server would answer the same."""
 
     def __init__(self, url: str, key: str = "") -> None:
         """`url`: without a path. `key`: the server's `--api-key`, if it has one."""
@@ -123,7 +124,7 @@ class VllmClient:
     def _check_open(self) -> None:
         """httpx answers with a RuntimeError, and this is a failure like others."""
         if self._http.is_closed:
-            raise SamplerError("vLLM was taken down", field="vllm", received=self.url)
+            raise SamplerError("vLLM was taken down", received=self.url)
 
 
 def _read_json(path: str, text: str) -> dict[str, Any]:
@@ -141,8 +142,10 @@ def _refused(path: str, status: int, content: bytes) -> SamplerError:
     fix = None
     if status == 404:
         fix = "start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+    if status >= 500:
+        return SamplerError("vLLM failed", received=f"{path}: {status} {text}")
     return SamplerError("vLLM refuses", field=path, received=f"{status} {text}", fix=fix)
 
 
 def _silent(error: httpx.HTTPError) -> SamplerError:
-    return SamplerError("vLLM does not answer", field="vllm", received=repr(error))
+    return SamplerError("vLLM does not answer", received=repr(error))

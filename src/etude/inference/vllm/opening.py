@@ -8,8 +8,9 @@ import torch
 
 from etude.config.engine import VllmConfig
 from etude.errors import ConfigError
-from etude.inference.vllm.replica import Replica
-from etude.inference.vllm.sampler import VllmSampler
+from etude.inference.vllm.publishing import FetchedSnapshots
+from etude.inference.vllm.replica import MOST_RESTARTS, Replica
+from etude.inference.vllm.sampler import DRAIN_S, VllmSampler
 from etude.inference.vllm.servers import (
     CPU_ARGUMENTS,
     CPU_ENVIRONMENT,
@@ -18,6 +19,7 @@ from etude.inference.vllm.servers import (
     VllmServer,
     no_interpreter,
 )
+from etude.inference.vllm.snapshots import open_snapshot
 
 
 def make_vllm_sampler(
@@ -27,12 +29,17 @@ def make_vllm_sampler(
     dtype: str = "auto",
     max_tokens: int = 0,
     has_tokenizer: bool = False,
+    fetched: FetchedSnapshots | None = None,
+    is_supervised: bool = False,
 ) -> VllmSampler:
     """A sampler that starts nothing before its first `stage`; use it as an async context manager.
 
     `routed`: whether the model is a mixture of experts, whose routes are to be recorded; None where that is
     not known, and a CPU's vLLM then looks. `dtype`: in which vLLM computes. `max_tokens`: of a session, 0: as
-    many as the model can; a server that is started keeps room for no more. Raises ConfigError.
+    many as the model can; a server that is started keeps room for no more. `fetched`: brings weights here
+    that are published elsewhere; else manifests name directories that this machine sees. `is_supervised`:
+    somebody else starts all of it again, so that a server that is gone is not, and the end waits for nothing.
+    Raises ConfigError.
     """
     check_vllm(config)
     has_routes = config.record_routes and routed is not False
@@ -49,13 +56,18 @@ def make_vllm_sampler(
             # On GPUs vLLM records them itself, and sends them with its answers.
             capture_routes=has_routes and not (on_gpu and config.python),
             tolerance=config.probe_tolerance,
+            most_restarts=0 if is_supervised else MOST_RESTARTS,
+            find=open_snapshot if fetched is None else fetched.open,
         ),
         has_tokenizer=has_tokenizer,
+        drain_s=0.0 if is_supervised else DRAIN_S,
+        on_end=(lambda: None) if fetched is None else fetched.close,
     )
 
 
-def check_vllm(config: VllmConfig) -> None:
-    """Raises ConfigError unless it says where vLLM is, and it is there."""
+def check_vllm(config: VllmConfig, *, is_here: bool = True) -> None:
+    """Raises ConfigError unless it says where vLLM is, and it is there. `is_here`: whether a server would be
+    started on this machine."""
     if not config.python and not config.url:
         raise ConfigError(
             "vLLM is asked for, and neither where to start it nor where it runs is said",
@@ -63,7 +75,7 @@ def check_vllm(config: VllmConfig) -> None:
             received="",
             fix="name the bin/python of vLLM's environment, or a server with engine.vllm.url",
         )
-    if config.python and not Path(config.python).exists():
+    if config.python and is_here and not Path(config.python).exists():
         raise no_interpreter(config.python)
 
 

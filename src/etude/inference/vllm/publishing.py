@@ -1,9 +1,12 @@
-"""The trainer's weights as snapshots that vLLM reads."""
+"""The trainer's weights as snapshots that vLLM reads, written by whoever trains or where they arrive."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,9 +14,13 @@ from torch import Tensor, nn
 
 from etude.errors import WeightUpdateError
 from etude.inference.vllm.probes import Probe
-from etude.inference.vllm.snapshots import SnapshotDirectory
+from etude.inference.vllm.snapshots import Snapshot, SnapshotDirectory, open_snapshot
 from etude.model.loading import AnyModel, save_any_model
+from etude.observe.scratch import scratch_directory, sweep
 from etude.records import PolicyVersion, WeightManifest
+
+_PREFIX = "etude-vllm-weights-"
+"""Of temporary directories, each of one process."""
 
 
 class ModelSnapshots:
@@ -50,3 +57,31 @@ class ModelSnapshots:
 
         with torch.no_grad():
             return self._directory.publish(version, write, Probe.of(shell))
+
+
+class FetchedSnapshots:
+    """What a weight store holds, as snapshots on this machine. They have the store's versions."""
+
+    def __init__(
+        self,
+        fetch: Callable[[WeightManifest], Mapping[str, Tensor]],
+        make: Callable[[Path], ModelSnapshots],
+    ) -> None:
+        """`fetch`: the checked tensors of a manifest. `make`: who writes them below a directory."""
+        self._fetch, self._make = fetch, make
+        self._snapshots: ModelSnapshots | None = None
+        self._stack = contextlib.ExitStack()
+
+    def open(self, manifest: WeightManifest) -> Snapshot:
+        """Fetches, writes and reads again: one call at a time. Raises WeightUpdateError, StoreError."""
+        if self._snapshots is None:
+            root = Path(tempfile.gettempdir())
+            sweep(root, _PREFIX)
+            self._snapshots = self._make(self._stack.enter_context(scratch_directory(root, _PREFIX)))
+        written = self._snapshots.publish(manifest.version, self._fetch(manifest))
+        snapshot = open_snapshot(written)
+        return replace(snapshot, manifest=replace(written, version=manifest.version))
+
+    def close(self) -> None:
+        """Removes all of them."""
+        self._stack.close()

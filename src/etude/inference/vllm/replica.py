@@ -15,14 +15,14 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import EtudeError, SamplerError, WeightUpdateError
+from etude.errors import EtudeError, ResourceError, SamplerError, WeightUpdateError
 from etude.inference.vllm.activations import Activation, History
 from etude.inference.vllm.answers import Part
 from etude.inference.vllm.asking import Abilities, greet, score_tokens
@@ -34,12 +34,14 @@ from etude.model.loading import load_any_model
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, WeightManifest
 
+MOST_RESTARTS = 3
 _LOG = logging.getLogger(__name__)
-_MAX_RESTARTS = 3
 T = TypeVar("T")
 
 ReferenceProbe = Callable[[Path], Probe]
 """Scores a snapshot's probe with a freshly loaded model."""
+OpenSnapshot = Callable[[WeightManifest], Snapshot]
+"""Brings what a manifest names here, checked."""
 
 
 @dataclass(slots=True)
@@ -71,13 +73,19 @@ class Replica:
         capture_routes: bool = True,
         tolerance: float = 0.0,
         load_timeout_s: float = 600.0,
+        most_restarts: int = MOST_RESTARTS,
         reference: ReferenceProbe = reference_probe,
+        find: OpenSnapshot = open_snapshot,
     ) -> None:
+        """`most_restarts`: in a row, of a server that is gone or took wrong weights; 0 where somebody else
+        starts all of it again. `find`: called in a thread."""
         self._server = server
         self._capture = capture_routes
         self._tolerance = tolerance
         self._load_timeout_s = load_timeout_s
+        self._most_restarts = most_restarts
         self._reference = reference
+        self._find = find
         self._lock = asyncio.Lock()
         self._client: VllmClient | None = None
         self._staged: Snapshot | None = None
@@ -107,8 +115,16 @@ class Replica:
         is_up = self._client is not None and self._serving.is_set()
         return self._served.version if is_up and self._served is not None else None
 
+    @property
+    def failure(self) -> EtudeError | None:
+        """Why nothing will be served any more."""
+        return self._failure
+
     async def stage(self, manifest: WeightManifest) -> None:
-        """See WeightSink.stage: checks every byte, scores the probe, and starts the server if need be."""
+        """See WeightSink.stage: checks every byte, scores the probe, and starts the server if need be.
+
+        Raises ResourceError where it does not start.
+        """
         await _to_its_end(self._stage(manifest))
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
@@ -147,7 +163,7 @@ class Replica:
         """
         await self._settled.wait()
         if self._client is not client:
-            raise SamplerError("vLLM went down while it sampled", field="vllm", fix="sample again")
+            raise SamplerError("vLLM went down while it sampled", fix="sample again")
 
     async def score(self, tokens: NDArray[np.int32], name: str) -> Part:
         """vLLM's own log-probabilities of `tokens`; the request is called `name`. Raises SamplerError."""
@@ -158,14 +174,14 @@ class Replica:
     async def _stage(self, manifest: WeightManifest) -> None:
         async with self._lock:
             self._staged = None
-            snapshot = await asyncio.to_thread(open_snapshot, manifest)
+            snapshot = await asyncio.to_thread(self._find, manifest)
             if self._served is not None:
-                check_same_shapes(self._served.manifest, manifest)
+                check_same_shapes(self._served.manifest, snapshot.manifest)
             if snapshot.probe is None:
                 probe = await asyncio.to_thread(self._reference, snapshot.directory)
-                snapshot = Snapshot(snapshot.directory, manifest, probe)
+                snapshot = replace(snapshot, probe=probe)
             if self._client is None and self._failure is None:
-                await self._start(snapshot)
+                await self._start_first(snapshot)
             self._staged = snapshot
 
     async def _activate(self, version: PolicyVersion, kv: KvPolicy) -> None:
@@ -270,6 +286,15 @@ class Replica:
 
     # ---- the server's life ----------------------------------------------------------------------
 
+    async def _start_first(self, snapshot: Snapshot) -> None:
+        """A server that never came up is for its user to mend. Raises ResourceError."""
+        try:
+            await self._start(snapshot)
+        except SamplerError as error:
+            raise ResourceError(
+                error.message, field=error.field or "engine.vllm", received=error.received, fix=error.fix
+            ) from error
+
     async def _start(self, snapshot: Snapshot) -> None:
         """Starts the server with a snapshot's weights; nothing is served yet. Raises SamplerError."""
         url = await self._server.start(snapshot.directory)
@@ -290,9 +315,10 @@ class Replica:
 
     async def _go_back(self) -> None:
         """After a refused update: the server begins again with what was served before."""
-        await self._take_down("the update failed")
+        reason = "the update failed"
+        await self._take_down(reason)
         if self._served is not None:
-            await self._begin_again(self._served)
+            await self._begin_again(self._served, reason)
 
     async def _take_down(self, reason: str) -> None:
         if self._watcher is not None and self._watcher is not asyncio.current_task():
@@ -306,9 +332,10 @@ class Replica:
             await client.close()
         self.history.refuse_open()
 
-    async def _begin_again(self, snapshot: Snapshot) -> None:
-        """Raises SamplerError when it failed too often; then nothing will be served."""
-        for attempt in range(1, _MAX_RESTARTS + 1):
+    async def _begin_again(self, snapshot: Snapshot, reason: str) -> None:
+        """Raises what failed last when it failed too often; then nothing will be served."""
+        failure: EtudeError = SamplerError("vLLM went down", received=reason)
+        for _ in range(self._most_restarts):
             self.restarts += 1
             try:
                 await self._start(snapshot)
@@ -320,10 +347,10 @@ class Replica:
                 return
             except EtudeError as error:
                 await self._take_down(str(error))
-                if attempt == _MAX_RESTARTS:
-                    self._failure = error
-                    self._serving.set()  # wakes those who wait, who then find the failure
-                    raise
+                failure = error
+        self._failure = failure
+        self._serving.set()  # wakes those who wait, who then find the failure
+        raise failure
 
     async def _watch(self) -> None:
         """Begins again when the server has gone by itself."""
@@ -339,7 +366,7 @@ class Replica:
             await self._take_down(reason)
             if self._served is not None:
                 with contextlib.suppress(EtudeError):  # kept in _failure, for those who ask
-                    await self._begin_again(self._served)
+                    await self._begin_again(self._served, reason)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:

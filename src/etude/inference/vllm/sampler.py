@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from uuid import uuid4
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import SamplerError
+from etude.errors import EtudeError, SamplerError
+from etude.inference.counters import EngineCounters
+from etude.inference.times import ServiceTimes
 from etude.inference.vllm.answers import Finish, Part, Routes, read_part, read_routes
 from etude.inference.vllm.asking import Abilities
 from etude.inference.vllm.client import VllmClient
@@ -29,29 +31,33 @@ from etude.inference.vllm.sessions import Sessions
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 
-
-@dataclass(slots=True)
-class VllmCounters:
-    """Tokens of the messages that were answered."""
-
-    sampled_tokens: int = 0
-    prompt_tokens: int = 0
-    """Of whole inputs, with what was cached of them."""
-    cached_tokens: int = 0
-    """Of those, tokens whose keys were there already."""
+DRAIN_S = 30.0
+"""How long requests in flight are waited for at the end."""
 
 
 class VllmSampler:
     """A replica of vLLM. Use as an async context manager: on the way out requests in flight are waited for,
     and the server ends."""
 
-    def __init__(self, replica: Replica, *, has_tokenizer: bool = False, drain_s: float = 30.0) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        has_tokenizer: bool = False,
+        drain_s: float = DRAIN_S,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
         """`has_tokenizer`: whether snapshots carry tokenizer.json: only then can stop texts be found.
-        `drain_s`: how long requests in flight are waited for at the end; then they are aborted."""
+        `drain_s`: how long requests in flight are waited for at the end; then they are aborted. `on_end`:
+        called when the server has ended."""
         self.replica = replica
-        self.counters = VllmCounters()
+        self.counters = EngineCounters()
+        """Tokens of the messages that were answered; vLLM's steps are its own."""
+        self.times = ServiceTimes()
+        """Of weight updates."""
         self._has_tokenizer = has_tokenizer
         self._drain_s = drain_s
+        self._on_end = on_end
         self._is_draining = False
         self._sessions = Sessions()
         self._running: dict[str, Running] = {}
@@ -68,7 +74,10 @@ class VllmSampler:
         finally:
             for task in self._tasks:
                 task.cancel()
-            await self.replica.close()
+            try:
+                await self.replica.close()
+            finally:
+                self._on_end()
 
     async def drain(self, timeout_s: float) -> None:
         """Takes no more requests and waits for those in flight; after `timeout_s` the rest is aborted."""
@@ -79,15 +88,26 @@ class VllmSampler:
         for request_id in list(self._running):
             self.abort(request_id)
 
+    @property
+    def failure(self) -> EtudeError | None:
+        """Why nothing will be sampled any more."""
+        return self.replica.failure
+
     # ---- WeightSink -----------------------------------------------------------------------------
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """See WeightSink.stage."""
+        """See WeightSink.stage, and Replica.stage."""
+        began = time.perf_counter()
         await self.replica.stage(manifest)
+        self.times.stage_s += time.perf_counter() - began
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate."""
         await self.replica.activate(version, kv)
+        pause_s = self.replica.times.pause_s
+        self.counters.weight_updates += 1
+        self.times.swap_s += pause_s
+        self.times.longest_swap_s = max(self.times.longest_swap_s, pause_s)
 
     def current(self) -> PolicyVersion | None:
         """See WeightSink.current."""
@@ -178,7 +198,7 @@ class VllmSampler:
                 "vLLM was not ready before the deadline", field="deadline_s", received=request.deadline_s
             ) from None
         if self._is_draining:
-            raise SamplerError("vLLM is being stopped", field="vllm", fix="ask another replica")
+            raise SamplerError("vLLM is being stopped", fix="ask another replica")
         assert self.replica.abilities is not None
         return client, self.replica.abilities
 
@@ -240,9 +260,10 @@ class VllmSampler:
         return None if document is None else read_routes(document)
 
     def _count(self, running: Running) -> None:
-        self.counters.sampled_tokens += running.num_sampled
-        self.counters.prompt_tokens += running.num_prompt
-        self.counters.cached_tokens += running.cached_tokens or 0
+        cached_tokens = running.cached_tokens or 0
+        self.counters.decode_tokens += running.num_sampled
+        self.counters.prefill_tokens += running.num_prompt - cached_tokens
+        self.counters.cached_tokens += cached_tokens
 
     def _check_version(self, wanted: PolicyVersion, *, is_minimum: bool) -> None:
         current = self.current()

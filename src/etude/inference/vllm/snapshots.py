@@ -7,6 +7,7 @@ the weights computes them again, because neither a success status nor a version 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -58,7 +59,8 @@ class SnapshotDirectory:
     def publish(
         self, version: PolicyVersion, write: Callable[[Path], None], probe: Probe | None = None
     ) -> WeightManifest:
-        """Writes a version with `write(directory)` and names it; its version carries the weights' digest.
+        """Writes a version with `write(directory)` and names it; its version carries the weights' digest. The
+        same weights published again are left as they lie: somebody may be reading them.
 
         Raises StoreError if it cannot be written; nothing half-written is left.
         """
@@ -73,9 +75,11 @@ class SnapshotDirectory:
             name = f"{version.lineage}-{version.step:08d}-{described.version.digest[:16]}"
             final = self._root / name
             manifest = WeightManifest(described.version, described.tensors, _SCHEME + str(final))
-            (partial / _RECORD).write_text(_dump(manifest, probe), encoding="utf-8")
-            shutil.rmtree(final, ignore_errors=True)
-            partial.rename(final)
+            if final.exists():
+                os.utime(final)  # it is the newest again
+            else:
+                (partial / _RECORD).write_text(_dump(manifest, probe), encoding="utf-8")
+                partial.rename(final)
         except OSError as error:
             raise StoreError(
                 f"a snapshot cannot be written: {error}", field="snapshots", received=str(self._root)
