@@ -68,10 +68,10 @@ def _describe_kernels() -> str:
     from etude.inference.native import load_library
 
     try:
-        load_library()
+        lanes = load_library().etude_lanes()
     except ResourceError as error:
         return f"eager ({error})"
-    return "native"
+    return f"native, vectors of {32 * lanes} bits"
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -5,7 +5,9 @@ One home for every layer that has native code: the transformer's kernels and the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import os
 import platform
@@ -13,7 +15,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from xxhash import xxh3_128_hexdigest
@@ -24,7 +27,6 @@ _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
     "-O3",
     "-std=gnu11",
-    "-shared",
     "-fPIC",
     "-pthread",
     "-fno-math-errno",
@@ -32,7 +34,8 @@ _FLAGS = (
     "-ffp-contract=off",  # what is fused is said in the source: copies of a loop must not differ
 )
 _TARGETS = ("-march=native", "-mcpu=native", None)
-_TIMEOUT_S = 120.0
+_TIMEOUT_S = 900.0
+"""Some seconds where nothing else runs."""
 
 
 def find_compiler() -> list[str] | None:
@@ -45,11 +48,14 @@ def find_compiler() -> list[str] | None:
     return None
 
 
-def compile_library(directory: Path, *, field: str, fix: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
+def compile_library(
+    directory: Path, *, field: str, fix: str, flags: Sequence[str] = (), timeout_s: float = _TIMEOUT_S
+) -> ctypes.CDLL:
     """The library of a directory's C sources, compiled if no cached one fits. Slow the first time: cache it.
 
     `field` and `fix`: what the error names, since what to do without a compiler differs by caller. `flags`:
-    the compiler's, beside those for speed. Raises ResourceError without a compiler that does it.
+    the compiler's, beside those for speed. `timeout_s`: for one source; it is long, since some machines do
+    much else. Raises ResourceError without a compiler that does it.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -58,11 +64,14 @@ def compile_library(directory: Path, *, field: str, fix: str, flags: Sequence[st
     every_flag = (*_FLAGS, *flags)
     target = _cache_directory() / f"{directory.name}-{_key(compiler, every_flag, sources)}.so"
     try:
-        if not target.exists():
-            _compile(compiler, every_flag, [str(path) for path in sources if path.suffix == ".c"], target)
-        return ctypes.CDLL(str(target))
-    except _CompilerFailure as failure:
+        with _locked(target.parent):
+            if not target.exists():
+                units = [path for path in sources if path.suffix == ".c"]
+                _compile([*compiler, *every_flag], units, target, timeout_s)
+    except (_CompilerFailure, OSError) as failure:
         raise _failure(f"compiling failed: {failure}", shlex.join(compiler), field, fix) from failure
+    try:
+        return ctypes.CDLL(str(target))
     except OSError as error:
         problem = f"the compiled library does not load: {error}"
         raise _failure(problem, shlex.join(compiler), field, fix) from error
@@ -72,27 +81,58 @@ class _CompilerFailure(Exception):
     """What the compiler complains of."""
 
 
-def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[str], target: Path) -> None:
-    """Writes `target` whole or not at all, so that processes may race for it."""
+def _compile(command: Sequence[str], sources: Sequence[Path], target: Path, timeout_s: float) -> None:
+    """Writes `target` whole or not at all."""
     with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-        output = Path(directory) / target.name
-        problems = ""
         for processor in _TARGETS:
             own = [processor] if processor else []
-            problems = _run([*compiler, *flags, *own, *sources, "-o", str(output), "-lm"])
-            if output.exists() and not problems:
-                output.replace(target)
+            try:
+                _build([*command, *own], sources, Path(directory) / target.name, timeout_s)
+            except _CompilerFailure:
+                # This one may not know the option. One that is too slow is not asked for code for any
+                # processor, which would then be kept.
+                if processor is None:
+                    raise
+            else:
+                (Path(directory) / target.name).replace(target)
                 return
-    raise _CompilerFailure(problems.strip()[-500:] or "it wrote no library")
 
 
-def _run(command: Sequence[str]) -> str:
-    """Runs the compiler; returns what it complains of, empty if it succeeded."""
+def _build(command: Sequence[str], sources: Sequence[Path], output: Path, timeout_s: float) -> None:
+    """Compiles the sources side by side, and links them."""
+    objects = [str(output.with_name(f"{source.stem}.o")) for source in sources]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        calls = [
+            pool.submit(_run, [*command, "-c", str(source), "-o", made], timeout_s)
+            for source, made in zip(sources, objects, strict=True)
+        ]
+        for call in calls:
+            call.result()
+    _run([*command, "-shared", *objects, "-o", str(output), "-lm"], timeout_s)
+    if not output.exists():
+        raise _CompilerFailure("it wrote no library")
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One process compiles, others wait for what it makes; on file systems without locks each compiles."""
+    descriptor = os.open(directory, os.O_RDONLY)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return (done.stderr or f"exit status {done.returncode}") if done.returncode else ""
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _run(command: Sequence[str], timeout_s: float) -> None:
+    """Runs the compiler. Raises _CompilerFailure if it refuses, OSError if it cannot be run to its end."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise TimeoutError(f"{command[0]} took more than {timeout_s:g} s") from error
+    if done.returncode:
+        raise _CompilerFailure(done.stderr.strip()[-500:] or f"exit status {done.returncode}")
 
 
 def _key(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path]) -> str:
