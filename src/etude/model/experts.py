@@ -1,10 +1,12 @@
-"""The experts of one layer on a CPU, forwards and backwards, expert by expert.
+"""The experts of one layer on a CPU, forwards and backwards.
 
-Rows are sorted by expert, so that each expert's are one block of rows: two products forwards and four
-backwards, into buffers that are there already. What lies between two products of an expert stays in the
-processor's cache. Gates are applied between the two products, to the narrower tensor (a gate times a row's
-product is the product of the row times the gate), so the wide results are never kept. For the engine's bits
-they are applied behind, as it does; the gradients are the same.
+Rows are sorted by expert, so that each expert's are one block of rows. What lies between two products of an
+expert stays in the processor's cache. Gates are applied between the two products, to the narrower tensor (a
+gate times a row's product is the product of the row times the gate), so the wide results are never kept. For
+the engine's bits they are applied behind, as it does; the gradients are the same.
+
+All experts are one native call where its products outrun PyTorch's, else they come expert by expert: two
+products forwards and four backwards, into buffers that are there already.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from etude.model.fused import scaled_gate, scaled_gate_backward
-from etude.model.kernels.native import calls, pointwise
-from etude.model.products import engine_product, product
+from etude.model.kernels.native import mixture, training
 
 
-class _Experts(torch.autograd.Function):
-    """See `mix_by_expert`."""
+class _NativeExperts(torch.autograd.Function):
+    """See `mix_by_expert`; float32."""
 
     @staticmethod
     def forward(
@@ -33,6 +35,30 @@ class _Experts(torch.autograd.Function):
         weights: Tensor,
         as_engine: bool,
     ) -> Tensor:
+        out, made = mixture.mix(x, gate_up, down, chosen, weights, as_engine=as_engine)
+        ctx.save_for_backward(gate_up, down, made.starts, made.places, made.rows, made.gates, made.opened)
+        return out
+
+    @staticmethod
+    def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        gate_up, down, *made = ctx.saved_tensors
+        to_gate_up = torch.empty(gate_up.shape) if ctx.needs_input_grad[1] else None
+        to_down = torch.empty(down.shape) if ctx.needs_input_grad[2] else None
+        to_x, to_weights = mixture.mix_backward(
+            gradient, mixture.Sorted(*made), gate_up, down, to_gate_up, to_down
+        )
+        return to_x, to_gate_up, to_down, None, to_weights, None
+
+    backward: Any = staticmethod(once_differentiable(_backward))
+
+
+class _Experts(torch.autograd.Function):
+    """See `mix_by_expert`; of any type, through PyTorch's products."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate_up: Tensor, down: Tensor, chosen: Tensor, weights: Tensor
+    ) -> Tensor:
         top_k = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)
         inverse = torch.empty_like(order)
@@ -43,38 +69,33 @@ class _Experts(torch.autograd.Function):
         rows = x.index_select(0, source)
         opened = x.new_empty((len(order), gate_up.shape[2]))
         mixed = x.new_empty((len(order), down.shape[2]))
-        multiply = engine_product if as_engine else product
         for expert, place in _places(sizes):
-            multiply(rows[place], gate_up[expert], opened[place])
-            if as_engine:
-                inner = pointwise.silu_gate(*opened[place].chunk(2, dim=-1), as_engine=True)
-            else:
-                inner = scaled_gate(opened[place], gates[place])
-            multiply(inner, down[expert], mixed[place])
+            torch.mm(rows[place], gate_up[expert], out=opened[place])
+            torch.mm(scaled_gate(opened[place], gates[place]), down[expert], out=mixed[place])
         ctx.sizes, ctx.weights_dtype = sizes, weights.dtype
-        ctx.save_for_backward(rows, opened, gates, gate_up, down, source, order, inverse)
-        if as_engine:
-            return calls.mix(mixed, inverse.view(-1, top_k), weights)
+        ctx.save_for_backward(rows, opened, gates, gate_up, down, source, inverse)
         return _sum_copies(mixed, inverse, top_k)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        rows, opened, gates, gate_up, down, source, order, inverse = ctx.saved_tensors
-        top_k = len(order) // len(gradients[0])
-        back = gradients[0].index_select(0, source)
+    def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, opened, gates, gate_up, down, source, inverse = ctx.saved_tensors
+        top_k = len(inverse) // len(gradient)
+        back = gradient.index_select(0, source)
         to_rows, to_gates = torch.empty_like(rows), torch.empty_like(gates)
         to_gate_up = torch.zeros_like(gate_up) if ctx.needs_input_grad[1] else None
         to_down = torch.zeros_like(down) if ctx.needs_input_grad[2] else None
         for expert, place in _places(ctx.sizes):
-            to_inner = product(back[place], down[expert].t())
+            to_inner = back[place] @ down[expert].t()
             inner, to_opened = scaled_gate_backward(to_inner, opened[place], gates[place], to_gates[place])
             if to_down is not None:
-                product(inner.t(), back[place], to_down[expert])
-            product(to_opened, gate_up[expert].t(), to_rows[place])
+                torch.mm(inner.t(), back[place], out=to_down[expert])
+            torch.mm(to_opened, gate_up[expert].t(), out=to_rows[place])
             if to_gate_up is not None:
-                product(rows[place].t(), to_opened, to_gate_up[expert])
+                torch.mm(rows[place].t(), to_opened, out=to_gate_up[expert])
         to_weights = to_gates.flatten().index_select(0, inverse).view(-1, top_k).to(ctx.weights_dtype)
-        return _sum_copies(to_rows, inverse, top_k), to_gate_up, to_down, None, to_weights, None
+        return _sum_copies(to_rows, inverse, top_k), to_gate_up, to_down, None, to_weights
+
+    backward: Any = staticmethod(once_differentiable(_backward))
 
 
 def mix_by_expert(
@@ -82,9 +103,12 @@ def mix_by_expert(
 ) -> Tensor:
     """See Ops.experts; on a CPU. Sums over a token's experts are float32 where x has 16 bits.
 
-    `as_engine`: with the bits of the engine's pass; all float32.
+    `as_engine`: with the bits of the engine's pass; all float32. Raises RouteReplayError where `chosen` names
+    no expert.
     """
-    return cast(Tensor, _Experts.apply(x, gate_up, down, chosen, weights, as_engine))
+    if as_engine or training.multiplies(x, gate_up, down, weights):
+        return cast(Tensor, _NativeExperts.apply(x, gate_up, down, chosen, weights, as_engine))
+    return cast(Tensor, _Experts.apply(x, gate_up, down, chosen, weights))
 
 
 def _places(sizes: list[int]) -> list[tuple[int, slice]]:

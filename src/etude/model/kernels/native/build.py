@@ -22,11 +22,13 @@ _SIZES = (
     "etude_draft_run",
     "etude_lanes",
     "etude_outruns_mkl",
+    "etude_sort_copies",
 )
-"""Functions that return a size or a count; all others return nothing."""
+"""Functions that return a size, a count or a truth; all others return nothing."""
 _CALLS = (
     *("etude_pack", "etude_forward", "etude_sample", "etude_rows", "etude_choice", "etude_draft_layer"),
-    *("etude_attention", "etude_mixture", "etude_product", "etude_flash", "etude_flash_gradients"),
+    *("etude_attention", "etude_product", "etude_flash", "etude_flash_gradients"),
+    *("etude_mixture", "etude_mixture_gradients"),
     *("etude_norm", "etude_rotation", "etude_gate"),
     "etude_borrow_threads",
 )

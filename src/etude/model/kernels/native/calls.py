@@ -63,15 +63,6 @@ class _Packed(ctypes.Structure):
     ]
 
 
-class _Mixture(ctypes.Structure):
-    """`Mixture` of trainer.c."""
-
-    _fields_: ClassVar = [
-        *((name, ctypes.c_int64) for name in ("rows", "top_k", "width")),
-        *((name, ctypes.c_void_p) for name in ("mixed", "places", "weights", "out")),
-    ]
-
-
 def linear(matrix: PackedMatrices, x: Tensor, threads: int) -> Tensor:
     """x [T, inputs] times the first of `matrix` -> [T, outputs]."""
     out = torch.empty((len(x), matrix.native[0].outputs))
@@ -110,17 +101,6 @@ def choose_tokens(
     choice = _Choice(*logits.shape, keep, *addresses)
     load_library().etude_choice(ctypes.byref(choice), ctypes.c_int64(torch.get_num_threads()))
     return found[0], found[1], found[2]
-
-
-def mix(mixed: Tensor, places: Tensor, weights: Tensor) -> Tensor:
-    """The sum of a row's experts, which lie at `places` [T, k] in `mixed` [any, width], by `weights` [T, k]
-    in the order of choice -> [T, width]."""
-    weights = weights.contiguous()
-    out = mixed.new_empty((len(places), mixed.shape[1]))
-    addresses = (tensor.data_ptr() for tensor in (mixed, places, weights, out))
-    mixture = _Mixture(*places.shape, mixed.shape[1], *addresses)
-    load_library().etude_mixture(ctypes.byref(mixture), ctypes.c_int64(torch.get_num_threads()))
-    return out
 
 
 class PackedPages:

@@ -1,7 +1,7 @@
 /* Norms, rotations and gates of a training step with their gradients, each in one pass over memory. Forwards either
  * in an order of their own, or through the engine's blocks for its bits. */
 
-#include "tiles.h"
+#include "products.h"
 
 #define CHUNK 128               /* rows of a piece of work; sums over rows are taken chunk by chunk */
 
@@ -129,26 +129,12 @@ void etude_rotation(Rotation *rotation, int64_t threads)
     run_pieces((int)threads, run_rotation, rotation);
 }
 
-/* silu(gate) * up * scale, row by row. */
-typedef struct {
-    int64_t rows, size, as_engine;
-    const float *gate, *up;     /* rows lie `stride` apart */
-    int64_t stride;
-    const float *scale;         /* [rows], or NULL for ones */
-    float *out;                 /* [rows, size] */
-    const float *to_out;        /* [rows, size], or NULL: forwards alone */
-    float *to_gate, *to_up;     /* rows lie `to_stride` apart */
-    int64_t to_stride;
-    float *to_scale;            /* [rows], where there is a scale */
-    atomic_long counter;
-} Gate;
-
 INLINE vector logistic(vector x)
 {
     return splat(1.0f) / (exponential(choose(x < splat(-80.0f), splat(80.0f), -x)) + splat(1.0f));
 }
 
-static BLOCK void gate_row(const Gate *g, int64_t row)
+BLOCK void gate_row(const Gate *g, int64_t row)
 {
     const float *gate = g->gate + row * g->stride, *up = g->up + row * g->stride;
     if (g->as_engine) {         /* forwards, without a scale */

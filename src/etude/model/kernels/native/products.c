@@ -7,7 +7,7 @@
  * by one from the first to the last, as in matrices.c.
  */
 
-#include "tiles.h"
+#include "products.h"
 
 #include <stdlib.h>
 
@@ -16,17 +16,6 @@
 #define BAND (16 * TILE_ROWS(TILE_VECTORS))     /* rows of a packed block of a */
 #define TILE_COLUMNS (TILE_VECTORS * LANES)
 #define MOST_KEPT (1 << 24)     /* floats of a thread's memory that outlast the call that wanted them */
-
-typedef struct {
-    int64_t rows, columns, depth;
-    const float *a, *b;
-    int64_t a_row, a_step;      /* value (r, i) of a lies at a[r * a_row + i * a_step] */
-    int64_t b_step, b_column;   /* value (i, j) of b at b[i * b_step + j * b_column] */
-    float *c;
-    int64_t c_row;              /* and (r, j) of c at c[r * c_row + j] */
-    int64_t add;
-    int64_t as_engine;          /* not with `add` */
-} Product;
 
 static _Thread_local float *memory;
 static _Thread_local int64_t memory_floats;
@@ -117,8 +106,9 @@ static void product_block(const Product *p, int64_t row, int64_t rows, int64_t f
     }
 }
 
-/* The rows and columns that are given, by one thread. */
-static void product_part(const Product *p, int64_t row, int64_t row_end, int64_t column, int64_t column_end, float *scratch)
+int64_t product_floats(void) { return DEPTH * WIDTH + BAND * DEPTH; }
+
+BLOCK void product_part(const Product *p, int64_t row, int64_t row_end, int64_t column, int64_t column_end, float *scratch)
 {
     float *right = scratch, *left = scratch + DEPTH * WIDTH;
     for (int64_t j = column; j < column_end; j += WIDTH) {
@@ -137,7 +127,7 @@ static void run_product(Team *team, int thread, void *argument)
     const Product *p = argument;
     const int64_t tile = TILE_ROWS(TILE_VECTORS);
     int64_t first, end;
-    float *scratch = thread_memory(DEPTH * WIDTH + BAND * DEPTH);
+    float *scratch = thread_memory(product_floats());
     if (p->rows >= p->columns) {
         share((p->rows + tile - 1) / tile, thread, team_size(team), &first, &end);
         end = end * tile < p->rows ? end * tile : p->rows;

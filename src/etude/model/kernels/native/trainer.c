@@ -135,23 +135,3 @@ void etude_attention(Packed *packed, int64_t threads)
     run_pieces((int)threads, run_storing, packed);
     run_pieces((int)threads, run_attending, packed);
 }
-
-/* A mixture's last step: each row's experts [top_k] lie at its `places` in `mixed`. */
-typedef struct {
-    int64_t rows, top_k, width;
-    const float *mixed;         /* [rows * top_k, width] */
-    const int64_t *places;      /* [rows, top_k] */
-    const float *weights;       /* [rows, top_k] */
-    float *out;                 /* [rows, width] */
-} Mixture;
-
-static void run_mixture(Team *team, int thread, void *argument)
-{
-    const Mixture *m = argument;
-    int64_t first, end;
-    share(m->rows, thread, team_size(team), &first, &end);
-    for (int64_t t = first; t < end; t++)
-        mix(m->top_k, m->width, m->mixed, m->places + t * m->top_k, m->weights + t * m->top_k, m->out + t * m->width);
-}
-
-void etude_mixture(const Mixture *mixture, int64_t threads) { run_pieces((int)threads, run_mixture, (void *)mixture); }
