@@ -22,7 +22,6 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
 import numpy as np
@@ -34,7 +33,7 @@ from etude.inference.counters import EngineCounters
 from etude.inference.engine import Engine
 from etude.inference.scorer import Scorer
 from etude.inference.sequences import Answer
-from etude.inference.tickets import Reply, Ticket
+from etude.inference.tickets import Reply, Ticket, TicketLine
 from etude.inference.times import EngineLoad, ServiceTimes
 from etude.inference.turns import EngineTurns
 from etude.protocols import KvPolicy, Pace
@@ -56,9 +55,7 @@ class EngineService:
         self.times = ServiceTimes()
         self._fetch_weights = fetch_weights
         self._delay_steps = delay_steps
-        self._clock = 0
-        self._tickets: deque[Ticket] = deque()
-        self._away: dict[str, Ticket] = {}
+        self._tickets = TicketLine(delay_steps)
         self._in_flight: dict[str, str] = {}
         """Session -> its request, from stream() until the answer."""
         self._replies: dict[str, Reply] = {}
@@ -105,21 +102,13 @@ class EngineService:
 
     def open_beside(self, session_id: str, other: str) -> None:
         """See BranchingSampler.open_beside. Where `other` is not away (nor open at all), as `open`."""
-        beside = self._away.get(other)
-        if beside is None:
-            self.open(session_id)
-            return
         self._check_unopened(session_id)
-        ticket = self._away[session_id] = Ticket(session_id, beside.due_step)
-        place = self._tickets.index(beside) + 1
-        while place < len(self._tickets) and self._tickets[place].beside == other:
-            place += 1
-        ticket.beside = other
-        self._tickets.insert(place, ticket)
+        if not self._tickets.leave_beside(session_id, other):
+            self._leave(session_id)
         self._wake.set()
 
     def _check_unopened(self, session_id: str) -> None:
-        if session_id in self._away or session_id in self._in_flight:
+        if session_id in self._tickets or session_id in self._in_flight:
             raise SamplerError("session is open already", field="session_id", received=session_id)
 
     def close(self, session_id: str) -> None:
@@ -130,9 +119,7 @@ class EngineService:
             if session_id in self._in_flight:
                 self._closing.add(session_id)
                 return
-        ticket = self._away.pop(session_id, None)
-        if ticket is not None:
-            ticket.returned.set()
+        if self._tickets.come_back(session_id):
             self._wake.set()
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
@@ -141,8 +128,8 @@ class EngineService:
         so does `deadline_s`, counted from here."""
         if self._failure is not None:
             raise SamplerError("the engine has failed", received=repr(self._failure))
-        ticket = self._away.pop(request.session_id, None)
-        if ticket is None:
+        reply = Reply()
+        if not self._tickets.come_back(request.session_id, request, reply):
             raise SamplerError(
                 "session is not open or has a request in flight",
                 field="session_id",
@@ -150,10 +137,8 @@ class EngineService:
                 fix="call open() first, and wait for the last answer",
             )
         self._in_flight[request.session_id] = request.id
-        ticket.request, ticket.reply = request, Reply()
-        ticket.returned.set()
         self._wake.set()
-        async with contextlib.aclosing(self._listen(request, ticket.reply)) as chunks:
+        async with contextlib.aclosing(self._listen(request, reply)) as chunks:
             async for chunk in chunks:
                 yield chunk
 
@@ -186,10 +171,10 @@ class EngineService:
 
     def abort(self, request_id: str) -> None:
         """See Sampler.abort."""
-        for ticket in self._tickets:
-            if ticket.request is not None and ticket.request.id == request_id:
-                self._take_back(ticket, ticket.request)
-                return
+        ticket = self._tickets.find(request_id)
+        if ticket is not None and ticket.request is not None:
+            self._take_back(ticket, ticket.request)
+            return
         self._turns.when_free(functools.partial(self._abort_begun, request_id))
 
     def _abort_begun(self, request_id: str) -> None:
@@ -241,7 +226,7 @@ class EngineService:
     async def release_memory(self) -> None:
         """See Engine.release_memory. Sessions that are being closed are waited for."""
         async with self._scorer.same_weights:
-            if not self._away and not self._in_flight and self._failure is None:
+            if not self._tickets.any_away and not self._in_flight and self._failure is None:
                 await self._at_rest.wait()
             await self._turns.wait_until_free()
             self.engine.release_memory()
@@ -297,7 +282,7 @@ class EngineService:
                     await self._step()
                     await asyncio.sleep(0)
                 elif self._tickets:
-                    self._clock = max(self._clock, self._tickets[0].due_step)
+                    self._tickets.skip_to_due()
                     if self._delay_steps is None:
                         await self._wait_for_anyone()
                 else:
@@ -322,14 +307,11 @@ class EngineService:
         """Takes back the sessions that are due, in ticket order, waiting for those still away."""
         if self._delay_steps is None:
             await self._turns.wait_until_free()
-            returned = [ticket for ticket in self._tickets if ticket.returned.is_set()]
-            self._tickets = deque(ticket for ticket in self._tickets if not ticket.returned.is_set())
-            for ticket in returned:
+            for ticket in self._tickets.take_returned():
                 self._admit(ticket)
             return
         some_ended = False
-        while self._tickets and self._tickets[0].due_step <= self._clock:
-            ticket = self._tickets[0]
+        while (ticket := self._tickets.due) is not None:
             began = time.perf_counter()
             # An abort may have taken the request back meanwhile, and somebody may score.
             while not (ticket.returned.is_set() and self._turns.is_free):
@@ -337,7 +319,7 @@ class EngineService:
                 await self._unheld.wait()
                 await self._turns.wait_until_free()
             self.times.waiting_s += time.perf_counter() - began
-            self._tickets.popleft()
+            self._tickets.take_due()
             self._admit(ticket)
             if self._pace is not None and ticket.request is None:
                 self._pace.ended(ticket.session_id)
@@ -360,11 +342,12 @@ class EngineService:
     async def _step(self) -> None:
         """One step; in the thread, if there is one. Whoever waits for its end runs before the next begins."""
         counters = self.engine.counters
+        most_steps = self._tickets.steps_until_due or _MOST_STEPS
         decoded, prefilled, before = counters.decode_tokens, counters.prefill_tokens, counters.steps
 
         def work() -> tuple[list[Answer], float]:
             began = time.perf_counter()
-            return self.engine.step(self._most_steps()), time.perf_counter() - began
+            return self.engine.step(most_steps), time.perf_counter() - began
 
         take_turn = self._turns.in_thread if self._delay_steps is None else self._turns.in_loop
         answers, elapsed = await take_turn(work)
@@ -372,17 +355,11 @@ class EngineService:
         decoded, prefilled = counters.decode_tokens - decoded, counters.prefill_tokens - prefilled
         self.times.step_s += elapsed
         self.times.steps.add(decoded, prefilled, elapsed, taken)
-        self._clock += taken
+        self._tickets.clock += taken
         for answer in answers:
             self._deliver(answer)
         self._turns.catch_up()
         self._scorer.stepped()
-
-    def _most_steps(self) -> int:
-        """Steps that the engine may take before it is looked after again: until the next session is due."""
-        if not self._tickets or self._delay_steps is None:
-            return _MOST_STEPS
-        return max(1, self._tickets[0].due_step - self._clock)
 
     def _deliver(self, answer: Answer) -> None:
         reply = self._replies.get(answer.request.id)
@@ -394,10 +371,8 @@ class EngineService:
 
     def _take_back(self, ticket: Ticket, request: SampleRequest) -> None:
         """Aborts a request that has not reached the engine: its session is away as before."""
-        reply, ticket.request, ticket.reply = ticket.reply, None, None
-        ticket.returned.clear()
+        reply = self._tickets.send_away(ticket)
         self._in_flight.pop(ticket.session_id, None)
-        self._away[ticket.session_id] = ticket
         if reply is None or reply.is_closed:
             return
         try:
@@ -407,20 +382,11 @@ class EngineService:
 
     def _leave(self, session_id: str) -> None:
         self._in_flight.pop(session_id, None)
-        ticket = Ticket(session_id, self._due_step())
-        self._tickets.append(ticket)
+        self._tickets.leave(session_id)
         self._at_rest.clear()
         if session_id in self._closing:
             self._closing.discard(session_id)
-            ticket.returned.set()
-        else:
-            self._away[session_id] = ticket
-
-    def _due_step(self) -> int:
-        """The next multiple of the delay that is at least the delay away: sessions come back in batches,
-        so that fewer steps have something to prefill."""
-        delay = self._delay_steps or 0
-        return -(-(self._clock + delay) // delay) * delay if delay else self._clock
+            self._tickets.come_back(session_id)
 
     def _fail_waiting(self, error: BaseException) -> None:
         waiting = [*self._replies.values(), *(t.reply for t in self._tickets if t.reply is not None)]
