@@ -265,6 +265,14 @@ def test_a_subtree_that_was_not_handed_down_is_left_as_it_was(tmp_path: Path) ->
     assert ControlGroups.open(tmp_path) is None
 
 
+def test_groups_that_cannot_bound_memory_are_no_groups(tmp_path: Path) -> None:
+    for controller in ("pids", "cpu"):
+        (tmp_path / controller).mkdir()
+        (tmp_path / controller / "cgroup.procs").write_text("")
+    assert ControlGroups.open(tmp_path) is None
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_dir()) == ["cpu", "pids"]
+
+
 def test_kills_for_memory_are_counted_where_they_can_be(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7/memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")

@@ -314,6 +314,23 @@ def test_a_closed_backend_starts_nothing_again(tmp_path: Path) -> None:
     assert list((tmp_path / "snapshots").iterdir()) == []
 
 
+def test_a_close_that_reports_a_mishap_has_ended_everything_all_the_same(tmp_path: Path) -> None:
+    async def mishap() -> None:
+        raise SandboxError("what went wrong beside")
+
+    async def scenario() -> None:
+        backend = open_local(tmp_path)
+        await backend.create(Template(FILES))
+        launcher = backend.launcher_pid
+        backend.spawn(mishap())
+        with pytest.raises(SandboxError, match="beside"):
+            await backend.close()
+        assert backend.launcher_pid is None
+        assert launcher not in below(os.getpid())
+
+    asyncio.run(scenario())
+
+
 def test_a_close_in_the_middle_of_everything_leaves_nothing(tmp_path: Path) -> None:
     known = set(below(os.getpid()))
 

@@ -113,7 +113,8 @@ class Folders:
 
     def leave(self) -> None:
         self._processes.kill_all()
-        discard(self._disk)
+        if self._disk:
+            discard(self._disk)
 
     def close(self) -> None:
         end_s = time.monotonic() + _CLOSE_S

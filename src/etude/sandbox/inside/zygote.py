@@ -149,7 +149,8 @@ class ForkServer:
             data = json.dumps({"failure": f"cannot make the sandbox: {error}"}).encode()
         line = self._lines.pop(request["id"], None)
         if line is not None:
-            with line, contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            # Whoever cannot be sent its plan ends with this line, and the owner hears of that.
+            with line, contextlib.suppress(OSError):
                 line.send(data)
 
     def _become_sandbox(self, channel: socket.socket, line: socket.socket, announces: bool) -> NoReturn:

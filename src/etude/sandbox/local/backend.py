@@ -175,7 +175,12 @@ class ForkServerBackend(MachineBackend):
 
     async def close(self) -> None:
         """See SandboxBackend.close."""
-        await super().close()
+        try:
+            await super().close()
+        finally:
+            await self._end_fork_server()
+
+    async def _end_fork_server(self) -> None:
         if self._starting is not None:
             await asyncio.wait([self._starting])
         server, self._server = self._server, None

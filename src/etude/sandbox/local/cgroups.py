@@ -143,6 +143,8 @@ _left_lock = threading.Lock()
 _numbers = itertools.count()
 """A process may have several backends; each has groups of its own."""
 _V1 = ("memory", "pids", "cpu")
+_NEEDED = {"memory", "pids"}
+"""A sandbox in groups may have memory that belongs to no process: without these nothing would bound it."""
 
 
 def _version_1(root: Path, name: str) -> dict[str, Path]:
@@ -153,12 +155,17 @@ def _version_1(root: Path, name: str) -> dict[str, Path]:
             continue
         _sweep(directory)
         parent = directory / name
-        with contextlib.suppress(OSError):
+        try:
             parent.mkdir()
             if controller == "cpu":
                 # All sandboxes together weigh as much as a busy thread on each core, several times over.
                 _write(parent / "cpu.shares", str(_SHARES * 4 * (os.cpu_count() or 1)))
             parents[controller] = parent
+        except OSError:
+            _remove([parent])
+    if not _NEEDED.issubset(parents):
+        _remove(list(parents.values()))
+        return {}
     return parents
 
 
@@ -168,7 +175,7 @@ def _version_2(root: Path, name: str) -> dict[str, Path]:
         own = [row[3:] for row in Path("/proc/self/cgroup").read_text().splitlines() if row.startswith("0::")]
         directory = root / own[0].lstrip("/")
         able = (directory / "cgroup.controllers").read_text().split()
-        if not {"memory", "pids"} <= set(able):
+        if not _NEEDED.issubset(able):
             return {}
         _sweep(directory)
         parent = directory / name

@@ -102,9 +102,9 @@ class Spares:
             raise
 
     def top_up(self) -> None:
-        """Begins to make as many as are to be ready."""
-        if not self._closed:
-            self._make(self._num_ahead + len(self._takers) - len(self._ready) - self._num_making)
+        """Begins to make as many as are to be ready, unless somebody waits: then theirs come first."""
+        if not self._closed and not self._takers:
+            self._make(self._num_ahead - len(self._ready) - self._num_making)
 
     async def close(self) -> None:
         """Ends all that nobody has taken; whoever waits for one hears of it. Idempotent."""
