@@ -28,7 +28,7 @@ from etude.sandbox.channel import READY, Channel
 from etude.sandbox.local.cgroups import ControlGroups
 
 NUM_AHEAD = 4
-"""Spares that are kept ready. Each holds about a megabyte."""
+"""Spares that are kept ready. Each has 1.2 MB of its own."""
 CLONE_S = 60.0
 
 
