@@ -198,7 +198,7 @@ async def paced_server(build: Build) -> AsyncIterator[str]:
         "max_context_tokens": CONTEXT,
     }
     desk = LoanDesk(engine, engine, NoWeights(), home, about, lambda url: lambda manifest: {})
-    state = ServerState(model, engine, desk, admin_token=ADMIN, loans=desk)
+    state = ServerState(model, engine, desk.home, admin_token=ADMIN, loans=desk)
     async with running_server(build_server(state)) as url:
         yield url
 

@@ -170,7 +170,7 @@ class _Serving:
             state = ServerState(
                 self.opened.served,
                 engine.service,
-                desk or engine.service,
+                desk.home if desk is not None else engine.service,
                 self.keys,
                 self.limits,
                 self.admin_token,

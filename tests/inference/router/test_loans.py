@@ -47,7 +47,7 @@ class Routing:
                 await asyncio.sleep(0.01)
 
     async def check_in(self, **options: Any) -> list[dict[str, Any]]:
-        body = {"pool": "rollout", "wanted": 1, "lease_s": 5.0, **options}
+        body = {"pool": "rollout", "wanted": 1, "lease_s": 60.0, **options}
         answer = await self.http.put("/router/borrowers/run", json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()["loans"]
@@ -121,9 +121,11 @@ def test_a_run_that_leaves_or_falls_silent_leaves_its_replica_to_the_pool(replic
             name = routing.names[0]
             await routing.http.post(f"/router/replicas/{name}/lend", json={"pool": "rollout"})
             for silent in (False, True):
-                await routing.until_lent(lease_s=0.5)
+                await routing.until_lent(lease_s=60.0)
                 assert routing.ready() == 1
-                if not silent:
+                if silent:
+                    await routing.check_in(lease_s=0.2)
+                else:
                     await routing.http.delete("/router/borrowers/run")
                 await routing.until(lambda: routing.ready() == 2)
             await routing.http.post(f"/router/replicas/{name}/recall")

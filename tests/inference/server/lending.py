@@ -63,7 +63,7 @@ def lendable_app(
         return await service.ask(lambda inner: asdict(inner.engine.counters))
 
     view = EngineView(failure=lambda: service.failure, usage=usage)
-    state = ServerState(qwen_model(CONTEXT), service, desk, admin_token=ADMIN, engine=view, loans=desk)
+    state = ServerState(qwen_model(CONTEXT), service, desk.home, admin_token=ADMIN, engine=view, loans=desk)
     app = build_app(state)
     inner = app.router.lifespan_context
 
@@ -111,7 +111,7 @@ def tensors_of(step: int) -> dict[str, Tensor]:
     return dict(make_model(100 + step).named_parameters())
 
 
-def borrow(served: Served, store: str, lease_s: float = 5.0) -> LoanHandle:
+def borrow(served: Served, store: str, lease_s: float = 60.0) -> LoanHandle:
     """Lends the server out, as a router would."""
     with served.http(ADMIN) as http:
         answer = http.post("/admin/loan", json={"borrower": "run", "lease_s": lease_s})

@@ -6,7 +6,7 @@ import asyncio
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from etude.inference.server.checkpoints import checkpoint_manifest
 from etude.inference.server.loans import LoanDesk, fetch_from_store
 from etude.model.huggingface import save_model
 from etude.model.scoring import score_sequences
-from etude.records import PolicyVersion, SampleChunk
-from etude.weights.documents import manifest_document
+from etude.protocols import KvPolicy
+from etude.records import PolicyVersion, SampleChunk, WeightManifest
+from etude.weights.documents import manifest_document, version_document
 from tests.inference.server.lending import (
     HOME,
     RunStore,
@@ -150,19 +151,30 @@ def test_a_recall_ends_rollouts_at_once_and_tells_their_tokens_so_far(
     asyncio.run(run())
 
 
-def test_a_borrower_that_falls_silent_loses_the_replica(served: Served, store: RunStore) -> None:
+def test_a_borrower_that_lives_keeps_the_replica(
+    served: Served, store: RunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.inference.loan_client._RENEWALS", 600.0)
+
     async def run() -> None:
-        handle = borrow(served, store.url, lease_s=0.4)
+        handle = borrow(served, store.url, lease_s=60.0)
         await handle.call("begin")
-        await serve(handle, store, 1)
-        await asyncio.sleep(0.8)
-        assert standing(served)["state"] == "lent", "it is renewed while the borrower lives"
-        handle.kill()
+        loan = desk_of(served).loan
+        assert loan is not None
+        for _ in range(3):
+            renewed_s = loan.renewed_s
+            await asyncio.to_thread(wait_for, lambda before=renewed_s: loan.renewed_s > before)
+        await handle.stop()
         with pytest.raises(PartLostError, match="let go"):
             await handle.call("pulse")
 
     asyncio.run(run())
-    wait_for(lambda: standing(served)["state"] == "home", 3.0)
+    assert standing(served)["state"] == "home"
+
+
+def test_a_borrower_that_falls_silent_loses_the_replica(served: Served, store: RunStore) -> None:
+    borrow(served, store.url, lease_s=0.3).kill()
+    wait_for(lambda: standing(served)["state"] == "home")
     assert ask(served).json()["system_fingerprint"] == HOME
 
 
@@ -305,3 +317,101 @@ def test_who_has_no_right_gets_nothing(served: Served, store: RunStore) -> None:
         assert http.post("/loan/exchange", content=b"damaged").status_code == 422
         assert http.post("/loan/begin", json={"store": 1}).status_code == 422
         assert http.post("/loan/end").json()["state"] == "home"
+
+
+def test_what_was_staged_while_the_replica_was_lent_can_be_put_into_service_at_home(
+    store: RunStore, tmp_path: Path
+) -> None:
+    manifests: list[WeightManifest] = []
+    for number in (1, 2):
+        directory = tmp_path / str(number)
+        save_model(make_model(number), directory)
+        manifests.append(checkpoint_manifest(directory, PolicyVersion("tiny", number)))
+
+    def post(served: Served, what: str, manifest: WeightManifest) -> None:
+        body = {"manifest": manifest_document(manifest), "version": version_document(manifest.version)}
+        del body["version" if what == "stage" else "manifest"]
+        with served.http(ADMIN) as http:
+            answer = http.post(f"/admin/weights/{what}", json=body)
+        assert answer.status_code == 200, answer.text
+
+    async def use(handle: LoanHandle, step: int) -> None:
+        await handle.call("begin")
+        await serve(handle, store, step)
+
+    with lendable() as served:
+        handle = borrow(served, store.url)
+        post(served, "stage", manifests[0])
+        asyncio.run(finish(handle, use(handle, 1)))
+        post(served, "activate", manifests[0])
+        assert ask(served).json()["system_fingerprint"] == "tiny@1"
+
+        post(served, "stage", manifests[1])
+        handle = borrow(served, store.url)
+        asyncio.run(finish(handle, use(handle, 2)))
+        post(served, "activate", manifests[1])
+        assert ask(served).json()["system_fingerprint"] == "tiny@2"
+
+
+async def finish(handle: LoanHandle, use: Coroutine[Any, Any, None]) -> None:
+    await use
+    await handle.stop()
+
+
+def test_a_swap_that_fails_half_way_is_undone_before_users_come_back(store: RunStore) -> None:
+    with lendable() as served:
+        sink = desk_of(served)._sink
+        activate = sink.activate
+        failing = [True]
+
+        async def fail_late(version: PolicyVersion, kv: KvPolicy = "keep") -> None:
+            await activate(version, kv)
+            if failing:
+                failing.pop()
+                raise SamplerError("the engine stumbled when it had swapped")
+
+        async def run() -> None:
+            handle = borrow(served, store.url)
+            await handle.call("begin")
+            sink.activate = fail_late  # type: ignore[method-assign]
+            with pytest.raises(SamplerError, match="stumbled"):
+                await serve(handle, store, 1)
+            with pytest.raises(SamplerError, match="no version of the run"):
+                await handle.call("exchange", [("open", "a")])
+            await handle.stop()
+
+        asyncio.run(run())
+        assert ask(served).json()["system_fingerprint"] == HOME
+
+
+def test_weights_that_do_not_come_back_let_nobody_in_until_an_administrator_sends_others(
+    store: RunStore, tmp_path: Path
+) -> None:
+    save_model(make_model(3), tmp_path / "next")
+    manifest = checkpoint_manifest(tmp_path / "next", PolicyVersion("tiny", 1))
+    with lendable() as served:
+        sink = desk_of(served)._sink
+        stage = sink.stage
+
+        async def refuse_home(manifest: WeightManifest) -> None:
+            if str(manifest.version) == HOME:
+                raise WeightUpdateError("no memory for it")
+            await stage(manifest)
+
+        async def run() -> None:
+            handle = borrow(served, store.url)
+            await handle.call("begin")
+            await serve(handle, store, 1)
+            sink.stage = refuse_home  # type: ignore[method-assign]
+            ending = asyncio.ensure_future(handle.stop())
+            await asyncio.to_thread(wait_for, lambda: standing(served)["trouble"])
+            assert ask(served).status_code == 503
+            with served.http(ADMIN) as http:
+                body = {"manifest": manifest_document(manifest)}
+                answer = await asyncio.to_thread(lambda: http.post("/admin/weights", json=body))
+                assert answer.status_code == 200, answer.text
+            await ending
+
+        asyncio.run(run())
+        wait_for(lambda: standing(served)["state"] == "home")
+        assert ask(served).json()["system_fingerprint"] == "tiny@1"

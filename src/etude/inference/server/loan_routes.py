@@ -83,13 +83,13 @@ async def _owned(request: Request, work: Callable[[LoanDesk], Awaitable[Response
 
 
 def _standing(desk: LoanDesk) -> dict[str, Any]:
-    version = desk.current()
+    version = desk.home.current()
     return {
         "state": str(desk.state),
         "borrower": None if desk.loan is None else desk.loan.borrower,
         "version": None if version is None else str(version),
         "last_return_s": desk.last_return_s,
-        "trouble": desk.trouble or None,
+        "trouble": desk.home.trouble or None,
     }
 
 

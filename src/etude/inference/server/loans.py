@@ -16,21 +16,21 @@ import asyncio
 import hmac
 import logging
 import secrets
-import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.config import WeightsConfig
-from etude.errors import SamplerError, WeightUpdateError
+from etude.errors import SamplerError
 from etude.inference.exchange import Command, Event, Exchange
 from etude.inference.server.errors import LoanConflictError, LoanOverError, UnavailableError
+from etude.inference.server.home import HeldWeights, HomeWeights, in_thread
 from etude.protocols import KvPolicy, Sampler, WeightSink
 from etude.records import PolicyVersion, Scores, WeightManifest
 from etude.weights import make_subscriber
@@ -53,16 +53,6 @@ class LoanState(StrEnum):
     RETURNING = "returning"
 
 
-class HeldWeights(Protocol):
-    """Where the engine behind the sink fetches from: see CheckpointWeights."""
-
-    def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]: ...
-
-    def hold(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None: ...
-
-    def let_go(self, version: PolicyVersion) -> None: ...
-
-
 def fetch_from_store(url: str) -> Fetch:
     """Reads a run's weight store, or a relay of it. Raises StoreError."""
     return make_subscriber(WeightsConfig(url=url)).fetch
@@ -82,6 +72,8 @@ class Loan:
     fetch: Fetch | None = None
     served: set[PolicyVersion] = field(default_factory=set[PolicyVersion])
     """Versions that it has had in service."""
+    has_swapped: bool = False
+    """Whether the engine may have other weights in service than those that users get."""
     exchanges: dict[str, Exchange] = field(default_factory=dict[str, Exchange])
     """By client: each process of the run has its own."""
     closing: asyncio.Event = field(default_factory=asyncio.Event)
@@ -91,8 +83,7 @@ class Loan:
 
 
 class LoanDesk:
-    """Lends one replica, to one run at a time. Is its WeightSink too: what administrators put into service
-    while it is lent is what it comes home to. For one event loop."""
+    """Lends one replica, to one run at a time. For one event loop."""
 
     def __init__(
         self,
@@ -106,21 +97,17 @@ class LoanDesk:
     ) -> None:
         """`sampler`, `sink`: of the engine, which fetches from `weights`. `home`: in service now. `about`:
         what a borrower is told of the engine. `open_store`: reads the store that a borrower names."""
+        self.home = HomeWeights(sink, weights, home)
+        """The replica's WeightSink for administrators."""
         self.state = LoanState.HOME
         self.loan: Loan | None = None
         """From `lend` until the replica is home again."""
         self.last_return_s = 0.0
         """How long the last return took, from the recall to weights that users get."""
-        self.trouble = ""
-        """Why it cannot come home, while it tries."""
-        self._sampler, self._sink, self._weights = sampler, sink, weights
-        self._home: tuple[WeightManifest, Mapping[str, Tensor] | None] = (home, None)
-        self._next: WeightManifest | None = None
-        """Staged by an administrator."""
+        self._sampler, self._sink = sampler, sink
         self._about = about
         self._open_store = open_store
         self._clock = clock
-        self._swapping = asyncio.Lock()
         self._past: Loan | None = None
         self._watching: asyncio.Task[None] | None = None
         self._returning: asyncio.Task[None] | None = None
@@ -136,7 +123,7 @@ class LoanDesk:
         if self.state is not LoanState.HOME:
             raise UnavailableError(
                 "the replica is lent to a training run",
-                received=self.trouble or (self.loan.borrower if self.loan else None),
+                received=self.home.trouble or (self.loan.borrower if self.loan else None),
                 fix="send the request to another replica",
             )
 
@@ -146,12 +133,7 @@ class LoanDesk:
         """Takes nothing new of users from now on. Raises LoanConflictError where it is lent already, and
         WeightUpdateError where what it serves cannot be kept; then nothing has changed."""
         self._check_not_lent()
-        home = self._home[0]
-        tensors = await _in_thread(lambda: self._weights.fetch(home))
-        self._check_not_lent()
-        if self._home[0] is not home:
-            raise LoanConflictError("new weights have just come", field="state", fix="ask again")
-        self._home = (home, tensors)
+        await self.home.leave()
         self.loan = Loan(borrower, lease_s, self._clock())
         self.state = LoanState.LENT
         self._watching = asyncio.create_task(self._watch(self.loan))
@@ -186,10 +168,8 @@ class LoanDesk:
             if error is not None:  # users must get their replica all the same
                 _log.error("a rollout could not be ended", exc_info=error)
         loan.over.set()
-        async with self._swapping:
-            while loan.served and not await self._served_home():  # noqa: ASYNC110 (nobody tells when it can)
-                await asyncio.sleep(_RETRY_S)
-        self._home = (self._home[0], None)
+        while not await self._is_home(loan):  # noqa: ASYNC110 (nobody tells when it can)
+            await asyncio.sleep(_RETRY_S)
         loan.fetch = None  # it holds two versions of the run's weights
         self._past, self.loan, self._returning = loan, None, None
         self.state = LoanState.HOME
@@ -197,18 +177,14 @@ class LoanDesk:
         if self._watching is not None:
             self._watching.cancel()
 
-    async def _served_home(self) -> bool:
-        """Puts what users get back into service; False, with the cause, where that failed."""
-        manifest, tensors = self._home
-        try:
-            await self._stage(manifest, tensors)
-            await self._sink.activate(manifest.version, "recompute")
-        except Exception as error:  # whatever it is: no user may meet the run's weights
-            self.trouble = f"{manifest.version} does not come back: {error}"
-            _log.error("%s", self.trouble, exc_info=error)
-            return False
-        self.trouble = ""
-        return True
+    async def _is_home(self, loan: Loan) -> bool:
+        """Brings the engine to what users get; False where that failed. Administrators are let in between two
+        attempts: their weights may be the remedy."""
+        async with self.home.swapping:
+            if loan.has_swapped and not await self.home.put_back():
+                return False
+            self.home.come_home()
+            return True
 
     # ---- the borrower's side --------------------------------------------------------------------
 
@@ -245,20 +221,21 @@ class LoanDesk:
         fetch = loan.fetch
         if fetch is None:
             raise LoanConflictError("the loan has not begun", field="state", fix="begin it")
-        tensors = await self._unless_over(loan, _in_thread(lambda: fetch(manifest)))
-        async with self._swapping:
+        tensors = await self._unless_over(loan, in_thread(lambda: fetch(manifest)))
+        async with self.home.swapping:
             self._check_open(loan)
-            await self._stage(manifest, tensors)
+            await self.home.put_beside(manifest, tensors)
 
     async def activate_rollout(self, loan: Loan, version: PolicyVersion, kv: KvPolicy) -> None:
         """Serves the run's weights, once no user is answered any more. Raises LoanOverError,
         WeightUpdateError."""
         if self._until_no_user is not None:
             await self._unless_over(loan, asyncio.ensure_future(self._until_no_user()))
-        async with self._swapping:
+        async with self.home.swapping:
             self._check_open(loan)
-            if not loan.served:
+            if not loan.has_swapped:
                 self._forget_users()
+                loan.has_swapped = True
             await self._sink.activate(version, kv)
             loan.served.add(version)
 
@@ -303,55 +280,6 @@ class LoanDesk:
             raise SamplerError("the loan does not serve this version", field="version", received=str(version))
         return await self._unless_over(loan, asyncio.ensure_future(self._sampler.score(tokens, version)))
 
-    # ---- WeightSink, for administrators ---------------------------------------------------------
-
-    async def stage(self, manifest: WeightManifest) -> None:
-        """See WeightSink.stage. While the replica is lent the weights are looked at, and kept for its
-        return."""
-        if self.loan is not None:
-            await _in_thread(lambda: self._weights.fetch(manifest))
-            self._next = manifest
-            return
-        async with self._swapping:
-            if self.loan is None:
-                await self._sink.stage(manifest)
-                self._next = manifest
-                return
-        await self.stage(manifest)  # it was lent while this waited
-
-    async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        """See WeightSink.activate. While the replica is lent: what it will come home to."""
-        staged = self._next
-        if staged is None or staged.version != version:
-            raise WeightUpdateError(
-                "version is not staged",
-                field="version",
-                received=f"{version}; staged {staged.version if staged else None}",
-            )
-        tensors = None
-        if self.loan is not None:
-            tensors = await _in_thread(lambda: self._weights.fetch(staged))
-        async with self._swapping:
-            if self.loan is None:
-                if tensors is not None:  # it came home meanwhile
-                    await self._stage(staged, tensors)
-                await self._sink.activate(version, kv)
-            self._home, self._next = (staged, tensors if self.loan is not None else None), None
-
-    def current(self) -> PolicyVersion | None:
-        """See WeightSink.current: what users get; None while they get nothing."""
-        return self._sink.current() if self.state is LoanState.HOME else None
-
-    # ---- both -----------------------------------------------------------------------------------
-
-    async def _stage(self, manifest: WeightManifest, tensors: Mapping[str, Tensor] | None) -> None:
-        if tensors is not None:
-            self._weights.hold(manifest.version, tensors)
-        try:
-            await self._sink.stage(manifest)
-        finally:
-            self._weights.let_go(manifest.version)
-
     def _check_open(self, loan: Loan) -> None:
         if loan.closing.is_set():
             raise LoanOverError("the loan has ended", field="authorization", received=loan.id)
@@ -366,29 +294,3 @@ class LoanDesk:
         finally:
             closing.cancel()
             work.cancel()
-
-
-def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
-    """What `work` gives, in a thread that nobody need wait for: reading a store may take long."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, failure = None, None
-        try:
-            result = work()
-        except BaseException as error:  # handed to whoever waits
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
-
-    threading.Thread(target=run, name="loan-weights", daemon=True).start()
-    return future

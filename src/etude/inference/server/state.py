@@ -93,7 +93,7 @@ class ServerState:
         loans: LoanDesk | None = None,
     ) -> None:
         """`admin_token` opens the routes of weights; empty: nothing does. `pool`: which pool this replica is
-        in, for the router. `loans`: lends it to training runs, and is then its `sink` as well."""
+        in, for the router. `loans`: lends it to training runs; `sink` is then its `home`."""
         self.model = model
         self.sampler = sampler
         self.sink = sink

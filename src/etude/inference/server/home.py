@@ -1,0 +1,167 @@
+"""What a replica serves its users, kept while it is lent and put back when it comes home.
+
+at home   administrator ──stage, activate──> engine
+away      administrator ──stage, activate──> host memory ──put_back()──> engine
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from etude.errors import WeightUpdateError
+from etude.inference.server.errors import LoanConflictError
+from etude.protocols import KvPolicy, WeightSink
+from etude.records import PolicyVersion, WeightManifest
+
+_log = logging.getLogger("etude.inference.server")
+T = TypeVar("T")
+
+
+class HeldWeights(Protocol):
+    """Where the engine behind the sink fetches from: see CheckpointWeights."""
+
+    def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]: ...
+
+    def hold(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> None: ...
+
+    def let_go(self, version: PolicyVersion) -> None: ...
+
+
+class HomeWeights:
+    """Implements WeightSink for administrators: what they put into service while the replica is lent is what
+    it comes home to. For one event loop."""
+
+    def __init__(self, sink: WeightSink, weights: HeldWeights, manifest: WeightManifest) -> None:
+        """`sink`: of the engine, which fetches from `weights`. `manifest`: in service now."""
+        self.is_away = False
+        """Whether the replica is lent."""
+        self.swapping = asyncio.Lock()
+        """Of whoever stages or activates in the engine."""
+        self.trouble = ""
+        """Why what users get cannot be put back, while that is tried."""
+        self._sink, self._weights = sink, weights
+        self._manifest = manifest
+        self._tensors: Mapping[str, Tensor] | None = None
+        """Of the manifest, while the replica is away."""
+        self._next: WeightManifest | None = None
+        """Staged by an administrator."""
+        self._is_staged = False
+        """Whether the engine has it beside what is in service."""
+
+    # ---- WeightSink -----------------------------------------------------------------------------
+
+    async def stage(self, manifest: WeightManifest) -> None:
+        """See WeightSink.stage. While the replica is lent the weights are only looked at."""
+        while True:
+            if self.is_away:
+                await in_thread(lambda: self._weights.fetch(manifest))
+                self._next, self._is_staged = manifest, False
+                return
+            async with self.swapping:
+                if not self.is_away:  # else it was lent while this waited
+                    await self._sink.stage(manifest)
+                    self._next, self._is_staged = manifest, True
+                    return
+
+    async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
+        """See WeightSink.activate. While the replica is lent: what it will come home to."""
+        staged = self._next
+        if staged is None or staged.version != version:
+            raise WeightUpdateError(
+                "version is not staged",
+                field="version",
+                received=f"{version}; staged {staged.version if staged else None}",
+            )
+        tensors: Mapping[str, Tensor] | None = None
+        while True:
+            if self.is_away and tensors is None:
+                tensors = await in_thread(lambda: self._weights.fetch(staged))
+            async with self.swapping:
+                if self.is_away and tensors is None:
+                    continue  # it was lent while this waited
+                if not self.is_away:
+                    if not self._is_staged:  # it was away then
+                        await self.put_beside(staged, tensors)
+                    await self._sink.activate(version, kv)
+                self._manifest, self._tensors = staged, tensors if self.is_away else None
+                self._next = None
+                return
+
+    def current(self) -> PolicyVersion | None:
+        """See WeightSink.current: what users get; None while they get nothing."""
+        return None if self.is_away else self._sink.current()
+
+    # ---- loans ----------------------------------------------------------------------------------
+
+    async def leave(self) -> None:
+        """From now on the engine is another's; what users get is in host memory.
+
+        Raises WeightUpdateError where it cannot be kept, LoanConflictError where it has just changed; then
+        nothing has.
+        """
+        manifest = self._manifest
+        tensors = await in_thread(lambda: self._weights.fetch(manifest))
+        async with self.swapping:
+            if self.is_away or self._manifest is not manifest:
+                raise LoanConflictError(
+                    "the replica has just been lent, or got new weights", field="state", fix="ask again"
+                )
+            self._tensors, self.is_away, self._is_staged = tensors, True, False
+
+    async def put_back(self) -> bool:
+        """Puts what users get back into service; False, with `trouble`, where that failed. With `swapping`
+        held."""
+        try:
+            await self.put_beside(self._manifest, self._tensors)
+            await self._sink.activate(self._manifest.version, "recompute")
+        except Exception as error:  # whatever it is: no user may meet the run's weights
+            self.trouble = f"{self._manifest.version} does not come back: {error}"
+            _log.error("%s", self.trouble, exc_info=error)
+            return False
+        self.trouble = ""
+        return True
+
+    def come_home(self) -> None:
+        """The engine serves what users get again."""
+        self.is_away, self._tensors = False, None
+
+    async def put_beside(self, manifest: WeightManifest, tensors: Mapping[str, Tensor] | None) -> None:
+        """Stages a version in the engine, of these tensors if there are any. With `swapping` held."""
+        if tensors is not None:
+            self._weights.hold(manifest.version, tensors)
+        try:
+            await self._sink.stage(manifest)
+        finally:
+            self._weights.let_go(manifest.version)
+
+
+def in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """What `work` gives, in a thread that nobody need wait for: reading a store may take long."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = work()
+        except BaseException as error:  # handed to whoever waits
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=run, name="loan-weights", daemon=True).start()
+    return future
