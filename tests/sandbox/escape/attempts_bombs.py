@@ -11,7 +11,7 @@ from tests.sandbox.escape.model import DEFAULT_RESOURCES, Attempt, Reach
 
 _GROUPS = "control groups"
 _SHARED: Reach = "shared kernel"
-_HOLD = "\ntime.sleep(0.5)\nescaped('300 MiB held')\n"
+_HOLD = "\noutlast()\nescaped('300 MiB held')\n"
 
 BOMBS = [
     Attempt(
@@ -23,8 +23,7 @@ BOMBS = [
         try:
             while count < 150:
                 if os.fork() == 0:
-                    time.sleep(3)
-                    os._exit(0)
+                    signal.pause()
                 count += 1
         except OSError as error:
             refusal = error
@@ -43,7 +42,7 @@ BOMBS = [
         threading.stack_size(65536)
         try:
             for count in range(150):
-                threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+                threading.Thread(target=signal.pause, daemon=True).start()
         except RuntimeError as error:
             raise OSError(errno.EAGAIN, f"{count} threads")
         escaped(f"{count} threads")
@@ -74,15 +73,12 @@ BOMBS = [
             if pid == 0:
                 held = bytearray(b"x") * (50 << 20)
                 os.write(ready[1], b"x")
-                time.sleep(1.5)
-                os._exit(0)
+                signal.pause()
             children.append(pid)
-        os.close(ready[1])
-        count = 0
-        while count < 6 and os.read(ready[0], 1):
-            count += 1
-        time.sleep(0.5)
-        if count == 6 and all(os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in children):
+        for _ in children:
+            hear(ready[0], 1, children)
+        outlast()
+        if all(os.waitpid(pid, os.WNOHANG)[0] == 0 for pid in children):
             escaped("300 MiB held in six processes")
         raise OSError(errno.ENOMEM, "some were killed")
         """,
@@ -146,10 +142,11 @@ BOMBS = [
         "the memory control group, or the watchdog, which counts the buffers of sockets",
         ("memory watchdog", _GROUPS),
         """
-        ready = os.pipe()
+        ready, children = os.pipe(), []
         block = bytes(65536)
         for _ in range(14):
-            if os.fork() == 0:
+            children.append(os.fork())
+            if children[-1] == 0:
                 held, sent = [], 0
                 for _ in range(110):
                     held.append(socket.socketpair())
@@ -160,15 +157,10 @@ BOMBS = [
                     except BlockingIOError:
                         pass
                 os.write(ready[1], struct.pack("Q", sent))
-                time.sleep(5)
-                os._exit(0)
-        os.close(ready[1])
-        total = 0
-        while total < 300 << 20:
-            data = os.read(ready[0], 8)
-            if not data:
-                raise OSError(errno.ENOMEM, f"{total >> 20} MiB")
-            total += struct.unpack("Q", data)[0]
+                signal.pause()
+        total = sum(struct.unpack("Q", hear(ready[0], 8, children))[0] for _ in children)
+        if total < 300 << 20:
+            raise OSError(errno.ENOMEM, f"{total >> 20} MiB")
         """
         + _HOLD.replace("\n", "\n        "),
     ),
@@ -225,7 +217,6 @@ BOMBS = [
         "RLIMIT_FSIZE",
         ("limit FSIZE",),
         """
-        import signal
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         with open("big", "wb", buffering=0) as file:
             while file.tell() < 4 << 20:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
 from etude.errors import AgentError, EtudeError, SandboxError
@@ -11,8 +12,8 @@ from etude.sandbox.channel import Answer
 from etude.sandbox.files import ChannelFiles
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.template import Template
-from tests.sandbox.escape.model import DEFAULT_RESOURCES, Attempt
-from tests.sandbox.escape.trial import Field
+from tests.sandbox.escape.model import DEFAULT_RESOURCES, UNDECIDED_S, Attempt
+from tests.sandbox.escape.trial import Field, until
 
 _SWAP = """
 import os
@@ -51,7 +52,11 @@ async def swap_links_while_files_are_read(field: Field) -> str:
     """A name that is a directory of the workspace at one moment and a link out of it at the next."""
     await field.sandbox.files.write_many({"d/passwd": "mine", "swap.py": _SWAP})
     await field.sandbox.commands.start("python3 -S swap.py")
-    await asyncio.sleep(0.1)
+
+    async def swaps() -> bool:
+        return any(entry.path == "swapped" for entry in await field.sandbox.files.list())
+
+    await until(swaps, "the program that swaps links")
     num_refused = 0
     for _ in range(1000):
         try:
@@ -111,7 +116,8 @@ async def download_names_that_climb(field: Field) -> str:
 async def climb_from_a_test_run(field: Field) -> str:
     """A test run is a fork of the server: descriptors that it kept lead to other templates."""
     await field.sandbox.files.write("test_climb.py", _CLIMB)
-    report = await field.sandbox.run_tests(["test_climb.py"], 10.0)
+    report = await field.sandbox.run_tests(["test_climb.py"], UNDECIDED_S)
+    assert not report.timed_out, "a test run took too long"
     return " ".join(failure.message for failure in report.failed) or f"refused: {report.error}"
 
 
@@ -119,16 +125,20 @@ async def live_on(field: Field) -> str:
     """A process that has left its parent, its session and its group."""
     word = f"{os.getpid()}{int.from_bytes(os.urandom(4)) % 10**6}"
     await field.sandbox.commands.run(f"setsid sh -c 'sleep {word} & sleep {word} &' >/dev/null 2>&1 &")
-    for _ in range(200):
-        if _running(word):
-            break
-        await asyncio.sleep(0.01)
-    else:
-        return "refused: it never ran"
+
+    async def runs_inside() -> bool:
+        shown = await field.sandbox.commands.run("cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n'")
+        return f"sleep\n{word}\n" in shown.stdout
+
+    await until(runs_inside, "the process that is to live on")
+    if not _running(word):
+        return "refused: the host does not see it"
     sandbox = await field.backend.create(Template())
     await field.sandbox.kill()
     field.sandbox = sandbox
-    for _ in range(100):
+    # Without the protection it runs on for ever; with it, it ends when the machine finds the time.
+    end_s = time.monotonic() + (1.0 if field.scene.facts()["control"] else UNDECIDED_S)
+    while time.monotonic() < end_s:
         if not _running(word):
             return "refused: ended with its sandbox"
         await asyncio.sleep(0.01)

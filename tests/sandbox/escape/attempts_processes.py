@@ -85,7 +85,6 @@ PROCESSES = [
         "the kernel shields pid 1 of a pid namespace",
         ("pid namespace",),
         """
-        import signal
         server = first_process()
         for number in (signal.SIGTERM, signal.SIGSEGV, signal.SIGSTOP, signal.SIGKILL):
             os.kill(server, number)
@@ -208,7 +207,7 @@ PROCESSES = [
         "a network namespace of its own",
         ("network namespace",),
         """
-        socket.create_connection(("127.0.0.1", FACTS["port"]), timeout=2)
+        socket.create_connection(("127.0.0.1", FACTS["port"]), timeout=60)
         """,
     ),
     Attempt(
@@ -376,7 +375,7 @@ PROCESSES = [
         "a network namespace of its own",
         ("network namespace",),
         """
-        say(socket.create_connection(("127.0.0.1", FACTS["neighbour_port"]), timeout=2).recv(100).decode())
+        say(socket.create_connection(("127.0.0.1", FACTS["neighbour_port"]), timeout=60).recv(100).decode())
         """,
         neighbour=True,
     ),

@@ -13,16 +13,16 @@ from pathlib import Path
 from etude.errors import EtudeError, SandboxError
 from etude.sandbox.inside.namespaces import PENDING_SIGNALS
 from etude.sandbox.template import Template
-from tests.sandbox.escape.model import DEFAULT_RESOURCES, Attempt
+from tests.sandbox.escape.model import DEFAULT_RESOURCES, UNDECIDED_S, Attempt
 from tests.sandbox.escape.prelude import whole_program
-from tests.sandbox.escape.trial import Field
+from tests.sandbox.escape.trial import Field, until
 
 _INOTIFY = """
 held = 0
 while libc.inotify_init() >= 0:
     held += 1
 open("held", "w").write(str(held))
-time.sleep(20)
+signal.pause()
 """
 _IN_FLIGHT = """
 import array
@@ -36,16 +36,15 @@ try:
 except OSError:
     pass
 open("held", "w").write(str(held))
-time.sleep(20)
+signal.pause()
 """
 _SIGNALS = """
-import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
 held = 0
 while held < 1_000_000 and libc.sigqueue(os.getpid(), signal.SIGRTMIN, None) == 0:
     held += 1
 open("held", "w").write(str(held))
-time.sleep(20)
+signal.pause()
 """
 _SOME_SIGNALS = 64
 """What a sandbox gets at least, unless another one has everything."""
@@ -63,18 +62,19 @@ async def _hold(field: Field, body: str) -> str:
     """Starts a program that takes all it can get and sits on it; says how much that is."""
     await field.sandbox.files.write("hold.py", whole_program(body))
     await field.sandbox.commands.start("python3 -S hold.py >log 2>&1")
-    for _ in range(1000):
-        if any(entry.path == "held" and entry.size_bytes for entry in await field.sandbox.files.list()):
-            return (await field.sandbox.files.read("held")).decode()
-        await asyncio.sleep(0.01)
-    return "nothing: " + (await field.sandbox.files.read("log")).decode()
+
+    async def holds() -> bool:
+        return any(entry.path == "held" and entry.size_bytes for entry in await field.sandbox.files.list())
+
+    await until(holds, "the program that takes all it can get")
+    return (await field.sandbox.files.read("held")).decode()
 
 
 async def use_up_inotify(field: Field) -> str:
     """Every inotify instance of the host's user."""
     held = await _hold(field, _INOTIFY)
     said = await field.python(
-        "check(libc.inotify_init(), 'inotify_init')\nsay('fine')", 10.0, field.neighbour
+        "check(libc.inotify_init(), 'inotify_init')\nsay('fine')", sandbox=field.neighbour
     )
     return f"refused: {held} taken, the neighbour has some" if "fine" in said else f"ESCAPED {held}: {said}"
 
@@ -106,7 +106,7 @@ async def use_up_signals(field: Field) -> str:
         held = await _hold(field, _SIGNALS)
         if int(held) > PENDING_SIGNALS:
             return f"ESCAPED {held} signals are pending"
-        if int(held) >= _SOME_SIGNALS and "fine" in await field.python(_TIMER, 10.0, field.neighbour):
+        if int(held) >= _SOME_SIGNALS and "fine" in await field.python(_TIMER, sandbox=field.neighbour):
             return f"refused: {held} taken, the neighbour has some"
         await field.sandbox.commands.run("rm held; kill -9 -1")
         await asyncio.sleep(0.5)
@@ -127,7 +127,6 @@ async def end_the_fork_server(field: Field) -> str:
             said.append("done")
         except EtudeError as error:
             said.append(type(error).__name__)
-    await asyncio.sleep(0.2)
     try:
         another = await field.backend.create(Template({"a.txt": "another"}))
         await another.kill()
@@ -164,7 +163,7 @@ def _files_bytes(field: Field) -> int:
 async def forge_a_shells_status(field: Field) -> str:
     """A number of five thousand digits where a session's server expects an exit status."""
     session = await field.sandbox.create_session()
-    result = await field.sandbox.run_in_session(session, _FORGED, 10.0)
+    result = await field.sandbox.run_in_session(session, _FORGED, UNDECIDED_S)
     return f"refused: exit code {result.exit_code}"
 
 
@@ -196,12 +195,14 @@ async def start_before_the_limits(field: Field) -> str:
     limit = DEFAULT_RESOURCES.open_files
     for _ in range(4):
         await field.sandbox.commands.start("while :; do :; done")
-    seen: set[str] = set()
     for _ in range(40):
-        result = await field.sandbox.commands.run("(ulimit -n)& (ulimit -n)& ulimit -n; wait")
-        seen.update(result.stdout.split())
-    wrong = seen - {str(limit)}
-    return f"ESCAPED limits of {sorted(wrong)} descriptors" if wrong else f"refused: always {seen}"
+        result = await field.sandbox.commands.run(
+            "(ulimit -n)& (ulimit -n)& ulimit -n; wait", timeout_s=UNDECIDED_S
+        )
+        wrong = set(result.stdout.split()) - {str(limit)}
+        if wrong:
+            return f"ESCAPED limits of {sorted(wrong)} descriptors"
+    return f"refused: always {limit}"
 
 
 STARVATION = [

@@ -30,6 +30,8 @@ class Hole:
     """Whether it is closed where the owner may make control groups."""
 
 
+UNDECIDED_S = 120.0
+"""Whatever takes longer has not been decided, however busy the machine: that is no verdict."""
 DEFAULT_RESOURCES = Resources(memory_bytes=96 << 20, num_processes=32, disk_bytes=8 << 20)
 
 
@@ -67,7 +69,7 @@ class Attempt:
     neighbour: bool = False
     """Whether it needs a second sandbox to attack."""
     resources: Resources = DEFAULT_RESOURCES
-    timeout_s: float = 10.0
+    timeout_s: float = UNDECIDED_S
     users: tuple[User, ...] = USERS
     no_control: str = ""
     """Why there is no control, where there is none."""

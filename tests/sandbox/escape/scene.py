@@ -30,8 +30,8 @@ while os.read(0, 1):
     os.write(1, b"awake\\n")
 """
 _SYSCTLS = ("kernel/core_pattern", "kernel/hostname", "kernel/modprobe", "vm/overcommit_memory")
-VICTIM_S = 10.0
-"""A host process that does not answer for so long was stopped."""
+VICTIM_S = 0.5
+"""When a host process does not answer for so long, it is looked at whether it was stopped."""
 _IPC_CREAT, _IPC_RMID = 0o1000, 0
 _AT_FDCWD = -100
 
@@ -159,7 +159,11 @@ class Scene:
         assert stdout is not None
         stdin.write(b"?")
         said = b""
-        while not said.endswith(b"awake\n") and select.select([stdout], [], [], VICTIM_S)[0]:
+        while not said.endswith(b"awake\n"):
+            if not select.select([stdout], [], [], VICTIM_S)[0]:
+                if self._victims_stat()[0] in "Tt":
+                    break
+                continue
             part = os.read(stdout.fileno(), 4096)
             said += part
             if not part:
@@ -173,11 +177,14 @@ class Scene:
             assert pipe is not None
             pipe.close()
 
+    def _victims_stat(self) -> list[str]:
+        """Of /proc/<pid>/stat: its state, its parent, and so on."""
+        return Path(f"/proc/{self._victim.pid}/stat").read_text().rpartition(")")[2].split()
+
     def _settings(self) -> dict[str, str]:
         values = {name: path.read_text() for name in _SYSCTLS if (path := Path(f"/proc/sys/{name}")).exists()}
-        stat = Path(f"/proc/{self._victim.pid}/stat").read_text().rpartition(")")[2].split()
         limits = Path(f"/proc/{self._victim.pid}/limits").read_text()
-        values["a host process's priority"] = stat[16]
+        values["a host process's priority"] = self._victims_stat()[16]
         values["a host process's limits"] = limits
         return values
 

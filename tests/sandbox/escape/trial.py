@@ -6,8 +6,9 @@ import asyncio
 import json
 import os
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -16,15 +17,17 @@ from pathlib import Path
 from etude.errors import AgentError, SandboxError, UserError
 from etude.sandbox.errors import Unsupported
 from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.template import Template
-from tests.sandbox.escape.model import Attempt, Outcome, User
+from tests.sandbox.escape.model import UNDECIDED_S, Attempt, Outcome, User
 from tests.sandbox.escape.prelude import whole_program
 from tests.sandbox.escape.scene import Scene
 from tests.sandbox.escape.weakened import WeakenedBackend, owner_without
 
-PATIENCE_S = 30.0
+PATIENCE_S = 300.0
 """Longest wait for one attempt beyond its own time."""
+_ASK = "import socket, sys; print(socket.create_connection(('127.0.0.1', int(sys.argv[1]))).recv(100))"
 _NEIGHBOUR = """
 import os, signal, socket, sys, time
 secret, port = open("secret.txt").read(), int(sys.argv[2])
@@ -57,11 +60,19 @@ class Field:
     """An empty directory of the host."""
     neighbour: Sandbox | None = None
 
-    async def python(self, body: str, timeout_s: float = 10.0, sandbox: Sandbox | None = None) -> str:
+    async def python(self, body: str, timeout_s: float = UNDECIDED_S, sandbox: Sandbox | None = None) -> str:
         """What a program prints inside."""
         inside = sandbox or self.sandbox
         result = await inside.commands.run("python3 -S -", stdin=whole_program(body), timeout_s=timeout_s)
         return result.stdout + result.stderr
+
+
+async def until(holds: Callable[[], Awaitable[bool]], what: str) -> None:
+    """Waits for something that an attempt is about. Raises AssertionError: without it nothing is decided."""
+    end_s = time.monotonic() + UNDECIDED_S
+    while not await holds():
+        assert time.monotonic() < end_s, f"{what} took longer than {UNDECIDED_S:g} s"
+        await asyncio.sleep(0.01)
 
 
 async def make_neighbour(backend: SandboxBackend, scene: Scene) -> Sandbox:
@@ -71,12 +82,12 @@ async def make_neighbour(backend: SandboxBackend, scene: Scene) -> Sandbox:
     facts = scene.facts()
     word, port = facts["neighbour"], facts["neighbour_port"]
     await sandbox.commands.run(f"python3 -S neighbour.py {word} {port} >log 2>&1 &")
-    for _ in range(1000):
-        if any(entry.path == "ready" for entry in await sandbox.files.list()):
-            return sandbox
-        await asyncio.sleep(0.01)
-    log = await sandbox.files.read("log")
-    raise AssertionError(f"the neighbour does not start: {log!r}")
+
+    async def is_ready() -> bool:
+        return any(entry.path == "ready" for entry in await sandbox.files.list())
+
+    await until(is_ready, "the neighbour")
+    return sandbox
 
 
 async def try_once(backend: SandboxBackend, attempt: Attempt, scene: Scene) -> Outcome:
@@ -100,6 +111,9 @@ async def _judged(field: Field, attempt: Attempt) -> Outcome:
     damage = field.scene.damage(output)
     if field.neighbour is not None:
         try:
+            # Whoever answers has dealt with the signals that came before.
+            port = field.scene.facts()["neighbour_port"]
+            await field.neighbour.commands.run(f'python3 -S -c "{_ASK}" {port}', timeout_s=UNDECIDED_S)
             if any(entry.path == "hit" for entry in await field.neighbour.files.list()):
                 damage.append("the neighbour's process was reached")
         except SandboxError as error:
@@ -120,13 +134,14 @@ async def _act(field: Field, attempt: Attempt) -> tuple[str, str]:
             output = await attempt.scenario(field)
         else:
             await field.sandbox.files.write("attempt.py", whole_program(attempt.program))
-            facts = json.dumps(field.scene.facts())
+            facts = json.dumps(
+                {**field.scene.facts(), "server_looks": isinstance(field.backend, LocalBackend)}
+            )
             result = await field.sandbox.commands.run(
                 "python3 -S attempt.py", timeout_s=attempt.timeout_s, env={"FACTS": facts}
             )
             output = result.stdout + result.stderr
-            if result.timed_out:
-                output += "\nended at its deadline"
+            assert not result.timed_out, f"not decided within {attempt.timeout_s:g} s: {output[-200:]}"
         await field.sandbox.commands.run("true")
     except Unsupported as error:
         return f"IMPOSSIBLE {error.message}: {error.received}", ""
@@ -184,7 +199,7 @@ async def run_controls(
 async def _guarded(backend: SandboxBackend, attempt: Attempt, scene: Scene) -> Outcome:
     try:
         return await try_once(backend, attempt, scene)
-    except (SandboxError, AgentError, TimeoutError) as error:
+    except (SandboxError, AgentError) as error:
         return Outcome("lost", f"{type(error).__name__}: {str(error)[:300]}")
     except UserError:
         # This backend cannot be had here, and no other attempt can be made either.
