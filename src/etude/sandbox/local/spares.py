@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import os
 import secrets
 import socket
 from collections import deque
@@ -148,7 +146,10 @@ class Spares:
     def _clone(self) -> Spare:
         """Has the fork server clone a first process, and does not wait for it. Raises SandboxError."""
         number = next(self._numbers)
-        ours, theirs = socket.socketpair()
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise SandboxError(f"cannot start a sandbox: {error}", field="sandbox.backend") from error
         spare = Spare(number, secrets.token_hex(8), Channel(ours, f"spare {number}"))
         announces = self._groups is not None
         try:
@@ -162,27 +163,29 @@ class Spares:
         return spare
 
     def _enter(self, spare: Spare) -> None:
-        """In a thread. Raises OSError."""
+        """In a thread. Raises SandboxError."""
         assert self._groups is not None, "nothing is entered without groups"
         if not spare.channel.peer_pid:
-            raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
-        self._groups.create(spare.group)
-        self._groups.enter(spare.group, spare.channel.peer_pid)
+            raise SandboxError("no control group: its process is out of sight", field="sandbox.backend")
+        try:
+            self._groups.create(spare.group)
+            self._groups.enter(spare.group, spare.channel.peer_pid)
+        except OSError as error:
+            raise SandboxError(f"no control group: {error}", field="sandbox.backend") from error
 
     def _give(self, spare: Spare) -> None:
         """To whoever has waited longest; else it is kept."""
-        taker = self._next_taker()
         if self._closed:
             self.drop(spare)
-        elif taker is not None:
-            taker.set_result(spare)
-        else:
+            return
+        taker = self._next_taker()
+        if taker is None:
             self._ready.append(spare)
+        else:
+            taker.set_result(spare)
 
     def _refuse(self, error: Exception) -> None:
         """Whoever has waited longest hears what went wrong; if nobody waits, the next one tries again."""
-        if isinstance(error, OSError):
-            error = SandboxError(f"no control group: {error}", field="sandbox.backend")
         taker = self._next_taker()
         if taker is not None:
             taker.set_exception(error)
