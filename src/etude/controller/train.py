@@ -23,8 +23,8 @@ from etude.controller.backends import open_run_backend
 from etude.controller.clusters.runner import Players, open_clusters
 from etude.controller.compute import place_model, settle_compute, use_sampling_threads
 from etude.controller.corpus import make_renderer
-from etude.controller.examples import choose_examples, session_text
 from etude.controller.families import open_family
+from etude.controller.judging import Judging, add_stage_time
 from etude.controller.midtraining import run_midtraining
 from etude.controller.models import settle_model
 from etude.controller.numerics import settle_numerics
@@ -36,7 +36,7 @@ from etude.controller.remote.evaluation import EvaluationBeside
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput, part_seconds
 from etude.controller.training_part import TrainingPaths
-from etude.evaluation import Evaluation, evaluate_policy
+from etude.evaluation import Evaluation
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel, load_any_model
 from etude.observe import (
@@ -49,7 +49,6 @@ from etude.observe import (
     write_json,
 )
 from etude.protocols import Handle
-from etude.records import Task
 from etude.rollout.collect import CollectorState
 from etude.rollout.epochs import EpochSource
 from etude.store.trajectories import TrajectoryLog
@@ -66,7 +65,6 @@ SNAPSHOTS = "snapshots"
 OFFENDING = "offending"
 ROUTES = "routes"
 CURVE = "curve"
-SESSIONS_BEFORE = "sessions_before.json"
 
 
 class InterruptedRunError(KeyboardInterrupt):
@@ -162,7 +160,7 @@ class _Run:
         complete = run_midtraining(
             model, documents, config, latest, self.stop, self.metrics, self.observer, save_curve
         )
-        self._add_stage_time("midtrain_s", self.stop.elapsed_s - before)
+        add_stage_time(self.report, "midtrain_s", self.stop.elapsed_s - before)
         if not complete:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
         self._save_model(done, model, tokenizer)
@@ -171,24 +169,25 @@ class _Run:
     async def _after_midtraining(self, tokenizer: Tokenizer, model: AnyModel) -> None:
         training_threads = torch.get_num_threads()
         use_sampling_threads(self.config)
+        judging = Judging(self.config, self.run, self.metrics, self.observer, self.stop, self.report)
         async with self._arrange(tokenizer, model, training_threads) as arrangement:
             parts = arrangement.parts
             heldout = self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks)
             async with arrangement.training as trainer:
                 if self.newest is not None and self.state.get("stage") == "rl":
                     await trainer.call("restore", self.newest)
-                await self._evaluate_before(heldout, trainer, parts)
+                await judging.judge_before(heldout, trainer, parts)
                 async with self._players(parts) as players:
                     await self._reinforce(trainer, parts, players, arrangement.beside)
                 await trainer.call("save_model", self.run.checkpoints / FINAL, True)
                 base = self.config.initial_checkpoint or str(self.run.checkpoints / MIDTRAINED)
                 await trainer.call("save_adapters", self.run.checkpoints / ADAPTER, base)
-            after = await self._evaluate(heldout, "after", parts)
+            after = await judging.judge(heldout, "after", parts)
             family: Evaluation | None = None
             if "heldout_family" in self.family.splits:
                 others = self.family.evaluation_tasks("heldout_family", self.config.evaluation.num_tasks)
-                family = await self._evaluate(others, "family", parts)
-            self._finish_report(heldout, after, family)
+                family = await judging.judge(others, "family", parts)
+            judging.finish(heldout, after, family)
 
     def _arrange(
         self, tokenizer: Tokenizer, model: AnyModel, num_threads: int
@@ -258,7 +257,7 @@ class _Run:
         await saver.save()
         await trainer.call("flush")
         self.throughput.end(parts, loop)
-        self._add_stage_time("rl_s", self.stop.elapsed_s - before)
+        add_stage_time(self.report, "rl_s", self.stop.elapsed_s - before)
         self.observer.stage_ends()
         self.report["rl_steps"] = taken
         self.report["tasks_exhausted"] = loop.exhausted
@@ -298,52 +297,6 @@ class _Run:
         self.report["parity_gate"] = gate.worst
         return gate
 
-    # ---- evaluation -----------------------------------------------------------------------------
-
-    async def _evaluate_before(self, tasks: list[Task], trainer: Handle[Any], parts: Parts) -> None:
-        """The mid-trained model's figures, unless an earlier sitting has them."""
-        if "heldout_before" in self.report:
-            return
-        manifest = await trainer.call("publish")
-        await parts.service.stage(manifest)
-        await parts.service.activate(manifest.version)
-        evaluation = await self._evaluate(tasks, "before", parts)
-        self.report |= {
-            "heldout_before": evaluation.to_json(),
-            "behaviour_before": evaluation.behaviour,
-            "first_edit_right_before": evaluation.sampled["first_edit_right"],
-        }
-        texts = {task.id: session_text(t) for task, t in zip(tasks, evaluation.trajectories, strict=True)}
-        passed = {
-            task.id: bool(t.facts.get("passed"))
-            for task, t in zip(tasks, evaluation.trajectories, strict=True)
-        }
-        write_json(self.run.path / SESSIONS_BEFORE, {"texts": texts, "passed": passed})
-        write_json(self.run.report_file, self.report)
-
-    async def _evaluate(self, tasks: list[Task], name: str, parts: Parts) -> Evaluation:
-        began = self.stop.elapsed_s
-        self.observer.stage_begins(f"evaluation {name}", 1)
-        evaluation = await evaluate_policy(
-            parts.environment,
-            parts.service,
-            tasks,
-            f"{self.config.name}-{name}",
-            self.config.seed,
-            self.config.engine.num_slots,
-        )
-        values = {
-            "pass_rate": evaluation.sampled["pass_rate"],
-            "greedy": evaluation.greedy["pass_rate"],
-            "wall_s": self.stop.elapsed_s,
-        }
-        version = parts.service.current()
-        self.metrics.write("evaluation", version.step if version else 0, {**values, "split": name})
-        self.observer.stage_advances(1, values)
-        self.observer.stage_ends()
-        self._add_stage_time("evaluation_s", self.stop.elapsed_s - began)
-        return evaluation
-
     # ---- what stays -----------------------------------------------------------------------------
 
     async def save_latest(self, trainer: Handle[Any], loop: ReinforcementLoop) -> None:
@@ -373,29 +326,6 @@ class _Run:
     def _save_model(self, directory: Path, model: AnyModel, tokenizer: Tokenizer | None = None) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(directory, model, write_more=tokenizer.save if tokenizer is not None else None)
-
-    def _add_stage_time(self, name: str, seconds: float) -> None:
-        stages = self.report.setdefault("stages", {})
-        stages[name] = stages.get(name, 0.0) + seconds
-
-    def _finish_report(self, tasks: list[Task], after: Evaluation, family: Evaluation | None) -> None:
-        environment = self.run.environment
-        self.report |= {
-            "name": self.config.name,
-            "seed": self.config.seed,
-            "wall_s": self.stop.elapsed_s,
-            "heldout_after": after.to_json(),
-            "behaviour_after": after.behaviour,
-            "first_edit_right_after": after.sampled["first_edit_right"],
-            "machine": environment.get("machine", {}),
-            "versions": environment.get("versions", {}),
-            "commit": environment.get("commit", ""),
-        }
-        if family is not None:
-            self.report["heldout_family_after"] = family.to_json()
-        write_json(self.run.report_file, self.report)
-        before = self.run.read_json(self.run.path / SESSIONS_BEFORE)
-        write_json(self.run.examples_file, choose_examples(tasks, before, after))
 
 
 class _Saver:

@@ -1,0 +1,108 @@
+"""What a run's model can do on tasks that it never saw: measured at some points, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from etude.config import RunConfig
+from etude.controller.examples import choose_examples, session_text
+from etude.controller.parts import Parts
+from etude.controller.stopping import StopSignal
+from etude.evaluation import Evaluation, evaluate_policy
+from etude.observe import MetricSink, Observer, RunDirectory, write_json
+from etude.protocols import Handle
+from etude.records import Task
+
+SESSIONS_BEFORE = "sessions_before.json"
+"""Sessions of the mid-trained model, for the examples of before and after."""
+
+
+def add_stage_time(report: dict[str, Any], name: str, seconds: float) -> None:
+    """Adds to what a stage has taken, in earlier sittings too."""
+    stages = report.setdefault("stages", {})
+    stages[name] = stages.get(name, 0.0) + seconds
+
+
+class Judging:
+    """Evaluations of one sitting of a run. Puts what it finds into the run's report."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: RunDirectory,
+        metrics: MetricSink,
+        observer: Observer,
+        stop: StopSignal,
+        report: dict[str, Any],
+    ) -> None:
+        """`config`: settled. `stop`: the run's clock. `report`: filled here, and written where it says so."""
+        self._config, self._run = config, run
+        self._metrics, self._observer = metrics, observer
+        self._stop, self._report = stop, report
+
+    async def judge(self, tasks: Sequence[Task], name: str, parts: Parts) -> Evaluation:
+        """Figures of what is in service. Raises InfrastructureError if most sessions failed."""
+        began = self._stop.elapsed_s
+        self._observer.stage_begins(f"evaluation {name}", 1)
+        evaluation = await evaluate_policy(
+            parts.environment,
+            parts.service,
+            tasks,
+            f"{self._config.name}-{name}",
+            self._config.seed,
+            self._config.engine.num_slots,
+        )
+        values = {
+            "pass_rate": evaluation.sampled["pass_rate"],
+            "greedy": evaluation.greedy["pass_rate"],
+            "wall_s": self._stop.elapsed_s,
+        }
+        version = parts.service.current()
+        self._metrics.write("evaluation", version.step if version else 0, {**values, "split": name})
+        self._observer.stage_advances(1, values)
+        self._observer.stage_ends()
+        add_stage_time(self._report, "evaluation_s", self._stop.elapsed_s - began)
+        return evaluation
+
+    async def judge_before(self, tasks: Sequence[Task], trainer: Handle[Any], parts: Parts) -> None:
+        """The mid-trained model's figures, in the written report, unless an earlier sitting has them."""
+        if "heldout_before" in self._report:
+            return
+        manifest = await trainer.call("publish")
+        await parts.service.stage(manifest)
+        await parts.service.activate(manifest.version)
+        evaluation = await self.judge(tasks, "before", parts)
+        self._report |= _figures(evaluation, "before")
+        sessions = list(zip(tasks, evaluation.trajectories, strict=True))
+        texts = {task.id: session_text(session) for task, session in sessions}
+        passed = {task.id: bool(session.facts.get("passed")) for task, session in sessions}
+        write_json(self._run.path / SESSIONS_BEFORE, {"texts": texts, "passed": passed})
+        write_json(self._run.report_file, self._report)
+
+    def finish(self, tasks: Sequence[Task], after: Evaluation, family: Evaluation | None) -> None:
+        """Writes the report, with the trained model's figures, and examples of its sessions. `family`: on
+        tasks of families that were never trained on."""
+        environment = self._run.environment
+        self._report |= {
+            "name": self._config.name,
+            "seed": self._config.seed,
+            "wall_s": self._stop.elapsed_s,
+            **_figures(after, "after"),
+            "machine": environment.get("machine", {}),
+            "versions": environment.get("versions", {}),
+            "commit": environment.get("commit", ""),
+        }
+        if family is not None:
+            self._report["heldout_family_after"] = family.to_json()
+        write_json(self._run.report_file, self._report)
+        before = self._run.read_json(self._run.path / SESSIONS_BEFORE)
+        write_json(self._run.examples_file, choose_examples(tasks, before, after))
+
+
+def _figures(evaluation: Evaluation, when: str) -> dict[str, Any]:
+    return {
+        f"heldout_{when}": evaluation.to_json(),
+        f"behaviour_{when}": evaluation.behaviour,
+        f"first_edit_right_{when}": evaluation.sampled["first_edit_right"],
+    }
