@@ -44,6 +44,12 @@ Routes = Mapping[str, NDArray[Any]]
 """Arrays by the URL of their reference."""
 
 
+def routes_of(groups: Sequence[Group], fetch: RouteFetcher) -> Routes:
+    """All routes that a step on these groups replays, for whoever takes it elsewhere."""
+    segments = [s for group in groups for member in group.members for s in member.segments]
+    return {s.routes.url: fetch(s.routes) for s in segments if s.routes is not None}
+
+
 class OnlyHere(Generic[T]):
     """Something that does not travel: on every other rank it holds None."""
 
@@ -234,7 +240,7 @@ class RankedTrainer:
 
     def step(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """See Trainer.step."""
-        return self._team.call(RankTrainer.step, groups, self._routes_of(groups))
+        return self._team.call(RankTrainer.step, groups, routes_of(groups, self._fetch_routes))
 
     def publish(self) -> WeightManifest:
         """See Trainer.publish."""
@@ -263,10 +269,6 @@ class RankedTrainer:
     def restore(self, directory: Path) -> None:
         """See Trainer.restore. Every rank reads the directory."""
         self._team.call(RankTrainer.restore, directory)
-
-    def _routes_of(self, groups: Sequence[Group]) -> Routes:
-        segments = [s for group in groups for member in group.members for s in member.segments]
-        return {s.routes.url: self._fetch_routes(s.routes) for s in segments if s.routes is not None}
 
 
 AnyTrainer = RlTrainer | RankedTrainer

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from etude.config import ClusterConfig, RunConfig
 from etude.controller.compute import place_model
 from etude.controller.engines import make_snapshots
 from etude.controller.numerics import use_numerics
-from etude.controller.ranks import Routes
+from etude.controller.ranks import Routes, routes_of
 from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, Supervisor
 from etude.controller.training_part import TrainingPart, TrainingPaths
@@ -156,7 +156,7 @@ class SupervisedTrainer:
         async with self._calling:
             if method == "step":
                 groups: Sequence[Group] = arguments[0]
-                arguments = (groups, self._routes_of(groups))
+                arguments = (groups, routes_of(groups, self._fetch_routes))
             reply = await self._persist(method, arguments)
             self._version = reply.version
             self._is_published = method == "publish" or (self._is_published and method != "step")
@@ -223,7 +223,3 @@ class SupervisedTrainer:
         if self._is_published:
             await handle.call("do", "publish")
         self._observer.say(f"trainer: at step {self._version.step} again, {len(again)} trained once more")
-
-    def _routes_of(self, groups: Sequence[Group]) -> Mapping[str, Any]:
-        segments = [s for group in groups for member in group.members for s in member.segments]
-        return {s.routes.url: self._fetch_routes(s.routes) for s in segments if s.routes is not None}
