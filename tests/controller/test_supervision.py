@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 
 from etude.config import ClusterConfig
 from etude.controller.local import LocalHandle
-from etude.controller.supervision import KIND, Backoff, FaultJournal, NodeHealth, Supervisor
+from etude.controller.supervision import (
+    KIND,
+    Backoff,
+    FaultJournal,
+    NodeHealth,
+    SupervisedParts,
+    Supervisor,
+)
 from etude.errors import CheckpointError, PartLostError
 from etude.observe.metrics import MemorySink
 from etude.observe.observer import RecordingObserver
@@ -248,3 +255,22 @@ def test_counts_of_earlier_sittings_go_on() -> None:
     journal.note("trainer", "lost", "why")
     assert counts == {"lost": 3, "restarted": 2}
     assert metrics.rows == [{"kind": KIND, "step": 5, "name": "trainer", "mode": "lost"}]
+
+
+def test_who_waits_for_any_of_several_parts_takes_one_that_is_added_meanwhile() -> None:
+    async def run() -> None:
+        parts, away, other = SupervisedParts(patience_s=30.0), Bench(), Bench()
+        parts.add(away.supervisor)
+        waiting = asyncio.ensure_future(parts.any_ready())
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        parts.add(other.supervisor)
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        await other.supervisor.start()
+        await waiting
+        await other.supervisor.close()
+        with pytest.raises(PartLostError, match="there is none of its kind"):
+            await SupervisedParts(patience_s=30.0).any_ready()
+
+    asyncio.run(run())

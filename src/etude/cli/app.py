@@ -29,6 +29,7 @@ from etude.cli.tasks import tasks_app
 from etude.cli.tokenizer import tokenizer_app
 from etude.cli.train import train_command
 from etude.cli.trajectory import trajectory_app
+from etude.cli.workers import workers_command
 
 app = typer.Typer(
     name="etude",
@@ -49,6 +50,7 @@ app.command("serve")(serve_command)
 app.command("relay")(relay_command)
 app.command("sample")(sample_command)
 app.command("report")(report_command)
+app.command("workers")(workers_command)
 app.add_typer(route_app)
 app.add_typer(doctor_app)
 app.add_typer(trajectory_app)

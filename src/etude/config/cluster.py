@@ -17,7 +17,7 @@ class PartConfig(Section):
     cpus: float = Field(default=1.0, ge=0)
     """Cores. How many threads compute is said elsewhere: `num_threads`, `engine.native_threads`."""
     gpus: float | None = Field(default=None, ge=0)
-    """GPUs; unset: 1 with `device = "cuda"`, else 0."""
+    """GPUs; unset: 1 with `device = "cuda"`, with vLLM as many as it divides a replica over, else 0."""
     memory_bytes: int = Field(default=0, ge=0)
     """Memory; 0: not counted."""
     failure_domain: str = ""
@@ -35,8 +35,14 @@ class ClusterConfig(Section):
     engines: int = Field(default=1, ge=1)
     """Engine replicas, a process each."""
     workers: int = Field(default=0, ge=0)
-    """Rollout workers, a process each: agents, sandboxes and grading. 0: sessions are in the run's own
-    process."""
+    """Rollout workers that the run begins with, a process each: agents, sandboxes and grading. 0: sessions
+    are in the run's own process. `etude workers` changes their number while the run goes on."""
+    most_workers: int = Field(default=0, ge=0)
+    """Above `workers`: as many as Ray has room for, up to so many; they join when there is room, be it on a
+    new machine. 0: no more than `workers`."""
+    drain_s: float = Field(default=600.0, ge=0)
+    """How long a worker that is to leave may play its sessions to their end; those that are left begin anew
+    with others."""
     trainer: PartConfig = PartConfig()
     """What the trainer takes."""
     engine: PartConfig = PartConfig()
@@ -87,6 +93,10 @@ class ClusterConfig(Section):
         host, colon, port = self.address.rpartition(":")
         if self.address and not (host and colon and port.isdigit()):
             raise ValueError(f"address: must be HOST:PORT, received {self.address!r}")
+        if self.most_workers and not 1 <= self.workers <= self.most_workers:
+            raise ValueError(
+                f"workers: must be 1 to most_workers={self.most_workers}, received {self.workers}"
+            )
         if self.silent_s <= self.heartbeat_s:
             raise ValueError(
                 f"silent_s: must be above heartbeat_s={self.heartbeat_s}, received {self.silent_s}"

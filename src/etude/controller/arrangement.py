@@ -161,16 +161,22 @@ def part_resources(config: RunConfig) -> list[Resources]:
     gpus = 1.0 if config.device == "cuda" else 0.0
     engine_gpus = gpus * config.engine.num_gpus
 
-    def need(name: str, part: PartConfig, default_gpus: float) -> Resources:
-        num_gpus = default_gpus if part.gpus is None else part.gpus
-        return Resources(part.cpus, num_gpus, part.memory_bytes, part.failure_domain, name)
-
     return [
-        need(TRAINER, cluster.trainer, gpus * config.parallel.ranks),
-        *(need(f"{ENGINE}{number}", cluster.engine, engine_gpus) for number in range(engines)),
-        *(need(f"{WORKER}{number}", cluster.worker, 0.0) for number in range(cluster.workers)),
-        *([need(EVALUATION, cluster.evaluation, engine_gpus)] if config.evaluation.every_steps else []),
+        _resources(TRAINER, cluster.trainer, gpus * config.parallel.ranks),
+        *(_resources(f"{ENGINE}{number}", cluster.engine, engine_gpus) for number in range(engines)),
+        *(worker_resources(config, f"{WORKER}{number}") for number in range(cluster.workers)),
+        *([_resources(EVALUATION, cluster.evaluation, engine_gpus)] if config.evaluation.every_steps else []),
     ]
+
+
+def worker_resources(config: RunConfig, name: str) -> Resources:
+    """What the rollout worker of that name takes."""
+    return _resources(name, config.cluster.worker, 0.0)
+
+
+def _resources(name: str, part: PartConfig, default_gpus: float) -> Resources:
+    num_gpus = default_gpus if part.gpus is None else part.gpus
+    return Resources(part.cpus, num_gpus, part.memory_bytes, part.failure_domain, name)
 
 
 def check_executor(config: RunConfig) -> None:

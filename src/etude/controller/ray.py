@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -46,6 +46,8 @@ _TITLE = "etude-"
 """What the titles of parts' processes begin with, after Ray's own `ray::`."""
 _MANY = 10_000
 """Calls that may be under way at once: an engine has one for every client, and few others."""
+_LONGEST_WORDS = 500
+"""Characters of what Ray says of an error."""
 _GRACE_S = 10.0
 """How long a part may take to close what it has opened."""
 
@@ -131,7 +133,7 @@ class RayHandle:
         try:
             outcome = await self._actor.call.remote(method, arguments, named)
         except RayError as error:
-            raise PartLostError(_first_line(error), field=self.name) from error
+            raise PartLostError(words_of(error), field=self.name) from error
         return outcome.result()
 
     async def stop(self) -> None:
@@ -167,6 +169,8 @@ class RayExecutor:
         self._handles: list[RayHandle] = []
         self._bundles: dict[str, int] = {}
         self._group: PlacementGroup | None = None
+        self._rooms: dict[str, PlacementGroup] = {}
+        """Of parts that were thought of later."""
         self._directory: Path | None = None
 
     def __enter__(self) -> RayExecutor:
@@ -188,9 +192,10 @@ class RayExecutor:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for part in list(self._rooms):
+            self.give_room(part)
         if self._group is not None:
-            with contextlib.suppress(RayError):  # Ray is gone: so is what it had reserved
-                remove_placement_group(self._group)
+            _remove(self._group)
         ray.shutdown()
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -223,6 +228,24 @@ class RayExecutor:
                 fix=f"it has {_available()}; start more machines, or ask for less in [cluster]",
             ) from None
 
+    async def make_room(self, part: Resources) -> None:
+        """Reserves room for one more part, and waits for it, be it for a machine that joins; returns at once
+        where `reserve` has. Raises PartLostError where Ray fails."""
+        if part.part in self._bundles:
+            return
+        if part.part not in self._rooms:
+            self._rooms[part.part] = placement_group([_bundle(part)], bundle_label_selector=[_labels(part)])
+        try:
+            await self._rooms[part.part].ready()  # again after its machine was lost
+        except RayError as error:
+            raise PartLostError(f"has no room: {words_of(error)}", field=part.part) from error
+
+    def give_room(self, part: str) -> None:
+        """Gives back what `make_room` reserved or waits for; does nothing for other parts."""
+        group = self._rooms.pop(part, None)
+        if group is not None:
+            _remove(group)
+
     async def spawn(
         self, factory: Callable[..., T], *arguments: Any, resources: Resources | None = None, **named: Any
     ) -> RayHandle:
@@ -249,7 +272,7 @@ class RayExecutor:
                     fix=f"Ray has {_available()} free; cluster.start_timeout_s allows longer",
                 ) from None
             if isinstance(error, RayError):
-                raise PartLostError(f"did not start: {_first_line(error)}", field=name) from error
+                raise PartLostError(f"did not start: {words_of(error)}", field=name) from error
             raise
         here = ray.get_runtime_context().get_node_id()
         handle = RayHandle(actor, name, "" if node == here else node, pid)
@@ -271,12 +294,15 @@ class RayExecutor:
         }
         if wanted.memory_bytes:
             options["memory"] = wanted.memory_bytes
+        room = self._rooms.get(wanted.part)
         bundle = self._bundles.get(wanted.part)
         avoid = wanted.avoid & self.nodes
         if avoid and avoid != self.nodes:
             # Its reservation may be on such a machine: it looks for room elsewhere.
             nodes = ",".join(sorted(avoid))
             return options | {"label_selector": {**_labels(wanted), _NODE_LABEL: f"!in({nodes})"}}
+        if room is not None:
+            return options | {"scheduling_strategy": PlacementGroupSchedulingStrategy(room, 0)}
         if self._group is not None and bundle is not None:
             strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=bundle)
             return options | {"scheduling_strategy": strategy}
@@ -354,6 +380,11 @@ def _told(parts: Sequence[Resources]) -> str:
     return ", ".join(f"{one.part or 'a part'} {json.dumps(_bundle(one))}" for one in parts)
 
 
+def _remove(group: PlacementGroup) -> None:
+    with contextlib.suppress(RayError):  # Ray is gone: so is what it had reserved
+        remove_placement_group(group)
+
+
 def _available() -> str:
     return json.dumps({k: v for k, v in ray.available_resources().items() if k in ("CPU", "GPU", "memory")})
 
@@ -366,9 +397,16 @@ def _title(pid: int) -> str:
         return ""
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0] if lines else 'no words'}"
+def words_of(error: RayError) -> str:
+    """What went wrong, in a line: of an error in a process its cause, of a process that died what Ray knows,
+    without the names and numbers that Ray puts between."""
+    cause: BaseException = error
+    while isinstance(cause, RayTaskError) and isinstance(cause.cause, BaseException):
+        cause = cause.cause
+    told = " ".join(line for line in str(cause).strip().splitlines() if not line.startswith(("\t", " ")))
+    if len(told) > _LONGEST_WORDS:
+        told = f"{told[:_LONGEST_WORDS]}..."
+    return f"{type(cause).__name__}: {told or 'no words'}"
 
 
 @contextlib.contextmanager

@@ -287,10 +287,14 @@ class SupervisedParts:
         """`patience_s`: how long `any_ready` waits."""
         self._patience_s = patience_s
         self._supervisors: dict[str, Supervisor] = {}
+        self._added = asyncio.Event()
+        """Set, and replaced, when one more is added."""
 
     def add(self, supervisor: Supervisor) -> None:
         """One more, which is started elsewhere or by `start`."""
         self._supervisors[supervisor.name] = supervisor
+        self._added.set()
+        self._added = asyncio.Event()
 
     def remove(self, name: str) -> Supervisor | None:
         """One less; it is closed elsewhere. None where there is none of that name."""
@@ -315,21 +319,35 @@ class SupervisedParts:
             supervisor.lose(handle, cause)
 
     async def any_ready(self) -> None:
-        """Waits until one is up. Raises PartLostError once none will be, or none is in time."""
-        waiting = [
-            asyncio.ensure_future(supervisor.ready(self._patience_s))
-            for supervisor in self._supervisors.values()
-        ]
+        """Waits until one is up, be it one that is added meanwhile. Raises PartLostError once none will be,
+        or none is in time."""
+        clock = asyncio.get_running_loop().time
+        end_s = clock() + self._patience_s
+        while not await self._any_ready_of_these(max(0.0, end_s - clock())):
+            pass
+
+    async def _any_ready_of_these(self, within_s: float) -> bool:
+        """Whether one of those that there are has come up; False once there are others. Raises as
+        `any_ready`."""
+        added = asyncio.ensure_future(self._added.wait())
+        waiting = {asyncio.ensure_future(one.ready(within_s)) for one in self._supervisors.values()}
+        failure = PartLostError("there is none of its kind", fix="let one join")
+        left = set(waiting)
         try:
-            failure: PartLostError | None = None
-            for first in asyncio.as_completed(waiting):
-                try:
-                    await first
-                    return
-                except PartLostError as error:
+            while left:
+                done, _ = await asyncio.wait([added, *left], return_when=asyncio.FIRST_COMPLETED)
+                for one in done & left:
+                    error = one.exception()
+                    if error is None:
+                        return True
+                    if not isinstance(error, PartLostError):
+                        raise error
                     failure = error
-            raise failure or PartLostError("there is none of its kind", fix="let one join")
+                left -= done
+                if added.done():
+                    return False
+            raise failure
         finally:
-            for one in waiting:
+            for one in (added, *waiting):
                 one.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            await asyncio.gather(added, *waiting, return_exceptions=True)

@@ -54,9 +54,9 @@ class Workers:
         self.renderer = make_renderer(agent_tokenizer())
         self.handles: dict[str, list[LocalHandle[RolloutPart]]] = {}
         self.blobs = MemoryBlobs() if blobs is None else blobs
-        names = [f"worker-{number}" for number in range(num_workers)]
+        self.names = [f"worker-{number}" for number in range(num_workers)]
         self.episodes = RemoteEpisodes(
-            {name: self._spawning(name) for name in names},
+            {name: self.spawning(name) for name in self.names},
             Build.here(self.config.model),
             self.made.fleet,
             self.blobs.put,
@@ -66,7 +66,9 @@ class Workers:
             NodeHealth(settings, self.made.journal),
         )
 
-    def _spawning(self, name: str) -> Any:
+    def spawning(self, name: str) -> Any:
+        """How to start the worker of that name."""
+
         async def spawn(avoid: frozenset[str]) -> Handle[Any]:
             part = RolloutPart(self.config, agent_tokenizer(), self.limits, name, name)
             handle = LocalHandle(part, name=name)

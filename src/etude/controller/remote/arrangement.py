@@ -29,6 +29,7 @@ from etude.controller.arrangement import (
     keeps_schedule,
     part_resources,
     sandbox_owner,
+    worker_resources,
 )
 from etude.controller.backends import open_run_backend
 from etude.controller.borrowed_engine import Needs
@@ -44,12 +45,15 @@ from etude.controller.remote.fleet import EngineFleet
 from etude.controller.remote.rollout_part import RolloutPart
 from etude.controller.remote.trainers import RemoteTrainingPart, SupervisedTrainer
 from etude.controller.remote.weights import DirectoryWeights
+from etude.controller.remote.worker_pool import KIND as WORKERS
+from etude.controller.remote.worker_pool import Rooms, WorkerPool
 from etude.controller.supervision import FaultJournal, NodeHealth, Spawn
 from etude.environment.episodes import Environment, EpisodeLimits, failed_trajectory
 from etude.environment.runners import TimedRunner
 from etude.inference.exchange import Build
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
+from etude.observe.workers import WorkerFiles
 from etude.protocols import Handle, Resources
 from etude.tokens.tokenizer import Tokenizer
 
@@ -150,37 +154,68 @@ class _Here:
         needs = Needs.of(config, self.tokenizer)
         return ElasticPool(config, needs, fleet, place.metrics, place.observer)
 
-    @contextlib.asynccontextmanager
-    async def sessions(self, fleet: EngineFleet, blobs: Blobs) -> AsyncIterator[TimedRunner]:
+    def sessions(self, fleet: EngineFleet, blobs: Blobs) -> AbstractAsyncContextManager[TimedRunner]:
         """Workers, or an environment in this process."""
-        config, renderer, limits = self.config, make_renderer(self.tokenizer), self.limits
-        owner = sandbox_owner(self.place)
-        if not config.cluster.workers:
-            backend = open_run_backend(config.sandbox, owner)
-            try:
-                yield Environment(backend, renderer, limits, config.rl.reward, blobs.put)
-            finally:
-                await backend.close()
-            return
-        arguments = (config, self.tokenizer, limits)
+        return self.workers(fleet, blobs) if self.config.cluster.workers else self.environment(blobs)
+
+    @contextlib.asynccontextmanager
+    async def environment(self, blobs: Blobs) -> AsyncIterator[TimedRunner]:
+        """Sessions and sandboxes in this process."""
+        config = self.config
+        backend = open_run_backend(config.sandbox, sandbox_owner(self.place))
+        try:
+            renderer = make_renderer(self.tokenizer)
+            yield Environment(backend, renderer, self.limits, config.rl.reward, blobs.put)
+        finally:
+            await backend.close()
+
+    @contextlib.asynccontextmanager
+    async def workers(self, fleet: EngineFleet, blobs: Blobs) -> AsyncIterator[TimedRunner]:
+        """Sessions in workers, of which there are more or less as time goes on."""
+        config, place, names = self.config, self.place, self.named(WORKER)
         episodes = RemoteEpisodes(
-            {
-                name: self.spawning(name, RolloutPart, *arguments, name, f"{owner}/{name}")
-                for name in self.named(WORKER)
-            },
+            {name: self.worker_spawning(self.needs[name]) for name in names},
             self.build,
             fleet,
             blobs.put,
-            functools.partial(failed_trajectory, renderer, limits),
+            functools.partial(failed_trajectory, make_renderer(self.tokenizer), self.limits),
             config.cluster,
             self.journal,
             self.nodes,
         )
+        pool = WorkerPool(
+            episodes,
+            self.worker_spawning,
+            functools.partial(worker_resources, config),
+            names,
+            self.rooms,
+            config.cluster,
+            WorkerFiles(place.directory),
+            FaultJournal(place.metrics, place.observer, {}, WORKERS),
+        )
         try:
             await episodes.start()
-            yield episodes
+            async with pool:
+                yield episodes
         finally:
             await episodes.shutdown()
+
+    def worker_spawning(self, needs: Resources) -> Spawn:
+        """How to start a worker's process, once there is room."""
+        owner = f"{sandbox_owner(self.place)}/{needs.part}"
+        part = (RolloutPart, self.config, self.tokenizer, self.limits, needs.part, owner)
+
+        async def spawn(avoid: frozenset[str]) -> Handle[Any]:
+            await self.rooms.make_room(needs)  # it may have gone down with its machine
+            return await self.executor.spawn(*part, resources=replace(needs, avoid=avoid))
+
+        return spawn
+
+    @property
+    def rooms(self) -> Rooms:
+        """Where there may be room for more workers."""
+        assert isinstance(self.executor, Rooms), "so RunConfig wants it"
+        return self.executor
 
     @contextlib.asynccontextmanager
     async def evaluation(self, fleet: EngineFleet) -> AsyncIterator[EvaluationBeside | None]:

@@ -58,6 +58,12 @@ class _Worker:
     """Set while there is something to tell the process of the engines."""
     telling: asyncio.Task[None] | None = None
     """Tells it."""
+    is_leaving: bool = False
+    """Whether it gets no more sessions."""
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once it is leaving and runs no session any more."""
+    num_handed_on: int = 0
+    """Sessions that it did not end before it left."""
 
 
 class RemoteEpisodes:
@@ -77,6 +83,7 @@ class RemoteEpisodes:
         """`spawns`: how to start the process of each worker, by name. `build`: what they must all be.
         `fleet`: the engines that they sample with."""
         self._build, self._fleet = build, fleet
+        self._journal, self._nodes = journal, nodes
         self._keep_routes, self._record_failure = keep_routes, record_failure
         self._settings = settings
         self._tickets = itertools.count()
@@ -86,7 +93,7 @@ class RemoteEpisodes:
         self._supervised = SupervisedParts(settings.patience_s)
         self._workers: dict[str, _Worker] = {}
         for name, spawn in spawns.items():
-            self._add(name, spawn, journal, nodes)
+            self._add(name, spawn)
         fleet.watch(self._note_engines)
 
     async def start(self) -> None:
@@ -99,6 +106,42 @@ class RemoteEpisodes:
             self._stop_telling(worker)
         await self._supervised.close()
         await asyncio.gather(*self._tidying)
+
+    async def join(self, name: str, spawn: Spawn) -> None:
+        """Adds a worker, of a new name or of one that has left; returns once it is ready. Raises what the
+        worker raises, and PartLostError where its process does not come up however often it is started."""
+        worker = self._add(name, spawn)
+        try:
+            await worker.supervisor.start()
+        except BaseException:
+            await self._end(worker)
+            raise
+
+    async def leave(self, name: str, within_s: float) -> int:
+        """Takes a worker out. It gets no more sessions; those that have not ended after `within_s` begin anew
+        with others, which is no failure of theirs. Returns how many those are. There must be another worker.
+        """
+        worker = self._workers[name]
+        self._supervised.remove(name)
+        worker.is_leaving = True
+        try:
+            if worker.tallies:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(within_s):
+                        await worker.idle.wait()
+            await self._hand_on(worker)
+            await self._hear_last(worker)
+        finally:
+            await self._end(worker)
+        return worker.num_handed_on
+
+    def is_up(self, name: str) -> bool:
+        """Whether that worker's process is at work."""
+        return self._workers[name].supervisor.handle is not None
+
+    def num_sessions(self, name: str) -> int:
+        """How many sessions a worker runs."""
+        return len(self._workers[name].tallies)
 
     @property
     def times(self) -> EnvironmentTimes:
@@ -141,7 +184,8 @@ class RemoteEpisodes:
             worker = await self._least_busy()
             try:
                 done = await self._ask(worker, order, tally)
-                return await asyncio.to_thread(self._keep, done)
+                if done is not None:
+                    return await asyncio.to_thread(self._keep, done)
             except InfrastructureError as error:  # the worker is gone, or its routes could not be kept
                 self._past.num_infrastructure_failures += 1
                 order = replace(order, first_attempt=order.first_attempt + 1)
@@ -152,12 +196,14 @@ class RemoteEpisodes:
     async def _least_busy(self) -> _Worker:
         """The worker that is up and runs the fewest sessions, of several the first."""
         while True:
-            up = [worker for worker in self._workers.values() if worker.supervisor.handle is not None]
+            staying = [worker for worker in self._workers.values() if not worker.is_leaving]
+            up = [worker for worker in staying if worker.supervisor.handle is not None]
             if up:
                 return min(up, key=lambda worker: len(worker.tallies))
             await self._supervised.any_ready()
 
-    async def _ask(self, worker: _Worker, order: WorkerOrder, tally: TokenTally | None) -> DoneEpisode:
+    async def _ask(self, worker: _Worker, order: WorkerOrder, tally: TokenTally | None) -> DoneEpisode | None:
+        """What came of the order; None where the worker leaves before it is done."""
         handle, ticket = worker.supervisor.handle, next(self._tickets)
         assert handle is not None, "it was up just now"
         worker.tallies[ticket] = tally
@@ -171,6 +217,11 @@ class RemoteEpisodes:
             raise
         finally:
             del worker.tallies[ticket]
+            if worker.is_leaving and not worker.tallies:
+                worker.idle.set()
+        if packed is None and worker.is_leaving:
+            worker.num_handed_on += 1
+            return None
         if packed is None:  # somebody in its process ended the session: the process is ending
             raise PartLostError("ended the session", field=worker.supervisor.name)
         done = packed.open()
@@ -204,9 +255,24 @@ class RemoteEpisodes:
         members = tuple(_with_routes(one, kept) for one in episode.members)
         return replace(episode, trajectory=_with_routes(episode.trajectory, kept), members=members)
 
+    async def _hand_on(self, worker: _Worker) -> None:
+        """Ends what a worker that leaves still runs; its sessions begin anew elsewhere."""
+        handle = worker.supervisor.handle
+        if handle is not None:
+            await asyncio.gather(*(self._cancel(handle, *one) for one in list(worker.tallies.items())))
+        if worker.tallies:
+            await worker.idle.wait()
+
+    async def _hear_last(self, worker: _Worker) -> None:
+        """What a worker that leaves has counted since it was last heard."""
+        handle = worker.supervisor.handle
+        if handle is not None:
+            with contextlib.suppress(PartLostError):  # then what it told last counts
+                worker.times = latest_times(worker.times, (await handle.call("pulse")).times)
+
     # ---- processes ------------------------------------------------------------------------------
 
-    def _add(self, name: str, spawn: Spawn, journal: FaultJournal, nodes: NodeHealth) -> None:
+    def _add(self, name: str, spawn: Spawn) -> _Worker:
         async def prepare(handle: Handle[Any]) -> None:
             greeting: Greeting = await handle.call("begin")
             check_build(greeting.build, self._build, name)
@@ -216,10 +282,7 @@ class RemoteEpisodes:
             worker.telling = asyncio.create_task(self._tell_of_engines(worker, handle))
 
         def leave(cause: str) -> None:
-            self._stop_telling(worker)
-            self._past = add_times([self._past, worker.times])
-            client, worker.client, worker.times = worker.client, "", EnvironmentTimes()
-            self._in_background(self._fleet.forget(client))
+            self._part_from(worker)
 
         def hear(progress: Progress) -> None:
             worker.times = latest_times(worker.times, progress.times)
@@ -228,9 +291,28 @@ class RemoteEpisodes:
                 if tally is not None:
                     tally.tally(num_tokens)
 
-        supervisor = Supervisor(name, spawn, prepare, self._settings, journal, nodes, leave, hear)
+        assert name not in self._workers, "names tell workers apart"
+        supervisor = Supervisor(name, spawn, prepare, self._settings, self._journal, self._nodes, leave, hear)
         worker = self._workers[name] = _Worker(supervisor)
         self._supervised.add(supervisor)
+        return worker
+
+    async def _end(self, worker: _Worker) -> None:
+        """Stops a worker's process, and knows the worker no more."""
+        self._supervised.remove(worker.supervisor.name)
+        try:
+            await worker.supervisor.close()
+        finally:
+            self._part_from(worker)
+            del self._workers[worker.supervisor.name]
+
+    def _part_from(self, worker: _Worker) -> None:
+        """Its process is gone, or about to be."""
+        self._stop_telling(worker)
+        self._past = add_times([self._past, worker.times])
+        client, worker.client, worker.times = worker.client, "", EnvironmentTimes()
+        if client:
+            self._in_background(self._fleet.forget(client))
 
     def _note_engines(self) -> None:
         """The fleet's engines have changed: workers are told."""

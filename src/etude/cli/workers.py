@@ -1,0 +1,52 @@
+"""`etude workers`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from etude.cli.output import output_console, print_json
+from etude.errors import ConfigError
+from etude.observe import RunDirectory
+from etude.observe.workers import WantedWorkers, WorkerFiles
+
+
+def workers_command(
+    run: Annotated[Path, typer.Argument(help="Directory of a run that goes on.")],
+    wanted: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[NUMBER|auto]",
+            help="How many there are to be from now on; auto: as the run's configuration says.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
+) -> None:
+    """Show the rollout workers of a run over Ray, or change their number while it goes on."""
+    files = WorkerFiles(RunDirectory.open(run).path)
+    if wanted is not None:
+        files.ask(_number(wanted))
+        return
+    standing = files.standing()
+    if as_json:
+        print_json(standing)
+        return
+    table = Table("worker", "state", title=f"wanted: {standing['wanted']}", title_justify="left", box=None)
+    for name, state in standing["workers"].items():
+        table.add_row(name, state)
+    output_console().print(table)
+
+
+def _number(text: str) -> WantedWorkers:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            "is no number", field="workers", received=text, fix="give a number, or auto"
+        ) from None
