@@ -118,3 +118,22 @@ def test_a_snapshot_leaves_one_fleet_and_enters_another(tmp_path: Path):
         await second.close()
 
     asyncio.run(scenario())
+
+
+def test_a_host_that_is_removed_while_a_start_on_it_is_under_way_is_only_a_lost_one():
+    async def scenario() -> None:
+        slow = FakeHost()
+        other: Any = FakeHost()
+        slow.create_s = 30.0
+        fleet = fleet_of({"slow": slow}, QUIET)
+        starting: Any = asyncio.ensure_future(fleet.create())
+        await asyncio.sleep(0.02)
+        assert not await fleet.remove_host("slow"), "something is being made there"
+        await fleet.add_host("other", other)
+        fleet.mark_dead("slow", "a cable")
+        assert await fleet.remove_host("slow")
+        assert (await starting).host.name == "other"
+        assert [row.name for row in fleet.status()] == ["other"]
+        await fleet.close()
+
+    asyncio.run(scenario())

@@ -161,7 +161,7 @@ class _Drainer:
             return CapacityError("no other host has room", field="sandbox", received=sandbox.id)
         before = (sandbox.host.name, sandbox.inner.id)
         try:
-            await sandbox.relocate(self._registry.hosts[placement.host], self._grace_s)
+            await sandbox.relocate(self._registry.placed(placement), self._grace_s)
         except SandboxMissingError:
             raise
         except (InfrastructureError, Unsupported) as error:

@@ -82,7 +82,7 @@ class Fleet:
         request = self._request(template, resources, holder)
         while True:
             placement = await self.registry.queue.place(request)
-            host = self.registry.hosts[placement.host]
+            host = self.registry.placed(placement)
             # Resources are the snapshot's where there is one.
             asked: dict[str, object] = {
                 "resources": resources,
@@ -163,7 +163,7 @@ class Fleet:
         await self.start()
         placement = await self.registry.queue.place(self._request(None, None, None))
         self.registry.scheduler.cancel(placement.ticket)
-        host = self.registry.hosts[placement.host]
+        host = self.registry.placed(placement)
         info = await host.call(host.backend.import_snapshot(source))
         sandbox_id = self.registry.id_of(host, info.sandbox_id)
         return dataclasses.replace(info, id=f"{host.name}:{info.id}", sandbox_id=sandbox_id)
@@ -322,7 +322,7 @@ class Fleet:
         host.failures += 1
         host.last_error = f"{type(error).__name__}: {error}"
         if host.failures >= self.config.failures_to_suspend:
-            self.registry.scheduler.suspend(host.name, self.registry.clock() + self.config.suspend_s)
+            self.registry.suspend(host)
 
     def _others(self, request: Request) -> bool:
         """Whether a living host is left that has not failed the request."""

@@ -44,10 +44,11 @@ async def _settle(
     if isinstance(copy, SandboxError):
         registry.scheduler.cancel(place.ticket)
         return copy
-    host = registry.hosts[place.host]
+    host = source.host
     try:
-        if host is not source.host:
+        if place.host != source.host.name:
             copy = await _move(source, copy, registry, place)
+        host = registry.placed(place)
         registry.scheduler.confirm(place.ticket, f"{host.name}:{copy.id}", registry.clock())
     except SandboxMissingError:
         # The target died in between, and took its reservations along.
@@ -64,8 +65,8 @@ async def _settle(
 
 
 async def _move(source: FleetSandbox, copy: Sandbox, registry: Registry, place: Placement) -> Sandbox:
-    target = registry.hosts[place.host]
     try:
+        target = registry.placed(place)
         return await source.host.call(copy.migrate(target.backend), _kill)
     except BaseException:
         if not source.host.is_dead:

@@ -107,7 +107,20 @@ class Registry:
     def suspect(self, host: FleetHost) -> None:
         """The host did not answer: until its next heartbeats say more, others are asked."""
         until_s = self.clock() + self.config.heartbeat_s + self.config.heartbeat_timeout_s
-        self.scheduler.suspect(host.name, until_s)
+        if self.hosts.get(host.name) is host:  # else it has left
+            self.scheduler.suspect(host.name, until_s)
+
+    def suspend(self, host: FleetHost) -> None:
+        """Starts fail there: for a while nothing is placed on it."""
+        if self.hosts.get(host.name) is host:
+            self.scheduler.suspend(host.name, self.clock() + self.config.suspend_s)
+
+    def placed(self, placement: Placement) -> FleetHost:
+        """The host of a placement. Raises SandboxLostError where it has died and left since."""
+        host = self.hosts.get(placement.host)
+        if host is None:
+            raise SandboxLostError("its host has left the fleet", field="sandbox", received=placement.host)
+        return host
 
     def status(self) -> list[HostStatus]:
         """Every host as it is known now."""
