@@ -69,7 +69,8 @@ def _podman(state: Path | None) -> SandboxBackend:
 
 
 def _firecracker(state: Path | None) -> SandboxBackend:
-    from etude.sandbox.firecracker.backend import FirecrackerBackend, Setup
+    from etude.sandbox.firecracker.backend import FirecrackerBackend
+    from etude.sandbox.firecracker.setup import Setup
 
     images = (state or default_state_directory()) / "firecracker"
     return FirecrackerBackend(Setup(images / "vmlinux", images / "rootfs.ext4"), state)

@@ -11,9 +11,10 @@ from typing import Literal
 import pytest
 
 from etude.sandbox.firecracker import fake, uffd
-from etude.sandbox.firecracker.backend import FirecrackerBackend, Setup
+from etude.sandbox.firecracker.backend import FirecrackerBackend
 from etude.sandbox.firecracker.guest_files import guest_files
 from etude.sandbox.firecracker.jailer import Jail
+from etude.sandbox.firecracker.setup import Setup
 from etude.sandbox.types import Resources
 from tests.sandbox.docker.contract import COMMAND_UID
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.sandbox.firecracker import uffd
@@ -68,6 +68,7 @@ def test_overlapping_regions_are_refused() -> None:
         parse_handshake(pack_handshake([Region(0, 2 * PAGE, 0, PAGE), Region(PAGE, PAGE, 0, PAGE)]), 4 * PAGE)
 
 
+@settings(deadline=None)  # of a busy machine
 @given(
     st.binary(max_size=200)
     | st.recursive(st.integers() | st.text(), st.lists).map(lambda v: json.dumps(v).encode())

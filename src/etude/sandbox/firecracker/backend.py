@@ -12,25 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import hashlib
 import math
 import os
-import re
 import secrets
-import shutil
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from etude.errors import ResourceError, SandboxError
+from etude.errors import SandboxError
 from etude.sandbox.channel import READY, Channel
-from etude.sandbox.errors import SnapshotError, TemplateError
-from etude.sandbox.firecracker import jailer, uffd
-from etude.sandbox.firecracker.guest_files import COMMAND_UID, boot_arguments
-from etude.sandbox.firecracker.jailer import KERNEL, MEMORY, ROOT_DISK, SCRATCH_DISK, STATE, VSOCK, Cell, Jail
+from etude.sandbox.errors import SnapshotError
+from etude.sandbox.firecracker import jailer
+from etude.sandbox.firecracker.guest_files import boot_arguments
+from etude.sandbox.firecracker.jailer import KERNEL, MEMORY, ROOT_DISK, SCRATCH_DISK, STATE, VSOCK, Cell
 from etude.sandbox.firecracker.machine import MicroVm
 from etude.sandbox.firecracker.memory import copy_sparse, merge_diff
+from etude.sandbox.firecracker.setup import Setup, program_release, run_program
 from etude.sandbox.installing import install_template
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
@@ -46,26 +42,6 @@ MIN_MEMORY_MIB = 128
 _DIFF = "diff"
 _FORMAT_S = 30.0
 _TRACKING_SINCE = (1, 13)
-
-
-@dataclass(frozen=True)
-class Setup:
-    """How microVMs are made on this host."""
-
-    kernel: Path
-    """An uncompressed kernel with virtio-mmio, virtio-blk, virtio-vsock, virtio-rng, ext4 and overlayfs."""
-    rootfs: Path
-    """A root file system with Python 3.9 or newer, a shell and `guest_files()`; shared, read-only."""
-    firecracker: Path = Path("/usr/bin/firecracker")
-    jail: Jail | None = field(default_factory=Jail)
-    """None: no jailer, for trying things out as a plain user with access to `/dev/kvm`."""
-    memory: Literal["File", "Uffd"] = "File"
-    """Who brings a restored guest's memory in: the kernel, by mapping the file, or our page-fault handler."""
-    boot_args: str = ""
-    """More for the guest kernel's command line."""
-    command_uid: int | None = COMMAND_UID
-    format_disk: tuple[str, ...] = ("mke2fs", "-q", "-F", "-t", "ext4", "-E", "lazy_itable_init=1")
-    """Puts a file system on a scratch disk, whose path is added. Empty: disks stay blank."""
 
 
 class FirecrackerBackend(MachineBackend):
@@ -99,25 +75,7 @@ class FirecrackerBackend(MachineBackend):
 
     def doctor(self) -> list[str]:
         """See SandboxBackend.doctor."""
-        setup, problems = self.setup, list[str]()
-        programs = {"firecracker.firecracker": setup.firecracker}
-        if setup.jail is not None:
-            programs["firecracker.jail.program"] = setup.jail.program
-            if os.geteuid() != 0:
-                problems.append("the jailer needs root: run as root, or set firecracker.jail to none")
-        for key, program in programs.items():
-            if not os.access(program, os.X_OK):
-                problems.append(f"no program at {program}: install Firecracker's release and set {key}")
-        for key, image in (("kernel", setup.kernel), ("rootfs", setup.rootfs)):
-            if not image.is_file():
-                problems.append(f"no guest image at {image}: build it and set firecracker.{key}")
-        if not os.access("/dev/kvm", os.R_OK | os.W_OK):
-            problems.append("/dev/kvm cannot be opened: use a host with KVM and give this user access to it")
-        if setup.memory == "Uffd":
-            problems += _userfaultfd_problems()
-        if setup.format_disk and shutil.which(setup.format_disk[0]) is None:
-            problems.append(f"{setup.format_disk[0]} is missing: install e2fsprogs")
-        return problems
+        return self.setup.problems()
 
     async def start(
         self, spec: Spec, timeout_s: float | None = None, snapshot: Snapshot | None = None
@@ -268,20 +226,12 @@ class FirecrackerBackend(MachineBackend):
         async with self._preparing:
             if self._images is not None:
                 return
-            setup = self.setup
-            for key, image in (("kernel", setup.kernel), ("rootfs", setup.rootfs)):
-                if not image.is_file():
-                    raise TemplateError(
-                        "no such guest image",
-                        field=f"firecracker.{key}",
-                        received=str(image),
-                        fix="build it: see docs/adapters.md",
-                    )
-            self._release = await _program_release(setup.firecracker)
+            self.setup.check_images()
+            self._release = await program_release(self.setup.firecracker)
             self.version = "1:" + ".".join(map(str, self._release))
-            digests = await asyncio.to_thread(_digests, setup.kernel, setup.rootfs)
+            kernel, rootfs = await asyncio.to_thread(self.setup.digests)
             self._work = await asyncio.to_thread(WorkDirectory, self.state / self.name)
-            self._images = {KERNEL: digests[0], ROOT_DISK: digests[1]}
+            self._images = {KERNEL: kernel, ROOT_DISK: rootfs}
 
     def _release_at_least(self, release: tuple[int, ...]) -> bool:
         return self._release is not None and self._release >= release
@@ -310,7 +260,7 @@ class FirecrackerBackend(MachineBackend):
         with path.open("xb") as file:
             file.truncate(size_bytes)
         if self.setup.format_disk:
-            await _run([*self.setup.format_disk, str(path)], _FORMAT_S)
+            await run_program([*self.setup.format_disk, str(path)], _FORMAT_S)
         cell.own(SCRATCH_DISK)
 
     def _new_base(self, cell: Cell, draft: SnapshotDraft) -> Path:
@@ -355,70 +305,3 @@ def greeting(name: str) -> dict[str, object]:
         "hostname": name,
         "machine_id": secrets.token_hex(16),
     }
-
-
-async def _program_release(program: Path) -> tuple[int, ...]:
-    """The program's version. Raises ResourceError."""
-    try:
-        said = await _run([str(program), "--version"], GREET_S)
-    except SandboxError as error:
-        raise ResourceError(
-            f"firecracker does not run: {error.message}",
-            field="firecracker.firecracker",
-            received=str(program),
-            fix="install Firecracker's release for this machine",
-        ) from error
-    match = re.search(r"v?(\d+)\.(\d+)\.(\d+)", said)
-    if match is None:
-        raise ResourceError(
-            f"no version in what it says: {said[:100]!r}",
-            field="firecracker.firecracker",
-            received=str(program),
-            fix="name the program of Firecracker's release",
-        )
-    return tuple(int(part) for part in match.groups())
-
-
-async def _run(argv: list[str], deadline_s: float) -> str:
-    """Runs a small program to its end: what it printed. Raises SandboxError."""
-    pipe = asyncio.subprocess.PIPE
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *argv, stdin=asyncio.subprocess.DEVNULL, stdout=pipe, stderr=asyncio.subprocess.STDOUT
-        )
-    except OSError as error:
-        raise SandboxError(f"cannot start: {error}", field="program", received=argv[0]) from error
-    try:
-        async with asyncio.timeout(deadline_s):
-            said, _ = await process.communicate()
-    except BaseException as error:
-        process.kill()
-        await process.wait()
-        if isinstance(error, TimeoutError):
-            raise SandboxError(
-                f"not done within {deadline_s:g} s", field="program", received=argv[0]
-            ) from error
-        raise
-    if process.returncode:
-        text = said.decode(errors="replace").strip()[-500:]
-        raise SandboxError(f"exit code {process.returncode}: {text}", field="program", received=argv[0])
-    return said.decode(errors="replace")
-
-
-def _digests(*paths: Path) -> list[str]:
-    found: list[str] = []
-    for path in paths:
-        with path.open("rb") as file:
-            found.append(hashlib.file_digest(file, "sha256").hexdigest())
-    return found
-
-
-def _userfaultfd_problems() -> list[str]:
-    try:
-        os.close(uffd.new_userfaultfd())
-    except OSError as error:
-        return [
-            f"userfaultfd is refused ({error}): give access to /dev/userfaultfd, "
-            "or sysctl -w vm.unprivileged_userfaultfd=1"
-        ]
-    return []

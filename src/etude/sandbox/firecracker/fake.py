@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import io
 import json
-import os
 import re
 import shutil
 import signal
@@ -28,12 +27,10 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from etude.sandbox.docker.chamber import make_root
-from etude.sandbox.docker.fake_images import chamber_command, pack_tree, unpack_tree
-from etude.sandbox.docker.http import connect_unix, pack_head, read_body, read_head
+from etude.sandbox.docker.fake_images import unpack_tree
+from etude.sandbox.docker.http import pack_head, read_body, read_head
+from etude.sandbox.firecracker.fake_guest import FakeGuest, FakeVsock
 from etude.sandbox.firecracker.fake_memory import read_archive, to_pages, write_memory
-from etude.sandbox.firecracker.guest_files import DIRECTORY
-from etude.sandbox.inside.processes import DescendantProcesses
 
 VERSION = "1.13.1"
 _AFTER_START = "The requested operation is not supported after starting the microVM."
@@ -94,36 +91,6 @@ def write_rootfs(path: Path, files: dict[str, tuple[int, bytes]]) -> None:
             archive.addfile(row, io.BytesIO(content))
 
 
-class FakeGuest:
-    """The guest: a directory and the relay's process in a chamber."""
-
-    def __init__(self, root: Path, boot_args: str) -> None:
-        self.root = root
-        self.boot_args = boot_args
-        self._process: asyncio.subprocess.Process | None = None
-
-    async def start(self) -> None:
-        """Runs what `init` would."""
-        make_root(str(self.root))
-        place, *arguments = self.boot_args.partition(" -- ")[2].split()
-        port = place.removeprefix("vsock:")
-        python = ["python3", "-I", "-S", "-B"]
-        (self.root / f"run/vsock-{port}").unlink(missing_ok=True)
-        argv = [*python, f"{DIRECTORY}/relay.py", f"unix:/run/vsock-{port}"]
-        argv += [*python, f"{DIRECTORY}/guest.pyz", *arguments]
-        self._process = await asyncio.create_subprocess_exec(*chamber_command(self.root, "localhost", argv))
-
-    def signal_all(self, number: signal.Signals) -> None:
-        """Of all processes of the guest."""
-        for pid in DescendantProcesses().table():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    def archive(self) -> bytes:
-        """Its files, without sockets."""
-        return pack_tree(self.root)
-
-
 class FakeFirecracker:
     """One process's state. Paths are relative to the working directory, as the jail makes them."""
 
@@ -139,10 +106,8 @@ class FakeFirecracker:
         self._memory_holder: asyncio.subprocess.Process | None = None
         self._pages: list[bytes] | None = None
         self._tracked = False
-        self._connections: set[asyncio.StreamWriter] = set()
+        self._line: FakeVsock | None = None
         self._reset_pending = False
-        self._vsock_server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def handle(self, method: str, path: str, body: dict[str, Any]) -> tuple[int, object]:
         """Answers one request. Raises Fault."""
@@ -241,7 +206,8 @@ class FakeFirecracker:
         await self.guest.start()
         if self.vsock is not None:
             try:
-                self._vsock_server = await asyncio.start_unix_server(self._connect, self.vsock["uds_path"])
+                self._line = FakeVsock(self.guest.root)
+                await self._line.listen(self.vsock["uds_path"])
             except OSError as error:
                 raise Fault(
                     f"Cannot create vsock device: Error binding to the host-side Unix socket: {error}"
@@ -262,10 +228,9 @@ class FakeFirecracker:
 
     def _reset_vsock(self) -> None:
         """After a snapshot the guest's driver finds the reset event and closes all connections."""
-        if self._reset_pending:
-            self._reset_pending = False
-            for writer in self._connections:
-                writer.transport.abort()
+        if self._reset_pending and self._line is not None:
+            self._line.drop_all()
+        self._reset_pending = False
 
     async def _create_snapshot(self, body: dict[str, Any]) -> None:
         if self.guest is None:
@@ -338,40 +303,6 @@ class FakeFirecracker:
         if not archive:
             raise ValueError("the page-fault handler failed")
         return archive
-
-    # vsock
-
-    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "servers run in tasks"
-        self._tasks.add(task)
-        self._connections.add(writer)
-        try:
-            line = await reader.readline()
-            match = re.fullmatch(rb"CONNECT (\d+)\n", line)
-            if match is None or self.guest is None:
-                return
-            port = int(match[1])
-            inner = await connect_unix(self.guest.root / f"run/vsock-{port}")
-            writer.write(b"OK 1073741824\n")
-            async with asyncio.TaskGroup() as group:
-                group.create_task(_copy(reader, inner[1]))
-                group.create_task(_copy(inner[0], writer))
-        except (OSError, ExceptionGroup):
-            return
-        finally:
-            self._connections.discard(writer)
-            self._tasks.discard(task)
-            writer.close()
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(1 << 16):
-        writer.write(data)
-        await writer.drain()
-    # A closed half ends the whole: raise, so that the other direction ends too.
-    writer.close()
-    raise ConnectionResetError
 
 
 async def _serve(vmm: FakeFirecracker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
