@@ -235,17 +235,19 @@ class RunConfig(Section):
         return self.executor == "ray" or bool(self.elastic.router)
 
     def _check_vllm_replicas(self) -> None:
-        vllm, gpus = self.engine.vllm, self.cluster.engine.gpus
+        vllm = self.engine.vllm
         if vllm.url and (self.cluster.engines > 1 or self.evaluation.every_steps):
             raise ValueError(
                 'engine.vllm.url: must be empty with executor="ray" and several engines, each of which '
                 f"starts a server of its own with engine.vllm.python, received {vllm.url!r}"
             )
-        if gpus is not None and vllm.num_gpus > 1 and gpus < vllm.num_gpus:
-            raise ValueError(
-                f"cluster.engine.gpus: must be at least {vllm.num_gpus}, which engine.vllm.arguments divide "
-                f"a replica over, received {gpus:g}; or leave it out"
-            )
+        for part in ("engine", "evaluation"):
+            gpus = getattr(self.cluster, part).gpus
+            if gpus is not None and vllm.num_gpus > 1 and gpus < vllm.num_gpus:
+                raise ValueError(
+                    f"cluster.{part}.gpus: must be at least {vllm.num_gpus}, which engine.vllm.arguments "
+                    f"divide a replica over, received {gpus:g}; or leave it out"
+                )
 
     def _check_elastic(self) -> None:
         for field, received, needed in (

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from etude.config import RunConfig
 from etude.controller.compute import choose_place, choose_weight_dtype
 from etude.inference import Engine, EngineService, choose_drafts, pages_for
@@ -81,10 +83,11 @@ def make_snapshots(root: Path, tokenizer: Tokenizer, model: AnyModel) -> ModelSn
 
 
 def _make_model(config: RunConfig, tokenizer: Tokenizer, model: SampledModel) -> AnyModel:
+    dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
     if model.is_own:
-        return LanguageModel(config.model, tokenizer.vocab_size)
+        return LanguageModel(config.model, tokenizer.vocab_size).cast(dtype)
     assert config.initial_checkpoint is not None, "whoever has a foreign model says where it lies"
-    return load_any_model(Path(config.initial_checkpoint))
+    return load_any_model(Path(config.initial_checkpoint), dtype)
 
 
 def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:

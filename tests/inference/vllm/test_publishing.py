@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from etude.errors import WeightUpdateError
-from etude.inference.vllm import ModelSnapshots, Probe, SnapshotDirectory, open_snapshot
+from etude.inference.vllm import FetchedSnapshots, ModelSnapshots, Probe, SnapshotDirectory, open_snapshot
 from etude.model.loading import AnyModel, load_any_model
 from etude.model.transformers_model import TransformersModel
 from etude.records import PolicyVersion
+from etude.weights import MemoryWeights
 from tests.inference.vllm.builders import tiny_model
 from tests.model import transformers_builders
 
@@ -49,3 +50,43 @@ def test_tensors_of_another_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightUpdateError, match="other tensors"):
         weights.publish(PolicyVersion("run", 0), dict(tiny_model(0, "qwen3").named_parameters()))
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_published_again_lie_as_they_lay(tmp_path: Path) -> None:
+    model = tiny_model(0)
+    weights = ModelSnapshots(SnapshotDirectory(tmp_path, keep=3), model)
+    tensors = dict(model.named_parameters())
+    first = weights.publish(PolicyVersion("run", 0), tensors)
+    directory = open_snapshot(first).directory
+    inode = (directory / "model.safetensors").stat().st_ino
+    (tmp_path / ".run-7.partial").mkdir()
+    for step in (1, 2):
+        weights.publish(PolicyVersion("run", step), tensors)
+    assert weights.publish(PolicyVersion("run", 0), tensors) == first
+    assert (directory / "model.safetensors").stat().st_ino == inode, "somebody may be reading it"
+    weights.publish(PolicyVersion("run", 3), tensors)
+    assert directory.exists(), "and it counts as new"
+    assert not list(tmp_path.glob(".*")), "what a killed writer left is gone"
+
+
+def test_what_a_store_holds_is_written_here_under_the_version_of_the_store(tmp_path: Path) -> None:
+    model, store = tiny_model(3), MemoryWeights()
+    rounded = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.named_parameters()}
+    manifest = store.publish(PolicyVersion("run", 5), rounded)
+    with torch.no_grad():
+        for name, tensor in model.named_parameters():
+            tensor.copy_(rounded[name])
+
+    def make(root: Path) -> ModelSnapshots:
+        return ModelSnapshots(SnapshotDirectory(root), tiny_model(0))
+
+    fetched = FetchedSnapshots(store.fetch, make)
+    snapshot = fetched.open(manifest)
+    assert snapshot.version == manifest.version
+    assert {entry.dtype for entry in snapshot.manifest.tensors} == {"float32"}, "as the model computes"
+    loaded = Probe.of(load_any_model(snapshot.directory))
+    np.testing.assert_allclose(loaded.logprobs, Probe.of(model).logprobs, atol=1e-5)
+    assert snapshot.probe is not None
+    np.testing.assert_allclose(snapshot.probe.logprobs, loaded.logprobs, atol=1e-5)
+    fetched.close()
+    assert not snapshot.directory.exists()

@@ -31,7 +31,8 @@ class ModelSnapshots:
     """
 
     def __init__(self, directory: SnapshotDirectory, model: AnyModel) -> None:
-        """`model`: of which tensors will be published; its weights are not kept, nor changed."""
+        """`model`: of which tensors will be published, in its number formats; its weights are not kept, nor
+        changed."""
         self._directory = directory
         # A copy in which every parameter is a fresh object on the same memory: what is published is put in
         # its place, and parameters that are one in two places stay one.
@@ -50,7 +51,7 @@ class ModelSnapshots:
                 fix="publish the model that the run began with, adapters merged",
             )
         for name, place in places.items():
-            place.data = tensors[name].detach()
+            place.data = tensors[name].detach().to(place.dtype)
 
         def write(directory: Path) -> None:
             save_any_model(shell, directory)

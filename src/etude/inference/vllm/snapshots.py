@@ -64,8 +64,9 @@ class SnapshotDirectory:
 
         Raises StoreError if it cannot be written; nothing half-written is left.
         """
+        for left in self._root.glob(".*.partial"):  # by a writer that was killed
+            shutil.rmtree(left, ignore_errors=True)
         partial = self._root / f".{version.lineage}-{version.step}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir()
             write(partial)
