@@ -27,10 +27,8 @@ from etude.agent.tools.state import ToolState, is_harness_path
 from etude.environment.branching import Kept, Snapshots
 from etude.environment.deferred import DeferredSandbox
 from etude.environment.forking import fork_at, fork_here
-from etude.environment.grading import Verdict
 from etude.environment.history import Difference, History, SessionTurn
 from etude.environment.origins import Origin, task_template, user_of
-from etude.environment.rewards import Evidence, compute_reward
 from etude.environment.running import RunningTurn, TurnRunner
 from etude.environment.session_events import EventLog
 from etude.environment.site import Outcome, Site
@@ -353,15 +351,12 @@ class EnvironmentSession:
         assert task is not None, "checked by submit"
         async with self._lock:
             began = time.perf_counter()
-            if status is Status.AGENT_ERROR:
-                verdict = Verdict(False, 0, 0, cause or self.agent_error, 0.0)
-            else:
-                verdict = await self.site.grader.grade(task, self.sandbox)
+            outcome = await self.site.judge(
+                task, self.sandbox, status, cause or self.agent_error, self.facts.to_dict()
+            )
             self.grade_s = time.perf_counter() - began
-        evidence = Evidence(task, status, verdict, self.facts.to_dict())
-        reward = compute_reward(evidence, self.site.reward)
-        self.events.put("graded", passed=verdict.passed, reward=reward.total)
-        return Outcome(status, verdict, reward)
+        self.events.put("graded", passed=outcome.verdict.passed, reward=outcome.reward.total)
+        return outcome
 
     async def _close(self) -> None:
         tasks = [self._submission.running, self._turns.running and self._turns.running.task]
