@@ -140,7 +140,7 @@ class Engine:
     @property
     def num_free_pages(self) -> int:
         """Pages of the cache that hold nothing."""
-        return self._scheduler.tree.num_free
+        return self._scheduler.pages.tree.num_free
 
     def submit(self, request: SampleRequest) -> None:
         """Queues a request. Raises SamplerError or PrefixMissError, and then changes nothing."""
@@ -192,7 +192,7 @@ class Engine:
         if not 0 < len(tokens) <= longest:
             raise SamplerError(f"must be 1 to {longest} tokens", field="tokens", received=len(tokens))
         self._hold_memory()
-        pages = self._scheduler.borrow(-(-len(tokens) // PAGE_TOKENS))
+        pages = self._scheduler.pages.borrow(-(-len(tokens) // PAGE_TOKENS))
         if pages is None:
             raise SamplerError(
                 "too few pages are free for scoring",
@@ -204,7 +204,7 @@ class Engine:
 
     def end_score(self, scoring: Scoring) -> None:
         """Frees the pages of a scoring, done or not. Between two steps only."""
-        self._scheduler.give_back(scoring.pages)
+        self._scheduler.pages.give_back(scoring.pages)
 
     # ---- memory ---------------------------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class Engine:
                 received=self.num_live_sessions + len(self._queue),
                 fix="close them first",
             )
-        self._scheduler.forget_prefixes()
+        self._scheduler.pages.forget_prefixes()
         self._cache.release()
         self._weights.load_cache()
         if self._cache.keys.is_cuda:
@@ -313,7 +313,7 @@ class Engine:
         self._hold_memory()
         self._admit()
         plan = self._scheduler.plan()
-        self.counters.cached_tokens = self._scheduler.cached_tokens
+        self.counters.cached_tokens = self._scheduler.pages.cached_tokens
         self.counters.preemptions = self._scheduler.num_preemptions
         return self._stepper.step(plan, most_steps) if plan is not None else []
 

@@ -83,7 +83,7 @@ class Stepper:
         crossed = ends // PAGE_TOKENS > plan.rows.starts // PAGE_TOKENS
         crossed[plan.num_decode :] = True
         for row in plan.members[crossed].tolist():
-            self._scheduler.publish(row)
+            self._scheduler.pages.publish(row)
 
     def _decode(self, plan: StepPlan, num_steps: int, compute: NativeForward) -> list[Answer]:
         """Up to `num_steps` steps of the plan's members, which all decode, in one call."""
