@@ -62,17 +62,16 @@ def plan_memory(
     if processes.on_one_machine:
         parts = _on_one_machine(config, processes, trainer, engine, process_bytes)
         return [MemoryPlan("machine", tuple(parts), available_bytes)]
-    if not processes.apart and processes.ranks == 1 and engine:
-        return [MemoryPlan("trainer and engine", (*trainer, *engine), available_bytes)]
-    plans = [MemoryPlan("trainer", tuple(trainer), available_bytes, processes.ranks)]
-    if not processes.apart and engine:  # the first rank's device is the engine's too
-        plans = [MemoryPlan("trainer and engine", (*trainer, *engine), available_bytes)]
-        plans.append(MemoryPlan("trainer", tuple(trainer), available_bytes, processes.ranks - 1))
-    elif engine:
-        plans.append(MemoryPlan("engine", tuple(engine), available_bytes, processes.engines))
-    if processes.evaluations and engine:
-        plans.append(MemoryPlan("evaluation", tuple(engine), available_bytes, processes.evaluations))
-    return plans
+    counts = {"trainer": processes.ranks, "engine": processes.engines, "evaluation": processes.evaluations}
+    plans = {"trainer": trainer, "engine": engine, "evaluation": engine}
+    if engine and not processes.apart:  # the first rank's device is the engine's too
+        counts = {"trainer and engine": 1, "trainer": processes.ranks - 1}
+        plans = {"trainer and engine": [*trainer, *engine], "trainer": trainer}
+    return [
+        MemoryPlan(device, tuple(parts), available_bytes, counts[device])
+        for device, parts in plans.items()
+        if parts and counts[device]
+    ]
 
 
 def _on_one_machine(

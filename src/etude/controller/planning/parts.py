@@ -137,7 +137,7 @@ def _host_copies(
 def _fetched(config: RunConfig, sizes: ModelSizes, place: Place) -> MemoryPart | None:
     """Versions that an engine has in host memory, from which it stages."""
     one = sizes.parameters * published_bytes(config, place)
-    reads_store = config.executor == "ray" or config.parallel.ranks > 1 or bool(config.weights.read_url)
+    reads_store = config.is_apart or config.parallel.ranks > 1 or bool(config.weights.read_url)
     if config.weights.url and reads_store:
         return MemoryPart("fetched weights", STORE_COPIES * one, "the last version and the next")
     if config.executor == "ray":

@@ -13,6 +13,8 @@ from etude.controller.planning.sizes import ModelSizes
 
 _COPY = 2.0
 """Bytes that a copy moves, over those copied."""
+_ROUNDED_RATIO, _EXACT_RATIO = 20.0, 1.5
+"""Times that an update is smaller than the weights: of bfloat16 numbers at usual rates, of float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +64,8 @@ def _through_store(
     """(seconds until an engine has decoded it, bytes of the delta)."""
     plan, store = config.plan, config.weights
     published = float(sizes.parameters * published_bytes(config, place))
-    delta = published / (plan.update_ratio or (20.0 if store.dtype == "bfloat16" else 1.5))
+    usual = _ROUNDED_RATIO if store.dtype == "bfloat16" else _EXACT_RATIO
+    delta = published / (plan.update_ratio or usual)
     # A full snapshot goes along with every so many versions; who is up to date does not read it.
     written = delta + published / store.snapshot_every
     codec = plan.codec_gb_per_s * 1e9 * store.workers
