@@ -380,7 +380,12 @@ class PlacesMachine(RuleBasedStateMachine):
                 continue
             self.waiting.remove(entry)
             self.served_since.pop(id(task), None)
-            if not task.cancelled() and task.exception() is None:
+            if task.cancelled():
+                # It may just have been served: then its tenant's turn is over, and others have theirs first.
+                for other, same, _ in self.waiting:
+                    if same == tenant:
+                        self.served_since[id(other)] = []
+            elif task.exception() is None:
                 self.granted.append(num)
                 for served in self.served_since.values():
                     served.append(tenant)
