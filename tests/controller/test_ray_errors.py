@@ -1,0 +1,38 @@
+"""What a run says of an error that Ray raises."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("ray")
+
+from ray.core.generated.common_pb2 import ActorDiedErrorContext  # pyright: ignore[reportAttributeAccessIssue]
+from ray.exceptions import ActorDiedError, RayTaskError
+
+from etude.controller.ray import words_of
+from etude.errors import SamplerError
+
+
+def raised(cause: Exception) -> RayTaskError:
+    """An error of a method in an actor's process, as Ray hands it on."""
+    trace = "ray::etude-engine.call()\n  File engine.py, line 1\nValueError: x"
+    return RayTaskError("call", trace, cause, proctitle="ray::etude-engine", pid=7, ip="127.0.0.1")
+
+
+def test_an_error_of_a_method_is_told_by_its_cause() -> None:
+    cause = SamplerError("the engine has failed", received="a page fault")
+    for error in (raised(cause), raised(raised(cause)), raised(cause).as_instanceof_cause()):
+        assert words_of(error) == "SamplerError: the engine has failed; received 'a page fault'"
+
+
+def test_of_a_process_that_died_it_is_told_what_ray_knows() -> None:
+    words = "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR"
+    context = ActorDiedErrorContext(
+        class_name="etude-engine", actor_id=bytes(16), pid=7, error_message=f"{words}\n\tat 127.0.0.1"
+    )
+    told = words_of(ActorDiedError(context))
+    assert told == f"ActorDiedError: The actor died unexpectedly before finishing this task. {words}"
+
+
+def test_long_words_are_cut() -> None:
+    assert len(words_of(raised(ValueError("x" * 10_000)))) < 600
