@@ -23,6 +23,7 @@ from etude.model import LanguageModel
 from etude.model.scoring import PackedSequences, packed_logprobs
 from etude.training.packing import pack_sequences
 from etude.training.parallel import Ranks, SingleRank
+from etude.training.parallel.mesh import AXES
 from etude.training.parallel.mesh_ranks import MeshRanks
 from etude.training.parallel.team import Team
 
@@ -39,6 +40,11 @@ ARRANGEMENTS: tuple[dict[str, int], ...] = (
     {"ranks": 4, "fsdp": 2, "expert": 2},
     {"ranks": 4, "fsdp": 2, "context": 2},
     {"ranks": 4, "expert": 2, "context": 2},
+    {"ranks": 2, "tensor": 2},
+    {"ranks": 4, "tensor": 2},
+    {"ranks": 4, "fsdp": 2, "tensor": 2},
+    {"ranks": 4, "expert": 2, "tensor": 2},
+    {"ranks": 4, "context": 2, "tensor": 2},
 )
 LENGTHS = (700, 310, 240, 150, 130, 90, 60, 40, 33, 21, 12, 7)
 MAX_TOKENS = 512
@@ -101,7 +107,7 @@ def one_process(plan: list[list[list[int]]]) -> Answer:
 def compare(sizes: dict[str, int]) -> dict[str, Any]:
     """One row of the table."""
     config = ParallelConfig(**sizes)
-    data_ranks = config.ranks // config.context
+    data_ranks = config.ranks // (config.context * config.tensor)
     bound = sum(LENGTHS) if config.context > 1 else MAX_TOKENS
     plan = pack_sequences(LENGTHS, bound, data_ranks)
     expected_loss, expected = one_process(plan)
@@ -130,12 +136,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    print("| replicate | fsdp | expert | context | micro-batches a rank | loss | gradient |")
-    print("|---|---|---|---|---|---|---|")
+    print("| replicate | fsdp | expert | context | tensor | micro-batches a rank | loss | gradient |")
+    print("|---|---|---|---|---|---|---|---|")
     for sizes in ARRANGEMENTS:
         row = compare(sizes)
         rows.append(row)
-        axes = " | ".join(str(row.get(axis, 1)) for axis in ("replicate", "fsdp", "expert", "context"))
+        axes = " | ".join(str(row.get(axis, 1)) for axis in AXES)
         figures = f"{row['loss_error']:.1e} | {row['gradient_error']:.1e}"
         print(f"| {axes} | {row['micro_batches_per_rank']} | {figures} |", flush=True)
     if arguments.json is not None:

@@ -28,6 +28,11 @@ from tests.training.builders import Rollouts, as_group, rl_config
 Opened = RlTrainer | RankedTrainer
 
 
+def _model(seed: int, **changes: Any) -> LanguageModel:
+    """With as many key heads as two ranks divide."""
+    return small_model(seed, num_kv_heads=2, **changes)
+
+
 @contextmanager
 def _open(
     rollouts: Rollouts, directory: Path, sizes: dict[str, int], seed: int = 0, **options: Any
@@ -38,7 +43,7 @@ def _open(
         parallel=ParallelConfig.model_validate({"timeout_s": 60.0} | sizes),
     )
     weights = MemoryWeights()
-    with open_trainer(small_model(seed), run, weights, rollouts.blobs.get, directory) as trainer:
+    with open_trainer(_model(seed), run, weights, rollouts.blobs.get, directory) as trainer:
         yield trainer
 
 
@@ -48,7 +53,7 @@ def _groups(rollouts: Rollouts) -> list[Group]:
 
 def _assert_close(ours: nn.Module, theirs: nn.Module, atol: float) -> None:
     moved = 0.0
-    fresh = small_model(0)
+    fresh = _model(0)
     for (name, p), q, start in zip(
         ours.named_parameters(), theirs.parameters(), fresh.parameters(), strict=True
     ):
@@ -58,12 +63,14 @@ def _assert_close(ours: nn.Module, theirs: nn.Module, atol: float) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"ranks": 2}, {"ranks": 2, "fsdp": 2}, {"ranks": 2, "expert": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"ranks": 2}, {"ranks": 2, "fsdp": 2}, {"ranks": 2, "expert": 2}, {"ranks": 2, "tensor": 2}]
+)
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
 def test_ranks_take_the_steps_of_one_process(sizes: dict[str, int], rule: str, tmp_path: Path) -> None:
     """AdamW divides by a gradient's size, and so enlarges the rounding of those that are nearly 0: SGD-like
     rates of noise stay under 1e-4 where weights move by 1e-2."""
-    rollouts = Rollouts(small_model(0))
+    rollouts = Rollouts(_model(0))
     steps = [_groups(rollouts), _groups(rollouts)]
     options: dict[str, Any] = {
         "loss": {"kl_weight": 0.05},
@@ -88,7 +95,7 @@ def test_ranks_take_the_steps_of_one_process(sizes: dict[str, int], rule: str, t
 
 @pytest.mark.slow
 def test_one_process_goes_on_from_what_two_ranks_saved_and_the_other_way_round(tmp_path: Path) -> None:
-    rollouts = Rollouts(small_model(0))
+    rollouts = Rollouts(_model(0))
     before, after = _groups(rollouts), _groups(rollouts)
     options: dict[str, Any] = {"optimizer": {"matrix_optimizer": "muon", "learning_rate": 3e-3}}
     with _open(rollouts, tmp_path, {"ranks": 1}, **options) as trainer:
@@ -109,7 +116,7 @@ def test_one_process_goes_on_from_what_two_ranks_saved_and_the_other_way_round(t
 
 @pytest.mark.slow
 def test_adapters_that_two_ranks_saved_are_taken_up_by_one_and_the_other_way_round(tmp_path: Path) -> None:
-    rollouts = Rollouts(small_model(0))
+    rollouts = Rollouts(_model(0))
     groups = _groups(rollouts)
     options: dict[str, Any] = {"adapter": AdapterConfig(rank=2)}
     for first, second in ((2, 1), (1, 2)):
@@ -131,7 +138,7 @@ def test_adapters_that_two_ranks_saved_are_taken_up_by_one_and_the_other_way_rou
 
 @pytest.mark.slow
 def test_ranks_score_as_one_process_and_twice_the_same_run_gives_equal_bits(tmp_path: Path) -> None:
-    rollouts = Rollouts(small_model(0))
+    rollouts = Rollouts(_model(0))
     groups = _groups(rollouts)
     tokens = [rollouts.segment(15).tokens, rollouts.segment(9).tokens]
     with _open(rollouts, tmp_path, {"ranks": 1}) as trainer:
@@ -148,7 +155,7 @@ def test_ranks_score_as_one_process_and_twice_the_same_run_gives_equal_bits(tmp_
 
 @pytest.mark.slow
 def test_what_is_refused_changes_nothing_and_a_lost_rank_leaves_the_last_checkpoint(tmp_path: Path) -> None:
-    rollouts = Rollouts(small_model(0))
+    rollouts = Rollouts(_model(0))
     groups = _groups(rollouts)
     saved, later = tmp_path / "saved", tmp_path / "later"
     truncated = as_group([rollouts.member(1.0), rollouts.member(0.0, sampling=SamplingParams(top_p=0.9))])
@@ -171,8 +178,8 @@ def test_what_is_refused_changes_nothing_and_a_lost_rank_leaves_the_last_checkpo
 
 
 def test_other_architectures_and_adapters_are_refused_before_anything_starts(tmp_path: Path) -> None:
-    rollouts = Rollouts(small_model(0))
-    model = small_model(0)
+    rollouts = Rollouts(_model(0))
+    model = _model(0)
     model.adapter = nn.Parameter(torch.zeros(3))
     run = RunConfig(name="run", rl=rl_config(), parallel=ParallelConfig(ranks=2))
     with (

@@ -11,6 +11,7 @@ import pytest
 
 from etude.config import parse_config
 from etude.config.parallel import ParallelConfig
+from etude.training.parallel.mesh import AXES
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "parallelism.md").read_text(encoding="utf-8")
@@ -36,6 +37,6 @@ def test_the_program_runs() -> None:
 def test_the_table_is_the_benchmarks() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "parallelism.json").read_text(encoding="utf-8"))
     for row in result["peers"]["arrangements"]:
-        axes = " | ".join(str(row.get(axis, 1)) for axis in ("replicate", "fsdp", "expert", "context"))
+        axes = " | ".join(str(row.get(axis, 1)) for axis in AXES)
         figures = f"{row['loss_error']:.1e} | {row['gradient_error']:.1e}"
         assert f"| {axes} | {row['micro_batches_per_rank']} | {figures} |" in PAGE

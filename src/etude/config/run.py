@@ -216,6 +216,11 @@ class RunConfig(Section):
                 'cluster.workers: must be 0 without executor="ray", where sessions are in the run\'s own '
                 f"process, received {self.cluster.workers}"
             )
+        if self.rl.feedback.weight and self.parallel.context > 1:
+            raise ValueError(
+                "parallel.context: must be 1 with rl.feedback, whose sequences are not cut, received "
+                f"{self.parallel.context}"
+            )
         if self.executor == "ray" and self.rl.stream.source:
             raise ValueError(
                 'executor: must be "local" with rl.stream.source: what was recorded is trained on in one '

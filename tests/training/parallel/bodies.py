@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,9 +25,9 @@ Plan = list[list[list[int]]]
 Gradients = dict[str, np.ndarray]
 
 
-def model_of(seed: int) -> LanguageModel:
-    """A model that takes the longest of the sequences."""
-    return small_model(seed, max_positions=640)
+def model_of(seed: int, **changes: Any) -> LanguageModel:
+    """A model that takes the longest of the sequences, with heads that two ranks can divide."""
+    return small_model(seed, **{"max_positions": 640, "num_heads": 4, "num_kv_heads": 2} | changes)
 
 
 def loss_of(

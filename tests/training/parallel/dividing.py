@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
 from etude.config import OptimizerConfig
-from etude.model import LanguageModel, RouterStatistics
+from etude.model import LanguageModel, PackedAttention, RouterStatistics
 from etude.model.scoring import PackedSequences, packed_logprobs
 from etude.training.optimizer import Optimizer
 from etude.training.parallel.mesh_ranks import MeshRanks
@@ -36,7 +36,9 @@ class Task:
     replay: bool = False
     """With another model's routes, some of them missing, and with the load-balancing loss."""
     recompute: bool = False
-    matrices: str = "adamw"
+    matrices: Literal["adamw", "muon"] = "adamw"
+    distribution: bool = False
+    """With a loss on whole distributions, of which every rank finds the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ def find(ranks: Ranks, task: Task) -> Found:
     if isinstance(ranks, MeshRanks):
         ranks.place(model)
     model.checkpoint_activations(task.recompute)
-    config = OptimizerConfig(matrix_optimizer=task.matrices, warmup_steps=0, schedule="constant")  # pyright: ignore[reportArgumentType]
+    config = OptimizerConfig(matrix_optimizer=task.matrices, warmup_steps=0, schedule="constant")
     optimizer = Optimizer(model, config, 10, ranks)
     loss, entropy = _backward(ranks, model, task)
     ranks.reduce_gradients(model)
@@ -90,9 +92,9 @@ def find(ranks: Ranks, task: Task) -> Found:
         for name, gradient in layout.gradients().items()
         if gradient is not None
     }
-    hidden = torch.linspace(-1, 1, 3 * model.config.hidden_size).view(3, -1).to(model.embedding.dtype)
+    tokens = torch.arange(9)
     with torch.no_grad():
-        logits = model.logits(hidden).numpy().copy()
+        logits = model.logits(model(tokens, tokens, PackedAttention([9]))).numpy().copy()
     layout.clear_gradients()
     _backward(ranks, model, task)
     norm = optimizer.step()
@@ -121,6 +123,9 @@ def _backward(ranks: Ranks, model: LanguageModel, task: Task) -> tuple[float, fl
             model, batch, targets, temperature=1.3, routes=routes, statistics=statistics
         )
         loss = -logprobs.sum() if statistics is None else 50.0 * statistics.balance_loss() - logprobs.sum()
+        if task.distribution:
+            hidden = model(batch.tokens, batch.positions, batch.attention, wanted=targets[:9] - 1)
+            loss = loss + model.logits(hidden).log_softmax(-1)[:, VOCAB_SIZE - 3].sum()
         (loss * share.weight).backward()
         sums += share.weight * torch.stack((loss.detach(), entropy.sum())).double()
     loss, entropy = ranks.all_reduce_(sums).tolist()

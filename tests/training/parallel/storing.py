@@ -26,7 +26,6 @@ from etude.training.checkpoints import (
 )
 from etude.training.parallel.mesh_ranks import MeshRanks
 from etude.training.parallel.ranks import Ranks
-from tests.model.builders import small_model
 from tests.training.builders import midtrain_config, midtrain_documents
 from tests.training.parallel.bodies import model_of
 
@@ -94,7 +93,7 @@ def go_on(ranks: Ranks, directory: Path, more: int = 0, dtype: Dtype = "float32"
 
 def refuse(ranks: MeshRanks, directory: Path, changes: dict[str, Any]) -> tuple[str, bool]:
     """What restoring raises, and whether the model is as it was."""
-    trainer = trainer_on(ranks, 3, model=small_model(3, **{"max_positions": 640} | changes))
+    trainer = trainer_on(ranks, 3, model=model_of(3, **changes))
     before = values_of(ranks, trainer)
     try:
         load_stored(directory, ranks.stored(trainer.model), {"trainer": trainer.state_dict()})

@@ -39,15 +39,16 @@ def test_widths_that_an_architecture_lacks_bind_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "said"),
+    ("others", "axis", "said"),
     [
-        ({"numerics": "invariant"}, 'must be 1 with numerics="invariant"'),
-        ({"rl": {"adapter": {"rank": 4}}}, "must be 1 with rl.adapter"),
+        ({"numerics": "invariant"}, "tensor", 'must be 1 with numerics="invariant"'),
+        ({"rl": {"adapter": {"rank": 4}}}, "tensor", "must be 1 with rl.adapter"),
+        ({"rl": {"feedback": {"weight": 0.5}}}, "context", "must be 1 with rl.feedback"),
     ],
 )
-def test_what_needs_whole_sums_or_whole_weights_refuses_tensor_ranks(
-    others: dict[str, Any], said: str
+def test_what_needs_whole_sums_weights_or_sequences_is_refused_beside_ranks_that_cut_them(
+    others: dict[str, Any], axis: str, said: str
 ) -> None:
     RunConfig.model_validate(others)
     with pytest.raises(ValueError, match=said):
-        RunConfig.model_validate(others | {"parallel": {"ranks": 2, "tensor": 2}})
+        RunConfig.model_validate(others | {"parallel": {"ranks": 2, axis: 2}})

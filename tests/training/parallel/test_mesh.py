@@ -132,7 +132,10 @@ def test_latent_attention_and_shared_experts_are_divided_too(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{"ranks": 2, "fsdp": 2}, {"ranks": 4, "fsdp": 2, "expert": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"ranks": 2, "fsdp": 2}, {"ranks": 4, "fsdp": 2, "expert": 2}, {"ranks": 4, "fsdp": 2, "tensor": 2}],
+)
 def test_whole_weights_come_out_and_go_in_again(sizes: dict[str, int]) -> None:
     expected, other = (score_sequences(model_of(seed), [random_tokens(20, 3)])[0] for seed in (0, 5))
     for same, replaced, (scores,), (frozen,) in on_ranks(whole_weights, ParallelConfig(**sizes)):

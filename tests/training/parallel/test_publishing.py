@@ -27,7 +27,9 @@ def _check(sizes: dict[str, int], directory: Path) -> None:
     assert max(own) < 2 * model_bytes / config.ranks, "no rank has most of it"
 
 
-@pytest.mark.parametrize("sizes", [{"ranks": 2, "fsdp": 2}, {"ranks": 2, "expert": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"ranks": 2, "fsdp": 2}, {"ranks": 2, "expert": 2}, {"ranks": 2, "tensor": 2}]
+)
 def test_two_ranks_publish_the_gathered_model_bit_for_bit(sizes: dict[str, int], tmp_path: Path) -> None:
     _check(sizes, tmp_path)
 
@@ -40,6 +42,7 @@ def test_two_ranks_publish_the_gathered_model_bit_for_bit(sizes: dict[str, int],
         {"ranks": 4, "fsdp": 2, "expert": 2},
         {"ranks": 4, "fsdp": 2, "context": 2},
         {"ranks": 4, "expert": 2},
+        {"ranks": 4, "fsdp": 2, "tensor": 2},
         {"ranks": 3, "fsdp": 3},
         {"ranks": 2},
     ],

@@ -28,6 +28,7 @@ TOLERANCE = 2e-3
 """Of weights after three more steps, which move them by up to 0.05: what the order of sums makes of them."""
 TWO = {"ranks": 2, "fsdp": 2}
 FOUR = {"ranks": 4, "fsdp": 2, "expert": 2}
+TENSOR = {"ranks": 4, "fsdp": 2, "tensor": 2}
 
 
 def _everywhere(function: Any, sizes: dict[str, int], *arguments: Any) -> tuple[Values, Values]:
@@ -69,6 +70,9 @@ def _assert_close(ours: Values, theirs: Values, start: Values) -> None:
         ({"ranks": 4, "expert": 2, "context": 2}, {"ranks": 4, "fsdp": 4}),
         ({"ranks": 2, "expert": 2}, FOUR),
         (TWO, {"ranks": 4, "fsdp": 2, "context": 2}),
+        (TENSOR, {"ranks": 1}),
+        (FOUR, TENSOR),
+        ({"ranks": 4, "expert": 2, "tensor": 2}, {"ranks": 2, "tensor": 2}),
     ],
     ids=str,
 )
@@ -83,7 +87,7 @@ def test_weights_and_states_are_the_same_bits_on_other_ranks_and_learn_on(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [TWO, FOUR], ids=str)
+@pytest.mark.parametrize("sizes", [TWO, FOUR, TENSOR], ids=str)
 def test_going_on_with_the_same_ranks_gives_the_bits_of_never_having_stopped(
     tmp_path: Path, sizes: dict[str, int]
 ) -> None:

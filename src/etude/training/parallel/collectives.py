@@ -38,15 +38,19 @@ def group_rank(group: Group) -> int:
 
 def sum_in_order(tensor: Tensor, group: Group) -> None:
     """Replaces `tensor` by its sum over the group, added in the order of ranks, on every rank."""
-    size = group_size(group)
-    if size == 1:
-        return
+    if group_size(group) > 1:
+        tensor.copy_(summed_in_order(tensor, group))
+
+
+def summed_in_order(tensor: Tensor, group: Group) -> Tensor:
+    """The sum over the group, of more than one, added in the order of ranks, on every rank. No gradient."""
     flat = tensor.reshape(-1)
-    padded = torch.nn.functional.pad(flat, (0, -len(flat) % size))
-    part = torch.empty(len(padded) // size, dtype=flat.dtype, device=flat.device)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % group_size(group)))
+    part = torch.empty(len(padded) // group_size(group), dtype=flat.dtype, device=flat.device)
     _reduce_scatter(part, padded, group)
-    _all_gather(padded, part, group=group)
-    tensor.copy_(padded[: len(flat)].view(tensor.shape))
+    total = torch.empty_like(padded)
+    _all_gather(total, part, group=group)
+    return total[: len(flat)].view(tensor.shape)
 
 
 def sum_all_in_order(tensors: Sequence[Tensor], group: Group) -> None:

@@ -3,9 +3,10 @@
     x, the same everywhere ──> products with columns ──> heads, inner units ──> products with rows ──sum──> x'
     backward:          sum <──                                                                         <──
 
-One sum forwards and one backwards for attention, one and two for the feed-forward part where tokens are
-routed (rows and gates). Every rank adds the same terms in the same order, so what is whole has the same bits
-everywhere, and with it the choice of experts. Norms, routers and residual rows are computed on every rank.
+Forwards one sum each for attention and the feed-forward part, in the type of the rows; backwards as many, and
+one more where tokens are routed (rows and gates) and in latent attention (queries and keys). Every rank adds
+the same terms in the same order, so what is whole has the same bits everywhere, and with it the choice of
+experts. Norms, routers and residual rows are computed on every rank.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from etude.errors import ConfigError
 from etude.model import LanguageModel, block_of
 from etude.model.ops import Ops
-from etude.training.parallel.collectives import Group, gather_parts, group_rank, group_size, sum_in_order
+from etude.training.parallel.collectives import Group, gather_parts, group_rank, group_size, summed_in_order
 from etude.training.parallel.cuts import cuts_of, name_within, run_bounds
 from etude.training.parallel.vocabulary import embed_part, part_logprobs
 from etude.training.parallel.wrapped import WrappedOps
@@ -34,7 +35,7 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradients[0], ctx.group), None
+        return summed_in_order(gradients[0], ctx.group), None
 
 
 class _Total(torch.autograd.Function):
@@ -42,17 +43,11 @@ class _Total(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _sum(x, group)
+        return summed_in_order(x, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
-
-
-def _sum(x: Tensor, group: Group) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    sum_in_order(total, group)
-    return total
 
 
 class TensorParallelOps(WrappedOps):

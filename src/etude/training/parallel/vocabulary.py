@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from etude.model.logprobs import KEPT_LOGITS, HeadProduct, logprob_gradients, row_blocks, scaled
-from etude.training.parallel.collectives import Group, gather_rows
+from etude.training.parallel.collectives import Group, gather_parts, group_size
 
 
 def local_tokens(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -57,7 +57,8 @@ class _PartLogprobs(torch.autograd.Function):
             total[rows] = weights.sum(-1)
             moment[rows] = torch.linalg.vecdot(weights, logits)
         chosen.masked_fill_(~here, 0.0)
-        logprob, entropy, log_sum = _combined(gather_rows(found[None], group))
+        everyone = gather_parts(found[None], [1] * group_size(group), group, shared=True)
+        logprob, entropy, log_sum = _combined(everyone)
         if distribution is not None:
             distribution.mul_((highest - log_sum).exp_()[:, None])
         ctx.temperature, ctx.kept = temperature, kept
