@@ -84,7 +84,7 @@ def plan_sampling(
         prefill_tokens=prefilled,
         decode_s=max(
             pool.share * sampled / pool.capacity / pool.live
-            * decode_step_s(config, sizes, place, rates, pool.live)
+            * _decode_step_s(config, sizes, place, rates, pool.live)
             for pool in pools
         ),
         prefill_s=max(pool.share / pool.capacity for pool in pools)
@@ -95,7 +95,7 @@ def plan_sampling(
     )  # fmt: skip
 
 
-def decode_step_s(config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates, live: float) -> float:
+def _decode_step_s(config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates, live: float) -> float:
     """One token for each of `live` sessions: reading weights and caches, or products if they take longer."""
     length = config.plan.session_tokens
     held = cache_type(config.engine.cache_dtype, place.kernels, place.dtype)
