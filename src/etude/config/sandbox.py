@@ -20,11 +20,12 @@ class SandboxServerConfig(Section):
     draining: bool = False
     """Whether it gets no new sandboxes; what runs there ends as it began."""
     cpus: float = Field(default=0.0, ge=0)
-    """Cores that sandboxes may have there, 16 times over; 0: those of its machine."""
+    """Cores that sandboxes share there; 0: those of its machine."""
     memory_bytes: int = Field(default=0, ge=0)
-    """Memory that they may have together, each counted with `sandbox.memory_bytes`; 0: its machine's."""
+    """Memory that they share, of which four times as much is promised to them, `sandbox.memory_bytes` each;
+    0: its machine's."""
     disk_bytes: int = Field(default=0, ge=0)
-    """Disk, likewise."""
+    """Disk that they share, and that is promised to them once; 0: its machine's."""
 
     @field_validator("url")
     @classmethod

@@ -16,6 +16,8 @@ from etude.sandbox.fleet.servers import ServerFleet, Servers, ServerSpec
 
 _HEARTBEAT_TIMEOUT_S = 5.0
 """A server that is alive but busy must not cost the sessions on it."""
+_MEMORY_OVERCOMMIT = 4.0
+"""Sandboxes use a part of what they may; and a session that has one waits for another to be graded in."""
 
 
 class ListedServers:
@@ -77,6 +79,7 @@ def open_fleet(settings: SandboxConfig, owner: str | None) -> ServerFleet:
     config = FleetConfig(
         heartbeat_timeout_s=_HEARTBEAT_TIMEOUT_S,
         queue_wait_s=settings.patience_s,
-        policy=Policy(max_cpu_pressure=math.inf),  # sessions on busy servers are slow, and fail nothing
+        # Sessions on busy servers are slow, and none fails for it.
+        policy=Policy(max_cpu_pressure=math.inf, memory_overcommit=_MEMORY_OVERCOMMIT),
     )
     return ServerFleet(servers, settings.backend, owner, config, changed)

@@ -332,3 +332,17 @@ class Books(RuleBasedStateMachine):
 
 TestBooks = Books.TestCase
 TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+def test_a_processor_without_bound_refuses_nothing_and_still_says_where_there_is_more_of_it():
+    busy, idle = Pressure(9.0, 0.1, 0.1), Pressure(0.1, 0.1, 0.1)
+    demand = Demand(64.0, 1 << 20, 1 << 20)
+    for bound, expected in ((1.0, 0), (math.inf, 40)):
+        scheduler = Scheduler({"a": Capacity(2, 1 << 40, 1 << 40)}, Policy(max_cpu_pressure=bound))
+        scheduler.report("a", busy, 0.0)
+        assert sum(scheduler.place(Request(demand), 1.0) is not None for _ in range(40)) == expected
+        scheduler.add_host("b", Capacity(2, 1 << 40, 1 << 40))
+        scheduler.report("b", idle, 0.0)
+        placement = scheduler.place(Request(Demand(1.0, 1 << 20, 1 << 20)), 1.0)
+        assert placement is not None
+        assert placement.host == "b"

@@ -134,7 +134,7 @@ class Policy:
     max_pressure: float = 1.0
     """Measured and reserved pressure beyond which a host takes nothing more."""
     max_cpu_pressure: float = 1.0
-    """The same for its processor, where a host may be merely slow."""
+    """The same for its processor, what it has promised included: without bound, where slow will do."""
     floor: float = 0.5
     """A host never counts as emptier than this part of what its promises come to on average: sandboxes
     that have just started use little at the moment of the report."""
@@ -239,8 +239,9 @@ class HostState:
         promised_cpu = (self.promised_cpus + cpus) * self.cpu_share
         promised_memory = (self.promised_memory_bytes + memory) * self.memory_share
         promised_disk = (self.promised_disk_bytes + disk) * self.disk_share
-        promised = max(promised_cpu, promised_memory, promised_disk)
-        if promised > _FULL:
+        if max(promised_memory, promised_disk) > _FULL:
+            return math.inf
+        if promised_cpu > self.policy.max_cpu_pressure + _ROUNDING:
             return math.inf
         live, use = self.live, self.use
         busy = live.cpu + (self.fresh_cpus + cpus) * self.cpu_share * use.cpu
