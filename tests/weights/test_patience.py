@@ -15,6 +15,7 @@ from etude.weights.folders import DirectoryFolder, Folder, MissingError, TakenEr
 from etude.weights.patience import PatientFolder
 from etude.weights.relay import Relay
 from etude.weights.server import RelayServer
+from tests.sandbox.test_lifecycle import eventually
 from tests.weights.stores import FAST, assert_is, tensors_at, version_at
 
 
@@ -155,3 +156,26 @@ def test_a_store_that_cannot_be_used_is_told_without_patience(tmp_path: Path) ->
         check_store(WeightsConfig(url=str(tmp_path / "store"), read_url="http://127.0.0.1:9"))
     check_store(WeightsConfig(url=str(tmp_path / "store")))
     check_store(WeightsConfig())
+
+
+def test_who_waits_says_why_and_can_be_told_to_wait_no_longer(tmp_path: Path) -> None:
+    away = AwayFolder(DirectoryFolder(tmp_path))
+    away.away = 1_000_000
+    folder = PatientFolder(away, 600.0)
+    assert folder.trouble == ""
+    raised: list[StoreError] = []
+
+    def read() -> None:
+        try:
+            folder.read("a")
+        except StoreError as error:
+            raised.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert eventually(lambda: "does not answer" in folder.trouble)
+    folder.close()
+    reader.join(20)
+    assert not reader.is_alive()
+    assert isinstance(raised[0], UnavailableError)
+    assert folder.trouble == ""

@@ -28,10 +28,13 @@ RelayOption = Annotated[
     str, typer.Option("--relay", help="Short for --set weights.read_url=URL: where weights are read.")
 ]
 PatienceOption = Annotated[
-    float, typer.Option("--patience-s", min=0, help="How long the run may be away before this ends.")
+    float, typer.Option("--patience-s", min=0, help="How long run or weights may be away before this ends.")
 ]
 DrainOption = Annotated[
     float, typer.Option("--drain-s", min=0, help="How long sessions may go on after SIGTERM.")
+]
+WaitOption = Annotated[
+    bool, typer.Option("--wait", help="Wait for a run even where the last one of its weight store is over.")
 ]
 StoreOption = Annotated[
     str, typer.Option("--trajectories-url", help="The run's trajectory store, as it is reached from here.")
@@ -47,15 +50,16 @@ def sample_command(
     trajectories_url: StoreOption = "",
     patience_s: PatienceOption = 600.0,
     drain_s: DrainOption = 60.0,
+    wait: WaitOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
 ) -> None:
-    """Play sessions of a run elsewhere, until it ends or SIGTERM: engine, sandboxes, weights from a relay."""
+    """Play sessions of a run elsewhere, until it is over or SIGTERM: engine, sandboxes, a relay's weights."""
     secret = read_secret(token, "--token")
     chosen = list(overrides or [])
     if relay:
         chosen.append(f'weights.read_url="{relay}"')
     playing = _Playing(control, secret, name or socket.gethostname(), chosen, open_observer())
-    counts, was_stopped = asyncio.run(playing.go(patience_s, drain_s, trajectories_url))
+    counts, was_stopped = asyncio.run(playing.go(patience_s, drain_s, trajectories_url, wait))
     if as_json:
         print_json(counts)
     else:
@@ -75,7 +79,7 @@ class _Playing:
         self._overrides, self._observer = overrides, observer
 
     async def go(
-        self, patience_s: float, drain_s: float, trajectories_url: str
+        self, patience_s: float, drain_s: float, trajectories_url: str, wait: bool
     ) -> tuple[dict[str, float], bool]:
         """What was done, and whether a second signal cut it short."""
         # Heavy: torch comes with it.
@@ -96,6 +100,7 @@ class _Playing:
                     patience_s=patience_s,
                     drain_s=drain_s,
                     trajectories_url=trajectories_url,
+                    wait=wait,
                 )
             )
 

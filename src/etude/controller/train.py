@@ -170,15 +170,19 @@ class _Run:
         training_threads = torch.get_num_threads()
         use_sampling_threads(self.config)
         judging = Judging(self.config, self.run, self.metrics, self.observer, self.stop, self.report)
-        async with self._arrange(tokenizer, model, training_threads) as arrangement:
+        async with (
+            self._arrange(tokenizer, model, training_threads) as arrangement,
+            contextlib.AsyncExitStack() as clusters,
+        ):
             parts = arrangement.parts
             heldout = self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks)
             async with arrangement.training as trainer:
                 if self.newest is not None and self.state.get("stage") == "rl":
                     await trainer.call("restore", self.newest)
                 await judging.judge_before(heldout, trainer, parts)
-                async with self._players(parts) as players:
-                    await self._reinforce(trainer, parts, players, arrangement.beside)
+                players = await clusters.enter_async_context(self._players(parts))
+                await self._reinforce(trainer, parts, players, arrangement.beside)
+                await players.announce_end()
                 await trainer.call("save_model", self.run.checkpoints / FINAL, True)
                 base = self.config.initial_checkpoint or str(self.run.checkpoints / MIDTRAINED)
                 await trainer.call("save_adapters", self.run.checkpoints / ADAPTER, base)

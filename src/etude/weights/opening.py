@@ -67,12 +67,12 @@ def open_publisher(
 
 def make_subscriber(config: WeightsConfig) -> Subscriber:
     """For an engine that is not where the trainer is. Raises StoreError for a URL that cannot be opened."""
-    folder = PatientFolder(_open_reading(config), config.patience_s)
-    return Subscriber(WeightStore(folder), wait_s=config.wait_s, workers=config.workers)
+    folder = PatientFolder(open_reading(config), config.patience_s)
+    return Subscriber(WeightStore(folder), wait_s=config.wait_s, workers=config.workers, link=folder)
 
 
-def _open_reading(config: WeightsConfig) -> Folder:
-    """Where engines read. Raises ConfigError for a token that cannot be read."""
+def open_reading(config: WeightsConfig) -> Folder:
+    """Where engines read the store, without patience. Raises ConfigError for a token that cannot be read."""
     return open_folder(config.read_url or config.url, read_secret(config.token, "weights.token"))
 
 
@@ -94,4 +94,4 @@ def check_reading(config: WeightsConfig) -> None:
 
     Raises StoreError where there is no right to; UnavailableError, which is one, where nobody answers.
     """
-    _open_reading(config).list(COMMITS)
+    open_reading(config).list(COMMITS)

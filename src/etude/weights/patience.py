@@ -5,6 +5,7 @@ Several callers at once wait by themselves; nobody holds up another.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -29,6 +30,18 @@ class PatientFolder:
         self._inner = inner
         self._patience_s = patience_s
         self._on_wait = on_wait
+        self._closed = threading.Event()
+        self._waiting: dict[int, str] = {}
+        """By thread: why it waits."""
+
+    @property
+    def trouble(self) -> str:
+        """Why a call is being made again now; empty where none is. From any thread."""
+        return next(iter(list(self._waiting.values())), "")
+
+    def close(self) -> None:
+        """Ends all waiting: from now on what is unavailable is so at once."""
+        self._closed.set()
 
     @property
     def url(self) -> str:
@@ -70,11 +83,12 @@ class PatientFolder:
                     return call()
                 except UnavailableError as error:
                     left_s = self._patience_s - (time.monotonic() - began)
-                    if left_s <= 0:
+                    if left_s <= 0 or self._closed.is_set():
                         raise
-                    cause = str(error)
-                time.sleep(min(pause_s, left_s))
+                    cause = self._waiting[threading.get_ident()] = str(error)
+                self._closed.wait(min(pause_s, left_s))
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         finally:
+            self._waiting.pop(threading.get_ident(), None)
             if cause and self._on_wait is not None:
                 self._on_wait(time.monotonic() - began, cause)

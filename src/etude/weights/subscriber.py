@@ -22,6 +22,7 @@ from etude.weights.delta import KernelChoice, apply_update, read_update_manifest
 from etude.weights.folders import UnavailableError
 from etude.weights.manifest import digest_entries
 from etude.weights.parts import TensorSet, join_entries
+from etude.weights.patience import PatientFolder
 from etude.weights.store import WeightStore, split_url
 
 
@@ -57,10 +58,13 @@ class Subscriber:
         pin_s: float = 3600.0,
         workers: int = 1,
         kernels: KernelChoice = "auto",
+        link: PatientFolder | None = None,
     ) -> None:
         """`wait_s`: for a version that is still being uploaded. `pin_s`: how long the store keeps the deltas
-        from the held version on, after each fetch; 0 pins nothing."""
+        from the held version on, after each fetch; 0 pins nothing. `link`: the store's folder, where reading
+        it waits for one that does not answer."""
         self._store = store
+        self._link = link
         self._wait_s = wait_s
         self._pin_s = pin_s
         self._workers = workers
@@ -75,6 +79,16 @@ class Subscriber:
     def version(self) -> PolicyVersion | None:
         """The version in host memory."""
         return self._version
+
+    @property
+    def trouble(self) -> str:
+        """Why a fetch waits for the store now; empty where none does. From any thread."""
+        return "" if self._link is None else self._link.trouble
+
+    def close(self) -> None:
+        """A fetch waits for an unavailable store no longer. From any thread; idempotent."""
+        if self._link is not None:
+            self._link.close()
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
         """The tensors of a manifest, each checked: read, never write them. Blocks.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import httpx
 
 from etude.agent import ScriptedSampler
 from etude.config import ClustersConfig
+from etude.controller.clusters.board import Clock
 from etude.controller.clusters.client import ControlClient
 from etude.controller.clusters.control import Control, RunOffer
+from etude.controller.clusters.ending import EndMark
 from etude.controller.clusters.inbox import Inbox
 from etude.controller.clusters.runner import AnnouncingSink, ClusterRunner
 from etude.controller.clusters.sampling import SamplingCluster, Site, Terms
@@ -46,11 +49,13 @@ def manifest_at(step: int) -> WeightManifest:
 
 
 class NoWeights:
-    """A WeightSink for policies that need none; can be told to fail."""
+    """A WeightSink and its WeightLink for policies that need none; can be told to fail."""
 
-    def __init__(self) -> None:
-        self.failures = 0
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
         """So many stagings fail."""
+        self.trouble = ""
+        """See WeightLink.trouble."""
         self._current: PolicyVersion | None = None
 
     async def stage(self, manifest: WeightManifest) -> None:
@@ -63,6 +68,9 @@ class NoWeights:
 
     def current(self) -> PolicyVersion | None:
         return self._current
+
+    def close(self) -> None:
+        """Nothing waits."""
 
 
 class Link(httpx.AsyncBaseTransport):
@@ -117,12 +125,16 @@ def _halved(body: bytes) -> bytes:
 class World:
     """A run that waits for sessions, and clusters that come and go. For one event loop."""
 
-    def __init__(self, directory: Path, **settings: Any) -> None:
+    def __init__(self, directory: Path, clock: Clock = time.monotonic, **settings: Any) -> None:
+        """`clock`: the run's, in seconds. `settings`: of the section `clusters`."""
         values = {"listen": "127.0.0.1:0", "lease_s": LEASE_S, "poll_s": 0.5, **settings}
         self.settings = ClustersConfig.model_validate(values)
         self.directory = directory
         self.inbox = Inbox(directory / "inbox", self.settings.max_result_bytes)
-        self.control = Control(self.settings, RunOffer("run", "", {}, MAKINGS), self.inbox)
+        self.lines: list[str] = []
+        """What the run says of its clusters."""
+        offer = RunOffer("run", "", {}, MAKINGS)
+        self.control = Control(self.settings, offer, self.inbox, self.lines.append, clock)
         self.blobs = MemoryBlobs()
         self.runner = ClusterRunner(
             new_environment(blobs=self.blobs),
@@ -169,6 +181,8 @@ class World:
         token: str | None = TOKEN,
         max_sessions: int = 4,
         drain_s: float = 5.0,
+        patience_s: float = 5.0,
+        mark: EndMark | None = None,
     ) -> tuple[SamplingCluster, asyncio.Task[None]]:
         """A cluster that has come, in a task of its own."""
         blobs = MemoryBlobs()
@@ -176,22 +190,25 @@ class World:
         environment = new_environment(blobs=blobs)
         if isinstance(runner, SlowRunner):
             runner.inner = environment
+        weights = sink or NoWeights()
         site = Site(
             runner or environment,
             sampler,
-            sink or NoWeights(),
+            weights,
             blobs,
             makings,
             max_sessions,
             "recompute",
             lambda: None,
+            weights,
+            "http://relay",
         )
         store: Folder | None = None
         if self.settings.trajectories_url:
             store = open_folder(self.settings.trajectories_url)
         terms = Terms(self.settings.lease_s, self.settings.poll_s, self.settings.max_result_bytes, store)
         client = ControlClient(self.server.url, token, link or Link())
-        cluster = SamplingCluster(client, name, site, terms, self.observer, 5.0, drain_s)
+        cluster = SamplingCluster(client, name, site, terms, self.observer, patience_s, drain_s, mark)
 
         async def play() -> None:
             async with client:

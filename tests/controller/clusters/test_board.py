@@ -14,11 +14,11 @@ from etude.controller.clusters.board import (
     Episode,
     Lease,
     Member,
-    Order,
     Standing,
     UnknownMemberError,
     check_name,
 )
+from etude.controller.orders import Order
 from etude.errors import ConfigError
 from etude.records import SamplingParams, TrajectoryId
 from tests.environment.playing import TASK
@@ -71,6 +71,35 @@ def test_clusters_share_what_waits() -> None:
     first, second = joined(board, "a"), joined(board, "b")
     assert numbers(board.claim(first, 10)) == [0, 1]
     assert numbers(board.claim(second, 10)) == [2]
+
+
+def test_a_cluster_that_may_play_nothing_has_no_share() -> None:
+    board, _ = new_board()
+    for number in range(4):
+        board.add(episode(number, min_step=1))
+    able, behind, new = joined(board, "able", step=1), joined(board, "behind"), joined(board, "new")
+    new.step = None
+    assert board.claim(behind, 10) == board.claim(new, 10) == []
+    assert numbers(board.claim(able, 10)) == [0, 1, 2, 3]
+
+
+def test_a_board_is_deserted_while_nobody_is_there_who_plays_or_will() -> None:
+    board, clock = new_board()
+    assert not board.is_deserted, "nothing waits"
+    board.add(episode(0, min_step=1))
+    assert board.is_deserted
+    member = joined(board, step=0)
+    assert not board.is_deserted, "new weights are on their way to it"
+    member.trouble = "the relay does not answer"
+    assert board.is_deserted
+    member.step = 1
+    assert not board.is_deserted, "what it has will do"
+    board.claim(member, 1)
+    board.add(episode(1, min_step=2))
+    assert not board.is_deserted, "it plays"
+    clock.now_s += LEASE_S + 1
+    board.lapse()
+    assert board.is_deserted
 
 
 def test_weights_that_are_too_old_are_given_nothing_that_they_may_not_sample() -> None:

@@ -19,7 +19,13 @@ from tests.controller.running import collected, num_rl_steps, run_elsewhere, wai
 
 pytest.importorskip("fastapi", reason="needs etude[serve]")
 
-_COMMAND = [sys.executable, "-c", "from etude.cli import main; main()"]
+_COMMAND = """
+import time
+real = time.time
+time.time = lambda: real() + {skew_s}
+from etude.cli import main
+main()
+"""
 
 
 def free_port() -> int:
@@ -28,11 +34,15 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def command(log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`etude` in a process of its own; killed in the end if it still runs."""
+def command(log: Path, *arguments: str, skew_s: float = 0.0) -> Iterator[subprocess.Popen[bytes]]:
+    """`etude` in a process of its own whose wall clock is so many seconds fast; killed in the end if it still
+    runs."""
     with log.open("ab") as output:
         process = subprocess.Popen(
-            [*_COMMAND, *arguments], stdout=output, stderr=output, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            [sys.executable, "-c", _COMMAND.format(skew_s=skew_s), *arguments],
+            stdout=output,
+            stderr=output,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
     try:
         yield process

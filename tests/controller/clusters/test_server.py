@@ -14,21 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.config import RunConfig, load_config
-from etude.controller.clusters.board import Order
 from etude.controller.clusters.control import Control, RunOffer
 from etude.controller.clusters.inbox import Inbox
 from etude.controller.clusters.runner import sampling_command
 from etude.controller.clusters.server import build_app
-from etude.controller.clusters.wire import (
-    Makings,
-    config_document,
-    manifest_document,
-    manifest_of,
-    order_document,
-    order_of,
-)
-from etude.errors import InfrastructureError
-from etude.records import PolicyVersion, SamplingParams, TensorEntry, TrajectoryId, WeightManifest
+from etude.controller.clusters.wire import API, Makings, config_document, order_document, order_of
+from etude.controller.orders import Order
+from etude.records import SamplingParams, TrajectoryId
 from tests.controller.clusters.playing import MAKINGS, TOKEN
 from tests.environment.playing import TASK, renderer
 
@@ -111,12 +103,14 @@ MALFORMED: tuple[tuple[str, Any], ...] = (
     ("/v1/join", {"name": 5, "api": 1, "makings": {}}),
     ("/v1/join", {"name": "a", "api": 1}),
     ("/v1/join", {"name": "a", "api": 1, "makings": {}, "more": 1}),
-    ("/v1/beat", {"member": "a", "version": 3, "running": {}}),
-    ("/v1/beat", {"member": "a", "version": {"no": "version"}, "running": {}}),
-    ("/v1/beat", {"member": "a", "version": VERSION | {"lineage": []}, "running": {}}),
-    ("/v1/beat", {"member": "a", "version": VERSION | {"step": -1}, "running": {}}),
-    ("/v1/beat", {"member": "a", "version": None, "running": {"lease": "much"}}),
-    ("/v1/beat", {"member": "a", "version": None, "running": {"lease": -1}}),
+    ("/v1/beat", {"member": "a", "version": 3, "running": {}, "trouble": ""}),
+    ("/v1/beat", {"member": "a", "version": {"no": "version"}, "running": {}, "trouble": ""}),
+    ("/v1/beat", {"member": "a", "version": VERSION | {"lineage": []}, "running": {}, "trouble": ""}),
+    ("/v1/beat", {"member": "a", "version": VERSION | {"step": -1}, "running": {}, "trouble": ""}),
+    ("/v1/beat", {"member": "a", "version": None, "running": {"lease": "much"}, "trouble": ""}),
+    ("/v1/beat", {"member": "a", "version": None, "running": {"lease": -1}, "trouble": ""}),
+    ("/v1/beat", {"member": "a", "version": None, "running": {}}),
+    ("/v1/beat", {"member": "a", "version": None, "running": {}, "trouble": 3}),
     ("/v1/claim", {"member": "a", "version": None, "most": 0}),
     ("/v1/claim", {"member": "a", "version": None, "most": 10**9}),
     ("/v1/leave", {}),
@@ -135,11 +129,11 @@ def test_malformed_requests_are_refused_as_such(tmp_path: Path, path: str, body:
 
 def test_names_that_are_none_versions_of_others_and_other_makings_are_refused(tmp_path: Path) -> None:
     async def scenario(client: httpx.AsyncClient, control: Control) -> None:
-        right = {"name": "a", "api": 1, "makings": dict(MAKINGS.parts)}
+        right = {"name": "a", "api": API, "makings": dict(MAKINGS.parts)}
         for change in ({"name": "a/b"}, {"api": 7}, {"makings": {"model": "another"}}):
             answer = await client.post("/v1/join", json=right | change, headers=HEADERS)
             assert answer.status_code == 409, answer.text
-        assert control.traffic.refused_clusters == 3
+        assert control.num_refused == 3
         assert (await client.post("/v1/join", json=right, headers=HEADERS)).status_code == 200
 
     asking(tmp_path, scenario)
@@ -147,7 +141,7 @@ def test_names_that_are_none_versions_of_others_and_other_makings_are_refused(tm
 
 def test_who_has_not_joined_is_told_to(tmp_path: Path) -> None:
     async def scenario(client: httpx.AsyncClient, control: Control) -> None:
-        for path, more in (("beat", {"running": {}}), ("claim", {"most": 1})):
+        for path, more in (("beat", {"running": {}, "trouble": ""}), ("claim", {"most": 1})):
             body = {"member": "nobody", "version": None, **more}
             assert (await client.post(f"/v1/{path}", json=body, headers=HEADERS)).status_code == 410
         answer = await client.put("/v1/leases/x/session?member=nobody", content=b"x", headers=HEADERS)
@@ -199,20 +193,8 @@ def test_an_order_comes_back_equal() -> None:
     assert found == replace(order, task=replace(TASK, solution_files={}))
 
 
-def test_a_manifest_comes_back_equal() -> None:
-    entries = (TensorEntry("a", (2, 3), "bfloat16", "ab", (1, 1)), TensorEntry("b", (), "float32", "cd"))
-    version, base = PolicyVersion("run", 2, "x", "bfloat16"), PolicyVersion("run", 1, "y")
-    for manifest in (
-        WeightManifest(version, entries, "weights:s3://bucket#2", base),
-        WeightManifest(version, (), "weights:/store#1"),
-    ):
-        assert manifest_of(manifest_document(manifest)) == manifest
-
-
-@pytest.mark.parametrize("raw", [{}, {"task": 1}, {"version": {}, "tensors": [], "url": "", "base": None}])
-def test_what_is_neither_order_nor_manifest_is_refused(raw: dict[str, Any]) -> None:
-    with pytest.raises(InfrastructureError):
-        manifest_of(raw)
+@pytest.mark.parametrize("raw", [{}, {"task": 1}])
+def test_what_is_no_order_is_refused(raw: dict[str, Any]) -> None:
     with pytest.raises(Exception):  # noqa: B017 - of the task's own kind, or ours
         order_of(raw)
 

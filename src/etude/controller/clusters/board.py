@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from etude.controller.orders import Order
 from etude.errors import ConfigError, InfrastructureError
-from etude.records import SamplingParams, Task, TrajectoryId
 
 Clock = Callable[[], float]
 _REMEMBERED = 100_000
@@ -38,17 +38,6 @@ class Standing(StrEnum):
     """It has been kept already."""
     LATE = "late"
     """The session was given to somebody else, or is wanted no more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What a session is made of, but for its sampler."""
-
-    task: Task
-    identity: TrajectoryId
-    rng_key: tuple[int, ...]
-    params: SamplingParams
-    training: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +79,8 @@ class Member:
     heard_s: float
     step: int | None = None
     """Of the weights that it serves; None: none that the run knows."""
+    trouble: str = ""
+    """Why new weights do not reach it, as it says; empty while they do."""
     leases: dict[str, Lease] = field(default_factory=dict[str, Lease])
 
 
@@ -152,9 +143,21 @@ class Board:
         return self._clock() - member.heard_s <= self._lease_s
 
     @property
-    def num_alive(self) -> int:
-        """Clusters that are there."""
-        return sum(self.is_alive(member) for member in self.members.values())
+    def alive(self) -> list[Member]:
+        """Clusters that are there. From any thread."""
+        return [member for member in list(self.members.values()) if self.is_alive(member)]
+
+    @property
+    def is_deserted(self) -> bool:
+        """Whether sessions wait and no cluster is there that plays any, or will once it has the weights."""
+        return bool(self.waiting) and not any(
+            member.leases or not member.trouble or self._may_play(member) for member in self.alive
+        )
+
+    def _may_play(self, member: Member) -> bool:
+        """Whether its weights are good for some session that waits."""
+        step = member.step
+        return step is not None and any(episode.min_step <= step for episode in self.waiting)
 
     # ---- clusters -------------------------------------------------------------------------------
 
@@ -220,18 +223,19 @@ class Board:
     def claim(self, member: Member, most: int) -> list[Lease]:
         """Up to `most` sessions that the cluster's weights may sample, the oldest first.
 
-        Where several clusters are there, each is given its share of what waits, so that the first to ask
-        does not leave the others idle.
+        Where several clusters may play what waits, each is given its share, so that the first to ask does not
+        leave the others idle.
         """
         if member.step is None or most < 1:
             return []
-        alive, now = max(1, self.num_alive), self._clock()
-        share = -(-len(self.waiting) // alive)
+        alive, now = self.alive, self._clock()
+        share = -(-len(self.waiting) // max(1, sum(self._may_play(one) for one in alive)))
+        has_others = any(one is not member and not one.trouble for one in alive)
         taken: list[Episode] = []
         for episode in self.waiting:
             if len(taken) >= min(most, share):
                 break
-            avoided = episode.avoids == member.name and now < episode.avoids_until_s and alive > 1
+            avoided = episode.avoids == member.name and now < episode.avoids_until_s and has_others
             if episode.min_step <= member.step and not avoided:
                 taken.append(episode)
         for episode in taken:

@@ -11,9 +11,9 @@ import httpx
 
 from etude.config.secrets import bearer
 from etude.controller.clusters.board import UnknownMemberError
-from etude.controller.clusters.wire import version_document
 from etude.errors import ConfigError, InfrastructureError
 from etude.records import PolicyVersion
+from etude.weights.documents import version_document
 
 T = TypeVar("T")
 
@@ -22,6 +22,7 @@ _QUICK_S = 30.0
 _LATE_S = 10.0
 """After a question that waits should have been answered, it is asked anew."""
 _FAREWELL_S = 5.0
+_CAUSE_CHARACTERS = 2000
 _PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
 
@@ -63,11 +64,21 @@ class ControlClient:
         return str((await self._ask("POST", "/v1/join", body))["member"])
 
     async def beat(
-        self, member: str, version: PolicyVersion | None, running: Mapping[str, int], within_s: float
+        self,
+        member: str,
+        version: PolicyVersion | None,
+        running: Mapping[str, int],
+        trouble: str,
+        within_s: float,
     ) -> dict[str, Any]:
-        """Says that this cluster lives; the answer must come in time. Raises UnknownMemberError where it must
-        join again."""
-        body = {"member": member, "version": _document(version), "running": dict(running)}
+        """Says that this cluster lives; the answer must come in time. `trouble`: why new weights do not reach
+        it; empty where they do. Raises UnknownMemberError where it must join again."""
+        body = {
+            "member": member,
+            "version": _document(version),
+            "running": dict(running),
+            "trouble": trouble[:_CAUSE_CHARACTERS],
+        }
         return await self._ask("POST", "/v1/beat", body, within_s=within_s)
 
     async def manifest(self, known: str, wait_s: float) -> dict[str, Any] | None:
@@ -154,9 +165,6 @@ class ControlClient:
         return kind(
             f"the run answers {response.status_code}: {message}", field=told.get("field"), received=self.url
         )
-
-
-_CAUSE_CHARACTERS = 2000
 
 
 def _check_address(url: str) -> None:

@@ -13,44 +13,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from etude.config import ClustersConfig
-from etude.controller.clusters.board import Board, Clock, Episode, Lease, Member, Order, Standing, check_name
+from etude.controller.clusters.announced import AnnouncedWeights
+from etude.controller.clusters.board import Board, Clock, Episode, Member, Standing, check_name
 from etude.controller.clusters.inbox import Inbox
-from etude.controller.clusters.wire import (
-    API,
-    Makings,
-    manifest_document,
-    order_document,
-    version_key,
-)
+from etude.controller.clusters.intake import Intake, Traffic
+from etude.controller.clusters.wire import API, Makings, order_document, version_key
+from etude.controller.orders import Order
 from etude.errors import ConfigError, PartLostError, StoreError
 from etude.records import PolicyVersion, Status, WeightManifest
-from etude.store.bundles import Bundle, unpack_trajectory
-from etude.weights.folders import Folder, open_folder
+from etude.store.bundles import Bundle
+from etude.weights.documents import manifest_document
 
 Answer = dict[str, Any]
 Gone = Callable[[], Coroutine[Any, Any, bool]]
 """Whether nobody waits for an answer any more."""
 Arrived = Callable[[Bundle | PartLostError | str], None]
 """Told what became of a session: it has come, all is lost, or why it never will."""
-
-SESSIONS = "sessions"
-"""Where sessions lie in a trajectory store."""
-_KNOWN_VERSIONS = 64
-"""Published versions by which a cluster's claim to serve one is checked."""
-
-
-class DamagedSessionError(StoreError):
-    """What came is not, bit for bit, a session that was asked for."""
-
-
-class UnwrittenSessionError(StoreError):
-    """The run cannot keep a session now: a full disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +48,6 @@ class RunOffer:
     makings: Makings
 
 
-@dataclass(slots=True)
-class Traffic:
-    """What crossed the API, as far as it is sessions."""
-
-    received_bytes: int = 0
-    """Of finished sessions, repeated ones too."""
-    damaged: int = 0
-    """Sessions that were refused: a flipped bit, half an upload, another session than was asked for."""
-    unwritten: int = 0
-    """Sessions that could not be kept: a full disk."""
-    refused_clusters: int = 0
-
-
 @dataclass(slots=True, eq=False)
 class Wanted:
     """A session that the run waits for. Made in the run's loop, then the control's."""
@@ -90,38 +60,41 @@ class Wanted:
     withdrawn: bool = False
 
 
-@dataclass(slots=True)
-class _Serving:
-    """What was announced."""
-
-    manifest: WeightManifest | None = None
-    digests: OrderedDict[tuple[str, int], str] = field(default_factory=OrderedDict[tuple[str, int], str])
-    """(lineage, step) -> digest of the newest versions."""
-
-
 class Control:
     """See above. One per run."""
 
     def __init__(
-        self, settings: ClustersConfig, offer: RunOffer, inbox: Inbox, clock: Clock = time.monotonic
+        self,
+        settings: ClustersConfig,
+        offer: RunOffer,
+        inbox: Inbox,
+        tell: Callable[[str], None] = lambda line: None,
+        clock: Clock = time.monotonic,
     ) -> None:
+        """`tell`: called in the control's loop with what people should know of a cluster. `clock`: in
+        seconds, the only one that leases and patience go by."""
         self.board = Board(settings.lease_s, settings.max_gives, clock)
-        self.traffic = Traffic()
         self.settings = settings
+        self.num_refused = 0
+        """Clusters that would have played other sessions."""
+        self._weights = AnnouncedWeights()
+        self._intake = Intake(settings, self._weights, inbox)
         self._offer = offer
-        self._inbox = inbox
+        self._tell_people = tell
         self._clock = clock
-        self._store: Folder | None = None
-        if settings.trajectories_url:
-            self._store = open_folder(settings.trajectories_url)
-        self._serving = _Serving()
         self._wanted: dict[int, Wanted] = {}
         """By the id of their episode's object."""
         self._news = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._failure: PartLostError | None = None
         self._finished = False
         self._deserted_since: float | None = None
+
+    @property
+    def traffic(self) -> Traffic:
+        """Sessions that came, so far."""
+        return self._intake.traffic
 
     # ---- the run's loop -------------------------------------------------------------------------
 
@@ -150,8 +123,7 @@ class Control:
     async def begin(self) -> None:
         """Called in the loop that it belongs to from then on."""
         self._loop = asyncio.get_running_loop()
-        left = [] if self._store is None else await asyncio.to_thread(self._store.list, SESSIONS)
-        self._watching = asyncio.create_task(self._watch(left))
+        self._watching = asyncio.create_task(self._watch(await self._intake.list_left()))
 
     async def close(self) -> None:
         """Ends what `begin` began."""
@@ -160,18 +132,16 @@ class Control:
             await asyncio.gather(self._watching, return_exceptions=True)
 
     def _announce(self, manifest: WeightManifest) -> None:
-        serving, version = self._serving, manifest.version
-        serving.manifest = manifest
-        serving.digests[version.lineage, version.step] = version.digest
-        while len(serving.digests) > _KNOWN_VERSIONS:
-            serving.digests.popitem(last=False)
+        self._weights.announce(manifest)
         self._tell()
 
     def _order(self, wanted: Wanted) -> None:
         if wanted.withdrawn:
             return
-        step = self._serving.manifest.version.step if self._serving.manifest is not None else 0
-        wanted.episode = Episode(wanted.order, max(0, step - self.settings.max_version_lag))
+        if self._failure is not None:
+            wanted.arrived(self._failure)
+            return
+        wanted.episode = Episode(wanted.order, max(0, self._weights.step - self.settings.max_version_lag))
         self._wanted[id(wanted.episode)] = wanted
         self.board.add(wanted.episode)
         self._tell()
@@ -195,35 +165,45 @@ class Control:
         good any more."""
         try:
             for name in left:
-                assert self._store is not None, "it was listed"
                 with contextlib.suppress(StoreError):  # the next sitting tries again
-                    await asyncio.to_thread(self._store.delete, name)
+                    await self._intake.delete(name)
             while True:
                 await asyncio.sleep(self.settings.lease_s / 8)
                 self._report(self.board.lapse())
                 self._look_for_clusters()
                 self._tell()
         except Exception as error:
-            lost = PartLostError(f"the control API failed: {error!r}", field="clusters")
+            self._failure = PartLostError(f"the control API failed: {error!r}", field="clusters")
             for wanted in list(self._wanted.values()):
-                wanted.arrived(lost)
+                wanted.arrived(self._failure)
             raise
 
     def _look_for_clusters(self) -> None:
-        """Ends what waits once nobody has been there for too long."""
-        if self.board.num_alive or not self.board.waiting:
+        """Ends what waits once nobody who could play it has been there for too long."""
+        if not self.board.is_deserted:
             self._deserted_since = None
         elif self._deserted_since is None:
             self._deserted_since = self._clock()
         elif self._clock() - self._deserted_since > self.settings.patience_s:
-            error = PartLostError(
-                f"no cluster has asked for sessions for {self.settings.patience_s:g} s",
+            error = self._desertion()
+            for wanted in list(self._wanted.values()):
+                wanted.arrived(error)
+
+    def _desertion(self) -> PartLostError:
+        patience, stuck = f"{self.settings.patience_s:g} s", self.board.alive
+        if not stuck:
+            return PartLostError(
+                f"no cluster has asked for sessions for {patience}",
                 field="clusters.patience_s",
                 received=len(self.board.waiting),
                 fix="start one with `etude sample`, or let some run here with clusters.local_sessions",
             )
-            for wanted in list(self._wanted.values()):
-                wanted.arrived(error)
+        return PartLostError(
+            f"new weights have reached no cluster for {patience}",
+            field="clusters.patience_s",
+            received="; ".join(f"{member.name}: {member.trouble}" for member in stuck),
+            fix="see whether their relays run, and reach the weight store",
+        )
 
     def _report(self, exhausted: list[Episode]) -> None:
         """Tells the run of sessions that were given away too often."""
@@ -247,6 +227,7 @@ class Control:
             "poll_s": self.settings.poll_s,
             "max_result_bytes": self.settings.max_result_bytes,
             "trajectories_url": self.settings.trajectories_url,
+            "finished": self._finished,
         }
 
     def join(self, name: str, api: int, makings: Mapping[str, str]) -> Answer:
@@ -259,16 +240,19 @@ class Control:
                 )
             self._offer.makings.check(makings, name)
         except ConfigError:
-            self.traffic.refused_clusters += 1
+            self.num_refused += 1
             raise
         member, exhausted = self.board.join(name)
         self._report(exhausted)
         return {"member": member.id}
 
-    def beat(self, member_id: str, version: PolicyVersion | None, running: Mapping[str, int]) -> Answer:
-        """A cluster lives. Raises UnknownMemberError."""
+    def beat(
+        self, member_id: str, version: PolicyVersion | None, running: Mapping[str, int], trouble: str
+    ) -> Answer:
+        """A cluster lives. `trouble`: why new weights do not reach it. Raises UnknownMemberError."""
         before = self.board.find(member_id).step
         member = self._heard(member_id, version)
+        self._note_trouble(member, trouble)
         if member.step != before:
             self._tell()
         gone, exhausted = self.board.hear(member, running)
@@ -285,7 +269,7 @@ class Control:
         there is none."""
         deadline = self._clock() + self.settings.poll_s
         while True:
-            manifest, news = self._serving.manifest, self._news
+            manifest, news = self._weights.manifest, self._news
             if manifest is not None and version_key(manifest.version) != known:
                 return manifest_document(manifest)
             if not await self._wait(news, deadline, gone):
@@ -327,23 +311,13 @@ class Control:
         standing, lease = self.board.standing(lease_id)
         if lease is None or lease.member is not member:
             return self._unwanted(standing)
-        try:
-            bundle = await asyncio.to_thread(unpack_trajectory, data, self.settings.max_result_bytes)
-            self._check(bundle, lease)
-        except StoreError as error:
-            raise self._damaged(error) from error
+        bundle = await self._intake.unpack(data, lease)
         trajectory = bundle.trajectory
         if trajectory.status is Status.INFRASTRUCTURE and lease.episode.num_gives < self.settings.max_gives:
             self._report(self.board.give_back(lease, trajectory.cause))
             self._tell()
             return {"standing": "failed"}
-        try:
-            await asyncio.to_thread(self._inbox.put, trajectory.id, data)
-        except StoreError as error:
-            self.traffic.unwritten += 1
-            raise UnwrittenSessionError(
-                error.message, field=error.field, received=error.received, fix=error.fix
-            ) from error
+        await self._intake.keep(bundle, data)
         standing, lease = self.board.standing(lease_id)  # meanwhile it may have come twice, or be withdrawn
         if lease is None:
             return self._unwanted(standing)
@@ -355,15 +329,10 @@ class Control:
 
     async def fetch_session(self, member_id: str, lease_id: str) -> Answer:
         """The same of a session that lies in the trajectory store, under `session_name`."""
-        store, standing = self._store, self.board.standing(lease_id)[0]
+        standing = self.board.standing(lease_id)[0]
         if standing is not Standing.CURRENT:
             return self._unwanted(standing)
-        try:
-            if store is None:
-                raise StoreError("the run has no trajectory store", fix="send the session itself")
-            data = await asyncio.to_thread(store.read, session_name(lease_id))
-        except StoreError as error:
-            raise self._damaged(error) from error
+        data = await self._intake.fetch(lease_id)
         return await self.take_session(member_id, lease_id, data)
 
     def take_failure(self, member_id: str, lease_id: str, cause: str) -> Answer:
@@ -385,27 +354,29 @@ class Control:
         return {}
 
     def figures(self) -> dict[str, float]:
-        """Counts of this process, and what is under way."""
-        board = self.board
+        """Counts of this process, and what is under way. From any thread."""
+        board, alive = self.board, self.board.alive
         return {
             **{name: float(value) for name, value in asdict(board.counts).items()},
             **{name: float(value) for name, value in asdict(self.traffic).items()},
-            "clusters": float(board.num_alive),
+            "refused_clusters": float(self.num_refused),
+            "clusters": float(len(alive)),
+            "without_weights": float(sum(bool(member.trouble) for member in alive)),
             "waiting": float(len(board.waiting)),
-            "leased": float(sum(len(member.leases) for member in board.members.values())),
+            "leased": float(sum(len(member.leases) for member in list(board.members.values()))),
         }
 
     def _heard(self, member_id: str, version: PolicyVersion | None) -> Member:
         member = self.board.find(member_id)
-        known = version is not None and (
-            self._serving.digests.get((version.lineage, version.step)) == version.digest
-        )
-        member.step = version.step if known and version is not None else None
+        member.step = version.step if version is not None and self._weights.knows(version) else None
         return member
 
-    def _damaged(self, error: StoreError) -> DamagedSessionError:
-        self.traffic.damaged += 1
-        return DamagedSessionError(error.message, field=error.field, received=error.received, fix=error.fix)
+    def _note_trouble(self, member: Member, trouble: str) -> None:
+        before, member.trouble = member.trouble, trouble
+        if trouble and not before:
+            self._tell_people(f"new weights do not reach the cluster {member.name}: {trouble}")
+        elif before and not trouble:
+            self._tell_people(f"new weights reach the cluster {member.name} again")
 
     def _unwanted(self, standing: Standing) -> Answer:
         if standing is Standing.REPEATED:
@@ -413,27 +384,3 @@ class Control:
         else:
             self.board.counts.late += 1
         return {"standing": standing.value}
-
-    def _check(self, bundle: Bundle, lease: Lease) -> None:
-        """Raises StoreError unless this is the session that was asked for, sampled by weights that may."""
-        trajectory, episode = bundle.trajectory, lease.episode
-        if trajectory.id != episode.order.identity:
-            raise StoreError("is another session", field="id", received=str(trajectory.id))
-        if trajectory.cluster != lease.member.name:
-            raise StoreError("names another cluster", field="cluster", received=trajectory.cluster)
-        for segment in trajectory.segments:
-            for span in segment.version_spans:
-                version = span.version
-                if self._serving.digests.get((version.lineage, version.step)) != version.digest:
-                    raise StoreError(
-                        "was sampled by weights of another run", field="version", received=str(version)
-                    )
-                if version.step < episode.min_step:
-                    raise StoreError(
-                        "was sampled by weights that are too old", field="version", received=str(version)
-                    )
-
-
-def session_name(lease_id: str) -> str:
-    """Where a cluster puts a session in the trajectory store; it deletes it once that is answered."""
-    return f"{SESSIONS}/{lease_id}.session"

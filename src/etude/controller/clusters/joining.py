@@ -12,7 +12,8 @@ from typing import Any
 from etude.config import RunConfig, load_config
 from etude.controller.backends import open_run_backend
 from etude.controller.clusters.client import ControlClient, ControlLostError, Patience, unless
-from etude.controller.clusters.sampling import SamplingCluster, SamplingCounts, Site, Terms
+from etude.controller.clusters.ending import EndMark
+from etude.controller.clusters.sampling import OVER, SamplingCluster, SamplingCounts, Site, Terms
 from etude.controller.clusters.wire import API, Makings
 from etude.controller.compute import use_sampling_threads
 from etude.controller.corpus import make_renderer
@@ -26,7 +27,7 @@ from etude.store.blobs import MemoryBlobs
 from etude.tokens.tokenizer import Tokenizer
 from etude.weights import Subscriber, make_subscriber
 from etude.weights.folders import UnavailableError, open_folder
-from etude.weights.opening import check_reading
+from etude.weights.opening import check_reading, open_reading
 
 
 async def sample(
@@ -39,17 +40,21 @@ async def sample(
     patience_s: float = 600.0,
     drain_s: float = 60.0,
     trajectories_url: str = "",
+    wait: bool = False,
 ) -> SamplingCounts:
-    """Plays sessions of the run at `client` until it ends, or `draining` is set and what runs has ended.
+    """Plays sessions of the run at `client` until it is over, or `draining` is set and what runs has ended.
 
     `overrides`: of the run's configuration, as far as they do not decide what a session is: `weights.*`,
-    `engine.*`, `sandbox.backend`. `patience_s`: how long the run may be away. `trajectories_url`: where this
-    cluster finds the run's trajectory store, if it has one, under another address than the run.
+    `engine.*`, `sandbox.backend`. `patience_s`: how long the run may be away, and weights may fail to come.
+    `trajectories_url`: where this cluster finds the run's trajectory store, if it has one, under another
+    address than the run. `wait`: for a run that does not answer even where the weight store says that its
+    last one is over.
 
     Raises ConfigError for what does not fit the run or this machine, StoreError for weights that may not be
-    read here, ControlLostError, SamplerError.
+    read here, ControlLostError, WeightsLostError, SamplerError.
     """
-    run = await unless(draining, _described(client, patience_s, name, observer))
+    mark = None if wait else _end_mark(overrides)
+    run = await unless(draining, _described(client, patience_s, name, observer, mark))
     if run is None:
         return SamplingCounts()
     with tempfile.TemporaryDirectory(prefix="etude-sample-") as directory:
@@ -61,20 +66,34 @@ async def sample(
         await unless(draining, asyncio.to_thread(check_reading, config.weights))
     async with open_site(config, tokenizer, name) as site:
         _check_alike(site.makings, run["makings"], name)
-        cluster = SamplingCluster(client, name, site, terms, observer, patience_s, drain_s)
+        cluster = SamplingCluster(client, name, site, terms, observer, patience_s, drain_s, mark)
         await cluster.play(draining)
     return cluster.counts
 
 
+def _end_mark(overrides: Sequence[str]) -> EndMark | None:
+    """Where the end of the run is marked, as far as that is known before the run has described itself."""
+    with tempfile.TemporaryDirectory(prefix="etude-sample-") as directory:
+        file = Path(directory) / "weights.toml"
+        file.write_text("", encoding="utf-8")
+        weights = load_config(file, [one for one in overrides if one.startswith("weights.")]).weights
+    if not weights.read_url and not weights.url:
+        return None
+    return EndMark(open_reading(weights))
+
+
 async def _described(
-    client: ControlClient, patience_s: float, name: str, observer: Observer
-) -> dict[str, Any]:
-    """What the run says of itself; waits for one that has not begun."""
+    client: ControlClient, patience_s: float, name: str, observer: Observer, mark: EndMark | None
+) -> dict[str, Any] | None:
+    """What the run says of itself; waits for one that has not begun. None where it is over."""
     patience, was_told = Patience(patience_s), False
     while True:
         try:
             run = await client.run()
         except ControlLostError:
+            if mark is not None and await mark.is_set():
+                observer.say(f"{name}: {OVER}")
+                return None
             if patience_s and not was_told:
                 observer.say(f"{name}: waits up to {patience_s:g} s for a run at {client.url}")
                 was_told = True
@@ -89,6 +108,9 @@ async def _described(
             received=client.url,
             fix="install the run's version here",
         )
+    if run.get("finished"):
+        observer.say(f"{name}: {OVER}")
+        return None
     return run
 
 
@@ -152,6 +174,8 @@ async def open_site(config: RunConfig, tokenizer: Tokenizer, name: str) -> Async
                 config.engine.num_slots,
                 config.rl.kv_on_update,
                 check,
+                subscriber,
+                config.weights.read_url or config.weights.url,
             )
     finally:
         await backend.close()

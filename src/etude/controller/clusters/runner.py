@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import ssl
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 
 from etude.config import ClustersConfig, RunConfig
 from etude.config.secrets import read_secret
-from etude.controller.clusters.board import Order
 from etude.controller.clusters.control import Control, RunOffer, Wanted
 from etude.controller.clusters.inbox import Inbox
 from etude.controller.clusters.wire import Makings, config_document
+from etude.controller.orders import Order
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.environment.runners import ForkingRunner
-from etude.errors import ConfigError, PartLostError, WeightUpdateError
+from etude.errors import ConfigError, PartLostError, StoreError, WeightUpdateError
 from etude.observe import MetricSink, Observer
 from etude.protocols import EpisodeRunner, KvPolicy, Sampler, TokenTally, WeightSink
 from etude.records import (
@@ -43,9 +43,11 @@ from etude.store.bundles import Bundle
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
+from etude.weights.ending import clear_over, mark_over
+from etude.weights.folders import open_folder
 
 KIND = "clusters"
-"""Of the rows of metrics: one per version in service."""
+"""Of the rows of metrics: one per version in service, and when weights do not reach a cluster."""
 INBOX = "inbox"
 
 PutBlob = Callable[[NDArray[Any]], BlobRef]
@@ -201,12 +203,18 @@ class AnnouncingSink:
         return self._inner.current()
 
 
+async def _tell_nobody() -> None:
+    """For a run without clusters."""
+
+
 @dataclass(frozen=True, slots=True)
 class Players:
     """Who plays a run's sessions, and what its weights are brought to."""
 
     runner: EpisodeRunner
     sink: WeightSink
+    announce_end: Callable[[], Awaitable[None]] = _tell_nobody
+    """Called once no session will be asked for any more: clusters are told, those that come later too."""
 
 
 @contextlib.asynccontextmanager
@@ -222,7 +230,8 @@ async def open_clusters(
 ) -> AsyncIterator[Players]:
     """Who plays the run's sessions: `here` alone where the configuration names no clusters.
 
-    `directory`: of the run. Raises ConfigError, and StoreError for an address that cannot be had.
+    `directory`: of the run. To be left when the run ends, since clusters ask until then. Raises ConfigError,
+    and StoreError for an address that cannot be had or a weight store that cannot be written.
     """
     settings = config.clusters
     if not settings.listen:
@@ -233,10 +242,8 @@ async def open_clusters(
 
     inbox = Inbox(directory / INBOX, settings.max_result_bytes)
     inbox.sweep(log.contains)
-    control = Control(settings, make_offer(config, renderer), inbox)
-    runner = ClusterRunner(
-        here.runner, control, inbox, put_blob, settings.local_sessions, config.rl.max_staleness
-    )
+    loop, store = asyncio.get_running_loop(), open_folder(config.weights.url)
+    await asyncio.to_thread(clear_over, store)
 
     def count() -> None:
         step = runner.serving.step if runner.serving is not None else 0
@@ -247,6 +254,24 @@ async def open_clusters(
         inbox.sweep(log.contains)
         count()
 
+    def tell(line: str) -> None:
+        observer.say(line)
+        count()
+
+    control = Control(settings, make_offer(config, renderer), inbox, lambda line: _call(loop, tell, line))
+    runner = ClusterRunner(
+        here.runner, control, inbox, put_blob, settings.local_sessions, config.rl.max_staleness
+    )
+
+    async def announce_end() -> None:
+        control.finish()
+        try:
+            await asyncio.to_thread(mark_over, store, config.name)
+        except StoreError as error:
+            observer.say(
+                f"clusters that come later will wait for this run: its end cannot be marked: {error}"
+            )
+
     app = build_app(control, read_secret(settings.token, "clusters.token"))
     host, port = settings.address
     with ServerThread(
@@ -255,7 +280,7 @@ async def open_clusters(
         command = sampling_command(server.url, settings)
         observer.say(f"control API at {server.url}: `{command}` plays sessions")
         try:
-            yield Players(runner, AnnouncingSink(here.sink, control, note))
+            yield Players(runner, AnnouncingSink(here.sink, control, note), announce_end)
         finally:
             inbox.sweep(log.contains)
             count()

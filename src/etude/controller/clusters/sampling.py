@@ -16,10 +16,13 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from etude.controller.clusters.board import Order, UnknownMemberError
+from etude.controller.clusters.board import UnknownMemberError
 from etude.controller.clusters.client import ControlClient, ControlLostError, Patience, unless
-from etude.controller.clusters.control import session_name
-from etude.controller.clusters.wire import API, Makings, manifest_of, order_of, version_key
+from etude.controller.clusters.ending import EndMark
+from etude.controller.clusters.intake import session_name
+from etude.controller.clusters.supply import Supply, WeightLink, WeightsLostError
+from etude.controller.clusters.wire import API, Makings, order_of, version_key
+from etude.controller.orders import Order
 from etude.environment.member import MemberSampler
 from etude.errors import (
     EtudeError,
@@ -33,6 +36,7 @@ from etude.protocols import EpisodeRunner, KvPolicy, Sampler, WeightSink
 from etude.records import TrajectoryId
 from etude.store.blobs import MemoryBlobs
 from etude.store.bundles import pack_trajectory
+from etude.weights.documents import manifest_of
 from etude.weights.folders import Folder
 
 T = TypeVar("T")
@@ -41,8 +45,12 @@ _ATTEMPTS = 5
 """To deliver a session that the run answers for and does not take."""
 _SHORTEST_BEAT_S = 2.0
 """For the answer to a sign of life, after which it is given anew."""
+OVER = "the run has ended: nothing is left to play"
+"""What a cluster says when it ends with its run."""
 _OLD_WEIGHTS_S = 1.0
 """Before weights that could not be had are asked for again."""
+_NO_NEWS_S = 0.1
+"""Before others are asked for where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +67,10 @@ class Site:
     kv: KvPolicy
     check: Callable[[], None]
     """Raises SamplerError where nothing will be sampled any more."""
+    link: WeightLink
+    """What `sink` fetches weights through."""
+    source: str
+    """Where they come from: a relay, or the store itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +123,13 @@ class SamplingCluster:
         observer: Observer,
         patience_s: float,
         drain_s: float,
+        mark: EndMark | None = None,
     ) -> None:
-        """`patience_s`: how long the run may be away. `drain_s`: how long sessions may go on at the end."""
+        """`patience_s`: how long the run may be away, and for how long weights may fail to come. `drain_s`:
+        how long sessions may go on at the end. `mark`: tells of the run's end once it is away."""
         self.counts = SamplingCounts()
+        self._supply = Supply(site.link, site.source, patience_s)
+        self._mark = mark
         self._client, self._name, self._site, self._terms = client, name, site, terms
         self._observer = observer
         self._patience_s, self._drain_s = patience_s, drain_s
@@ -126,38 +142,53 @@ class SamplingCluster:
         self._joining = asyncio.Lock()
 
     async def play(self, draining: asyncio.Event) -> None:
-        """Plays until the run ends or `draining` is set; then what runs may finish.
+        """Plays until the run is over or `draining` is set; then what runs may finish.
 
         Raises ConfigError where the run does not take this cluster, ControlLostError where it is away for too
-        long, SamplerError where the engine fails. What runs when it is cancelled is given to others at once.
+        long, WeightsLostError where its weights do not come for too long, SamplerError where the engine
+        fails. What runs when it is cancelled is given to others at once.
         """
-        await unless(draining, self._join(""))
-        if not self._member:
-            return
-        loops = {asyncio.create_task(loop()) for loop in (self._beat, self._follow)}
+        await unless(draining, unless(self._over, self._join("")))
+        if self._member:
+            await self._play(draining)
+        if self._over.is_set():
+            self._observer.say(f"{self._name}: {OVER}")
+
+    async def _play(self, draining: asyncio.Event) -> None:
+        beating, following = asyncio.create_task(self._beat()), asyncio.create_task(self._follow())
+        supplied = asyncio.create_task(self._supply.watch(self._say))
         claiming = asyncio.create_task(self._claim())
-        stopping = {asyncio.create_task(event.wait()) for event in (draining, self._over)}
+        over, asked = (asyncio.create_task(event.wait()) for event in (self._over, draining))
         try:
-            await _until_first({*loops, claiming, *stopping})
-            claiming.cancel()
-            await asyncio.wait({claiming})
+            lost = await _lost_weights({beating, following, supplied, claiming, over, asked})
+            await _cancel({claiming})
             if not self._over.is_set():
-                self._observer.say(f"{self._name}: {len(self._sessions)} sessions may finish")
-                await self._drain(loops)
+                self._say(f"{len(self._sessions)} sessions may finish")
+                await self._drain({beating, following, over})
+            if lost is not None and not self._over.is_set():
+                raise lost
         finally:
-            await _cancel({*loops, claiming, *stopping})
-            await _cancel(self._abort(list(self._sessions)))
+            await _cancel({beating, supplied, claiming, over, asked})  # none joins again after this
+            self._supply.close()
+            following.cancel()
+            ending = self._abort(list(self._sessions))
+            # Before what runs here is torn down, which may take a while: others may begin.
             with contextlib.suppress(EtudeError):  # it is told in vain where the run is gone, and lapses then
                 await asyncio.shield(self._client.leave(self._member))
+            await _cancel({following, *ending})
 
-    async def _drain(self, loops: set[asyncio.Task[None]]) -> None:
+    async def _drain(self, others: set[asyncio.Task[Any]]) -> None:
+        """Waits for what runs. `others`: end the wait when one of them ends; raises what it raised."""
         deadline = asyncio.get_running_loop().time() + self._drain_s
         while self._sessions and not self._over.is_set():
             left_s = deadline - asyncio.get_running_loop().time()
             running = {session.task for session in self._sessions.values() if session.task is not None}
             if left_s <= 0 or not running:
                 return
-            await _until_first({*running, *loops}, left_s)
+            await _until_first({*running, *others}, left_s)
+
+    def _say(self, text: str) -> None:
+        self._observer.say(f"{self._name}: {text}")
 
     # ---- with the run ---------------------------------------------------------------------------
 
@@ -169,7 +200,7 @@ class SamplingCluster:
             await _cancel(self._abort(list(self._sessions)))
             makings = self._site.makings.parts
             self._member = await self._patiently(lambda: self._client.join(self._name, API, makings))
-            self._observer.say(f"{self._name}: joined the run at {self._client.url}")
+            self._say(f"joined the run at {self._client.url}")
 
     async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Asks until the run answers. Raises ControlLostError where it is away for too long."""
@@ -179,18 +210,23 @@ class SamplingCluster:
                 return await ask()
             except ControlLostError:
                 self.counts.unanswered += 1
+                if self._mark is not None and await self._mark.is_set():
+                    self._over.set()  # whoever waits for that ends this
                 if not await patience.pause():
                     raise
 
     async def _beat(self) -> None:
         within_s = max(_SHORTEST_BEAT_S, self._terms.lease_s / 3)
         while True:
+            self._beat_now.clear()
             member, version = self._member, self._site.sink.current()
             running = {lease: session.view.num_tokens for lease, session in self._sessions.items()}
             self._site.check()
             try:
                 answer = await self._patiently(
-                    lambda m=member, v=version, r=running: self._client.beat(m, v, r, within_s)
+                    lambda m=member, v=version, r=running, t=self._supply.trouble: self._client.beat(
+                        m, v, r, t, within_s
+                    )
                 )
             except UnknownMemberError:
                 await self._join(member)
@@ -198,17 +234,17 @@ class SamplingCluster:
             self._abort(answer["gone"])
             if answer["finished"]:
                 self._over.set()
-            self._beat_now.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._beat_now.wait(), self._terms.lease_s / 4)
 
     async def _follow(self) -> None:
         """Brings the weights that the run announces into service here."""
-        told = ""
         while True:
             known = version_key(self._site.sink.current())
             raw = await self._patiently(lambda k=known: self._client.manifest(k, self._terms.poll_s))
-            if raw is None:
+            if raw is None:  # no others yet, or none any more, which the run tells whoever beats
+                self._beat_now.set()
+                await asyncio.sleep(_NO_NEWS_S)
                 continue
             manifest = manifest_of(raw)
             try:
@@ -216,10 +252,12 @@ class SamplingCluster:
                 await self._site.sink.activate(manifest.version, self._site.kv)
             except (WeightUpdateError, StoreError, SamplerError) as error:
                 self._site.check()
-                if told != (told := f"{self._name}: {manifest.version} cannot be had: {error}"):
-                    self._observer.say(told)
+                if not self._supply.trouble:
+                    self._beat_now.set()
+                self._supply.failed(error)
                 await asyncio.sleep(_OLD_WEIGHTS_S)
             else:
+                self._supply.arrived()
                 self.counts.versions += 1
                 self._beat_now.set()
                 self._changed.set()
@@ -275,7 +313,7 @@ class SamplingCluster:
             self.counts.unwanted += 1  # whoever speaks with the run next joins again
         except Exception as error:  # told to the run, which counts it and has it played elsewhere
             self.counts.failed += 1
-            self._observer.say(f"{self._name}: a session failed: {type(error).__name__}: {error}")
+            self._say(f"a session failed: {type(error).__name__}: {error}")
             with contextlib.suppress(EtudeError):  # then the lease lapses
                 await self._client.fail(member, lease, f"{type(error).__name__}: {error}")
         finally:
@@ -332,7 +370,8 @@ class SamplingCluster:
                 self.counts.unwanted += 1
             break
         if store is not None:
-            await asyncio.to_thread(store.delete, name)
+            with contextlib.suppress(StoreError):  # the run deletes what is left there when it begins again
+                await asyncio.to_thread(store.delete, name)
 
     def _abort(self, leases: Iterable[str]) -> set[asyncio.Task[Any]]:
         """Has what runs under these leases end; each tidies up in a time of its own."""
@@ -341,6 +380,15 @@ class SamplingCluster:
         for task in tasks:
             task.cancel()
         return tasks
+
+
+async def _lost_weights(tasks: set[asyncio.Task[Any]]) -> WeightsLostError | None:
+    """Waits until one of them ends; raises what it raised, or returns that no weights come."""
+    try:
+        await _until_first(tasks)
+    except WeightsLostError as error:
+        return error
+    return None
 
 
 async def _until_first(tasks: set[asyncio.Task[Any]], timeout_s: float | None = None) -> None:

@@ -11,12 +11,14 @@ from fastapi.responses import PlainTextResponse, Response
 
 from etude.config.secrets import AccessError, check_bearer
 from etude.controller.clusters.board import UnknownMemberError
-from etude.controller.clusters.control import Control, DamagedSessionError, UnwrittenSessionError
-from etude.errors import ConfigError, UserError
+from etude.controller.clusters.control import Control
+from etude.controller.clusters.intake import DamagedSessionError, UnwrittenSessionError
+from etude.errors import ConfigError, UserError, WeightUpdateError
 from etude.records import PolicyVersion
 from etude.sandbox.server.error_answers import answer_errors
 from etude.sandbox.server.streams import Json, read_body, read_request
 from etude.sandbox.wire_types import Fields, checked
+from etude.weights.documents import version_of
 
 MOST_CLAIMED = 4096
 """Sessions that a cluster may ask for at once."""
@@ -30,15 +32,8 @@ _STATUSES: dict[type[Exception], int] = {
     UnwrittenSessionError: 507,
 }
 _JOIN: Fields = {"name": (str,), "api": (int,), "makings": (dict,)}
-_BEAT: Fields = {"member": (str,), "version": (dict, _NONE), "running": (dict,)}
+_BEAT: Fields = {"member": (str,), "version": (dict, _NONE), "running": (dict,), "trouble": (str,)}
 _CLAIM: Fields = {"member": (str,), "version": (dict, _NONE), "most": (int,)}
-_VERSION: Fields = {
-    "lineage": (str,),
-    "step": (int,),
-    "digest": (str,),
-    "format": (str,),
-    "adapter": (str, _NONE),
-}
 _MEMBER: Fields = {"member": (str,)}
 _FAILURE: Fields = {"member": (str,), "cause": (str,)}
 router = APIRouter(prefix="/v1")
@@ -115,7 +110,7 @@ async def beat(request: Request) -> Response:
     running = named["running"]
     if not all(isinstance(number, int) and number >= 0 for number in running.values()):
         raise UserError("must be numbers of tokens by lease", field="running", fix="mend the request")
-    return Json(_control(request).beat(named["member"], _version(named), running))
+    return Json(_control(request).beat(named["member"], _version(named), running, named["trouble"]))
 
 
 @router.post("/claim")
@@ -158,6 +153,6 @@ def _version(named: dict[str, Any]) -> PolicyVersion | None:
     if raw is None:
         return None
     try:
-        return PolicyVersion(**checked(raw, _VERSION))
-    except ValueError as error:
-        raise UserError(f"is no version: {error}", field="version", fix="mend the request") from error
+        return version_of(raw)
+    except WeightUpdateError as error:
+        raise UserError(error.message, field=error.field, received=error.received, fix=error.fix) from error

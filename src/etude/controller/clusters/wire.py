@@ -1,8 +1,8 @@
 """What a run and its clusters say to each other, as plain JSON values.
 
-    GET  /v1/run                what the run is: configuration, tokenizer, how it is built
+    GET  /v1/run                what the run is: configuration, tokenizer, how it is built; whether it is over
     POST /v1/join               a cluster comes: its name, how it is built       -> its id
-    POST /v1/beat               it lives; what runs, how far                     -> what is over, new weights
+    POST /v1/beat               it lives; what runs, how far; what it lacks      -> what is over
     GET  /v1/manifest           of the weights in service
     POST /v1/claim              asks for sessions, waits for some                -> leases
     PUT  /v1/leases/ID/session  a finished session, or where it lies             -> what became of it
@@ -22,14 +22,14 @@ from blake3 import blake3
 
 from etude.agent import core_registry
 from etude.config import RlConfig, RunConfig, SandboxConfig, dump_config
-from etude.controller.clusters.board import Order
+from etude.controller.orders import Order
 from etude.environment.wire import task_document, task_of
 from etude.errors import ConfigError, InfrastructureError
 from etude.inference.exchange import Build
-from etude.records import PolicyVersion, SamplingParams, TensorEntry, TrajectoryId, WeightManifest
+from etude.records import PolicyVersion, SamplingParams, TrajectoryId
 from etude.tokens.renderer import Renderer
 
-API = 1
+API = 2
 """Version of this protocol: both sides refuse another one's."""
 
 _SHARED = ("name", "seed", "num_threads", "device", "dtype", "numerics", "tokenizer", "model", "agent")
@@ -121,38 +121,6 @@ def order_of(raw: Mapping[str, Any]) -> Order:
         raise InfrastructureError(f"the run sent no session: {error!r}", field="claim") from error
 
 
-def version_document(version: PolicyVersion) -> dict[str, Any]:
-    """A version of the weights."""
-    return asdict(version)
-
-
 def version_key(version: PolicyVersion | None) -> str:
     """Tells versions apart, also those of which the weights are the same; empty for none."""
     return "" if version is None else f"{version}:{version.digest}"
-
-
-def manifest_document(manifest: WeightManifest) -> dict[str, Any]:
-    """A manifest whole."""
-    return {
-        "version": asdict(manifest.version),
-        "tensors": [[e.name, list(e.shape), e.dtype, e.digest, list(e.cuts)] for e in manifest.tensors],
-        "url": manifest.url,
-        "base": None if manifest.base is None else asdict(manifest.base),
-    }
-
-
-def manifest_of(raw: Mapping[str, Any]) -> WeightManifest:
-    """What `manifest_document` wrote. Raises InfrastructureError for anything else."""
-    try:
-        base = raw["base"]
-        return WeightManifest(
-            PolicyVersion(**raw["version"]),
-            tuple(
-                TensorEntry(name, tuple(shape), dtype, digest, tuple(cuts))
-                for name, shape, dtype, digest, cuts in raw["tensors"]
-            ),
-            str(raw["url"]),
-            None if base is None else PolicyVersion(**base),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise InfrastructureError(f"the run sent no manifest: {error!r}", field="manifest") from error
