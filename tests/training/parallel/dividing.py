@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 import torch
 
 from etude.config import OptimizerConfig
-from etude.model import LanguageModel, PackedAttention, RouterStatistics
+from etude.model import LanguageModel, PackedAttention, RouterStatistics, logprobs
 from etude.model.scoring import PackedSequences, packed_logprobs
 from etude.training.optimizer import Optimizer
+from etude.training.parallel import vocabulary
 from etude.training.parallel.mesh_ranks import MeshRanks
 from etude.training.parallel.ranks import Ranks, SingleRank
 from tests.model.builders import LATENT, fresh_routes, random_tokens, small_config
@@ -36,6 +38,8 @@ class Task:
     replay: bool = False
     """With another model's routes, some of them missing, and with the load-balancing loss."""
     recompute: bool = False
+    bounded: bool = False
+    """Distributions are not kept for the backward pass, and rows are taken as few at a time as can be."""
     matrices: Literal["adamw", "muon"] = "adamw"
     distribution: bool = False
     """With a loss on whole distributions, of which every rank finds the same."""
@@ -77,6 +81,15 @@ def find_alone(task: Task) -> Found:
 
 
 def find(ranks: Ranks, task: Task) -> Found:
+    """What `task` asks for."""
+    with pytest.MonkeyPatch.context() as patch:
+        if task.bounded:
+            patch.setattr(vocabulary, "KEPT_LOGITS", 0)
+            patch.setattr(logprobs, "BLOCK_LOGITS", 1)
+        return _find(ranks, task)
+
+
+def _find(ranks: Ranks, task: Task) -> Found:
     """Rank 0's weights are those that count."""
     model = divided_model(task.case, 0 if ranks.is_main else 1, task.dtype)
     if isinstance(ranks, MeshRanks):
@@ -119,10 +132,10 @@ def _backward(ranks: Ranks, model: LanguageModel, task: Task) -> tuple[float, fl
             recorded = [fresh_routes(divided_model(task.case, 7), one) for one in tokens]
             recorded[0][3:5] = 255
             routes, statistics = batch.pack_rows(recorded), RouterStatistics([], [])
-        logprobs, entropy = packed_logprobs(
+        chosen, entropy = packed_logprobs(
             model, batch, targets, temperature=1.3, routes=routes, statistics=statistics
         )
-        loss = -logprobs.sum() if statistics is None else 50.0 * statistics.balance_loss() - logprobs.sum()
+        loss = -chosen.sum() if statistics is None else 50.0 * statistics.balance_loss() - chosen.sum()
         if task.distribution:
             hidden = model(batch.tokens, batch.positions, batch.attention, wanted=targets[:9] - 1)
             loss = loss + model.logits(hidden).log_softmax(-1)[:, VOCAB_SIZE - 3].sum()

@@ -53,6 +53,7 @@ def test_two_ranks_find_what_one_process_does_for_every_architecture() -> None:
             Task("mixture", plan, matrices="muon", replay=True),
             Task("latent", plan, matrices="muon", distribution=True),
             Task("mixture", plan, recompute=True),
+            Task("dense", plan_of(1, per_batch=8), bounded=True),
             Task("dense", plan, "bfloat16"),
             Task("mixture", plan, "bfloat16", replay=True),
         ],
