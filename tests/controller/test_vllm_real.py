@@ -24,18 +24,23 @@ from tests.model.transformers_builders import tiny_model
 pytestmark = pytest.mark.slow
 
 
-def config_of(runs: Path, initial: Path, **sections: Any) -> RunConfig:
-    vllm = {
+def real_vllm() -> dict[str, Any]:
+    """The section `engine.vllm` that starts vLLM's own environment."""
+    return {
         "python": str(vllm_python()),
         "environment": [f"{name}={value}" for name, value in ENVIRONMENT.items()],
     }
+
+
+def config_of(runs: Path, initial: Path, vllm: dict[str, Any] | None = None, **sections: Any) -> RunConfig:
+    """Two steps of RL; `vllm`: what samples, if not vLLM itself."""
     values: dict[str, Any] = {
         "name": "tiny",
         "runs_directory": str(runs),
         "num_threads": 1,
         "initial_checkpoint": str(initial),
         "agent": {"max_turns": 4, "max_tokens": 384, "max_message_tokens": 48},
-        "engine": {"backend": "vllm", "num_slots": 32, "vllm": vllm},
+        "engine": {"backend": "vllm", "num_slots": 32, "vllm": vllm or real_vllm()},
         "rl": {
             "num_steps": 2,
             "groups_per_step": 3,

@@ -1,4 +1,4 @@
-"""vLLM's own environment, for the tests that run vLLM itself."""
+"""vLLM's own environment, for the tests that run vLLM itself, and what stands for it in the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,16 @@ import pytest
 from etude.inference.vllm.servers import CPU_ENVIRONMENT
 
 _BUILDER = Path(__file__).parents[3] / "benchmarks" / "environments.py"
+_FAKE = "from etude.inference.vllm.fake.process import main\n\nmain()\n"
 ENVIRONMENT = CPU_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+
+
+def fake_vllm(directory: Path) -> dict[str, object]:
+    """A section `engine.vllm` with which the shipped fake is started as vLLM is, in processes of its own."""
+    package = directory / "vllm" / "entrypoints" / "openai"
+    package.mkdir(parents=True)
+    (package / "api_server.py").write_text(_FAKE)
+    return {"python": sys.executable, "environment": [f"PYTHONPATH={directory}", "OMP_NUM_THREADS=1"]}
 
 
 @cache
