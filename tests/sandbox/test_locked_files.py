@@ -106,7 +106,7 @@ def test_a_plain_users_sandboxes_see_it_too(backend: str, tmp_path: Path) -> Non
     if probe.returncode != 0:
         pytest.skip("the system's Python cannot use this environment's libraries")
     command = [interpreter, "-B", "-c", PLAIN_USER, backend]
-    done = subprocess.run(command, **plain, text=True, timeout=60, check=False)
+    done = subprocess.run(command, **plain, text=True, timeout=600, check=False)
     assert done.stdout == "all seen\n", done.stderr
 
 

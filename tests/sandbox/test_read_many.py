@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -211,7 +213,7 @@ class SlowWorkspace(Workspace):
 def serve_slowly(line: socket.socket, owners: socket.socket, root: Path) -> None:
     """Becomes the server of a sandbox; a read has less time than two of them take."""
     owners.close()
-    server.FILE_OPERATION_S = 0.25
+    server.FILE_OPERATION_WALL_S = 0.25
     settings = Settings(memory_bytes=1 << 40, cpu_s=10, path="/usr/bin:/bin")
     workspace = SlowWorkspace(str(root), -1)
     Server(line.fileno(), line.fileno(), workspace, DescendantProcesses(), settings).serve()
@@ -237,6 +239,37 @@ def test_a_file_is_not_blamed_for_the_time_that_those_before_it_took(tmp_path: P
         process.join(10)
         process.kill()
     assert answers[1] == ({"files": [1], "id": 1}, b"a")
+
+
+TIMED = """
+import signal, time
+from etude.sandbox.inside import server
+from etude.sandbox.inside.faults import Fault
+
+def what_becomes_of(operation):
+    try:
+        with server._time_limit():
+            operation()
+    except Fault:
+        return "fault"
+    return "done"
+
+def work():
+    while True:
+        pass
+
+signal.signal(signal.SIGALRM, server._on_alarm)
+server.FILE_OPERATION_S = 0.05
+print(what_becomes_of(lambda: time.sleep(0.3)), what_becomes_of(work))
+server.FILE_OPERATION_WALL_S = 0.1
+print(what_becomes_of(lambda: time.sleep(600)))
+"""
+
+
+def test_time_that_the_machine_takes_for_others_is_not_the_agents_fault() -> None:
+    # A process of its own: signals are the test runner's here.
+    done = subprocess.run([sys.executable, "-c", TIMED], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines() == ["done fault", "fault"], done.stderr
 
 
 def test_an_argument_error_is_no_reason_to_lose_the_others(tmp_path: Path) -> None:

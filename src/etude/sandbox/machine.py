@@ -44,7 +44,7 @@ from etude.sandbox.types import (
 )
 
 OPERATION_S = 60.0
-"""A file operation that takes longer means that the sandbox is lost; the server itself allows it 2 s."""
+"""A file operation that takes longer means that the sandbox is lost; the server itself ends it after 20 s."""
 
 
 @dataclass(frozen=True)

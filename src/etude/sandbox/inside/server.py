@@ -30,6 +30,8 @@ from etude.sandbox.inside.wire import Wire
 
 FILE_OPERATION_S = 2.0
 """Processor time that one file operation may take; a regular expression can ask for any amount."""
+FILE_OPERATION_WALL_S = 20.0
+"""What it may take on a machine that is busy with other things; its owner waits for longer."""
 TOGETHER_BYTES = 4 << 20
 """Once files that are asked for together hold so much, the rest is left to another request."""
 ABSENCE_MS = 10.0
@@ -134,7 +136,7 @@ class Server:
         operation = header["op"]
         try:
             if operation in self._operations:
-                with _time_limit(FILE_OPERATION_S):
+                with _time_limit():
                     answer = self._operations[operation](header, payload)
             else:
                 answer = self._running.operations[operation](header, payload)
@@ -172,7 +174,7 @@ class Server:
             try:
                 data = self._workspace.read(path, limit_bytes)
             except Fault as fault:
-                if rows and time.monotonic() >= _alarm_deadline_s:
+                if rows and _is_time_over():
                     break  # the files before it have used its time up
                 rows.append([fault.kind, fault.message])
                 continue
@@ -241,23 +243,39 @@ class Server:
         return {}, b""
 
 
-_alarm_deadline_s = float("inf")
+_NEVER = (float("inf"), float("inf"))
+_deadlines_s = _NEVER
+"""Of the operation that is being done: on this process's clock, and on the wall's."""
+
+
+def _is_time_over() -> bool:
+    processor_s, wall_s = _deadlines_s
+    return time.process_time() >= processor_s or time.monotonic() >= wall_s
 
 
 def _on_alarm(signum: int, frame: FrameType | None) -> None:
     # The agent may send this signal itself: it only counts when time is really over.
-    if time.monotonic() >= _alarm_deadline_s:
+    if _is_time_over():
         raise Fault(*faults.SLOW_PATTERN)
+    if _deadlines_s != _NEVER:
+        _set_alarm()
+
+
+def _set_alarm() -> None:
+    """For the earliest moment at which time may be over."""
+    processor_s, wall_s = _deadlines_s
+    remaining_s = min(processor_s - time.process_time(), wall_s - time.monotonic())
+    signal.setitimer(signal.ITIMER_REAL, max(0.0, remaining_s) + 1e-3)
 
 
 @contextmanager
-def _time_limit(limit_s: float) -> Iterator[None]:
-    """Raises Fault in the block once `limit_s` are over."""
-    global _alarm_deadline_s
-    _alarm_deadline_s = time.monotonic() + limit_s
-    signal.setitimer(signal.ITIMER_REAL, limit_s + 1e-3)
+def _time_limit() -> Iterator[None]:
+    """Raises Fault in the block once it has taken too long."""
+    global _deadlines_s
+    _deadlines_s = (time.process_time() + FILE_OPERATION_S, time.monotonic() + FILE_OPERATION_WALL_S)
+    _set_alarm()
     try:
         yield
     finally:
-        _alarm_deadline_s = float("inf")
+        _deadlines_s = _NEVER
         signal.setitimer(signal.ITIMER_REAL, 0.0)
