@@ -81,7 +81,7 @@ def test_tokens_and_routes_are_those_without_drafts(
     kernels: Kernels, temperature: float, num_layers: int, num_drafts: int
 ) -> None:
     model = small_model(3)
-    drafts = MtpDrafts(draft_layers(model, num_layers), num_drafts)
+    drafts = MtpDrafts(draft_layers(model, num_layers), num_drafts, adaptive=False)
     plain = _sample_all(small_engine(model, kernels=kernels, num_pages=18), temperature)
     engine = small_engine(model, kernels=kernels, drafts=drafts, prefill_tokens=9, num_pages=18)
     drafted = _sample_all(engine, temperature)
@@ -100,7 +100,7 @@ def test_layers_that_know_what_the_model_knows_are_always_right(temperature: flo
     """Sampled tokens too, since a draft is drawn with the noise of the token."""
     model, drafts = _bigrams()
     plain = small_engine(model)
-    engine = small_engine(model, drafts=MtpDrafts(drafts, num_drafts))
+    engine = small_engine(model, drafts=MtpDrafts(drafts, num_drafts, adaptive=False))
     expected, clients = _sample_all(plain, temperature), _sample_all(engine, temperature)
     assert [client.tokens for client in clients] == [client.tokens for client in expected]
     counters = engine.counters
@@ -133,9 +133,9 @@ def test_drafts_are_those_of_the_layers_over_the_whole_sequence(
     """Step by step, whatever was drafted wrongly before."""
     model = small_model(3, **changes)
     drafts = draft_layers(model, num_layers)
-    engine = small_engine(model, prefill_tokens=7, drafts=MtpDrafts(drafts, num_drafts))
+    engine = small_engine(model, prefill_tokens=7, drafts=MtpDrafts(drafts, num_drafts, adaptive=False))
     Client("s", 0).ask(engine, prompt(20, 0), max_tokens=12, temperature=0.0)
-    sequences, drafter, checked = engine._scheduler.sequences, engine._stepper._mtp, 0
+    sequences, drafter, checked = engine._scheduler.sequences, engine._stepper._drafter, 0
     assert drafter is not None
     while engine.has_work:
         engine.step()
@@ -179,7 +179,7 @@ def test_native_draft_layers_have_the_bits_of_the_module_however_steps_are_cut(c
 
 def test_samples_of_one_prompt_share_its_slots_and_draft_alike() -> None:
     model, drafts = _bigrams()
-    engine = small_engine(model, num_sessions=6, drafts=MtpDrafts(drafts, 2))
+    engine = small_engine(model, num_sessions=6, drafts=MtpDrafts(drafts, 2, adaptive=False))
     clients = [Client(f"s{number}", number) for number in range(6)]
     for client in clients:
         client.ask(engine, prompt(36, 0), max_tokens=30)
@@ -191,7 +191,7 @@ def test_samples_of_one_prompt_share_its_slots_and_draft_alike() -> None:
 
 def test_an_abort_between_draft_and_verification_leaves_nothing_behind() -> None:
     model, drafts = _bigrams()
-    engine = small_engine(model, num_sessions=1, drafts=MtpDrafts(drafts, 4))
+    engine = small_engine(model, num_sessions=1, drafts=MtpDrafts(drafts, 4, adaptive=False))
     client = Client("s", 0)
     request = client.ask(engine, prompt(20, 0), max_tokens=30)
     for _ in range(3):
@@ -214,7 +214,7 @@ def test_an_abort_between_draft_and_verification_leaves_nothing_behind() -> None
 def test_layers_that_lag_behind_the_weights_change_no_token(kv: str) -> None:
     models, drafts = [small_model(1), small_model(2)], draft_layers(small_model(1), 2)
     tokens: list[list[list[int]]] = []
-    for drafted in (None, MtpDrafts(drafts, 3)):
+    for drafted in (None, MtpDrafts(drafts, 3, adaptive=False)):
         engine = small_engine(models[0], drafts=drafted)
         clients = [Client(f"s{number}", number) for number in range(3)]
         for client in clients:
@@ -235,7 +235,7 @@ def _snapshot(model: LanguageModel, drafts: DraftLayers) -> dict[str, Tensor]:
 
 def test_weights_bring_their_draft_layers_along_or_keep_those_in_service() -> None:
     model, knowing = _bigrams()
-    engine = small_engine(model, drafts=MtpDrafts(draft_layers(model, 2), 2))
+    engine = small_engine(model, drafts=MtpDrafts(draft_layers(model, 2), 2, adaptive=False))
 
     def accepted(number: int) -> float:
         before = engine.counters.accepted_tokens, engine.counters.drafted_tokens
@@ -257,7 +257,7 @@ def test_weights_bring_their_draft_layers_along_or_keep_those_in_service() -> No
 
 def test_draft_layers_that_do_not_fit_refuse_the_whole_update() -> None:
     model, knowing = _bigrams()
-    engine = small_engine(model, drafts=MtpDrafts(draft_layers(model, 2), 2))
+    engine = small_engine(model, drafts=MtpDrafts(draft_layers(model, 2), 2, adaptive=False))
     name = DRAFT_PREFIX + "layers.0.final_norm"
     whole = _snapshot(model, knowing)
     for damaged, field in (
@@ -275,7 +275,7 @@ def test_draft_layers_that_do_not_fit_refuse_the_whole_update() -> None:
 
 def test_numbers_of_drafts_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match="num_drafts"):
-        MtpDrafts(draft_layers(small_model()), 0)
+        MtpDrafts(draft_layers(small_model()), 0, adaptive=False)
 
 
 _WORDS = np.random.default_rng(0).integers(0, VOCAB, (16, 4))
@@ -327,8 +327,8 @@ def test_trained_layers_save_steps(num_layers: int) -> None:
         name: small_engine(model, drafts=drafts)
         for name, drafts in (
             ("plain", None),
-            ("trained", MtpDrafts(trained, 2)),
-            ("untrained", MtpDrafts(untrained, 2)),
+            ("trained", MtpDrafts(trained, 2, adaptive=False)),
+            ("untrained", MtpDrafts(untrained, 2, adaptive=False)),
         )
     }
     tokens: dict[str, list[list[int]]] = {}

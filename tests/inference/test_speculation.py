@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -10,8 +12,10 @@ from hypothesis import strategies as st
 
 from etude.inference import NgramLookup
 from etude.inference.engine import Kernels
+from etude.inference.native import load_library
+from etude.inference.native.structures import Lookup
 from etude.model import LanguageModel, PackedAttention
-from tests.inference.builders import ALL_KERNELS, Client, drain, prompt, small_engine
+from tests.inference.builders import ALL_KERNELS, Client, drain, needs_compiler, prompt, small_engine
 from tests.model.builders import small_model
 
 _CHI_SQUARE_63_AT_1E_4 = 114.6
@@ -46,6 +50,23 @@ def test_a_draft_follows_an_earlier_place_that_ends_alike(
         assert any(tokens[start : start + len(context)] == context for start in starts)
 
 
+@needs_compiler
+@given(st.lists(st.integers(0, 2), max_size=30), st.integers(0, 6), st.integers(1, 3), st.integers(0, 2))
+def test_native_code_looks_up_the_same_drafts(tokens: list[int], most: int, shortest: int, more: int) -> None:
+    lookup = NgramLookup(6, longest=shortest + more, shortest=shortest)
+    line = np.full(len(tokens) + most, -1, dtype=np.int32)
+    line[: len(tokens)] = tokens
+    native = Lookup(lookup.longest, lookup.shortest)
+    count = load_library().etude_look_up(
+        ctypes.byref(native),
+        ctypes.c_int64(len(tokens)),
+        ctypes.c_void_p(line.ctypes.data),
+        ctypes.c_int64(most),
+    )
+    expected = lookup.propose(_array(*tokens), most)
+    assert line[len(tokens) :].tolist() == [*expected.tolist(), *[-1] * (most - count)]
+
+
 def test_lookups_that_make_no_sense_are_refused() -> None:
     for values in ((0, 3, 2), (4, 2, 3), (4, 3, 0)):
         with pytest.raises(ValueError, match="NgramLookup"):
@@ -57,7 +78,9 @@ def test_lookups_that_make_no_sense_are_refused() -> None:
 def test_tokens_and_logprobs_are_those_without_drafts(temperature: float, kernels: Kernels) -> None:
     model = small_model(3)
     plain = small_engine(model, kernels=kernels)
-    drafting = small_engine(model, kernels=kernels, drafts=NgramLookup(4, longest=2, shortest=1))
+    drafting = small_engine(
+        model, kernels=kernels, drafts=NgramLookup(4, longest=2, shortest=1, adaptive=False)
+    )
     for number in range(6):
         pair = Client(f"s{number}", number), Client(f"s{number}", number)
         for client, engine in zip(pair, (plain, drafting), strict=True):
@@ -78,7 +101,7 @@ def test_a_stop_token_within_a_draft_ends_the_message_there() -> None:
     model = small_model(3)
     options = {"temperature": 0.0, "max_tokens": 60}
     repeated, plain = Client("repeated", 0), Client("plain", 0)
-    engine = small_engine(model, drafts=NgramLookup(8, longest=1, shortest=1))
+    engine = small_engine(model, drafts=NgramLookup(8, longest=1, shortest=1, adaptive=False))
     repeated.ask(engine, prompt(8, 0), **options)
     drain(engine, [repeated])
     stop = repeated.tokens[30]
@@ -99,7 +122,9 @@ def test_a_stop_token_within_a_draft_ends_the_message_there() -> None:
 def test_second_tokens_follow_their_distribution_though_they_are_drafted() -> None:
     """Of many samples of one prompt, the second token given the first, against a plain engine's scores."""
     model = small_model(3)
-    engine = small_engine(model, num_sessions=64, drafts=NgramLookup(2, longest=1, shortest=1))
+    engine = small_engine(
+        model, num_sessions=64, drafts=NgramLookup(2, longest=1, shortest=1, adaptive=False)
+    )
     context = prompt(16, 0) * 2
     counts = np.zeros(64)
     for start in range(0, 3000, 60):

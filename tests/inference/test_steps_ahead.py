@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from etude.inference import Answer, Engine, NgramLookup
+from etude.inference import Answer, Engine, MtpDrafts, NgramLookup
 from tests.inference.builders import Client, needs_compiler, prompt, serve, small_engine
-from tests.model.builders import small_model
+from tests.model.builders import draft_layers, small_model
 
 pytestmark = needs_compiler
 LENGTHS = [3, 15, 16, 21, 33]
@@ -90,9 +90,23 @@ def test_whoever_waits_for_each_token_gets_it_after_each_step(wanted: dict[str, 
     assert calls == engine.counters.steps
 
 
-def test_drafts_are_not_run_ahead_of() -> None:
-    engine, _, calls = play(64, [{"max_tokens": 12}], drafts=NgramLookup(3))
-    assert calls == engine.counters.steps
+@pytest.mark.parametrize("drafts", ["lookup", "one layer", "two layers"])
+def test_runs_with_drafts_give_the_bits_of_single_steps_without(drafts: str) -> None:
+    """Some of the sessions stop early, and pages are short at times."""
+    _, free, _ = play(1, [{"max_tokens": 40}])
+    stop = frozenset({int(free[0].chunks[0].tokens[9])})
+    requests = [{"max_tokens": n, "stop_tokens": stop} for n in (40, 30, 33, 40, 1, 17)]
+    sources = {
+        "lookup": NgramLookup(3, longest=2, shortest=1, adaptive=False),
+        "one layer": MtpDrafts(draft_layers(small_model()), 3, adaptive=False),
+        "two layers": MtpDrafts(draft_layers(small_model(), 2), 2, adaptive=False),
+    }
+    for num_pages in (30, 11):
+        _, expected, _ = play(1, requests, num_pages=num_pages)
+        engine, answers, calls = play(64, requests, num_pages=num_pages, drafts=sources[drafts])
+        assert sorted(bits(answers)) == sorted(bits(expected))
+        assert engine.counters.drafted_tokens > 0
+        assert calls < engine.counters.steps
 
 
 def test_where_pages_are_short_steps_are_single_and_results_the_same() -> None:

@@ -19,6 +19,7 @@ from etude.config import ModelConfig
 from etude.errors import ConfigError, PrefixMissError, SamplerError
 from etude.inference.cache import PAGE_TOKENS, PagedCache, cache_type
 from etude.inference.counters import EngineCounters
+from etude.inference.draft_gauge import DraftGauge, PayingDrafts, StepCost, step_cost
 from etude.inference.forward import EagerForward, ForwardPass
 from etude.inference.gpu import GpuForward
 from etude.inference.mtp import MtpDrafter, MtpDrafts
@@ -82,10 +83,6 @@ class Engine:
         self.counters = EngineCounters()
         self._cache = PagedCache(config, num_pages, place, held)
         layers, drafter = _open_drafts(drafts, self._cache, num_sessions, place, held)
-        self._scheduler = Scheduler(self._cache, num_sessions, max_tokens, prefill_tokens, drafter)
-        self._sequences = self._scheduler.sequences
-        self._token_bytes = token_bytes
-        self._step_tokens = prefill_tokens
 
         def make_forward(model: LanguageModel, drafts: DraftLayers | None) -> ForwardPass:
             if kernels == "native":
@@ -93,8 +90,22 @@ class Engine:
             return (GpuForward if kernels == "gpu" else EagerForward)(model, self._cache, drafts=drafts)
 
         self._weights = DoubleWeights(config, vocab_size, make_forward, place, number, layers, keep_spare)
-        mtp = drafter if isinstance(drafter, MtpDrafter) else None
-        self._stepper = Stepper(self._scheduler, self._cache, self._weights, self.counters, mtp, token_bytes)
+        gauge = self._gauge = _make_gauge(drafts, num_sessions, step_cost(kernels, self.model, layers))
+        self._scheduler = Scheduler(
+            self._cache,
+            num_sessions,
+            max_tokens,
+            prefill_tokens,
+            drafter,
+            gauge,
+            drafts_in_runs=kernels == "native",
+        )
+        self._sequences = self._scheduler.sequences
+        self._token_bytes = token_bytes
+        self._step_tokens = prefill_tokens
+        self._stepper = Stepper(
+            self._scheduler, self._cache, self._weights, self.counters, drafter, gauge, token_bytes
+        )
         self._queue: dict[str, SampleRequest] = {}
         """By session, in the order of their coming."""
 
@@ -300,6 +311,7 @@ class Engine:
         """Serves the staged version from the next step on; running requests go on with it."""
         self._weights.activate(version)
         self.counters.weight_updates += 1
+        self._gauge.forget()
         self._scheduler.change_version(version, recompute=kv == "recompute")
 
     # ---- one step -------------------------------------------------------------------------------
@@ -375,3 +387,11 @@ def _open_drafts(
         return None, drafts
     cache.drafts = PagedCache(drafts.layers.config, cache.num_pages, device, dtype)
     return drafts.layers, MtpDrafter(cache.drafts, num_sessions, drafts.num_drafts)
+
+
+def _make_gauge(drafts: NgramLookup | MtpDrafts | None, num_sessions: int, cost: StepCost) -> DraftGauge:
+    if drafts is None:
+        return DraftGauge(0)
+    if not drafts.adaptive:
+        return DraftGauge(drafts.num_drafts)
+    return PayingDrafts(num_sessions, drafts.num_drafts, cost)

@@ -28,7 +28,7 @@ from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
 from etude.inference.sampling import uniforms
 from etude.inference.scheduler import StepPlan
 from etude.inference.sequences import Sequences
-from etude.inference.speculation import NgramLookup
+from etude.inference.speculation import CarriedStates, NgramLookup
 from etude.inference.weights import Runner
 from etude.model import DraftLayers
 from etude.model.huggingface import load_draft_layers
@@ -41,6 +41,8 @@ class MtpDrafts:
     layers: DraftLayers
     num_drafts: int = 1
     """Most tokens drafted at once. Beyond the number of layers the last one is fed with its own output."""
+    adaptive: bool = True
+    """Whether sessions where drafts do not pay go on without."""
 
     def __post_init__(self) -> None:
         if self.num_drafts < 1:
@@ -69,17 +71,6 @@ def choose_drafts(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Carried:
-    """The model's last hidden states of one session: further layers read them again once tokens are known."""
-
-    arrival: int
-    end: int
-    """Slot behind them."""
-    hidden: Tensor
-    """[n, width], n < layers."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Drafting:
     """N sessions for which drafts are made."""
 
@@ -101,14 +92,14 @@ class MtpDrafter:
     def __init__(self, cache: PagedCache, num_rows: int, num_drafts: int) -> None:
         """`cache`: of the draft layers, with the pages of the model's; `num_rows`: of `Sequences`."""
         self._cache = cache
-        self._num_drafts = num_drafts
+        self.num_drafts = num_drafts
         self._depth = min(len(cache.keys), num_drafts)
         """Layers that run over every position; the last of them is repeated."""
         self._counts = np.zeros(num_rows, dtype=np.int64)
         """Drafts behind what each row holds, if it still is at the following length of the request."""
         self._lengths = np.full(num_rows, -1, dtype=np.int64)
         self._arrivals = np.zeros(num_rows, dtype=np.int64)
-        self._carried: dict[int, _Carried] = {}
+        self._carried: CarriedStates | None = None
 
     def draft(self, sequences: Sequences, row: int, most: int) -> NDArray[np.int32]:
         """See Drafter: those that `follow` put behind the session's tokens."""
@@ -118,11 +109,22 @@ class MtpDrafter:
         return sequences.tokens[row, length : length + min(most, int(self._counts[row]))]
 
     @torch.no_grad()
-    def follow(self, plan: StepPlan, hidden: Tensor, runner: Runner, sequences: Sequences) -> None:
-        """Computes the draft layers for all positions of a step whose tokens stand, and drafts for the
-        sessions that go on sampling. `hidden` [T, width]: the step's, of the weights in `runner`."""
+    def follow(
+        self,
+        plan: StepPlan,
+        hidden: Tensor,
+        runner: Runner,
+        sequences: Sequences,
+        wanted: NDArray[np.int64],
+    ) -> None:
+        """Computes the draft layers for all positions of a step whose tokens stand, and up to `wanted` [S]
+        drafts for its members that go on sampling; nothing where nobody wants any. `hidden` [T, width]: the
+        step's, of the weights in `runner`."""
+        if not wanted.any():
+            return
+        self._forget_older_requests(plan.members, sequences)
         rows, hidden = self._standing(plan, hidden, sequences)
-        drafting = self._choose(plan, rows, sequences)
+        drafting = self._choose(plan, rows, sequences, wanted)
         hidden = self._compute_positions(plan, rows, hidden, drafting, runner, sequences)
         first = drafting.with_room(self._depth - 1)
         reached = hidden[torch.from_numpy(drafting.last[first]).to(hidden.device)]
@@ -131,9 +133,37 @@ class MtpDrafter:
             before = drafting.with_room(number - 1)
             reached = reached[torch.from_numpy(np.searchsorted(before, still)).to(hidden.device)]
             reached = self._repeat(number, drafting.rows[still], reached, runner, sequences)
-        self._counts[drafting.rows] = drafting.rooms
-        self._lengths[drafting.rows] = sequences.length[drafting.rows]
-        self._arrivals[drafting.rows] = sequences.arrival[drafting.rows]
+        self.note(drafting.rows, drafting.rooms, sequences)
+
+    def begin_run(
+        self, rows: NDArray[np.int64], sequences: Sequences, like: Tensor
+    ) -> tuple[NDArray[np.int64], CarriedStates]:
+        """How many drafts lie behind the tokens of `rows` [N], and the states that native code carries on
+        from step to step. `like`: of the states' type and width."""
+        self._forget_older_requests(rows, sequences)
+        ready = np.where(self._lengths[rows] == sequences.length[rows], self._counts[rows], 0)
+        return ready, self._carried_states(like)
+
+    def note(self, rows: NDArray[np.int64], counts: NDArray[np.int64], sequences: Sequences) -> None:
+        """There are `counts` [N] drafts behind what `rows` [N] hold now."""
+        self._counts[rows] = counts
+        self._lengths[rows] = sequences.length[rows]
+
+    def _forget_older_requests(self, rows: NDArray[np.int64], sequences: Sequences) -> None:
+        """Drops what is kept of `rows` [N] from another request."""
+        stale = rows[self._arrivals[rows] != sequences.arrival[rows]]
+        self._arrivals[stale] = sequences.arrival[stale]
+        self._lengths[stale] = -1
+        if self._carried is not None:
+            self._carried.ends[stale] = -1
+
+    def _carried_states(self, like: Tensor) -> CarriedStates:
+        if self._carried is None:
+            num_rows = len(self._lengths)
+            hidden = like.new_empty((num_rows, self._depth - 1, like.shape[-1]))
+            counts, ends = np.zeros(num_rows, dtype=np.int64), np.full(num_rows, -1, dtype=np.int64)
+            self._carried = CarriedStates(self._depth, hidden, counts, ends)
+        return self._carried
 
     def _standing(self, plan: StepPlan, hidden: Tensor, sequences: Sequences) -> tuple[StepRows, Tensor]:
         """The positions of the step that stand, as slots, and their hidden states."""
@@ -157,23 +187,26 @@ class MtpDrafter:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], Tensor]:
         """Puts each member's last slots of the step before in front: further layers computed them with
         drafts for tokens. Keeps the last of this step in their place."""
-        back = np.zeros_like(counts)
+        back, carried = np.zeros_like(counts), self._carried_states(hidden)
         parts: list[Tensor] = []
         own = zip(members.tolist(), (starts + counts).tolist(), hidden.split(counts.tolist()), strict=True)
         for number, (row, end, part) in enumerate(own):
-            kept, arrival = self._carried.get(row), int(sequences.arrival[row])
-            if kept is not None and kept.arrival == arrival and kept.end == starts[number]:
-                back[number] = len(kept.hidden)
-                part = torch.cat((kept.hidden, part))
-            self._carried[row] = _Carried(arrival, end, part[1 - self._depth :].clone())
+            if carried.ends[row] == starts[number]:
+                back[number] = carried.counts[row]
+                part = torch.cat((carried.hidden[row, : back[number]], part))
+            kept = part[1 - self._depth :]
+            carried.hidden[row, : len(kept)] = kept
+            carried.counts[row], carried.ends[row] = len(kept), end
             parts.append(part)
         return starts - back, counts + back, torch.cat(parts)
 
-    def _choose(self, plan: StepPlan, rows: StepRows, sequences: Sequences) -> _Drafting:
+    def _choose(
+        self, plan: StepPlan, rows: StepRows, sequences: Sequences, wanted: NDArray[np.int64]
+    ) -> _Drafting:
         """The members that lack nothing but their last token, and have room behind it."""
         members, lengths = plan.members, sequences.length[plan.members]
         ready = sequences.running[members] & (lengths == sequences.computed[members] + 1)
-        rooms = np.minimum(self._num_drafts, sequences.draft_room(members))
+        rooms = np.minimum(wanted, sequences.draft_room(members))
         # Repetitions write slots from that of the last token on, whose page may not be there yet.
         slots_left = sequences.num_pages[members] * PAGE_TOKENS - (lengths - 1)
         rooms = np.minimum(rooms, self._depth + slots_left)

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
+from etude.inference.draft_gauge import DraftGauge
 from etude.inference.pages import SessionPages
 from etude.inference.sequences import Answer, Sequences
 from etude.inference.speculation import Drafter
@@ -47,12 +48,20 @@ class Scheduler:
         max_tokens: int,
         prefill_tokens: int,
         drafter: Drafter | None = None,
+        gauge: DraftGauge | None = None,
+        *,
+        drafts_in_runs: bool = False,
     ) -> None:
+        """`gauge`: how many drafts sessions are worth; by default as many as the drafter has.
+        `drafts_in_runs`: whether steps that only decode get no drafts here, since they are taken in runs that
+        draft by themselves."""
         self.sequences = Sequences(cache, num_sessions, max_tokens)
         self.pages = SessionPages(cache, self.sequences)
         self.num_preemptions = 0
         self._prefill_tokens = prefill_tokens
         self._drafter = drafter
+        self._gauge = gauge or DraftGauge(max_tokens)
+        self._drafts_in_runs = drafts_in_runs
 
     # ---- sessions -------------------------------------------------------------------------------
 
@@ -109,7 +118,9 @@ class Scheduler:
         members = np.concatenate((decode, prefill))
         if not len(members):
             return None
-        counts = np.concatenate((self._draft(decode), counts))
+        in_run = self._drafts_in_runs and not len(prefill) and not sequences.watched(decode)
+        drafted = np.ones_like(decode) if in_run else self._draft(decode)
+        counts = np.concatenate((drafted, counts))
         if self._reserve(members, counts):
             still = sequences.running[members]
             num_decode = int(still[: len(decode)].sum())
@@ -128,15 +139,19 @@ class Scheduler:
         rows = StepRows(tokens, rows.positions, rows.sequence, tables, counts, starts)
         return StepPlan(rows, members, num_decode)
 
-    def ahead(self, plan: StepPlan, most_steps: int) -> tuple[StepPlan, int]:
-        """The same plan with pages for up to `most_steps` steps in a row, and how many: until a request
-        reaches its limit. One where pages are short, where anything but decoding is to be done, or where
-        somebody waits for each token."""
+    def only_decodes(self, plan: StepPlan) -> bool:
+        """Whether anything but decoding is to be done, and nobody waits for each token."""
+        return plan.num_decode == len(plan.members) and not self.sequences.watched(plan.members)
+
+    def ahead(self, plan: StepPlan, most_steps: int, num_drafts: int = 0) -> tuple[StepPlan, int]:
+        """The same plan, which only decodes, with pages for up to `most_steps` steps in a row, and how many:
+        until a request reaches its limit; one where pages are short. `num_drafts`: positions for which there
+        are pages beside one each step, if the request reaches so far."""
         sequences, members = self.sequences, plan.members
-        if plan.num_decode < len(members) or self._drafter is not None or sequences.watched(members):
-            return plan, 1
-        steps = min(most_steps, int((sequences.limit[members] - sequences.length[members]).min()))
-        needed = -(-(sequences.computed[members] + steps) // PAGE_TOKENS) - sequences.num_pages[members]
+        left = sequences.limit[members] - sequences.length[members]
+        steps = min(most_steps, int(left.min()))
+        reach = np.minimum(steps + num_drafts, left)
+        needed = -(-(sequences.computed[members] + reach) // PAGE_TOKENS) - sequences.num_pages[members]
         if steps <= 1 or sequences.waiting or not self.pages.make_room(int(needed.clip(min=0).sum())):
             return plan, 1
         for index in np.flatnonzero(needed > 0).tolist():
@@ -177,11 +192,12 @@ class Scheduler:
     def _draft(self, decode: NDArray[np.int64]) -> NDArray[np.int64]:
         """Positions that each decoding row computes: its last token and drafts, which are put behind it."""
         counts = np.ones(len(decode), dtype=np.int64)
-        if self._drafter is None:
+        if self._drafter is None or not len(decode):
             return counts
         sequences = self.sequences
-        rooms = sequences.draft_room(decode).tolist()
-        for number, (row, room) in enumerate(zip(decode.tolist(), rooms, strict=True)):
+        wanted = self._gauge.wanted(decode, sequences.arrival[decode])
+        rooms = np.minimum(wanted, sequences.draft_room(decode))
+        for number, (row, room) in enumerate(zip(decode.tolist(), rooms.tolist(), strict=True)):
             length = int(sequences.length[row])
             drafts = self._drafter.draft(sequences, row, room)
             sequences.tokens[row, length : length + len(drafts)] = drafts

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from etude.inference.sequences import Sequences
 
@@ -35,6 +36,8 @@ class NgramLookup:
     """Tokens of context that must agree, at first."""
     shortest: int = 2
     """Tokens of context that must agree, at least."""
+    adaptive: bool = True
+    """Whether sessions where drafts do not pay go on without."""
 
     def __post_init__(self) -> None:
         if self.num_drafts < 1 or not 1 <= self.shortest <= self.longest:
@@ -61,3 +64,18 @@ class NgramLookup:
                 after = int(places[-1]) + size
                 return tokens[after : after + most]
         return tokens[:0]
+
+
+@dataclass(slots=True, eq=False)
+class CarriedStates:
+    """The model's last hidden states of each session, which further draft layers read again once the tokens
+    behind them are known."""
+
+    depth: int
+    """Layers that run over every position."""
+    hidden: Tensor
+    """[rows, depth - 1, width]"""
+    counts: NDArray[np.int64]
+    """[rows] how many there are."""
+    ends: NDArray[np.int64]
+    """[rows] slot behind them."""

@@ -11,14 +11,20 @@ from torch import Tensor
 
 from etude.inference.cache import PAGE_TOKENS, PagedCache
 from etude.inference.counters import EngineCounters
+from etude.inference.draft_gauge import DraftGauge
 from etude.inference.drawing import Draws
 from etude.inference.mtp import MtpDrafter
 from etude.inference.native import NativeForward
+from etude.inference.native.drafting import DraftedSteps
 from etude.inference.sampling import Alternatives, uniforms
 from etude.inference.scheduler import Scheduler, StepPlan
 from etude.inference.sequences import Answer, TokenBytes
+from etude.inference.speculation import NgramLookup
 from etude.inference.weights import DoubleWeights
 from etude.records import SamplingParams
+
+_TRIAL_STEPS = 4
+"""Most steps of a run with drafts of which nobody knows yet whether they pay."""
 
 
 class Stepper:
@@ -30,25 +36,30 @@ class Stepper:
         cache: PagedCache,
         weights: DoubleWeights,
         counters: EngineCounters,
-        mtp: MtpDrafter | None,
+        drafter: NgramLookup | MtpDrafter | None,
+        gauge: DraftGauge,
         token_bytes: TokenBytes | None,
     ) -> None:
-        """`mtp`: what drafts with layers of the model, after each step; `token_bytes`: what stop texts are
-        looked for in."""
+        """`drafter`, `gauge`: those of the scheduler; `token_bytes`: what stop texts are looked for in."""
         self._scheduler = scheduler
         self._sequences = scheduler.sequences
         self._cache = cache
         self._weights = weights
         self._counters = counters
-        self._mtp = mtp
+        self._drafter = drafter
+        self._gauge = gauge
         self._token_bytes = token_bytes
 
     @torch.no_grad()
     def step(self, plan: StepPlan, most_steps: int) -> list[Answer]:
         """See Engine.step."""
         compute = self._weights.active.compute
-        if most_steps > 1 and isinstance(compute, NativeForward):
+        if isinstance(compute, NativeForward) and self._scheduler.only_decodes(plan):
             most_steps = min(most_steps, compute.steps_ahead(len(plan.members)))
+            if self._drafter is not None:
+                wanted = self._gauge.wanted(plan.members, self._sequences.arrival[plan.members])
+                if wanted.any():
+                    return self._decode_with_drafts(plan, most_steps, compute, self._drafter, wanted)
             plan, num_steps = self._scheduler.ahead(plan, most_steps)
             if num_steps > 1:
                 return self._decode(plan, num_steps, compute)
@@ -57,16 +68,21 @@ class Stepper:
             self._cache.routes[plan.rows.pages, plan.rows.offsets] = routes.numpy()
         self._count(plan)
         answers = self._sample(plan, hidden)
-        if self._mtp is not None:
-            self._mtp.follow(plan, hidden, self._weights.active, self._sequences)
+        if isinstance(self._drafter, MtpDrafter):
+            wanted = self._gauge.wanted(plan.members, self._sequences.arrival[plan.members])
+            self._drafter.follow(plan, hidden, self._weights.active, self._sequences, wanted)
         return answers
 
     def _count(self, plan: StepPlan) -> None:
         counters, num_decode = self._counters, plan.num_decode
-        counters.steps += 1
+        self._count_steps(1)
         counters.decode_tokens += num_decode
         counters.prefill_tokens += int(plan.rows.counts[num_decode:].sum())
         counters.drafted_tokens += int(plan.rows.counts[:num_decode].sum()) - num_decode
+
+    def _count_steps(self, num_steps: int) -> None:
+        self._counters.steps += num_steps
+        self._gauge.count_steps(num_steps)
 
     def _sample(self, plan: StepPlan, hidden: Tensor) -> list[Answer]:
         """Draws what can be drawn from the step's hidden states [T, width]; returns the answers."""
@@ -99,9 +115,57 @@ class Stepper:
         sequences.keep(members, computed + 1, tokens, logprobs)
         ends = rows.starts + taken
         sequences.computed[members] = sequences.length[members] = ends
-        self._counters.steps += taken
+        self._count_steps(taken)
         self._counters.decode_tokens += taken * len(members)
         answers = self._settle(members, tokens[-1], np.ones_like(members), [])
+        self._publish(plan, ends)
+        return answers
+
+    def _decode_with_drafts(
+        self,
+        plan: StepPlan,
+        most_steps: int,
+        compute: NativeForward,
+        drafter: NgramLookup | MtpDrafter,
+        wanted: NDArray[np.int64],
+    ) -> list[Answer]:
+        """Up to `most_steps` steps of the plan's members [S], which all decode, in one call, with up to
+        `wanted` [S] drafts in each."""
+        sequences, members, most_drafts = self._sequences, plan.members, int(wanted.max())
+        if not self._gauge.is_settled(members):
+            most_steps = min(most_steps, _TRIAL_STEPS)
+        plan, num_steps = self._scheduler.ahead(plan, most_steps, most_drafts)
+        lengths = sequences.length[members]
+        left = sequences.limit[members] - lengths
+        places = min(num_steps * (1 + most_drafts), int(left.max())) + most_drafts
+        noise = uniforms(sequences.key[members][:, None], lengths[:, None] + np.arange(places))
+        ready, source = np.zeros_like(lengths), drafter
+        if isinstance(drafter, MtpDrafter):
+            ready, source = drafter.begin_run(members, sequences, self._weights.active.model.final_norm)
+        assert not isinstance(source, MtpDrafter)
+        run = DraftedSteps(
+            rows=members,
+            most_steps=num_steps,
+            most_positions=num_steps * len(members),
+            lengths=lengths.copy(),
+            wanted=wanted,
+            ready=ready,
+            stops=sequences.stops(members),
+            noise=noise,
+            source=source,
+        )
+        taken = compute.decode_with_drafts(run, sequences, self._params(members))
+        ends = run.lengths - 1
+        sequences.computed[members] = sequences.length[members] = ends
+        self._count_steps(taken)
+        self._counters.decode_tokens += taken * len(members) + int(run.stood.sum())
+        self._counters.drafted_tokens += int(run.drafted.sum())
+        self._counters.accepted_tokens += int(run.stood.sum())
+        self._gauge.note(members, wanted, run.drafted, run.stood)
+        last = sequences.tokens[members, ends].astype(np.int64)
+        answers = self._settle(members, last, np.ones_like(members), [])
+        if isinstance(drafter, MtpDrafter):
+            drafter.note(members, run.ready, sequences)
         self._publish(plan, ends)
         return answers
 
@@ -123,6 +187,8 @@ class Stepper:
         alternatives = self._alternatives(hidden, params, drawn)
         tokens = drawn.numpy()
         standing = draws.standing(tokens, sequences)
+        if self._drafter is not None:
+            self._gauge.note(draws.sessions, draws.counts - 1, draws.counts - 1, standing - 1)
         sequences.keep(draws.owners, draws.places, tokens, logprobs.numpy())
         self._counters.accepted_tokens += int(standing.sum()) - len(standing)
         self._counters.decode_tokens += int(standing.sum()) - len(standing)

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from etude.config import ModelConfig
 from etude.inference.cache import PagedCache, StepRows
+from etude.inference.native.drafting import Columns, DraftedSteps, NativeRun
 from etude.inference.native.structures import DecodeRun, Draw, Step
 from etude.inference.native.weights import NativeDraftWeights, NativeWeights
+from etude.inference.sequences import Sequences
 from etude.model import DraftLayers, LanguageModel
 from etude.model.kernels.native import calls, load_library
 from etude.model.kernels.native.matrices import WeightType, aligned, pointer
@@ -53,6 +55,7 @@ class NativeForward:
         self._num_threads = num_threads
         self._weight_type: WeightType = weights
         self._scratch = aligned((64,), torch.uint8)
+        self._workspace = aligned((64,), torch.uint8)
         self._sample_scratch = torch.empty(0)
         self.load_weights()
 
@@ -97,7 +100,7 @@ class NativeForward:
         threads = self._threads_for(count * self._model.head.numel())
         self._reserve_sampling(threads)
         drawn = _Drawn(1, count, self._model.vocab_size)
-        hidden, columns, noise = hidden.contiguous(), _Columns(params), np.ascontiguousarray(draws)
+        hidden, columns, noise = hidden.contiguous(), Columns.of(params), np.ascontiguousarray(draws)
         draw = drawn.native(hidden, columns, noise)
         head = ctypes.byref(self._weights.head.native[0])
         self._library.etude_sample(
@@ -132,7 +135,7 @@ class NativeForward:
         hidden = torch.empty((count, self._model.config.hidden_size))
         routes = self._empty_routes(self._model.config, steps, count)
         step = self._step(rows, hidden, routes)
-        drawn, columns = _Drawn(steps, count, self._model.vocab_size), _Columns(params)
+        drawn, columns = _Drawn(steps, count, self._model.vocab_size), Columns.of(params)
         noise = np.ascontiguousarray(draws)
         draw = drawn.native(hidden, columns, noise)
         first_stops = np.cumsum([0, *map(len, stops)])
@@ -153,6 +156,35 @@ class NativeForward:
             pointer(self._sample_scratch),
         )
         return drawn.tokens[:taken].numpy(), drawn.logprobs[:taken].numpy(), routes[:taken]
+
+    def decode_with_drafts(
+        self, steps: DraftedSteps, sequences: Sequences, params: Sequence[SamplingParams]
+    ) -> int:
+        """Takes up to so many steps, until a session ends or lacks a page; returns how many. Tokens,
+        log-probabilities and routes are the bits of single steps without drafts."""
+        columns, vocabulary = Columns.of(params), self._model.vocab_size
+        run = NativeRun(steps, sequences, columns, self._draft_weights, vocabulary)
+        rows = self._library.etude_drafting_rows(ctypes.byref(run.native))
+        threads = self._threads_for(rows * (self._weights.work_per_row + self._model.head.numel()))
+        self._reserve(rows, threads, self._weights)
+        if self._draft_weights is not None:
+            self._reserve(rows, threads, self._draft_weights)
+        self._reserve_sampling(threads)
+        needed = self._library.etude_drafting_bytes(
+            ctypes.byref(self._weights.model), ctypes.byref(run.native)
+        )
+        if len(self._workspace) < needed:
+            self._workspace = aligned((needed,), torch.uint8)
+        return self._library.etude_draft_run(
+            ctypes.byref(self._weights.model),
+            self._weights.layers,
+            ctypes.byref(self._weights.head.native[0]),
+            ctypes.byref(run.native),
+            ctypes.c_int64(threads),
+            pointer(self._workspace),
+            pointer(self._scratch),
+            pointer(self._sample_scratch),
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See ForwardPass: of the same bits as those that `sample` draws from."""
@@ -216,15 +248,6 @@ class NativeForward:
             self._sample_scratch = torch.empty(needed)
 
 
-class _Columns:
-    """What each row asks of its distribution, as native code reads it."""
-
-    def __init__(self, params: Sequence[SamplingParams]) -> None:
-        values = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-        self.temperatures, self.top_p, self.min_p = np.array(values, dtype=np.float32)
-        self.top_k = np.array([p.top_k for p in params], dtype=np.int64)
-
-
 class _Drawn:
     """Where native code puts what it draws: for each of some steps, of N rows each."""
 
@@ -233,7 +256,7 @@ class _Drawn:
         self.logprobs = torch.empty((steps, count))
         self._logits = torch.empty((count, vocabulary))
 
-    def native(self, hidden: Tensor, columns: _Columns, draws: NDArray[np.float64]) -> Draw:
+    def native(self, hidden: Tensor, columns: Columns, draws: NDArray[np.float64]) -> Draw:
         """From `hidden` [N, width], with noise `draws` [steps, N]; all must outlive the call that uses it."""
         count, vocabulary = self._logits.shape
         return Draw(

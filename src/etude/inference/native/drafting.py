@@ -1,0 +1,141 @@
+"""Runs of decoding steps with drafts, as native code reads and writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etude.inference.cache import PAGE_TOKENS
+from etude.inference.native.structures import DraftLayers, DraftRun, Lookup
+from etude.inference.native.weights import NativeDraftWeights
+from etude.inference.sequences import Sequences
+from etude.inference.speculation import CarriedStates, NgramLookup
+from etude.model.kernels.native.matrices import address
+from etude.records import SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class DraftedSteps:
+    """N sessions that decode with drafts, for some steps; what the run changes is written here and into
+    `Sequences`' tokens and log-probabilities."""
+
+    rows: NDArray[np.int64]
+    """[N] of `Sequences`."""
+    most_steps: int
+    most_positions: int
+    """That the model computes, but for the first step."""
+    lengths: NDArray[np.int64]
+    """[N] of each session; in and out."""
+    wanted: NDArray[np.int64]
+    """[N] most drafts of each."""
+    ready: NDArray[np.int64]
+    """[N] drafts of layers behind the tokens; in and out."""
+    stops: Sequence[Collection[int]]
+    noise: NDArray[np.float64]
+    """[N, places] for the place behind each session's tokens and those that follow."""
+    source: NgramLookup | CarriedStates
+    """What drafts: layers, where it is their states."""
+    drafted: NDArray[np.int64] = field(init=False)
+    """[N] out: drafts that were verified."""
+    stood: NDArray[np.int64] = field(init=False)
+    """[N] out: those that were right."""
+
+    def __post_init__(self) -> None:
+        self.drafted, self.stood = np.zeros_like(self.lengths), np.zeros_like(self.lengths)
+
+
+@dataclass(slots=True, eq=False)
+class Columns:
+    """What each row asks of its distribution, as native code reads it."""
+
+    temperatures: NDArray[np.float32]
+    top_p: NDArray[np.float32]
+    min_p: NDArray[np.float32]
+    top_k: NDArray[np.int64]
+
+    @staticmethod
+    def of(params: Sequence[SamplingParams]) -> Columns:
+        """One entry each."""
+        values = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
+        temperatures, top_p, min_p = np.array(values, dtype=np.float32)
+        return Columns(temperatures, top_p, min_p, np.array([p.top_k for p in params], dtype=np.int64))
+
+
+class NativeRun:
+    """The structure of a run, and all that it points to."""
+
+    def __init__(
+        self,
+        steps: DraftedSteps,
+        sequences: Sequences,
+        columns: Columns,
+        layers: NativeDraftWeights | None,
+        vocabulary: int,
+    ) -> None:
+        """`layers`: those that draft, where the steps' source is their states."""
+        rows, routes = steps.rows, sequences.cache.routes
+        self._held: list[Any] = [columns]
+        most_pages = int(sequences.num_pages[rows].max())
+        first_stops = np.cumsum([0, *map(len, steps.stops)])
+        stop_tokens = np.array([token for row in steps.stops for token in row], dtype=np.int64)
+        self.native = DraftRun(
+            count=len(rows),
+            steps=steps.most_steps,
+            positions=steps.most_positions,
+            most_drafts=int(steps.wanted.max()),
+            max_tokens=sequences.max_tokens,
+            lines=self._hold(rows),
+            tokens=sequences.tokens.ctypes.data,
+            logprobs=sequences.logprobs.ctypes.data,
+            lengths=steps.lengths.ctypes.data,
+            limits=self._hold(sequences.limit[rows]),
+            rooms=self._hold(sequences.num_pages[rows] * PAGE_TOKENS),
+            wanted=self._hold(steps.wanted),
+            ready=steps.ready.ctypes.data,
+            drafted=steps.drafted.ctypes.data,
+            stood=steps.stood.ctypes.data,
+            first_stops=self._hold(first_stops),
+            stops=self._hold(stop_tokens),
+            noise=self._hold(steps.noise),
+            noise_places=steps.noise.shape[1],
+            temperatures=columns.temperatures.ctypes.data,
+            top_p=columns.top_p.ctypes.data,
+            min_p=columns.min_p.ctypes.data,
+            top_k=columns.top_k.ctypes.data,
+            tables=self._hold(sequences.tables[rows, :most_pages]),
+            max_pages=most_pages,
+            routes=routes.ctypes.data,
+            route_layers=routes.shape[2],
+            route_bytes=routes.itemsize,
+            vocabulary=vocabulary,
+        )
+        if isinstance(steps.source, NgramLookup):
+            lookup = Lookup(steps.source.longest, steps.source.shortest)
+            self._held.append(lookup)
+            self.native.lookup = address(lookup)
+        else:
+            self._add_layers(steps.source, layers)
+
+    def _add_layers(self, carried: CarriedStates, weights: NativeDraftWeights | None) -> None:
+        assert weights is not None, "made with draft layers"
+        layers = DraftLayers(
+            model=address(weights.model),
+            layers=address(weights.layers),
+            entrances=address(weights.entrances),
+            depth=carried.depth,
+            carried=carried.hidden.data_ptr(),
+            carried_counts=carried.counts.ctypes.data,
+            carried_ends=carried.ends.ctypes.data,
+        )
+        self._held.append(layers)
+        self.native.layers = address(layers)
+
+    def _hold(self, array: NDArray[Any]) -> int:
+        """Address of the values, one behind the other; they live as long as the run."""
+        array = np.ascontiguousarray(array)
+        self._held.append(array)
+        return array.ctypes.data
