@@ -35,7 +35,8 @@ class ClustersConfig(Section):
     """Times that a session is given away. What failed or was lost each time is reported as a failure of the
     infrastructure, and left out of its group."""
     patience_s: float = Field(default=900.0, gt=0)
-    """The run ends, resumable, when sessions have waited so long without any cluster being there."""
+    """The run ends, resumable, when sessions have waited so long without any cluster being there that new
+    weights reach."""
     max_result_bytes: int = Field(default=256 << 20, ge=1 << 16)
     """Largest session that is taken, its expert routes included, packed and unpacked."""
     trajectories_url: str = ""
