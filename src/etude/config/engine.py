@@ -19,7 +19,7 @@ _PARALLEL = {
     "--prefill-context-parallel-size": "pcp",
     "-pcp": "pcp",
 }
-"""Arguments of vLLM whose values, multiplied, are the GPUs of a server."""
+"""Arguments of vLLM whose values, multiplied, are the GPUs of a server, in short."""
 
 
 class VllmConfig(Section):
@@ -51,9 +51,16 @@ class VllmConfig(Section):
         for setting in self.environment:
             if "=" not in setting:
                 raise ValueError(f"environment: must be NAME=value, received {setting!r}")
-        for name, size in self._parallel_sizes().items():
+        sizes = self._parallel_sizes()
+        for name, size in sizes.items():
             if not size.isdigit() or not int(size):
                 raise ValueError(f"arguments: {name} must be 1 or more, received {size!r}")
+        if int(sizes.get("dp", "1")) > 1:
+            raise ValueError(
+                "arguments: one server is one replica, whose steps have one order; leave out "
+                "--data-parallel-size and set cluster.engines to the number of replicas, received "
+                f"{sizes['dp']!r}"
+            )
         return self
 
     @property
