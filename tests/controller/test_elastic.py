@@ -3,138 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
 
-from etude.config import ElasticConfig, RunConfig
+from etude.config import ElasticConfig
 from etude.controller.borrowed_engine import Needs
-from etude.controller.elastic import ElasticPool, wants
-from etude.controller.local import LocalHandle
-from etude.controller.remote.engine_part import EnginePart
-from etude.controller.remote.fleet import EngineFleet
-from etude.controller.supervision import FaultJournal, NodeHealth
-from etude.inference.exchange import Build
-from etude.inference.router import HealthConfig
-from etude.inference.router.server import Proxy, ReplicaAddress, build_app
-from etude.inference.router.server.fake_replica import running_server
-from etude.observe import RecordingObserver
-from etude.observe.metrics import MemorySink, read_metrics
-from etude.protocols import Handle
-from etude.records import PolicyVersion, SampleChunk
-from tests.controller.remote.building import FAST
+from etude.controller.elastic import wants
+from etude.errors import StoreError
+from etude.inference.router.borrowing import Borrower
+from etude.inference.server.engine_thread import EngineThread
+from etude.inference.server.loans import Fetch
+from etude.observe.metrics import read_metrics
+from tests.controller.borrowing import Run, running, state_of, until, version_of
 from tests.controller.running import run_here, tiny_config
 from tests.environment.recording.recording_builders import qwen_tokenizer
-from tests.inference.server.lending import HOME, NUMERICS, RunStore, lendable, rollout
-from tests.inference.server.serving import ADMIN, Served
-from tests.model.builders import small_config
+from tests.inference.server.lending import HOME, NUMERICS, lendable
+from tests.inference.server.serving import Served
 
 
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[list[Served]]:
     with lendable() as one, lendable() as other:
         yield [one, other]
-
-
-@dataclass
-class Run:
-    """A run's engine in this process, and what it borrows."""
-
-    config: RunConfig
-    fleet: EngineFleet
-    pool: ElasticPool
-    proxy: Proxy
-    router: httpx.AsyncClient
-    store: RunStore
-    metrics: MemorySink
-    faults: dict[str, int]
-
-    def events(self) -> list[str]:
-        return [row["mode"] for row in self.metrics.rows if row["kind"] == "elastic"]
-
-    async def serve(self, step: int) -> PolicyVersion:
-        manifest = self.store.publish(step)
-        await self.fleet.stage(manifest)
-        await self.fleet.activate(manifest.version)
-        return manifest.version
-
-    async def hand(self, what: str, served: Served, **body: Any) -> httpx.Response:
-        name = served.url.removeprefix("http://")
-        answer = await self.router.post(f"/router/replicas/{name}/{what}", json=body)
-        assert answer.status_code == 200, answer.text
-        return answer
-
-    async def sample(self, number: int, max_tokens: int = 8) -> list[SampleChunk]:
-        session = f"session-{number}"
-        self.fleet.open(session)
-        try:
-            asked = replace(rollout(session, max_tokens=max_tokens), rng_key=(7, number))
-            return [chunk async for chunk in self.fleet.stream(asked)]
-        finally:
-            self.fleet.close(session)
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(60.0):
-        while not holds():  # noqa: ASYNC110 (nobody tells of it)
-            await asyncio.sleep(0.01)
-
-
-@contextlib.asynccontextmanager
-async def running(
-    replicas: list[Served], directory: Path, needs: Needs | None = None, **elastic: Any
-) -> AsyncIterator[Run]:
-    store = RunStore(directory / "weights")
-    config = tiny_config(
-        directory,
-        executor="ray",
-        engine={"num_slots": 8, "kernels": "eager"},
-        model=small_config(max_positions=600).model_dump(),
-        weights={"url": store.url},
-    )
-    proxy = Proxy(health=HealthConfig(interval_s=0.1), replica_token=ADMIN)
-    app = build_app(proxy, [ReplicaAddress(served.url) for served in replicas])
-    metrics, faults = MemorySink(), dict[str, int]()
-    observer = RecordingObserver()
-    journal = FaultJournal(metrics, observer, faults)
-
-    async def spawn(avoid: frozenset[str]) -> Handle[Any]:
-        return LocalHandle(EnginePart(config, qwen_tokenizer(), directory, None), name="engine-0")
-
-    async with (
-        running_server(app) as url,
-        httpx.AsyncClient(base_url=url, trust_env=False, timeout=30.0) as router,
-    ):
-        settings = {"router": url, "poll_s": 0.05, "lease_s": 10.0, "most": 2, **elastic}
-        config = config.model_copy(update={"elastic": ElasticConfig.model_validate(settings)})
-        nodes = NodeHealth(FAST, journal)
-        fleet = EngineFleet({"engine-0": spawn}, Build.here(config.model), FAST, journal, nodes)
-        needs = needs or Needs(NUMERICS, qwen_tokenizer().digest, 512)
-        pool = ElasticPool(config, needs, fleet, metrics, observer)
-        run = Run(config, fleet, pool, proxy, router, store, metrics, faults)
-        try:
-            await fleet.start()
-            await run.serve(0)
-            async with pool:
-                yield run
-        finally:
-            await fleet.shutdown()
-            store.close()
-
-
-def state_of(served: Served) -> str:
-    assert served.state.loans is not None
-    return str(served.state.loans.state)
-
-
-def version_of(served: Served) -> str:
-    return str(served.state.sink.current())
 
 
 def test_borrowed_replicas_sample_the_runs_versions_and_go_home(
@@ -162,9 +56,17 @@ def test_borrowed_replicas_sample_the_runs_versions_and_go_home(
     asyncio.run(body())
 
 
+def num_decoded(served: Served) -> int:
+    """Tokens that the replica's engine has sampled."""
+    service = served.state.sampler
+    assert isinstance(service, EngineThread)
+    return service.service.engine.counters.decode_tokens
+
+
 @pytest.mark.slow
-def test_what_a_recalled_replica_had_sampled_is_kept_and_the_rest_is_sampled_elsewhere(
-    replicas: list[Served], tmp_path: Path
+@pytest.mark.parametrize("is_recalled", [True, False])
+def test_what_a_replica_had_sampled_when_it_went_is_kept_and_the_rest_is_sampled_elsewhere(
+    replicas: list[Served], tmp_path: Path, is_recalled: bool
 ) -> None:
     async def body() -> None:
         async with running(replicas[:1], tmp_path) as run:
@@ -173,11 +75,15 @@ def test_what_a_recalled_replica_had_sampled_is_kept_and_the_rest_is_sampled_els
             run.fleet.engine_away("engine-0")  # so that all go to the borrowed one
             version = run.fleet.current()
             assert version is not None
+            before = num_decoded(replicas[0])
             going = [asyncio.ensure_future(run.sample(number, 400)) for number in range(4)]
-            await asyncio.sleep(0.3)
+            await until(lambda: num_decoded(replicas[0]) >= before + 40)  # all of them have begun
             run.fleet.engine_ready("engine-0", version)
-            await run.hand("recall", replicas[0])
-            assert version_of(replicas[0]) == HOME
+            if is_recalled:
+                await run.hand("recall", replicas[0])
+                assert version_of(replicas[0]) == HOME
+            else:
+                run.pool._held[replicas[0].url.removeprefix("http://")].over.set()
             cut = await asyncio.gather(*going)
             for number, chunks in enumerate(cut):
                 (whole,) = await run.sample(number, 400)
@@ -234,6 +140,65 @@ def test_a_replica_that_computes_otherwise_is_given_back_and_not_asked_for_again
             assert run.events().count("refused") == 1
 
     asyncio.run(body())
+
+
+def test_a_replica_that_fails_is_left_alone_for_a_while_and_longer_each_time(
+    replicas: list[Served], tmp_path: Path
+) -> None:
+    now_s = [1000.0]
+    desk = replicas[0].state.loans
+    assert desk is not None
+    open_store = desk._open_store
+
+    def fail(url: str) -> Fetch:
+        raise StoreError("the store cannot be read", field="url", received=url)
+
+    async def body() -> None:
+        desk._open_store = fail
+        async with running(replicas[:1], tmp_path, clock=lambda: now_s[0]) as run:
+            await run.hand("lend", replicas[0], pool="rollout")
+            for number, pause_s in enumerate((2.0, 4.0, 8.0), start=1):
+                await until(lambda wanted=number: run.events().count("failed") == wanted)
+                await until(lambda: state_of(replicas[0]) == "home")
+                before = _borrower(run)
+                await until(lambda one=before: _borrower(run) is not one)
+                assert _borrower(run).refused == {replicas[0].url.removeprefix("http://")}
+                assert run.events().count("failed") == number
+                now_s[0] += pause_s + 0.1
+            await until(lambda: run.events().count("failed") == 4)
+            desk._open_store = open_store
+            now_s[0] += 16.1
+            await until(lambda: run.pool.num_lent == 1)
+
+    try:
+        asyncio.run(body())
+    finally:
+        desk._open_store = open_store
+
+
+def test_a_replica_of_another_version_that_says_other_things_of_itself_is_refused(
+    replicas: list[Served], tmp_path: Path
+) -> None:
+    desk = replicas[0].state.loans
+    assert desk is not None
+    about, desk._about = desk._about, {**desk._about, "build": {"machine": "a"}}
+
+    async def body() -> None:
+        async with running(replicas[:1], tmp_path) as run:
+            await run.hand("lend", replicas[0], pool="rollout")
+            await until(lambda: "refused" in run.events())
+            await until(lambda: state_of(replicas[0]) == "home")
+
+    try:
+        asyncio.run(body())
+    finally:
+        desk._about = about
+
+
+def _borrower(run: Run) -> Borrower:
+    assert run.proxy.loans is not None
+    (one,) = run.proxy.loans.books.borrowers.values()
+    return one
 
 
 def test_replicas_are_wanted_in_their_hours_and_under_load_alone() -> None:

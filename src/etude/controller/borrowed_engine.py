@@ -78,12 +78,14 @@ class BorrowedEngine(LoanHandle):
         store: str,
         needs: Needs,
         on_end: Callable[[], None] = lambda: None,
+        on_kill: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_end`: told, at once, when the replica was called home. See LoanHandle."""
+        """`on_end`: told, at once, when the replica was called home. `on_kill`: when it is let go. See
+        LoanHandle."""
         super().__init__(url, token, store)
         self._needs = needs
-        self._on_end = on_end
-        self.drained = asyncio.Event()
+        self._on_end, self._on_kill = on_end, on_kill
+        self._told_all = asyncio.Event()
         """Set when all that it had been asked has been told, to its end."""
         self._before: Mapping[str, float] = {}
         """What the engine had done when the run got it."""
@@ -98,15 +100,39 @@ class BorrowedEngine(LoanHandle):
             return await super().call(method, *arguments, **named)
         except LoanEndedError:
             if method == "poll":
-                self.drained.set()
+                self._told_all.set()
             self._on_end()
             raise
 
+    async def give_back(self) -> None:
+        """Ends the loan; returns when whoever polls has been told of what is under way to its end."""
+        ending = asyncio.ensure_future(self.call("end"))
+        try:
+            await self._told_all.wait()
+        finally:
+            ending.cancel()
+            await asyncio.gather(ending, return_exceptions=True)
+
+    def kill(self) -> None:
+        """See Handle.kill."""
+        super().kill()
+        self._told_all.set()  # nobody polls any more
+        self._on_kill()
+
     async def _begin(self) -> Any:
-        about = await super()._begin()
-        self._needs.check(about, self.url)
+        try:
+            about = await super()._begin()
+            self._needs.check(about, self.url)
+            build = Build(**about["build"])
+        except (KeyError, TypeError) as error:
+            raise ConfigError(
+                "a replica does not say what it computes with",
+                field=self.url,
+                received=repr(error),
+                fix="serve it with the version that the run has",
+            ) from error
         self._before = await super()._pulse()
-        return Build(**about["build"])
+        return build
 
     async def _pulse(self) -> Any:
         return self._usage(await super()._pulse())

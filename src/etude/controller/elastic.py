@@ -6,8 +6,9 @@
 
 A borrowed replica is an engine of the fleet like any other: it is brought to the version in service before it
 gets requests, and what it was answering when it goes is answered by another. It goes when its loan is no
-longer among those that the router names; at once, when the replica itself says that it was called home; and
-when the router has been silent for a lease.
+longer among those that the router names; at once, when the replica itself says that it was called home; when
+it does not answer; and when the router has been silent for a lease. One that was of no use is asked for again
+after a while, and a longer while each time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ from etude.protocols import Handle
 KIND = "elastic"
 """Of the rows of metrics: one per event of a borrowed replica."""
 _DAY_S = 86_400.0
-_DRAIN_S = 1.0
+_DRAIN_S = 3.0
+"""More than a replica takes to end what it is asked."""
+_PAUSE_S, _MOST_PAUSE_S = 2.0, 300.0
+"""Before a replica that was of no use is asked for again; doubled each time."""
 _UNKNOWN_TOKENS = 1e9
 """Told to the router where sessions run elsewhere: their requests do not pass here."""
 
@@ -53,6 +57,8 @@ class _Held:
     engine: BorrowedEngine | None = None
     is_ready: bool = False
     """Whether it samples for the run."""
+    is_lost: bool = False
+    """Whether it has ceased to answer."""
     life: asyncio.Task[None] | None = None
 
 
@@ -85,6 +91,8 @@ class ElasticPool:
         """Loans that have ended here and that the router still names."""
         self._refused: set[str] = set()
         """Replicas that are of no use."""
+        self._pauses: dict[str, tuple[float, float]] = {}
+        """Replica that failed -> how long it is left alone, and until when."""
         self._wants = not config.elastic.busy_tokens
         self._heard_s = clock()
         self._was_heard = True
@@ -109,10 +117,12 @@ class ElasticPool:
             await self._task
         for one in self._held.values():
             one.over.set()
-        await asyncio.gather(*(one.life for one in self._held.values() if one.life is not None))
-        with contextlib.suppress(httpx.HTTPError):  # else the replicas go home by themselves
-            await self._http.delete(self._path)
-        await self._http.aclose()
+        try:
+            await asyncio.gather(*(one.life for one in self._held.values() if one.life is not None))
+        finally:
+            with contextlib.suppress(httpx.HTTPError):  # else the replicas go home by themselves
+                await self._http.delete(self._path)
+            await self._http.aclose()
 
     @property
     def num_lent(self) -> int:
@@ -160,7 +170,7 @@ class ElasticPool:
             "wanted": settings.most if may else 0,
             "lease_s": settings.lease_s,
             "load_tokens": load_tokens,
-            "refused": sorted(self._refused),
+            "refused": sorted(self._refused | self._left_alone()),
             "over": sorted(self._over),
         }
         try:
@@ -176,6 +186,14 @@ class ElasticPool:
         self._heard_s, self._was_heard = self._clock(), True
         return loans
 
+    def _left_alone(self) -> set[str]:
+        return {replica for replica, (_, until_s) in self._pauses.items() if self._clock() < until_s}
+
+    def _pause(self, replica: str) -> None:
+        before_s, _ = self._pauses.get(replica, (0.0, 0.0))
+        pause_s = min(max(_PAUSE_S, 2 * before_s), _MOST_PAUSE_S)
+        self._pauses[replica] = (pause_s, self._clock() + pause_s)
+
     def _note_silence(self, cause: str) -> None:
         if self._was_heard:
             self._journal.note("router", "does not lend", cause)
@@ -187,8 +205,13 @@ class ElasticPool:
         """Has the replica in the fleet until its loan is over."""
         part, began = f"borrowed {held.replica}", self._clock()
 
+        def lost() -> None:
+            if held.is_ready and not held.over.is_set():  # else it only begins, or ends in good order
+                held.is_lost = True
+                held.over.set()
+
         async def spawn(avoid: frozenset[str]) -> Handle[Any]:
-            held.engine = BorrowedEngine(held.url, held.token, self._store, self._needs, held.over.set)
+            held.engine = BorrowedEngine(held.url, held.token, self._store, self._needs, held.over.set, lost)
             return held.engine
 
         joining = asyncio.ensure_future(self._fleet.join(part, spawn, self._journal))
@@ -198,12 +221,18 @@ class ElasticPool:
             if not held.over.is_set():
                 joining.result()
                 held.is_ready = True
+                self._pauses.pop(held.replica, None)
                 self._journal.note(part, "joined", waited_s=self._clock() - began)
                 await over
-                await self._let_drain(held, part)
+                if held.is_lost:
+                    self._pause(held.replica)
+                else:
+                    await self._let_drain(held, part)
         except EtudeError as error:
             if isinstance(error, UserError):
                 self._refused.add(held.replica)
+            else:
+                self._pause(held.replica)
             self._journal.note(part, "refused" if isinstance(error, ConfigError) else "failed", str(error))
         finally:
             held.is_ready = False
@@ -223,7 +252,7 @@ class ElasticPool:
         if held.engine is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_DRAIN_S):
-                    await held.engine.drained.wait()
+                    await held.engine.give_back()
 
 
 def store_address(config: RunConfig) -> str:

@@ -81,7 +81,7 @@ class LoanHandle:
         if not self._dead:
             with contextlib.suppress(InfrastructureError, TimeoutError):
                 async with asyncio.timeout(_END_S):
-                    await self._ask("end", b"")
+                    await self._end()
         self.kill()
         if self._closing is not None:
             await self._closing
@@ -131,10 +131,13 @@ class LoanHandle:
     async def _pulse(self) -> dict[str, float]:
         return await self._ask_json("pulse", {})
 
+    async def _end(self) -> None:
+        await self._ask("end", b"")
+
     async def _renew(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
-            with contextlib.suppress(PartLostError):  # whoever calls next learns of it
+            with contextlib.suppress(InfrastructureError):  # whoever calls next learns of it
                 await self._pulse()
 
     # ---- HTTP -----------------------------------------------------------------------------------

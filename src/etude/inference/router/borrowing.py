@@ -103,9 +103,9 @@ class Borrowing:
                 continue
             borrower, replica = self.borrowers.get(one.borrower), replicas.get(one.replica)
             if borrower is not None and replica is not None and replica.pool == borrower.pool:
-                kept[borrower.name] = kept.get(borrower.name, 0) + 1
                 is_used = one.replica not in borrower.refused and one.id not in borrower.over
-                if is_used and kept[borrower.name] <= borrower.wanted:
+                if is_used and kept.get(borrower.name, 0) < borrower.wanted:
+                    kept[borrower.name] = kept.get(borrower.name, 0) + 1
                     continue
             if one.stage is LoanStage.GRANTED:
                 found.append(one)

@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 
-from etude.inference.router.pools import DAY_S
 from etude.inference.router.server.proxy import Proxy
 
 _TICK_S = 0.05
@@ -31,7 +30,7 @@ async def watch(proxy: Proxy) -> None:
                 proxy.addresses.pop(name, None)
             loads = proxy.loans.books.loads() if proxy.loans is not None else None
             every = proxy.router.replicas.values()
-            for move in proxy.lender.moves(every, now_s, time.time() % DAY_S, loads):
+            for move in proxy.lender.moves(every, now_s, proxy.day(), loads):
                 proxy.router.lend(move.replica, move.pool)
                 proxy.metrics.count("etude_router_moves", pool=move.pool)
             if proxy.loans is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +23,7 @@ from etude.errors import ConfigError, SamplerError, UserError
 from etude.inference.headers import SIDE_CHANNEL_HEADER
 from etude.inference.router.members import HealthConfig, Members
 from etude.inference.router.policy import Router
-from etude.inference.router.pools import Lender
+from etude.inference.router.pools import DAY_S, Lender
 from etude.inference.router.server.events import EventGuard, error_event, usage_in
 from etude.inference.router.server.hints import Hints
 from etude.inference.router.server.loans import LoanKeeper
@@ -121,12 +121,14 @@ class Proxy:
         arms: Mapping[str, float] | None = None,
         lender: Lender | None = None,
         replica_token: str = "",
+        day: Callable[[], float] = lambda: time.time() % DAY_S,
     ) -> None:
-        """`replica_token`: the replicas' administrators'; without it none is lent to a run."""
+        """`replica_token`: the replicas' administrators'; without it none is lent to a run. `day`: second of
+        the day, UTC, for lending by schedule."""
         self.config = config or ProxyConfig()
         self.router = Router(routing, arms)
         self.members = Members(self.router, health)
-        self.lender = lender or Lender()
+        self.lender, self.day = lender or Lender(), day
         self.addresses: dict[str, ReplicaAddress] = {}
         self.metrics = RouterMetrics()
         self.draining = False
