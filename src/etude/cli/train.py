@@ -31,7 +31,7 @@ MAY_CHANGE_ON_RESUME = frozenset(
     | {"weights.url", "weights.read_url"}
     | {f"parallel.{key}" for key in ("ranks", "fsdp", "expert", "context", "tensor", "timeout_s")}
 )
-MAY_CHANGE_WITHIN = ("cluster.", "clusters.", "plan.", "sandbox.servers.")
+MAY_CHANGE_WITHIN = ("cluster.", "clusters.", "elastic.", "plan.", "sandbox.servers.")
 """Sections of which all keys may."""
 
 DropOption = Annotated[
