@@ -5,7 +5,9 @@
 CHECKPOINT has layers for multi-token prediction (`etude pretrain --set pretrain.drafts.num_layers=2`).
 Prompts are cut from FILEs, which should not be among what it was trained on. Every way of drafting plays the
 same prompts with the same noise, one after the other in each round; native kernels must sample the same
-tokens. A ratio is the median of the rounds'.
+tokens. A way that is `always` drafts whether it pays or not; the others are the engine's, which finds out.
+Seconds are the thread's own on a processor, so that a busy machine counts less; a ratio is the median of the
+rounds'. `--untrained` shuffles the prompts and gives the draft layers random weights: drafts at their worst.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from numpy.typing import NDArray
 
 from etude.inference import Answer, Engine, MtpDrafts, NgramLookup, choose_drafts
 from etude.inference.engine import Kernels
-from etude.model import LanguageModel
+from etude.model import DraftLayers, LanguageModel
 from etude.model.huggingface import load_model
 from etude.records import PolicyVersion, SampleRequest, SamplingParams
 from etude.tokens.tokenizer import Tokenizer
@@ -54,16 +56,19 @@ def main() -> None:
     tokens = np.array(tokenizer.encode(text), dtype=np.int32)
     starts = np.linspace(0, len(tokens) - arguments.prompt - 1, arguments.prompts).astype(int)
     prompts = [tokens[start : start + arguments.prompt] for start in starts]
+    if arguments.untrained:
+        source = np.random.default_rng(0)
+        prompts = [source.permutation(prompt).astype(np.int32) for prompt in prompts]
     rows = [
         row
         for kernels in arguments.kernels
         for temperature in arguments.temperatures
         for row in measure(model, arguments, prompts, kernels, temperature)
     ]
-    print(f"{'kernels':8} temperature {'drafts':8} tokens/s  ratio  tokens per step  stood")
+    print(f"{'kernels':8} temperature {'drafts':14} tokens/s  ratio  tokens per step  stood")
     for row in rows:
         print(
-            f"{row.kernels:8} {row.temperature:11.1f} {row.drafts:8} {row.tokens_per_s:8.0f}"
+            f"{row.kernels:8} {row.temperature:11.1f} {row.drafts:14} {row.tokens_per_s:8.0f}"
             f" {row.ratio:6.2f} {row.tokens_per_step:16.2f} {row.accepted:6.0%}"
         )
     if arguments.json is not None:
@@ -82,6 +87,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--kernels", nargs="+", default=["native", "eager"])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
+    parser.add_argument("--untrained", action="store_true", help="random draft layers and prompts")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
@@ -94,12 +100,14 @@ def measure(
     temperature: float,
 ) -> list[Row]:
     """All ways of drafting, in turn in each round; the first round is not counted."""
-    ways: dict[str, Drafts] = {
-        "none": None,
-        "ngram 4": choose_drafts("ngram", 4, arguments.checkpoint),
-        "mtp 1": choose_drafts("mtp", 1, arguments.checkpoint),
-        "mtp 2": choose_drafts("mtp", 2, arguments.checkpoint),
-    }
+    ways: dict[str, Drafts] = {"none": None}
+    for kind, most in (("ngram", 4), ("mtp", 1), ("mtp", 2)):
+        drafts = choose_drafts(kind, most, arguments.checkpoint)
+        assert drafts is not None
+        if arguments.untrained and isinstance(drafts, MtpDrafts):
+            unlearn(drafts.layers)
+        ways[f"{kind} {most}"] = drafts
+        ways[f"{kind} {most} always"] = replace(drafts, adaptive=False)
     longest = arguments.prompt + arguments.output + 1
     engines = {name: make_engine(model, kernels, longest, drafts) for name, drafts in ways.items()}
     rates: dict[str, list[float]] = {name: [] for name in ways}
@@ -129,6 +137,15 @@ def measure(
     ]
 
 
+@torch.no_grad()
+def unlearn(layers: DraftLayers) -> None:
+    """Gives all matrices other values, of the size that they had."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in layers.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(0.0, float(parameter.std()), generator=generator)
+
+
 def make_engine(model: LanguageModel, kernels: Kernels, max_tokens: int, drafts: Drafts) -> Engine:
     """One session's, with one thread."""
     engine = Engine(model.config, model.vocab_size, 1, max_tokens, kernels=kernels, drafts=drafts)
@@ -147,11 +164,11 @@ def play(
         name = f"{round_number}.{number}"
         engine.submit(SampleRequest(name, name, prompt, params, frozenset(), (number,)))
         engine.step()  # the prompt, and the first token
-        began = time.perf_counter()
+        began = time.thread_time()
         answers: list[Answer] = []
         while engine.has_work:
             answers += engine.step(64)
-        took_s += time.perf_counter() - began
+        took_s += time.thread_time() - began
         said.append([int(token) for answer in answers for chunk in answer.chunks for token in chunk.tokens])
         engine.close(name)
     return took_s, said

@@ -106,7 +106,7 @@ class EngineConfig(Section):
     as the rounding of weights does. On a GPU set `dtype` instead."""
     speculative_tokens: int = Field(default=0, ge=0, le=64)
     """Most tokens that are guessed ahead and verified in one step; 0: none. Tokens are the same either way:
-    it saves steps where guesses are right, and costs some otherwise."""
+    it saves steps where guesses are right, and sessions where that does not pay go on without."""
     drafts: Literal["ngram", "mtp"] = "ngram"
     """What guesses. `ngram`: what followed the last time in the session's own tokens. `mtp`: layers for
     multi-token prediction, which `initial_checkpoint` must have."""
