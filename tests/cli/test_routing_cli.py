@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import os
 import re
@@ -11,9 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +22,18 @@ from etude.cli import app
 from etude.cli.bench import EXIT_ERRORS
 from etude.cli.exits import EXIT_MISTAKE
 from etude.inference.router import Replica
-from etude.inference.router.server import Proxy, ReplicaAddress, admin, build_app
-from etude.inference.router.server.fake_replica import FakeReplica, fake_replica, running_server
+from etude.inference.router.server import Proxy, ReplicaAddress, admin
+from etude.inference.router.server.fake_replica import FakeReplica, fake_replica
 from etude.records import Segment
 from etude.store import TrajectoryLog
 from tests.cli.commands import etude
+from tests.inference.router.threads import in_thread, routing
 from tests.store.builders import make_group
 
 
-@contextlib.contextmanager
-def served(replica: FakeReplica) -> Iterator[str]:
+def served(replica: FakeReplica) -> AbstractContextManager[str]:
     """The replica's address; it runs in a thread of its own."""
-    started, ended = threading.Event(), threading.Event()
-    found: list[str] = []
-
-    async def work() -> None:
-        async with fake_replica(replica) as url:
-            found.append(url)
-            started.set()
-            await asyncio.to_thread(ended.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(work()))
-    thread.start()
-    try:
-        assert started.wait(20.0)
-        yield found[0]
-    finally:
-        ended.set()
-        thread.join(20.0)
+    return in_thread(fake_replica(replica))
 
 
 SMALL = ("--sessions", "4", "--turns", "2", "--prompt", "10-20", "--observation", "3-6", "--output", "4-8")
@@ -251,7 +232,7 @@ def _ready(url: str) -> bool:
 
 
 def test_replicas_are_shown_and_moved_by_hand() -> None:
-    with served(FakeReplica()) as first, _routed(first) as url:
+    with served(FakeReplica()) as first, in_thread(routing([first])) as url:
         name = first.removeprefix("http://")
         lent = etude("route", "lend", name, "--router", url)
         assert f"{name}: ready, rollout (of serve), by hand" in lent.stdout
@@ -263,27 +244,3 @@ def test_replicas_are_shown_and_moved_by_hand() -> None:
         assert refused.exit_code == EXIT_MISTAKE
         assert "no such replica" in refused.stderr
     assert "does not answer" in etude("route", "replicas", "--router", url).stderr
-
-
-@contextlib.contextmanager
-def _routed(replica: str) -> Iterator[str]:
-    """The address of a router over one replica; it runs in a thread of its own."""
-    started, ended = threading.Event(), threading.Event()
-    found: list[str] = []
-
-    async def work() -> None:
-        async with running_server(build_app(Proxy(), [ReplicaAddress(replica)])) as url:
-            found.append(url)
-            while not await asyncio.to_thread(_ready, url):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-            started.set()
-            await asyncio.to_thread(ended.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(work()))
-    thread.start()
-    try:
-        assert started.wait(20.0)
-        yield found[0]
-    finally:
-        ended.set()
-        thread.join(20.0)
