@@ -22,6 +22,8 @@ pytest.importorskip("ray")
 pytestmark = pytest.mark.slow
 
 LABEL = "etude-domain"
+COMMON = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20}
+"""Of every machine."""
 
 
 class Part:
@@ -43,15 +45,19 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
 
-    common = {"num_cpus": 1, "node_ip_address": "127.0.0.1", "object_store_memory": 80 << 20}
-    head = {**common, "include_dashboard": False, "labels": {LABEL: "a"}}
+    head = {**COMMON, "include_dashboard": False, "labels": {LABEL: "a"}}
     made = Cluster(initialize_head=True, head_node_args=head)
     try:
         for domain in "bc":
-            made.add_node(**common, labels={LABEL: domain})
+            add_node(made, domain)
         yield made
     finally:
         made.shutdown()
+
+
+def add_node(cluster: Any, domain: str) -> Any:
+    """One machine more."""
+    return cluster.add_node(**COMMON, labels={LABEL: domain})
 
 
 def settings_for(cluster: Any, **values: Any) -> ClusterConfig:
@@ -114,13 +120,18 @@ def test_more_parts_than_machines_to_keep_them_apart_are_refused(cluster: Any) -
 class Bench:
     """A supervised part on the cluster."""
 
-    def __init__(self, executor: Any, settings: ClusterConfig, part: Resources) -> None:
+    def __init__(
+        self, executor: Any, settings: ClusterConfig, part: Resources, needs_room: bool = False
+    ) -> None:
+        """`needs_room`: whether the executor has reserved none for it."""
         self.observer = RecordingObserver()
         self.journal = FaultJournal(MemorySink(), self.observer)
         self.nodes = NodeHealth(settings, self.journal)
         self.was_on: list[str] = []
 
         async def spawn(avoid: frozenset[str]) -> Handle[Any]:
+            if needs_room:
+                await executor.make_room(part)
             asked = Resources(part.num_cpus, failure_domain=part.failure_domain, part=part.part, avoid=avoid)
             return await executor.spawn(Part, resources=asked)
 
@@ -173,6 +184,34 @@ def test_a_part_whose_machine_goes_down_comes_back_on_another(cluster: Any) -> N
             assert bench.was_on[1] not in (bench.was_on[0], "")
             assert bench.journal.counts["restarted"] == 1
             await bench.supervisor.close()
+            await executor.shutdown()
+
+    asyncio.run(run())
+
+
+def test_room_for_one_part_more_comes_with_a_machine_goes_with_it_and_comes_again(cluster: Any) -> None:
+    async def run() -> None:
+        settings = settings_for(cluster, start_timeout_s=60.0, give_up_after=20)
+        part = Resources(0.5, failure_domain="d", part="worker-1")
+        with open_executor(settings) as executor:
+            await executor.reserve([Resources(0.5, failure_domain="a", part="trainer")])
+            bench = Bench(executor, settings, part, needs_room=True)
+            starting = asyncio.ensure_future(bench.supervisor.start())
+            await asyncio.sleep(2.0)
+            assert not starting.done()
+            node = add_node(cluster, "d")  # in the main thread, as Ray wants it
+            await starting
+            await asyncio.to_thread(cluster.remove_node, node, False)
+            await until(lambda: bench.supervisor.handle is None)
+            await asyncio.sleep(2.0)
+            add_node(cluster, "d")
+            await until(lambda: len(bench.was_on) > 1)
+            await bench.supervisor.ready(60.0)
+            assert bench.was_on == ["d", "d"]
+            assert bench.journal.counts["restarted"] == 1
+            await bench.supervisor.close()
+            executor.give_room("worker-1")
+            await executor.make_room(Resources(1.0, failure_domain="d", part="worker-2"))
             await executor.shutdown()
 
     asyncio.run(run())

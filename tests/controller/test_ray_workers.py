@@ -10,6 +10,7 @@ from etude.config import RunConfig
 from etude.controller.arrangement import is_reproducible, keeps_schedule, part_resources
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
+from etude.observe.workers import WorkerFiles
 from etude.store.blobs import FileBlobs
 from etude.store.trajectories import TrajectoryLog
 from tests.controller.running import (
@@ -20,6 +21,7 @@ from tests.controller.running import (
     run_here,
     wait_until,
 )
+from tests.controller.sandbox_servers import sandbox_servers
 from tests.controller.test_ray import kill_one, over_ray, processes
 from tests.controller.test_resume import learning_config, rl_figures
 from tests.sandbox.test_lifecycle import eventually
@@ -80,6 +82,45 @@ def test_sessions_outlive_their_workers_and_none_is_lost_or_comes_twice(tmp_path
     for row in during:
         assert row["versions"].endswith(f"@{row['step']}"), row
         assert "," not in row["versions"], "all of its tokens are of the version that is judged"
+
+
+@pytest.mark.slow
+def test_workers_join_and_leave_and_a_sandbox_server_dies_and_each_session_counts_once(
+    tmp_path: Path,
+) -> None:
+    with sandbox_servers(tmp_path, 2) as (doomed, staying):
+        file = tmp_path / "servers.toml"
+        file.write_text(doomed.section("doomed") + staying.section("staying"))
+        config = over_ray(tmp_path, workers=1, most_workers=2, drain_s=1.0, **SMALL)
+        config = changed(config, sandbox={"servers_file": str(file)}, rl={"num_steps": 6, "max_staleness": 2})
+        run = RunDirectory(Path(config.runs_directory) / config.name)
+        files = WorkerFiles(run.path)
+        with run_elsewhere(config) as process:
+            wait_until(process, lambda: states(run) == ["up", "up"])
+            wait_until(process, lambda: num_rl_steps(config) > 0 and doomed.num_live() > 0)
+            doomed.kill()
+            files.ask(1)
+            wait_until(process, lambda: states(run) == ["up"])
+            files.ask(2)
+            output = process.communicate(timeout=600)[0]
+            assert process.returncode == 0, output
+        assert staying.num_live() == 0, "the run leaves nothing there"
+    assert states(run) == []
+    report = run.read_json(run.report_file)
+    assert report["rl_steps"] == config.rl.num_steps
+    assert report["faults"] == {}
+    events = [row["mode"] for row in read_metrics(run.metrics_file) if row["kind"] == "workers"]
+    assert events[:2] == ["joined", "left"]
+    members = [m for group in TrajectoryLog(run.trajectories).read() for m in group.members]
+    assert max(Counter(str(member.id) for member in members).values()) == 1
+    assert all(member.reward is not None for member in members), "no session was lost"
+    assert max(member.attempt for member in members) >= 1, "those on the server that died began anew"
+
+
+def states(run: RunDirectory) -> list[str]:
+    """Of the workers, as the run tells them."""
+    standing = run.read_json(run.path / "workers.json") or {"workers": {}}
+    return sorted(standing["workers"].values())
 
 
 def test_workers_are_parts_of_their_own_and_so_is_the_evaluation(tmp_path: Path) -> None:
