@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -219,8 +220,13 @@ def test_a_fork_server_that_dies_is_an_infrastructure_failure() -> None:
         os.kill(backend.launcher_pid, signal.SIGKILL)
         with pytest.raises(SandboxError, match="died"):
             await sandbox.commands.run("sleep 5")
-        with pytest.raises(SandboxError):
-            await backend.create(Template(FILES))
+        made: list[Sandbox] = []
+        for _ in range(3):
+            # Whoever is the first to ask the dead one hears of it: a start, or a spare that nobody waits for.
+            with contextlib.suppress(SandboxError):
+                made.append(await backend.create(Template(FILES)))
+        assert made, "the backend does not come back"
+        assert (await made[-1].commands.run("echo on")).stdout == "on\n"
 
     with_backend("local", scenario)
 
