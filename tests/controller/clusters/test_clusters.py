@@ -429,3 +429,21 @@ def test_the_clocks_of_run_and_clusters_are_never_compared(tmp_path: Path) -> No
             assert (counts.given, counts.kept, counts.lapsed) == (1, 1, 0)
 
     go(scenario())
+
+
+def test_a_cluster_that_is_ended_just_as_it_is_about_to_beat_ends(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with World(tmp_path, lease_s=600.0).open() as world:
+            for turns in range(5):
+                link = Link()
+                cluster, task = world.join(f"cluster-{turns}", link)
+                await world.until(lambda link=link: link.paths.count("/v1/beat") >= 2)
+                await asyncio.sleep(0.1)
+                cluster._beat_now.set()
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait({task}, timeout=10)
+                assert task.done()
+
+    go(scenario())

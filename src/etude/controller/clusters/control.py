@@ -297,7 +297,8 @@ class Control:
         if left_s <= 0 or self._finished:
             return False
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(news.wait(), min(left_s, self.settings.lease_s / 4))
+            async with asyncio.timeout(min(left_s, self.settings.lease_s / 4)):
+                await news.wait()
         return not await gone()
 
     async def take_session(self, member_id: str, lease_id: str, data: bytes) -> Answer:

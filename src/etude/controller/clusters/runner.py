@@ -45,6 +45,7 @@ from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
 from etude.weights.ending import clear_over, mark_over
 from etude.weights.folders import open_folder
+from etude.weights.patience import PatientFolder
 
 KIND = "clusters"
 """Of the rows of metrics: one per version in service, and when weights do not reach a cluster."""
@@ -242,7 +243,8 @@ async def open_clusters(
 
     inbox = Inbox(directory / INBOX, settings.max_result_bytes)
     inbox.sweep(log.contains)
-    loop, store = asyncio.get_running_loop(), open_folder(config.weights.url)
+    loop = asyncio.get_running_loop()
+    store = PatientFolder(open_folder(config.weights.url), config.weights.patience_s)
     await asyncio.to_thread(clear_over, store)
 
     def count() -> None:

@@ -234,8 +234,9 @@ class SamplingCluster:
             self._abort(answer["gone"])
             if answer["finished"]:
                 self._over.set()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._beat_now.wait(), self._terms.lease_s / 4)
+            with contextlib.suppress(TimeoutError):  # wait_for loses a cancellation that comes with the event
+                async with asyncio.timeout(self._terms.lease_s / 4):
+                    await self._beat_now.wait()
 
     async def _follow(self) -> None:
         """Brings the weights that the run announces into service here."""
