@@ -93,19 +93,19 @@ def test_an_engine_leaves_drafts_that_never_stand_and_samples_the_same(kernels: 
         drain(engine, clients)
         said.append([list(client.tokens) for client in clients])
         if tried is not None:
-            tries = kernels == "eager" or source == "lookup"  # a native step is as cheap as a draft layer
+            tries = kernels == "eager"  # native steps of a small model cost little beside their rows
             assert tries == (engine.counters.drafted_tokens > 0)
             assert engine.counters.drafted_tokens < 100
             before = engine.counters.drafted_tokens
             serve(engine, model, 1)
             clients[0].ask(engine, prompt(5, 1), max_tokens=50)
             drain(engine, clients)
-            assert tries == (engine.counters.drafted_tokens > before), "other weights get another chance"
+            assert not tries or engine.counters.drafted_tokens > before, "other weights get another chance"
     assert said[0] == said[1]
 
 
 def test_what_steps_cost_is_known_of_every_kind_of_kernels() -> None:
     model, layers = small_model(), draft_layers(small_model())
-    assert step_cost("native", model, None) == StepCost(1.0)
+    assert step_cost("native", model, None) == StepCost(0.3)
     assert step_cost("gpu", model, None).fixed > step_cost("eager", model, None).fixed > 1
     assert 0 < step_cost("native", model, layers).draft < 1

@@ -40,10 +40,10 @@ class StepCost:
 
 def step_cost(kernels: str, model: LanguageModel, drafts: DraftLayers | None) -> StepCost:
     """What steps of an engine cost, judged by its weights. Native code on a processor of 2 MiB of cache per
-    core takes 16 times a row's time to read those of a large model, once for all rows, and about one row's
+    core takes 16 times a row's time to read those of a large model, once for all rows, and less than a row's
     where they are near; what PyTorch's operators or a GPU's launches cost is a guess."""
     size = sum(parameter.numel() for parameter in model.parameters())
-    fixed = {"eager": 16.0, "gpu": 64.0}.get(kernels, 1.0 if size <= _NEAR_WEIGHTS else 16.0)
+    fixed = {"eager": 16.0, "gpu": 64.0}.get(kernels, 0.3 if size <= _NEAR_WEIGHTS else 16.0)
     if drafts is None:
         return StepCost(fixed)
     head = model.head.numel()

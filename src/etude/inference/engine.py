@@ -386,7 +386,7 @@ def _open_drafts(
     if not isinstance(drafts, MtpDrafts):
         return None, drafts
     cache.drafts = PagedCache(drafts.layers.config, cache.num_pages, device, dtype)
-    return drafts.layers, MtpDrafter(cache.drafts, num_sessions, drafts.num_drafts)
+    return drafts.layers, MtpDrafter(len(drafts.layers.layers), num_sessions, drafts.num_drafts)
 
 
 def _make_gauge(drafts: NgramLookup | MtpDrafts | None, num_sessions: int, cost: StepCost) -> DraftGauge:

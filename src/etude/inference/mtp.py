@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.errors import ConfigError
-from etude.inference.cache import PAGE_TOKENS, PagedCache, StepRows
+from etude.inference.cache import PAGE_TOKENS, StepRows
 from etude.inference.sampling import uniforms
 from etude.inference.scheduler import StepPlan
 from etude.inference.sequences import Sequences
@@ -89,11 +89,10 @@ class _Drafting:
 class MtpDrafter:
     """Implements Drafter for the sessions of one engine, which calls `follow` after each step."""
 
-    def __init__(self, cache: PagedCache, num_rows: int, num_drafts: int) -> None:
-        """`cache`: of the draft layers, with the pages of the model's; `num_rows`: of `Sequences`."""
-        self._cache = cache
+    def __init__(self, num_layers: int, num_rows: int, num_drafts: int) -> None:
+        """`num_rows`: of `Sequences`."""
         self.num_drafts = num_drafts
-        self._depth = min(len(cache.keys), num_drafts)
+        self._depth = min(num_layers, num_drafts)
         """Layers that run over every position; the last of them is repeated."""
         self._counts = np.zeros(num_rows, dtype=np.int64)
         """Drafts behind what each row holds, if it still is at the following length of the request."""

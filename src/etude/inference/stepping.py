@@ -19,7 +19,7 @@ from etude.inference.native.drafting import DraftedSteps
 from etude.inference.sampling import Alternatives, uniforms
 from etude.inference.scheduler import Scheduler, StepPlan
 from etude.inference.sequences import Answer, TokenBytes
-from etude.inference.speculation import NgramLookup
+from etude.inference.speculation import CarriedStates, NgramLookup
 from etude.inference.weights import DoubleWeights
 from etude.records import SamplingParams
 
@@ -139,10 +139,7 @@ class Stepper:
         left = sequences.limit[members] - lengths
         places = min(num_steps * (1 + most_drafts), int(left.max())) + most_drafts
         noise = uniforms(sequences.key[members][:, None], lengths[:, None] + np.arange(places))
-        ready, source = np.zeros_like(lengths), drafter
-        if isinstance(drafter, MtpDrafter):
-            ready, source = drafter.begin_run(members, sequences, self._weights.active.model.final_norm)
-        assert not isinstance(source, MtpDrafter)
+        ready, source = self._begin_run(members, drafter)
         run = DraftedSteps(
             rows=members,
             most_steps=num_steps,
@@ -168,6 +165,14 @@ class Stepper:
             drafter.note(members, run.ready, sequences)
         self._publish(plan, ends)
         return answers
+
+    def _begin_run(
+        self, members: NDArray[np.int64], drafter: NgramLookup | MtpDrafter
+    ) -> tuple[NDArray[np.int64], NgramLookup | CarriedStates]:
+        """How many drafts lie behind the tokens of `members` [S], and where native code gets more of them."""
+        if isinstance(drafter, MtpDrafter):
+            return drafter.begin_run(members, self._sequences, self._weights.active.model.final_norm)
+        return np.zeros_like(members), drafter
 
     def _params(self, rows: NDArray[np.int64]) -> list[SamplingParams]:
         """Of the requests in `rows`, which all have one."""
