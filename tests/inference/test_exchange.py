@@ -13,6 +13,7 @@ from etude.records import SampleChunk, SampleRequest, SamplingParams
 from etude.weights import MemoryWeights
 from tests.inference.builders import small_engine
 from tests.inference.server.serving import PlayedSampler
+from tests.model.builders import small_model
 
 
 def asked(session: str, max_tokens: int = 9) -> SampleRequest:
@@ -100,12 +101,14 @@ def test_what_does_not_end_in_time_is_cut_off_and_said_to_be() -> None:
 
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_an_abort_does_not_overtake_its_request(in_thread: bool) -> None:
-    service = EngineService(small_engine(), MemoryWeights().fetch, None)
+    most = 4000  # many seconds' worth: it cannot end before it is aborted
+    engine = small_engine(small_model(max_positions=most + 100), max_tokens=most + 100)
+    service = EngineService(engine, MemoryWeights().fetch, None)
 
     async def run() -> None:
         async with EngineThread(service) if in_thread else service as sampler:
             for number in range(20):
-                exchange, request = Exchange(sampler), asked(f"s{number}", max_tokens=50)
+                exchange, request = Exchange(sampler), asked(f"s{number}", max_tokens=most)
                 exchange.exchange([("open", request.session_id), ("stream", request)])
                 if number % 2:
                     exchange.exchange([("abort", request.id)])
@@ -115,7 +118,7 @@ def test_an_abort_does_not_overtake_its_request(in_thread: bool) -> None:
                     events = await exchange.poll()
                 chunks = [item for _, item in events if isinstance(item, SampleChunk)]
                 assert chunks[-1].finish == "abort"
-                assert sum(len(chunk.tokens) for chunk in chunks) < 50
+                assert sum(len(chunk.tokens) for chunk in chunks) < most
 
     asyncio.run(run())
 
