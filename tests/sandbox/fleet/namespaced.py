@@ -338,7 +338,7 @@ async def fleet_over(hosts: list[ServerHost], config: FleetConfig | None = None)
 
 def fleet_config() -> FleetConfig:
     """The defaults, on a machine whose other work counts as every host's: that must not close them all."""
-    return FleetConfig(policy=Policy(max_pressure=1e6))
+    return FleetConfig(policy=Policy(max_pressure=1e6, max_cpu_pressure=1e6))
 
 
 # Processes
