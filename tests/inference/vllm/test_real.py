@@ -85,8 +85,9 @@ async def test_sessions_go_on_through_updates_with_true_versions_logprobs_and_ro
             for n, reader in enumerate(readers)
         ]
         async with asyncio.timeout(300):
-            while not all(any(reader.sampled) for reader in readers[::4]):  # those that stream tell of it
-                await asyncio.sleep(0.01)  # noqa: ASYNC110
+            # Those that stream tell of it.
+            while not all(any(reader.sampled) for reader in readers[::4]):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
         await sampler.activate(manifests[1].version, "recompute")
         print("32 in flight", sampler.replica.times, sampler.replica.deviation)
         await asyncio.gather(*asked)
