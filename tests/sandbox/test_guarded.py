@@ -138,7 +138,7 @@ def test_an_owner_that_is_killed_takes_everything_along() -> None:
     ) as owner:  # fmt: skip
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"ready\n"
-        assert running(word) == 4
+        assert asyncio.run(becomes_true(lambda: running(word) == 4))
         owner.send_signal(signal.SIGKILL)
         owner.wait()
     assert asyncio.run(becomes_true(lambda: running(word) == 0))

@@ -207,8 +207,9 @@ def test_a_resume_that_fails_leaves_it_asleep(tmp_path: Path) -> None:
 def test_a_container_that_dies_is_lost_until_killed(tmp_path: Path) -> None:
     async def scenario(engine: FakeEngine, backend: DockerBackend) -> None:
         s = await backend.create(Template(FILES))
-        running = asyncio.create_task(s.commands.run("sleep 30"))
-        await asyncio.sleep(0.1)
+        running = asyncio.create_task(s.commands.run("touch begun; sleep 30"))
+        while (await s.commands.run("test -e begun")).exit_code:
+            assert not running.done()
         for container in list(engine.containers.values()):
             await container.kill()
         with pytest.raises(SandboxError):
