@@ -55,7 +55,7 @@ def test_turns_on_the_device_have_the_logprobs_and_routes_of_a_fresh_pass(change
 @pytest.mark.parametrize("changes", [{"head_dim": 16}, LATENT], ids=["grouped", "latent attention"])
 def test_drafts_and_halved_caches_do_on_the_device_what_they_do_elsewhere(changes: dict[str, Any]) -> None:
     model = small_model(3, **changes)
-    drafts = MtpDrafts(draft_layers(model), 2)
+    drafts = MtpDrafts(draft_layers(model), 2, adaptive=False)
     options: list[dict[str, Any]] = [{}, {"drafts": drafts}, {"cache_dtype": "bfloat16"}]
     engines = [small_engine(model, kernels="gpu", device=DEVICE, **given) for given in options]
     clients = [Client("s", 0) for _ in engines]
