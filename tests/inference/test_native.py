@@ -19,7 +19,6 @@ from etude.inference.forward import EagerForward
 from etude.inference.native import NativeForward, find_compiler, load_library
 from etude.model import LanguageModel, build_model
 from etude.model.huggingface import load_model
-from etude.native import compile_library
 from etude.records import SamplingParams
 from tests.inference.builders import Client, drain, serve
 from tests.inference.native_steps import Sequences, cache_for, needs_compiler, random_sequences
@@ -257,26 +256,6 @@ def test_a_compiler_that_writes_nothing_is_named(
     monkeypatch.setenv("CC", "true")
     with pytest.raises(ResourceError, match="it wrote no library"):
         load_library()
-
-
-@needs_compiler
-def test_a_compiler_that_is_too_slow_is_not_asked_for_code_for_any_processor(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_library: Path
-) -> None:
-    calls, compiler = tmp_path / "calls", tmp_path / "slow-cc"
-    compiler.write_text(f'#!/bin/sh\necho "$@" >>{calls}\nexec sleep 60\n', encoding="utf-8")
-    compiler.chmod(0o755)
-    directory = tmp_path / "sources"
-    directory.mkdir()
-    (directory / "one.c").write_text("int one(void) { return 1; }\n", encoding="utf-8")
-    monkeypatch.setenv("CC", str(compiler))
-    with pytest.raises(ResourceError, match="took more than"):
-        compile_library(directory, field="engine.kernels", fix="wait", timeout_s=0.5)
-    assert "-march=native" in calls.read_text(encoding="utf-8")
-    assert all(
-        "-march=native" in call or "--version" in call for call in calls.read_text("utf-8").splitlines()
-    )
-    assert list(fresh_library.iterdir()) == []
 
 
 @pytest.mark.slow

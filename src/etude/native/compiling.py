@@ -34,6 +34,8 @@ _FLAGS = (
     "-ffp-contract=off",  # what is fused is said in the source: copies of a loop must not differ
 )
 _TARGETS = ("-march=native", "-mcpu=native", None)
+_SHORTAGES = ("Killed", "Terminated", "out of memory", "annot allocate memory", "No space left")
+"""What compilers say that were ended, or that lacked memory or room on the disk."""
 _TIMEOUT_S = 900.0
 """Some seconds where nothing else runs."""
 
@@ -131,8 +133,12 @@ def _run(command: Sequence[str], timeout_s: float) -> None:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"{command[0]} took more than {timeout_s:g} s") from error
-    if done.returncode:
-        raise _CompilerFailure(done.stderr.strip()[-500:] or f"exit status {done.returncode}")
+    if done.returncode == 0:
+        return
+    complaint = done.stderr.strip()[-500:] or f"exit status {done.returncode}"
+    if done.returncode < 0 or any(word in complaint for word in _SHORTAGES):
+        raise OSError(complaint)  # of the machine, not of what it was asked for
+    raise _CompilerFailure(complaint)
 
 
 def _key(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path]) -> str:

@@ -59,6 +59,8 @@ class Fleet:
         self.journal = FaultJournal(self.metrics, RecordingObserver())
         self.hindered: list[Exception] = []
         """What the next starts of processes raise."""
+        self.on_spawn: Callable[[LocalHandle[EnginePart]], None] = lambda handle: None
+        """Told of each new process."""
         spawns = {f"engine-{number}": self.spawning(f"engine-{number}") for number in range(num_engines)}
         nodes = NodeHealth(settings, self.journal)
         self.fleet = EngineFleet(spawns, Build.here(self.config.model), settings, self.journal, nodes)
@@ -72,6 +74,7 @@ class Fleet:
             part = EnginePart(self.config, self.tokenizer, self.weights.root, None)
             handle = LocalHandle(part, name=name)
             self.handles.setdefault(name, []).append(handle)
+            self.on_spawn(handle)
             return handle
 
         return spawn

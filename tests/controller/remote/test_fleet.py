@@ -4,9 +4,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.controller.remote.engine_part import Build
+from etude.controller.local import LocalHandle
+from etude.controller.remote.engine_part import Build, EnginePart
 from etude.controller.remote.fleet import check_build
 from etude.errors import ConfigError, PartLostError, PrefixMissError, SamplerError, WeightUpdateError
+from etude.records import WeightManifest
 from tests.controller.remote.building import FAST, Fleet, config, request, sample, until
 
 
@@ -119,6 +121,41 @@ def test_an_engine_that_cannot_stage_is_replaced_and_weights_that_fit_nowhere_ar
         await until(lambda: "restarted" in made.journal.counts)
         assert made.newest("engine-0").part._service.current() == version
         await fleet.shutdown()
+
+    asyncio.run(run())
+
+
+def test_weights_that_every_engine_dies_of_are_given_up_after_some_rounds(tmp_path: Path) -> None:
+    async def run() -> None:
+        # None is ever given up: each is counted as healthy before it dies.
+        settings = FAST.model_copy(update={"healthy_s": 1e-9})
+        made = Fleet(tmp_path, settings=settings)
+        await made.fleet.start()
+        served = await made.serve(0)
+        num_deaths = 0
+
+        def make_mortal(handle: LocalHandle[EnginePart]) -> None:
+            stage = handle.part.stage
+
+            async def die_of_later_ones(manifest: WeightManifest) -> None:
+                nonlocal num_deaths
+                if manifest.version.step == 0:
+                    return await stage(manifest)
+                num_deaths += 1
+                handle.kill()
+                raise PartLostError("was killed for its memory")
+
+            handle.part.stage = die_of_later_ones  # type: ignore[method-assign]
+
+        made.on_spawn = make_mortal
+        for name in made.handles:
+            make_mortal(made.newest(name))
+        with pytest.raises(PartLostError, match="memory"):
+            await made.serve(1)
+        assert num_deaths >= settings.give_up_after
+        assert made.fleet.current() == served
+        assert await sample(made.fleet, request("s"))
+        await made.fleet.shutdown()
 
     asyncio.run(run())
 

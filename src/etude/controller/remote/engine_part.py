@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.config import RunConfig
+from etude.controller.compute import use_sampling_threads
 from etude.controller.engines import LocalService, SampledModel, make_engine, make_vllm
 from etude.controller.remote.weights import DirectoryWeights
 from etude.errors import SamplerError
@@ -50,6 +51,7 @@ class EnginePart:
         """`weights`: where the trainer publishes to, if not to the store that `config.weights` names.
         `delay_steps`: see EngineService. `model`: what is sampled, if the section `model` does not say it.
         `service`: an engine instead of the one that is configured."""
+        self._config = config
         self._build = Build.here(config.model)
         self._service = service or make_service(config, tokenizer, weights, delay_steps, model)
         self._exchanges: dict[str, Exchange] = {}
@@ -57,6 +59,7 @@ class EnginePart:
 
     async def begin(self) -> Build:
         """Starts the engine's loop. It serves nothing until a version is activated."""
+        use_sampling_threads(self._config)
         await self._service.__aenter__()
         return self._build
 

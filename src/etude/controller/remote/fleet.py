@@ -16,7 +16,7 @@ from etude.controller.remote.engines import RemoteEngine, bring_to, check_staged
 from etude.controller.remote.following import EngineEntry, EngineTable
 from etude.controller.remote.patient import PatientSampler
 from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, SupervisedParts, Supervisor
-from etude.errors import ConfigError, InfrastructureError, StoreError, WeightUpdateError
+from etude.errors import ConfigError, InfrastructureError, PartLostError, StoreError, WeightUpdateError
 from etude.inference import EngineCounters, ServiceTimes
 from etude.inference.exchange import Build
 from etude.protocols import Handle, KvPolicy
@@ -82,26 +82,43 @@ class EngineFleet(PatientSampler):
     async def stage(self, manifest: WeightManifest) -> None:
         """See WeightSink.stage: on every engine that is up, and on one at least.
 
-        Raises WeightUpdateError if the weights are what is wrong, StoreError if no engine reaches the store.
+        Raises WeightUpdateError if the weights are what is wrong, StoreError if no engine reaches the store,
+        and PartLostError where none outlives it, `give_up_after` times in a row.
         """
-        while True:
-            up = [engine for engine in self._engines.values() if engine.handle is not None]
-            handles = {engine.name: engine.handle for engine in up if engine.handle is not None}
-            results = await asyncio.gather(*(e.stage(manifest) for e in up), return_exceptions=True)
-            failures = {e.name: r for e, r in zip(up, results, strict=True) if isinstance(r, BaseException)}
-            for error in failures.values():
-                if not isinstance(error, InfrastructureError):
-                    raise error
-            staged = {handle for name, handle in handles.items() if name not in failures}
-            if staged:
-                self._staged, self._staged_by = manifest, staged
-                break
+        failure: InfrastructureError | None = None
+        for _ in range(self._settings.give_up_after):
+            await self._supervised.any_ready()
+            failure = await self._stage_on_those_up(manifest)
+            if failure is None:
+                return
+        raise PartLostError(
+            f"no engine could stage {manifest.version}, {self._settings.give_up_after} times in a row",
+            received=str(failure),
+            fix="see what ends its process: two versions must fit beside each other",
+        ) from failure
+
+    async def _stage_on_those_up(self, manifest: WeightManifest) -> InfrastructureError | None:
+        """Stages on every engine that is up, and gives up those that cannot, if one can; what went wrong
+        where none can. Raises as `stage`."""
+        up = [engine for engine in self._engines.values() if engine.handle is not None]
+        handles = {engine.name: engine.handle for engine in up if engine.handle is not None}
+        results = await asyncio.gather(*(e.stage(manifest) for e in up), return_exceptions=True)
+        failures: dict[str, InfrastructureError] = {}
+        for engine, result in zip(up, results, strict=True):
+            if isinstance(result, InfrastructureError):
+                failures[engine.name] = result
+            elif isinstance(result, BaseException):
+                raise result
+        staged = {handle for name, handle in handles.items() if name not in failures}
+        if not staged:
             bad = [e for e in failures.values() if isinstance(e, (WeightUpdateError, StoreError))]
             if bad and len(bad) == len(up):
                 raise bad[0]
-            await self._supervised.any_ready()
+            return next(iter(failures.values()), PartLostError("no engine was up"))
+        self._staged, self._staged_by = manifest, staged
         for name, error in failures.items():
             self._lose(handles[name], f"could not stage {manifest.version}: {error}")
+        return None
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         """See WeightSink.activate. Engines that did not stage the version, and those that are lost meanwhile,

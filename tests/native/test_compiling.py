@@ -1,0 +1,90 @@
+"""Native code is kept only as its compiler was first asked for it, or where it does not know the option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etude.errors import ResourceError
+from etude.native import compile_library, find_compiler
+
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
+
+
+class Workshop:
+    """Sources of one function, a compiler that notes its calls, and where libraries go."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sources = directory / "sources"
+        self.sources.mkdir()
+        (self.sources / "one.c").write_text("int one(void) { return 1; }\n", encoding="utf-8")
+        self._calls, self._compiler = directory / "calls", directory / "own-cc"
+        self._calls.touch()
+        monkeypatch.setenv("CC", str(self._compiler))
+        monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
+        self.cache = directory / "cache" / "etude"
+
+    def compiler(self, script: str) -> None:
+        """What it does once it has noted how it was called."""
+        self._compiler.write_text(f'#!/bin/sh\necho "$@" >>{self._calls}\n{script}\n', encoding="utf-8")
+        self._compiler.chmod(0o755)
+
+    def compile(self, timeout_s: float = 60.0) -> int:
+        """What the compiled function returns."""
+        library = compile_library(self.sources, field="engine.kernels", fix="wait", timeout_s=timeout_s)
+        return library.one()
+
+    @property
+    def calls(self) -> list[str]:
+        """How the compiler was called, but for its version."""
+        lines = self._calls.read_text(encoding="utf-8").splitlines()
+        return [line for line in lines if "--version" not in line]
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
+    return Workshop(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        ("exec sleep 60", "took more than"),
+        ("kill -9 $$", "exit status -9"),
+        ("echo 'cc: fatal error: Killed signal terminated program cc1' >&2; exit 1", "Killed"),
+        ("echo 'cc1: out of memory allocating 65536 bytes' >&2; exit 1", "out of memory"),
+        ("echo 'one.s: No space left on device' >&2; exit 1", "No space left"),
+    ],
+)
+def test_a_compiler_that_lacks_something_is_not_asked_for_code_for_any_processor(
+    workshop: Workshop, script: str, problem: str
+) -> None:
+    workshop.compiler(f'[ "$1" = --version ] && exit\n{script}')
+    with pytest.raises(ResourceError, match=problem):
+        workshop.compile(timeout_s=0.5)
+    assert workshop.calls
+    assert all("-march=native" in call for call in workshop.calls)
+    assert list(workshop.cache.iterdir()) == []
+
+
+@needs_compiler
+def test_a_compiler_that_does_not_know_this_processor_compiles_for_any(workshop: Workshop) -> None:
+    found = find_compiler_without_cc()
+    workshop.compiler(
+        f'case "$*" in *native*) echo "unknown option -march=native" >&2; exit 1;; esac\nexec {found} "$@"'
+    )
+    assert workshop.compile() == 1
+    assert "native" not in workshop.calls[-1]
+    made = list(workshop.cache.iterdir())
+    num_calls = len(workshop.calls)
+    assert workshop.compile() == 1, "loaded, not compiled again"
+    assert list(workshop.cache.iterdir()) == made
+    assert len(workshop.calls) == num_calls
+
+
+def find_compiler_without_cc() -> str:
+    """The machine's own compiler."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("CC")
+        return " ".join(find_compiler() or ())
