@@ -32,6 +32,7 @@ from etude.sandbox.inside import (
     shells,
     zygote,
 )
+from etude.sandbox.inside.rights import NOBODY
 from tests.sandbox.escape.calls import NUMBERS
 
 _ALLOWED = (0x06, 0, 0, 0x7FFF0000)
@@ -138,8 +139,8 @@ def _no_user_namespace_as_nobody() -> None:
     def capset(original: Callable[..., Any], name: str, *arguments: Any) -> Any:
         if name == "capset":
             setgroups([])
-            setresgid(namespaces.NOBODY, namespaces.NOBODY, namespaces.NOBODY)
-            setresuid(namespaces.NOBODY, namespaces.NOBODY, namespaces.NOBODY)
+            setresgid(NOBODY, NOBODY, NOBODY)
+            setresuid(NOBODY, NOBODY, NOBODY)
         return original(name, *arguments)
 
     _wrap(kernel, "_syscall", capset)

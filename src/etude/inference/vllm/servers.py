@@ -125,7 +125,8 @@ class ManagedServer:
         try:
             while missed < _MAX_MISSED:
                 with contextlib.suppress(TimeoutError):
-                    code = await asyncio.wait_for(process.wait(), _HEALTH_S)
+                    async with asyncio.timeout(_HEALTH_S):
+                        code = await process.wait()
                     return f"ended with {code}: {self._tail()}"
                 missed = 0 if await client.is_healthy() else missed + 1
             return f"is not healthy any more: {self._tail()}"
@@ -160,7 +161,8 @@ class ManagedServer:
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), self.stop_timeout_s)
+            async with asyncio.timeout(self.stop_timeout_s):
+                await process.wait()
         # The group outlives its leader while a worker hangs.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -24,8 +24,8 @@ from etude.sandbox.errors import SandboxLostError, SnapshotError
 from etude.sandbox.gvisor.bundle import Interpreter, build_rootfs
 from etude.sandbox.gvisor.container import IMAGE_FILES, Container
 from etude.sandbox.gvisor.doctor import find_problems
-from etude.sandbox.gvisor.entering import NOBODY
 from etude.sandbox.gvisor.runsc import Runsc
+from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.installing import install_template
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.machine_backend import MachineBackend

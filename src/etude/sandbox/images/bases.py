@@ -140,7 +140,8 @@ class DebianBases:
                 *argv, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True
             )
             try:
-                await asyncio.wait_for(process.communicate(sources.encode()), self._timeout_s)
+                async with asyncio.timeout(self._timeout_s):
+                    await process.communicate(sources.encode())
             except TimeoutError as error:
                 raise ResourceError(
                     f"mmdebstrap took longer than {self._timeout_s:g} s", field="base image",
@@ -224,5 +225,6 @@ async def _end(process: asyncio.subprocess.Process) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
         with contextlib.suppress(TimeoutError):
-            await asyncio.shield(asyncio.wait_for(process.wait(), patience_s))
+            async with asyncio.timeout(patience_s):
+                await process.wait()
             return

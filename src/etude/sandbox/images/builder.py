@@ -269,9 +269,9 @@ class _Work:
         self, instruction: Instruction, image: Image, argv: tuple[str, ...], env: Mapping[str, str]
     ) -> str | None:
         timeout_s = self.builder.run_timeout_s
-        running = self.builder.runner.run(image, argv, env, image.workdir, image.user, timeout_s)
         try:
-            result = await asyncio.wait_for(running, timeout_s + RUN_GRACE_S)
+            async with asyncio.timeout(timeout_s + RUN_GRACE_S):
+                result = await self.builder.runner.run(image, argv, env, image.workdir, image.user, timeout_s)
         except TimeoutError as error:
             raise SandboxError(
                 "the runner of a build does not answer", field="builder", received=instruction.text[:200]

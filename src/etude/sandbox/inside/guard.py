@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from etude.sandbox.inside import kernel
 from etude.sandbox.inside.processes import DescendantProcesses, reap
+from etude.sandbox.inside.rights import become
 
 
 def main(arguments: list[str]) -> NoReturn:
@@ -53,9 +54,7 @@ def _become(argv: list[str], user: str, descriptors: list[int]) -> NoReturn:
     try:
         if user != "-":
             uid, _, gid = user.partition(":")
-            os.setgroups([])
-            os.setresgid(int(gid), int(gid), int(gid))
-            os.setresuid(int(uid), int(uid), int(uid))
+            become(int(uid), int(gid))
         # After the change of user, which would undo it.
         kernel.die_with_parent()
         os.execvp(argv[0], argv)

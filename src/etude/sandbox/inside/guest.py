@@ -35,6 +35,7 @@ from etude.sandbox.inside.processor_time import ProcessorWatch
 from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.seccomp import build_filter
 from etude.sandbox.inside.server import Answer, Server
+from etude.sandbox.inside.watch import Watch
 
 _libc = ctypes.CDLL(None)
 _acting: int | None = None
@@ -134,7 +135,7 @@ class AgentProcesses(UserProcesses):
 class GuestServer(Server):
     """A server that bounds what its kernel does not: see `processor_time` and `memory_floor`."""
 
-    def __init__(self, *parts: Any, watches: Sequence[ProcessorWatch | MemoryFloor], **named: Any) -> None:
+    def __init__(self, *parts: Any, watches: Sequence[Watch], **named: Any) -> None:
         super().__init__(*parts, **named)
         self._watches = watches
 

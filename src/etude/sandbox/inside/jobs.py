@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from etude.sandbox.inside import testrunner
+from etude.sandbox.inside.rights import become
 
 _CHUNK = 1 << 16
 _RESTORED_SIGNALS = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGALRM,
@@ -40,9 +41,7 @@ class ChildLimits:
         resource.setrlimit(resource.RLIMIT_CPU, (self.cpu_s, self.cpu_s))
         resource.setrlimit(resource.RLIMIT_NOFILE, (self.open_files, self.open_files))
         if self.uid is not None:
-            os.setgroups([])
-            os.setresgid(self.uid, self.uid, self.uid)
-            os.setresuid(self.uid, self.uid, self.uid)
+            become(self.uid, self.uid)
 
     def in_shell(self) -> str:
         """What a shell begins with to set the limits that its parent cannot bear."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from etude.sandbox.inside.processes import Processes
+from etude.sandbox.inside.watch import Watch
 
 SHORTEST_S, LONGEST_S = 0.05, 0.25
 """Bounds of the time between two looks."""
@@ -33,11 +34,8 @@ def keep_in_memory() -> None:
         raise OSError(ctypes.get_errno(), "mlockall")
 
 
-class MemoryFloor:
-    """Kills the agent's processes when less than a floor is available. Waits for nothing.
-
-    Whoever waits asks `sooner` for how long, and calls `look` afterwards.
-    """
+class MemoryFloor(Watch):
+    """Kills the agent's processes, all of them, when less than a floor is available."""
 
     def __init__(
         self,
@@ -46,23 +44,13 @@ class MemoryFloor:
         available: Callable[[], int] = available_bytes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__(clock)
         self._processes = processes
         self._floor_bytes = floor_bytes
         self._available = available
-        self._clock = clock
-        self._next_s = clock()
 
-    def sooner(self, timeout_ms: float | None) -> float:
-        """How long one may wait who would wait so long otherwise. Milliseconds."""
-        until_ms = max(0.0, self._next_s - self._clock()) * 1e3 + 1.0
-        return until_ms if timeout_ms is None else min(timeout_ms, until_ms)
-
-    def look(self) -> None:
-        """Kills all of them if too little is left, once it is time to look."""
-        now_s = self._clock()
-        if now_s < self._next_s:
-            return
+    def _look(self) -> float:
         room_bytes = self._available() - self._floor_bytes
         if room_bytes < 0:
             self._processes.kill_all()
-        self._next_s = now_s + min(LONGEST_S, max(SHORTEST_S, room_bytes / _FASTEST_BYTES_PER_S))
+        return min(LONGEST_S, max(SHORTEST_S, room_bytes / _FASTEST_BYTES_PER_S))

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 from etude.sandbox.inside import kernel, layers
 from etude.sandbox.inside.kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
+from etude.sandbox.inside.rights import enter_own_namespaces
 from etude.sandbox.inside.seccomp import build_filter
 
 SANDBOX_UID = 1000
@@ -40,8 +41,6 @@ _SIGNAL_SHARES = 256
 SERVER_FILES = 8192
 WATCHES = {"max_inotify_instances": 16, "max_inotify_watches": 16384}
 """These are counted for the host's user, who all sandboxes are: one must not use up what all share."""
-NOBODY = 65534
-"""What the real root becomes before it makes a user namespace: id 0 of the host is never mapped."""
 FILES, FILES_RO = "/files", "/files_ro"
 HOST_DIRECTORIES = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 ROOT_ENVIRONMENT = {"APT_CONFIG": "/dev/etude/apt.conf"}
@@ -92,26 +91,11 @@ class Plan:
 def isolate_fork_server(prefix: str, images: str | None) -> None:
     """Moves this process into its own user, mount and (for its next child) pid namespace.
 
-    `prefix` is the interpreter's installation, shown to sandboxes; `images` the layer store's directory. The
-    real root builds the file system with its own rights (the interpreter may lie where nobody else may
-    enter) and then gives them up.
+    `prefix` is the interpreter's installation, shown to sandboxes; `images` the layer store's directory.
     """
     if os.geteuid() == 0:
         _lift_shared_limit()
-        kernel.unshare(kernel.NEWNS)
-        _build_root(prefix, images)
-        os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, NOBODY)
-        # Changing ids made /proc/self the property of root, and the maps unwritable.
-        kernel.set_dumpable(True)
-        kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
-        kernel.write_maps(0, NOBODY, NOBODY)
-    else:
-        uid, gid = os.geteuid(), os.getegid()
-        kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
-        kernel.write_maps(0, uid, gid)
-        _build_root(prefix, images)
+    enter_own_namespaces(lambda: _build_root(prefix, images))
     kernel.unshare(kernel.NEWPID)
 
 

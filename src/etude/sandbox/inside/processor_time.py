@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from etude.sandbox.inside.processes import Processes
+from etude.sandbox.inside.watch import Watch
 
 SHORTEST_S, LONGEST_S = 0.05, 60.0
 """Bounds of the time between two looks."""
@@ -28,11 +29,8 @@ def processor_time_s(pid: int) -> float | None:
         return None
 
 
-class ProcessorWatch:
-    """Kills each process that has used more than its time, as RLIMIT_CPU would. Waits for nothing.
-
-    Whoever waits asks `sooner` for how long, and calls `look` afterwards.
-    """
+class ProcessorWatch(Watch):
+    """Kills each process that has used more than its time, as RLIMIT_CPU would."""
 
     def __init__(
         self,
@@ -44,24 +42,14 @@ class ProcessorWatch:
         kill: Callable[[int, int], None] = os.kill,
     ) -> None:
         """`limit_s`: of each process. `num_processors`: None: as many as this machine has."""
+        super().__init__(clock)
         self._processes = processes
         self._limit_s = limit_s
         self._num_processors = num_processors or os.cpu_count() or 1
         self._used_s = used_s
-        self._clock = clock
         self._kill = kill
-        self._next_s = clock()
 
-    def sooner(self, timeout_ms: float | None) -> float:
-        """How long one may wait who would wait so long otherwise. Milliseconds."""
-        until_ms = max(0.0, self._next_s - self._clock()) * 1e3 + 1.0
-        return until_ms if timeout_ms is None else min(timeout_ms, until_ms)
-
-    def look(self) -> None:
-        """Kills whoever is over the limit, once it is time to look."""
-        now_s = self._clock()
-        if now_s < self._next_s:
-            return
+    def _look(self) -> float:
         most_s = 0.0
         for pid, row in self._processes.table().items():
             used_s = None if row.state in "ZX" else self._used_s(pid)
@@ -72,7 +60,7 @@ class ProcessorWatch:
             else:
                 most_s = max(most_s, used_s)
         pause_s = (self._limit_s - most_s) / self._num_processors
-        self._next_s = now_s + min(LONGEST_S, max(SHORTEST_S, pause_s))
+        return min(LONGEST_S, max(SHORTEST_S, pause_s))
 
     def _end(self, pid: int) -> None:
         try:

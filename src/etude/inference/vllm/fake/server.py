@@ -72,7 +72,8 @@ class FakeServer:
             if task is not self._tasks[0]:
                 task.cancel()
             with contextlib.suppress(BaseException):
-                await asyncio.wait_for(asyncio.shield(task), _START_S)
+                async with asyncio.timeout(_START_S):
+                    await asyncio.shield(task)
         self._tasks, self._server, self.engine = [], None, None
 
     async def wait_for_end(self) -> str:
@@ -147,7 +148,9 @@ async def _watched(request: Request, engine: FakeEngine, job: Job) -> AsyncGener
     try:
         while True:
             with contextlib.suppress(TimeoutError):
-                yield await asyncio.wait_for(job.events.get(), 0.1)
+                async with asyncio.timeout(0.1):
+                    event = await job.events.get()
+                yield event
             if job.finish is not None and job.events.empty():
                 return
             if await request.is_disconnected():
