@@ -21,6 +21,7 @@ from tests.controller.running import (
     num_rl_steps,
     run_elsewhere,
     run_here,
+    tiny_config,
     wait_until,
 )
 from tests.controller.test_resume import learning_config, rl_figures
@@ -31,8 +32,13 @@ pytest.importorskip("ray")
 
 def over_ray(directory: Path, **cluster: object) -> RunConfig:
     """The same run in processes of its own."""
+    return in_processes(learning_config(directory), **cluster)
+
+
+def in_processes(config: RunConfig, **cluster: object) -> RunConfig:
+    """That run over Ray."""
     settings = {"heartbeat_s": 0.5, "backoff_s": 0.1, **cluster}
-    tree = learning_config(directory).model_dump(mode="json", exclude_none=True)
+    tree = config.model_dump(mode="json", exclude_none=True)
     return RunConfig.model_validate(tree | {"executor": "ray", "cluster": settings})
 
 
@@ -154,28 +160,28 @@ def test_an_address_that_nobody_listens_at_is_told_before_a_run_begins(tmp_path:
     with _bound() as free:
         port = free.getsockname()[1]
     with pytest.raises(ConfigError, match=r"cluster\.address: does not answer.*ray start --head"):
-        check_executor(over_ray(tmp_path, address=f"127.0.0.1:{port}"))
+        check_executor(in_processes(tiny_config(tmp_path), address=f"127.0.0.1:{port}"))
 
 
 def test_an_address_where_something_else_listens_is_told_within_the_time_allowed(tmp_path: Path) -> None:
     with _bound() as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(ConfigError, match=r"does not answer as a Ray cluster does.*connect_timeout_s"):
-            check_executor(over_ray(tmp_path, address=address, connect_timeout_s=1.0))
+            check_executor(in_processes(tiny_config(tmp_path), address=address, connect_timeout_s=1.0))
 
 
 def test_parts_that_do_not_fit_the_machine_are_told_before_a_run_begins(tmp_path: Path) -> None:
     cores = available_cores()
-    config = over_ray(tmp_path, engines=cores + 1)
+    config = in_processes(tiny_config(tmp_path), engines=cores + 1)
     with pytest.raises(ResourceError, match=rf"more CPU than there is: trainer .*CPU {cores} of {cores + 2}"):
         check_executor(config)
     with pytest.raises(ResourceError, match="more memory than there is"):
-        check_executor(over_ray(tmp_path, engine={"cpus": 0.1, "memory_bytes": 1 << 60}))
-    check_executor(over_ray(tmp_path, trainer={"cpus": 0.5}, engine={"cpus": 0.5}))
+        check_executor(in_processes(tiny_config(tmp_path), engine={"cpus": 0.1, "memory_bytes": 1 << 60}))
+    check_executor(in_processes(tiny_config(tmp_path), trainer={"cpus": 0.5}, engine={"cpus": 0.5}))
 
 
 def test_parts_take_a_gpu_each_where_the_run_computes_on_one(tmp_path: Path) -> None:
-    config = over_ray(tmp_path, engines=2, engine={"gpus": 0.5, "failure_domain": "b"})
+    config = in_processes(tiny_config(tmp_path), engines=2, engine={"gpus": 0.5, "failure_domain": "b"})
     config = config.model_copy(update={"device": "cuda"})
     ranks = config.parallel.model_copy(update={"ranks": 3})
     assert part_resources(config.model_copy(update={"parallel": ranks}))[0].num_gpus == 3.0

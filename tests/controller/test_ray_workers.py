@@ -19,10 +19,11 @@ from tests.controller.running import (
     num_rl_steps,
     run_elsewhere,
     run_here,
+    tiny_config,
     wait_until,
 )
 from tests.controller.sandbox_servers import sandbox_servers
-from tests.controller.test_ray import kill_one, over_ray, processes
+from tests.controller.test_ray import in_processes, kill_one, over_ray, processes
 from tests.controller.test_resume import learning_config, rl_figures
 from tests.sandbox.test_lifecycle import eventually
 
@@ -125,7 +126,8 @@ def states(run: RunDirectory) -> list[str]:
 
 def test_workers_are_parts_of_their_own_and_so_is_the_evaluation(tmp_path: Path) -> None:
     config = changed(
-        over_ray(tmp_path, workers=2, worker={"cpus": 0.5, "failure_domain": "b"}), device="cuda"
+        in_processes(tiny_config(tmp_path), workers=2, worker={"cpus": 0.5, "failure_domain": "b"}),
+        device="cuda",
     )
     config = changed(config, evaluation={"every_steps": 10})
     parts = [(one.part, one.num_cpus, one.num_gpus, one.failure_domain) for one in part_resources(config)]
