@@ -51,18 +51,36 @@ def _sessions(seed: int, shape: tuple[float, float], num_ranks: int) -> list[int
     return np.clip(drawn, 16, 32_768).astype(int).tolist()
 
 
+def _can_be_shared(lengths: list[int], packing: Packing) -> bool:
+    """Whether no sequence costs more than a micro-batch does on average."""
+    costs = [sequence_cost(length) for length in lengths]
+    return max(costs) <= sum(costs) / (len(packing) * len(packing[0]))
+
+
 @settings(UNHURRIED, max_examples=40)
 @given(st.integers(0, 10_000), st.sampled_from([(5.5, 0.6), (7.0, 1.0)]), st.sampled_from([1, 2, 4, 8]))
-def test_ranks_hardly_wait_where_no_sequence_is_too_long_to_share(
+def test_ranks_do_not_wait_long_where_no_sequence_is_too_long_to_share(
     seed: int, shape: tuple[float, float], num_ranks: int
 ) -> None:
     lengths = _sessions(seed, shape, num_ranks)
     packing = pack_sequences(lengths, 32_768, num_ranks)
-    costs = [sequence_cost(length) for length in lengths]
-    if max(costs) <= sum(costs) / (num_ranks * len(packing[0])):
-        assert packing_waste(lengths, packing) <= 0.05
+    if _can_be_shared(lengths, packing):
+        # 5,700 such drawings wait 0.1 % on average; twice it was just above 5 %, where memory bound them.
+        assert packing_waste(lengths, packing) <= 0.1
     used = sum(lengths) / (32_768 * num_ranks)
     assert len(packing[0]) <= np.ceil(used / 0.85)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_ranks_hardly_wait_on_average_where_no_sequence_is_too_long_to_share(num_ranks: int) -> None:
+    wastes = []
+    for seed in range(40):
+        lengths = _sessions(seed, (7.0, 1.0), num_ranks)
+        packing = pack_sequences(lengths, 32_768, num_ranks)
+        if _can_be_shared(lengths, packing):
+            wastes.append(packing_waste(lengths, packing))
+    assert wastes
+    assert np.mean(wastes) <= 0.01
 
 
 def test_ranks_wait_under_three_percent_on_sessions_up_to_the_window() -> None:
