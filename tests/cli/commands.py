@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import typer.main
 from typer.testing import CliRunner, Result
 
 from etude.cli import app
@@ -23,3 +24,11 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, module: str, name: str, function: 
     fake = ModuleType(module)
     setattr(fake, name, function)
     monkeypatch.setitem(sys.modules, module, fake)
+
+
+def option_names(*names: str) -> set[str]:
+    """Options of the command of that name; of several, of the one within the others."""
+    found: Any = typer.main.get_command(app)
+    for name in names:
+        found = found.get_command(None, name)
+    return {option for parameter in found.params for option in parameter.opts}

@@ -401,7 +401,7 @@ def test_an_editor_that_sends_nonsense_is_told_and_served_on(root: Path) -> None
 
 def test_a_model_that_is_none_is_refused_before_the_editor_is_served(root: Path) -> None:
     line = command("--acp", "--model", str(root), "--backend", "memory")
-    done = subprocess.run(line, input=b"", capture_output=True, timeout=60, env=environment(root))
+    done = subprocess.run(line, input=b"", capture_output=True, timeout=300, env=environment(root))
     assert done.returncode == 2
     assert b"no config.json" in done.stderr
     assert done.stdout == b""

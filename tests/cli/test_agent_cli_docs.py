@@ -3,9 +3,6 @@
 import re
 from pathlib import Path
 
-import typer
-
-from etude.cli import app
 from etude.cli.agent import agent_command
 from etude.cli.agent_loop import EXIT_KEPT_BACK, EXIT_UNFINISHED
 from etude.cli.agent_output import EXIT_CLOSED_PIPE
@@ -22,13 +19,13 @@ from etude.controller.agent.events import (
     Said,
 )
 from etude.records import Status, ToolCall, ToolResult
+from tests.cli.commands import option_names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agent-cli.md").read_text(encoding="utf-8")
 
 
 def test_every_option_on_the_page_exists() -> None:
-    command = typer.main.get_command(app).commands["agent"]  # pyright: ignore[reportAttributeAccessIssue]
-    known = {option for parameter in command.params for option in parameter.opts}
+    known = option_names("agent")
     written = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE))
     assert agent_command.__doc__
     assert written <= known, written - known

@@ -7,11 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import typer
 
-from etude.cli import app
 from etude.config import ParityConfig, parse_config
 from etude.inference.native import find_compiler
+from tests.cli.commands import option_names
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parity.md").read_text(encoding="utf-8")
 
@@ -21,8 +20,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_options_on_the_page_are_those_there_are() -> None:
-    doctor = typer.main.get_command(app).commands["doctor"]  # pyright: ignore[reportAttributeAccessIssue]
-    known = {option for parameter in doctor.commands["parity"].params for option in parameter.opts}
+    known = option_names("doctor", "parity")
     usage = PAGE.partition("## Measured")[0]
     of_training = {"--config", "--set", "--resume"}
     written = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", usage)) - of_training

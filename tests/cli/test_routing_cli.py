@@ -16,9 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-import typer
 
-from etude.cli import app
 from etude.cli.bench import EXIT_ERRORS
 from etude.cli.exits import EXIT_MISTAKE
 from etude.inference.router import Replica
@@ -26,7 +24,7 @@ from etude.inference.router.server import Proxy, ReplicaAddress, admin
 from etude.inference.router.server.fake_replica import FakeReplica, fake_replica
 from etude.records import Segment
 from etude.store import TrajectoryLog
-from tests.cli.commands import etude
+from tests.cli.commands import etude, option_names
 from tests.inference.router.threads import in_thread, routing
 from tests.store.builders import make_group
 
@@ -185,11 +183,8 @@ def test_options_win_over_the_file_and_the_file_over_defaults(
 
 def test_every_option_and_path_of_the_routing_page_exists() -> None:
     page = (Path(__file__).parents[2] / "docs" / "routing.md").read_text(encoding="utf-8")
-    commands = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
-    bench = commands["bench"].commands["serve"]
-    by_hand = commands["route"].commands["lend"]
-    parameters = [*commands["route"].params, *by_hand.params, *commands["serve"].params, *bench.params]
-    known = {option for parameter in parameters for option in parameter.opts}
+    commands = (["route"], ["route", "lend"], ["serve"], ["bench", "serve"])
+    known = set().union(*(option_names(*command) for command in commands))
     page_of_commands = "\n".join(line for line in page.splitlines() if "benchmarks/" not in line)
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", page_of_commands)) <= known
     routed = {(method, route.path) for route in admin.router.routes for method in route.methods}

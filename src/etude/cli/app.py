@@ -1,67 +1,78 @@
-"""The application: which commands there are."""
+"""The application: which commands there are. Only the one that is called is imported."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_command, get_group
 
 import etude
-from etude.cli.agent import agent_command
-from etude.cli.bench import bench_app
-from etude.cli.checkpoint import checkpoint_app
-from etude.cli.config import config_app
-from etude.cli.doctor import doctor_app
-from etude.cli.environment import env_app
-from etude.cli.evaluate import eval_command
 from etude.cli.exits import ErrorReportingGroup
-from etude.cli.plan import plan_command
-from etude.cli.pretrain import pretrain_command
-from etude.cli.record import record_app
-from etude.cli.relay import relay_command
-from etude.cli.report import report_command
-from etude.cli.route import route_app
-from etude.cli.sample import sample_command
-from etude.cli.sandbox import sandbox_app
-from etude.cli.serve import serve_command
-from etude.cli.sft import sft_command
-from etude.cli.tasks import tasks_app
-from etude.cli.tokenizer import tokenizer_app
-from etude.cli.train import train_command
-from etude.cli.trajectory import trajectory_app
-from etude.cli.workers import workers_command
+
+_COMMANDS = {
+    "train": "train:train_command",
+    "plan": "plan:plan_command",
+    "pretrain": "pretrain:pretrain_command",
+    "sft": "sft:sft_command",
+    "eval": "evaluate:eval_command",
+    "agent": "agent:agent_command",
+    "serve": "serve:serve_command",
+    "relay": "relay:relay_command",
+    "sample": "sample:sample_command",
+    "report": "report:report_command",
+    "workers": "workers:workers_command",
+    "route": "route:route_app",
+    "doctor": "doctor:doctor_app",
+    "trajectory": "trajectory:trajectory_app",
+    "tasks": "tasks:tasks_app",
+    "config": "config:config_app",
+    "sandbox": "sandbox:sandbox_app",
+    "record": "record:record_app",
+    "env": "environment:env_app",
+    "bench": "bench:bench_app",
+    "checkpoint": "checkpoint:checkpoint_app",
+    "tokenizer": "tokenizer:tokenizer_app",
+}
+"""By name: the module of this package and what it calls the command, or the application of several."""
+
+
+class Application(ErrorReportingGroup):
+    """All commands, each made when it is first asked for."""
+
+    def __init__(self, **settings: Any) -> None:
+        """`settings`: Typer's."""
+        super().__init__(**settings)
+        self._made: dict[str, Any] = {}
+        self.commands = dict.fromkeys(_COMMANDS)  # names, of which a mistyped one is told the nearest
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of that name; None if there is none."""
+        if cmd_name not in self._made and cmd_name in _COMMANDS:
+            self._made[cmd_name] = _command(cmd_name)
+        return self._made.get(cmd_name)
+
+
+def _command(name: str) -> Any:
+    module, _, attribute = _COMMANDS[name].partition(":")
+    found = getattr(importlib.import_module(f"etude.cli.{module}"), attribute)
+    if isinstance(found, typer.Typer):
+        return get_group(found)
+    alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    alone.command(name)(found)
+    return get_command(alone)
+
 
 app = typer.Typer(
     name="etude",
     help="Reinforcement learning for coding agents, in the environment in which they will work.",
-    cls=ErrorReportingGroup,
+    cls=Application,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command("train")(train_command)
-app.command("plan")(plan_command)
-app.command("pretrain")(pretrain_command)
-app.command("sft")(sft_command)
-app.command("eval")(eval_command)
-app.command("agent")(agent_command)
-app.command("serve")(serve_command)
-app.command("relay")(relay_command)
-app.command("sample")(sample_command)
-app.command("report")(report_command)
-app.command("workers")(workers_command)
-app.add_typer(route_app)
-app.add_typer(doctor_app)
-app.add_typer(trajectory_app)
-app.add_typer(tasks_app)
-app.add_typer(config_app)
-app.add_typer(sandbox_app)
-app.add_typer(record_app)
-app.add_typer(env_app)
-app.add_typer(bench_app)
-app.add_typer(checkpoint_app)
-app.add_typer(tokenizer_app)
 
 
 def _print_version(wanted: bool) -> None:

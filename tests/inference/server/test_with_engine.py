@@ -15,10 +15,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-import typer
 from fastapi import FastAPI
 
-from etude.cli import app as etude_app
 from etude.inference import Answer, Engine, EngineService
 from etude.inference.server import EngineView, ServerState, admin, build_app, loan_routes, routes
 from etude.inference.server.checkpoints import CheckpointWeights, checkpoint_manifest
@@ -29,6 +27,7 @@ from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion
 from etude.weights import MemoryWeights
 from etude.weights.documents import manifest_document
+from tests.cli.commands import etude, option_names
 from tests.environment.recording.recording_builders import OPENAI_TOOLS, qwen_tokenizer
 from tests.inference.server.checkpoint import serve_process, write_checkpoint
 from tests.inference.server.serving import ADMIN, MODEL, Served, qwen_model, serving, wait_for
@@ -224,9 +223,7 @@ _SILENT = (0, 2)
 
 
 def test_every_option_and_path_on_the_page_exists() -> None:
-    commands = typer.main.get_command(etude_app).commands  # pyright: ignore[reportAttributeAccessIssue]
-    parameters = [*commands["serve"].params, *commands["agent"].params]
-    known = {option for parameter in parameters for option in parameter.opts}
+    known = option_names("serve") | option_names("agent")
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE)) <= known
     paths = set(re.findall(r"`(?:GET |POST )?(/[a-z0-9_/]+)", PAGE))
     routers = (routes.router, admin.router, loan_routes.router)
@@ -339,7 +336,6 @@ def test_the_command_serves_a_checkpoint_until_it_is_told_to_end(tmp_path: Path)
 
 @pytest.mark.slow
 def test_the_command_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
-    from tests.cli.commands import etude
 
     write_checkpoint(tmp_path / "tiny")
     for arguments, words in (
