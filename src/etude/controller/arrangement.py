@@ -23,6 +23,7 @@ from etude.controller.compute import place_model
 from etude.controller.local import LocalExecutor
 from etude.controller.numerics import use_numerics
 from etude.controller.parts import Parts, open_parts
+from etude.controller.ray_checks import check_address, check_room
 from etude.controller.remote.evaluation import EvaluationBeside
 from etude.controller.threads import ThreadExecutor
 from etude.controller.training_part import TrainingPart, TrainingPaths
@@ -183,14 +184,14 @@ def check_executor(config: RunConfig) -> None:
     """Looks, before a run has a directory, whether its processes can be had. Raises ConfigError for a Ray
     that is not installed or does not answer, ResourceError where they do not fit this machine."""
     settings = config.cluster
-    ray = _import_ray(settings)
+    _import_ray(settings)
     if settings.address:
-        ray.check_address(settings)
+        check_address(settings)
     else:
         has = {"CPU": float(available_cores()), "memory": float(available_memory_bytes())}
         if config.device != "cpu":
             has["GPU"] = float(torch.cuda.device_count())
-        ray.check_room(part_resources(config), has)
+        check_room(part_resources(config), has)
 
 
 def executor_of(config: RunConfig) -> AbstractContextManager[PartExecutor]:

@@ -17,12 +17,9 @@ import os
 import pickle
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +31,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from etude.config import ClusterConfig
-from etude.errors import ConfigError, EtudeError, PartLostError, ResourceError
+from etude.controller.ray_checks import bundle_of, check_address, check_room, told
+from etude.errors import EtudeError, PartLostError, ResourceError
 from etude.protocols import Resources
 
 T = TypeVar("T")
@@ -213,7 +211,7 @@ class RayExecutor:
         check_room(parts, ray.cluster_resources())
         self._bundles = {one.part: number for number, one in enumerate(parts)}
         self._group = placement_group(
-            [_bundle(one) for one in parts],
+            [bundle_of(one) for one in parts],
             strategy=self._settings.placement.upper(),
             bundle_label_selector=[_labels(one) for one in parts],
         )
@@ -222,7 +220,7 @@ class RayExecutor:
                 await self._group.ready()
         except TimeoutError:
             raise ResourceError(
-                "Ray finds no room for all parts at once: " + _told(parts),
+                "Ray finds no room for all parts at once: " + told(parts),
                 field="cluster.placement",
                 received=self._settings.placement,
                 fix=f"it has {_available()}; start more machines, or ask for less in [cluster]",
@@ -234,7 +232,7 @@ class RayExecutor:
         if part.part in self._bundles:
             return
         if part.part not in self._rooms:
-            self._rooms[part.part] = placement_group([_bundle(part)], bundle_label_selector=[_labels(part)])
+            self._rooms[part.part] = placement_group([bundle_of(part)], bundle_label_selector=[_labels(part)])
         try:
             await self._rooms[part.part].ready()  # again after its machine was lost
         except RayError as error:
@@ -268,7 +266,7 @@ class RayExecutor:
                 raise PartLostError(
                     f"did not start within {self._settings.start_timeout_s:.0f} s",
                     field=name,
-                    received=_told([wanted]),
+                    received=told([wanted]),
                     fix=f"Ray has {_available()} free; cluster.start_timeout_s allows longer",
                 ) from None
             if isinstance(error, RayError):
@@ -309,75 +307,8 @@ class RayExecutor:
         return options | {"label_selector": _labels(wanted)}
 
 
-def check_room(parts: Sequence[Resources], has: Mapping[str, float]) -> None:
-    """Raises ResourceError where `has` (cores as CPU, GPUs as GPU, bytes as memory) is less than the parts
-    need together."""
-    needs = {"CPU": 0.0, "GPU": 0.0, "memory": 0.0}
-    for one in parts:
-        needs["CPU"] += one.num_cpus
-        needs["GPU"] += one.num_gpus
-        needs["memory"] += one.memory_bytes
-    short = [name for name, number in needs.items() if number > has.get(name, 0.0) + 1e-9]
-    if short:
-        raise ResourceError(
-            f"the parts need more {' and '.join(short)} than there is: {_told(parts)}",
-            field="cluster",
-            received=", ".join(f"{name} {has.get(name, 0.0):g} of {needs[name]:g}" for name in short),
-            fix="start more machines, or lower cluster.engines or what each part takes: "
-            "cluster.trainer, cluster.engine, cluster.worker, cluster.evaluation",
-        )
-
-
-def check_address(settings: ClusterConfig) -> None:
-    """Raises ConfigError, within `connect_timeout_s` or little more, unless a Ray cluster of this version
-    answers at `address`."""
-    host, _, port = settings.address.rpartition(":")
-    fix = "start it with `ray start --head`, or leave cluster.address empty to start Ray here"
-    try:
-        socket.create_connection((host, int(port)), settings.connect_timeout_s).close()
-    except OSError as error:
-        raise ConfigError(
-            f"does not answer: {error}", field="cluster.address", received=settings.address, fix=fix
-        ) from error
-    # Ray itself waits for minutes, and ends the process, where something else answers.
-    command = [sys.executable, "-c", _PROBE, settings.address]
-    try:
-        probe = subprocess.run(
-            command, timeout=settings.connect_timeout_s, capture_output=True, text=True, check=False
-        )
-    except subprocess.TimeoutExpired:
-        raise ConfigError(
-            "something listens there, and does not answer as a Ray cluster does",
-            field="cluster.address",
-            received=settings.address,
-            fix=f"{fix}; cluster.connect_timeout_s allows longer",
-        ) from None
-    if probe.returncode:
-        lines = probe.stderr.strip().splitlines() or [f"exit status {probe.returncode}"]
-        raise ConfigError(
-            f"cannot be joined: {lines[-1]}", field="cluster.address", received=settings.address, fix=fix
-        )
-
-
-_PROBE = """
-import sys, ray
-ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
-ray.cluster_resources()
-"""
-
-
-def _bundle(wanted: Resources) -> dict[str, float]:
-    named = {"CPU": wanted.num_cpus, "GPU": wanted.num_gpus, "memory": float(wanted.memory_bytes)}
-    # A bundle of nothing is refused, and holds no actor: the smallest share of a core stands for it.
-    return {name: number for name, number in named.items() if number} or {"CPU": 0.001}
-
-
 def _labels(wanted: Resources) -> dict[str, str]:
     return {DOMAIN_LABEL: wanted.failure_domain} if wanted.failure_domain else {}
-
-
-def _told(parts: Sequence[Resources]) -> str:
-    return ", ".join(f"{one.part or 'a part'} {json.dumps(_bundle(one))}" for one in parts)
 
 
 def _remove(group: PlacementGroup) -> None:

@@ -1,0 +1,81 @@
+"""Whether a run over Ray can begin: the address answers, and the parts fit. Without Ray itself."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from etude.config import ClusterConfig
+from etude.errors import ConfigError, ResourceError
+from etude.protocols import Resources
+
+_PROBE = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="ERROR")
+ray.cluster_resources()
+"""
+
+
+def check_room(parts: Sequence[Resources], has: Mapping[str, float]) -> None:
+    """Raises ResourceError where `has` (cores as CPU, GPUs as GPU, bytes as memory) is less than the parts
+    need together."""
+    needs = {"CPU": 0.0, "GPU": 0.0, "memory": 0.0}
+    for one in parts:
+        needs["CPU"] += one.num_cpus
+        needs["GPU"] += one.num_gpus
+        needs["memory"] += one.memory_bytes
+    short = [name for name, number in needs.items() if number > has.get(name, 0.0) + 1e-9]
+    if short:
+        raise ResourceError(
+            f"the parts need more {' and '.join(short)} than there is: {told(parts)}",
+            field="cluster",
+            received=", ".join(f"{name} {has.get(name, 0.0):g} of {needs[name]:g}" for name in short),
+            fix="start more machines, or lower cluster.engines or what each part takes: "
+            "cluster.trainer, cluster.engine, cluster.worker, cluster.evaluation",
+        )
+
+
+def check_address(settings: ClusterConfig) -> None:
+    """Raises ConfigError, within `connect_timeout_s` or little more, unless a Ray cluster of this version
+    answers at `address`."""
+    host, _, port = settings.address.rpartition(":")
+    fix = "start it with `ray start --head`, or leave cluster.address empty to start Ray here"
+    try:
+        socket.create_connection((host, int(port)), settings.connect_timeout_s).close()
+    except OSError as error:
+        raise ConfigError(
+            f"does not answer: {error}", field="cluster.address", received=settings.address, fix=fix
+        ) from error
+    # Ray itself waits for minutes, and ends the process, where something else answers.
+    command = [sys.executable, "-c", _PROBE, settings.address]
+    try:
+        probe = subprocess.run(
+            command, timeout=settings.connect_timeout_s, capture_output=True, text=True, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            "something listens there, and does not answer as a Ray cluster does",
+            field="cluster.address",
+            received=settings.address,
+            fix=f"{fix}; cluster.connect_timeout_s allows longer",
+        ) from None
+    if probe.returncode:
+        lines = probe.stderr.strip().splitlines() or [f"exit status {probe.returncode}"]
+        raise ConfigError(
+            f"cannot be joined: {lines[-1]}", field="cluster.address", received=settings.address, fix=fix
+        )
+
+
+def bundle_of(wanted: Resources) -> dict[str, float]:
+    """What Ray is to reserve for a part."""
+    named = {"CPU": wanted.num_cpus, "GPU": wanted.num_gpus, "memory": float(wanted.memory_bytes)}
+    # A bundle of nothing is refused, and holds no actor: the smallest share of a core stands for it.
+    return {name: number for name, number in named.items() if number} or {"CPU": 0.001}
+
+
+def told(parts: Sequence[Resources]) -> str:
+    """Parts and what they take, in words."""
+    return ", ".join(f"{one.part or 'a part'} {json.dumps(bundle_of(one))}" for one in parts)
