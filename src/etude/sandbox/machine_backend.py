@@ -16,8 +16,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox.arguments import check_life
@@ -133,17 +134,22 @@ class MachineBackend(SnapshotKeeper):
         await self._clear_litter()
         sandbox = MachineSandbox(self, self.new_id(), spec)
         if snapshot is None:
-            return await self.begin(sandbox, self.boot(sandbox), timeout_s)
+            return await self.begin(sandbox, self.boot, timeout_s=timeout_s)
         self._check_snapshot(snapshot)
-        return await self.begin(sandbox, self.restore(sandbox, snapshot), timeout_s)
+        return await self.begin(sandbox, self.restore, snapshot, timeout_s=timeout_s)
 
     async def begin(
-        self, sandbox: MachineSandbox, starting: Awaitable[Channel], timeout_s: float | None = None
+        self,
+        sandbox: MachineSandbox,
+        start: Callable[..., Awaitable[Channel]],
+        *arguments: Any,
+        timeout_s: float | None = None,
     ) -> MachineSandbox:
-        """Waits for a machine that starts; a start that fails or is cancelled leaves nothing behind."""
+        """Starts a machine by `start(sandbox, *arguments)`; a start that fails or is cancelled leaves nothing
+        behind."""
         self._live[sandbox.id] = sandbox
         try:
-            await self._attach(sandbox, starting)
+            await self._attach(sandbox, start(sandbox, *arguments))
         except BaseException:
             await asyncio.shield(self.kill(sandbox))
             raise

@@ -136,7 +136,7 @@ class ForkServerBackend(MachineBackend):
         try:
             spec = self.copied_spec(sandbox)
             copies = [MachineSandbox(self, self.new_id(), spec) for _ in range(count)]
-            return await gather_copies([self.begin(copy, self._clone(copy, layers)) for copy in copies])
+            return await gather_copies([self.begin(copy, self._clone, layers) for copy in copies])
         finally:
             self._release_layers(layers)
 

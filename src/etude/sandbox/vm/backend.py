@@ -191,7 +191,7 @@ class VmBackend(MachineBackend):
             self._check(spec)
             copies = [MachineSandbox(self, self.new_id(), spec) for _ in range(count)]
             return await gather_copies(
-                [self.begin(copy, self._copy(copy, machine, directory, extra)) for copy in copies]
+                [self.begin(copy, self._copy, machine, directory, extra) for copy in copies]
             )
         finally:
             await asyncio.to_thread(shutil.rmtree, directory, True)
@@ -257,7 +257,7 @@ class VmBackend(MachineBackend):
         machine = await self.arrivals.take(ticket_id)
         sandbox = MachineSandbox(self, machine.name, spec)
         self._register(sandbox, machine)
-        return await self.begin(sandbox, self._continue(sandbox, machine, next_id), timeout_s)
+        return await self.begin(sandbox, self._continue, machine, next_id, timeout_s=timeout_s)
 
     async def abandon(self, ticket_id: str) -> None:
         """Gives up a machine that was expected. Idempotent."""
