@@ -10,12 +10,31 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LIGHT = ["errors", "records", "protocols", "config", "observe", "store", "cli"]
+LIGHT = ["errors", "records", "protocols", "config", "observe", "store"]
+EVERY_COMMAND = (
+    "import etude.cli, typer.main\n"
+    "group = typer.main.get_command(etude.cli.app)\n"
+    "for name in group.commands: group.get_command(None, name)\n"
+)
+"""The command line imports a command when it is asked for."""
 
 
-@pytest.mark.parametrize("name", LIGHT)
-def test_lower_layers_do_not_load_torch(name: str) -> None:
-    code = f"import sys, etude.{name}; assert 'torch' not in sys.modules; assert 'ray' not in sys.modules"
+@pytest.mark.parametrize("imports", [*(f"import etude.{name}\n" for name in LIGHT), EVERY_COMMAND])
+def test_lower_layers_and_the_command_line_do_not_load_torch(imports: str) -> None:
+    code = f"{imports}import sys; assert not {{'torch', 'ray'}} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_command_does_not_wait_for_what_others_need() -> None:
+    code = "import sys, etude.cli, etude.cli.sandbox; assert not {'pydantic', 'numpy'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_of_a_run_does_not_wait_for_what_it_may_never_need() -> None:
+    slow = {"transformers", "torch.distributed.tensor", "torch.distributed.checkpoint", "ray", "sympy"}
+    code = f"import sys, etude.controller.train; assert not {slow!r} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -33,7 +52,7 @@ def test_records_need_only_numpy() -> None:
 
 
 def test_importing_prints_nothing_and_makes_no_files(tmp_path) -> None:
-    code = "import etude.cli, etude.store, etude.observe.report"
+    code = f"{EVERY_COMMAND}import etude.store, etude.observe.report"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert list(tmp_path.iterdir()) == []
@@ -46,7 +65,7 @@ def test_training_needs_only_what_a_plain_installation_brings() -> None:
     assert {"fastapi", "uvicorn", "pytest"} <= set(missing)
     code = (
         f"import sys; sys.modules |= dict.fromkeys({missing!r})\n"  # None there: not to be imported
-        "import etude.cli, etude.controller.train, etude.controller.pretraining, etude.controller.sft\n"
+        f"{EVERY_COMMAND}import etude.controller.train, etude.controller.pretraining, etude.controller.sft\n"
         "import etude.controller.parity, etude.controller.recorded, etude.cli.train, etude.cli.evaluate\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

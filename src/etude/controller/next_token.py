@@ -12,7 +12,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etude.config import ModelConfig, NextTokenConfig, RunConfig
 from etude.controller.ranks import ModelPlan, OnlyHere, Saving, how_to_save, open_team
@@ -20,10 +20,12 @@ from etude.model import LanguageModel
 from etude.training import NextTokenTrainer
 from etude.training.checkpoints import FollowingWriter, WriteCheckpoint, read_state, save_checkpoint
 from etude.training.optimizer import OffendingBatches
-from etude.training.parallel.mesh_ranks import MeshRanks
 from etude.training.parallel.team import Team
 from etude.training.pretraining import Batches, Document
 from etude.training.pretraining.trainer import DraftTraining
+
+if TYPE_CHECKING:
+    from etude.training.parallel.mesh_ranks import MeshRanks
 
 
 @dataclass(frozen=True, slots=True)

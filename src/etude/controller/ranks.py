@@ -14,7 +14,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -34,9 +34,11 @@ from etude.training import RlTrainer
 from etude.training.checkpoints import FollowingWriter, WriteCheckpoint, save_checkpoint
 from etude.training.intake import RouteFetcher
 from etude.training.optimizer import OffendingBatches
-from etude.training.parallel.mesh_ranks import MeshRanks, check_spreadable
 from etude.training.parallel.team import Team, check_world, is_follower
 from etude.weights import StoreWeights, WeightPublisher, open_publisher
+
+if TYPE_CHECKING:
+    from etude.training.parallel.mesh_ranks import MeshRanks
 
 T = TypeVar("T")
 
@@ -330,6 +332,8 @@ def open_trainer(
 @contextlib.contextmanager
 def open_team(model: LanguageModel, run: RunConfig) -> Iterator[Team[Any]]:
     """The ranks of a run that has several, which are let go on the way out; see `open_trainer`."""
+    from etude.training.parallel.mesh_ranks import check_spreadable
+
     check_spreadable(model)
     device = device_of(model).type
     threads = max(1, torch.get_num_threads() // run.parallel.ranks)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-import transformers
 
 from etude.config import ModelConfig
 from etude.errors import CheckpointError
@@ -49,6 +48,8 @@ def read_window(directory: Path) -> int:
     own = read_architecture(directory)
     if own is not None:
         return own.max_positions
+    import transformers
+
     try:
         config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
         return int(config.get_text_config().max_position_embeddings)

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from etude.model.loading import AnyModel
-from etude.training.checkpoints.shards import ModelShards, part_on_host
+from etude.training.checkpoints.shards import ModelShards, is_shard
 
 
 @torch.no_grad()
@@ -41,6 +40,8 @@ def copy_state(value: Any) -> Any:
 
 
 def _host(tensor: Tensor) -> Tensor:
-    if isinstance(tensor, DTensor):
+    if is_shard(tensor):
+        from etude.training.checkpoints.shard_files import part_on_host
+
         return part_on_host(tensor)
     return tensor.detach().to("cpu", copy=True)

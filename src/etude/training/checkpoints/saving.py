@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from etude.errors import CheckpointError
 from etude.model import LanguageModel, build_model
@@ -35,10 +36,8 @@ from etude.training.checkpoints.shards import (
     Shards,
     has_shards,
     join_shards,
-    read_shards,
     split_shards,
     together,
-    write_shards,
 )
 
 STATE = "state.pt"
@@ -106,6 +105,8 @@ def _save_shards(
     write_more: _WriteMore | None,
     retire: Callable[[Path], object],
 ) -> None:
+    from etude.training.checkpoints.shard_files import write_shards
+
     group, partial = model.group, partial_of(directory)
     shards, rest = split_shards({_MODEL_KEY: model.weights, _STATE_KEY: state or {}})
     is_first = group.rank() == 0
@@ -176,7 +177,7 @@ def load_state(directory: Path) -> dict[str, Any] | None:
     state = read_state(directory)
     if state is None or not has_shards(directory):
         return state
-    return _split_model(read_shards(directory), state)[1]
+    return _read_split(directory, state)[1]
 
 
 def load_stored(
@@ -211,7 +212,7 @@ def _load_parts(directory: Path, like: ModelShards, state_like: Mapping[str, Any
         return found[0]
     together(group, lambda: _check_shards(directory, like))
     wanted, _ = split_shards({_MODEL_KEY: like.weights, _STATE_KEY: state_like})
-    weights, state = _split_model(read_shards(directory, wanted, group), read_state(directory))
+    weights, state = _read_split(directory, read_state(directory), wanted, group)
     if not weights:
         return Stored(None, state)
     fields = read_fields(directory / _CONFIG)
@@ -222,7 +223,7 @@ def _load_whole(directory: Path, like: AnyModel | ModelShards | None) -> Stored:
     """All of it in this process, whoever wrote it."""
     state, model = read_state(directory), None
     if has_shards(directory):
-        weights, state = _split_model(read_shards(directory), state)
+        weights, state = _read_split(directory, state)
         model = _assemble(directory, weights)
     elif (directory / _CONFIG).is_file():
         model = load_any_model(directory)
@@ -247,9 +248,17 @@ def _check_architecture(config: object, vocab_size: int, like: AnyModel | ModelS
         )
 
 
-def _split_model(shards: Shards, rest: Mapping[str, Any] | None) -> tuple[Shards, dict[str, Any] | None]:
-    """All shards of a checkpoint -> the model's weights, and the state whose plain values are `rest`."""
-    tree = join_shards({_STATE_KEY: rest or {}}, shards)
+def _read_split(
+    directory: Path,
+    rest: Mapping[str, Any] | None,
+    like: Shards | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Shards, dict[str, Any] | None]:
+    """Shards of a checkpoint, read as `read_shards` does -> the model's weights, and the state whose plain
+    values are `rest`."""
+    from etude.training.checkpoints.shard_files import read_shards
+
+    tree = join_shards({_STATE_KEY: rest or {}}, read_shards(directory, like, group))
     return tree.get(_MODEL_KEY, {}), None if rest is None else tree[_STATE_KEY]
 
 

@@ -36,7 +36,6 @@ from torch.distributed.rendezvous import rendezvous
 from etude.config.parallel import ParallelConfig
 from etude.errors import ConfigError, EtudeError, RankError
 from etude.training.parallel.mesh import Mesh
-from etude.training.parallel.mesh_ranks import MeshRanks
 
 T = TypeVar("T")
 
@@ -94,6 +93,9 @@ class _Seat(Generic[T]):
             world_size=config.ranks,
             timeout=timeout,
         )
+        # What it needs of PyTorch takes half a second to import: only where there are several ranks.
+        from etude.training.parallel.mesh_ranks import MeshRanks
+
         self.ranks = MeshRanks(Mesh(config, device))
         self.held: T | None = None
         self.number = 0
