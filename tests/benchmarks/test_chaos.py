@@ -7,9 +7,11 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import torch
 from chaos_audit import Audit, audit, count_old_versions
 from chaos_run import KINDS, Disturbance
 from chaos_services import Server
-from chaos_store import Objects
+from chaos_store import Handler, Objects
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -151,6 +153,22 @@ def test_a_store_keeps_what_it_has_acknowledged_and_creates_a_name_once(tmp_path
     assert [path.name for path in (tmp_path / "bucket" / "a").iterdir()] == ["c"], "nothing temporary stays"
     with pytest.raises(ValueError, match="secret"):
         objects.read("../secret")
+
+
+def test_what_a_client_had_sent_when_it_was_killed_is_not_stored(tmp_path: Path) -> None:
+    handler = type("StoreHandler", (Handler,), {"objects": Objects(tmp_path)})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with socket.create_connection(server.server_address[:2]) as client:
+                client.sendall(b"PUT /bucket/a HTTP/1.1\r\ncontent-length: 10\r\n\r\nhalf")
+                client.shutdown(socket.SHUT_WR)
+                assert client.recv(100) == b"", "it is not answered"
+        finally:
+            server.shutdown()
+            thread.join()
+    assert Objects(tmp_path).list("bucket") == []
 
 
 def test_a_server_that_was_killed_comes_back_at_its_address(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def run_elsewhere(config: RunConfig, resume: bool = False) -> Iterator[subproces
             process.kill()
 
 
-def wait_until(process: subprocess.Popen[str], holds: Callable[[], bool], timeout_s: float = 120.0) -> None:
+def wait_until(process: subprocess.Popen[str], holds: Callable[[], bool], timeout_s: float = 300.0) -> None:
     """Waits for a condition while the process runs. Fails with the process's output if it ends before."""
     end_s = time.monotonic() + timeout_s
     while not holds():

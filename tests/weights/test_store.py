@@ -206,6 +206,18 @@ def test_a_lease_lives_as_long_as_it_beats(tmp_path: Path) -> None:
             WriterLease(folder, 0.2)
 
 
+@pytest.mark.parametrize("left", [b"", b"{", b"[]", b'{"owner": "somebody"}'])
+def test_a_lease_whose_writer_died_while_it_wrote_is_free_once_it_does_not_beat(
+    tmp_path: Path, left: bytes
+) -> None:
+    folder = DirectoryFolder(tmp_path)
+    folder.write("writers/00000007.json", left)
+    began = time.monotonic()
+    with WriterLease(folder, 0.1) as lease:
+        assert lease.epoch == 8
+        assert time.monotonic() - began >= 0.1, "it may have been written just then"
+
+
 def test_a_writer_that_cannot_beat_says_so(tmp_path: Path) -> None:
     folder = FailingFolder(DirectoryFolder(tmp_path))
     with WriterLease(folder, 0.1) as lease:

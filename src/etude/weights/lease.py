@@ -75,14 +75,14 @@ class WriterLease:
 
     def _is_alive(self, epoch: int) -> bool:
         before = self._read(epoch)
-        if before is None or json.loads(before)["released"]:
+        if before is None or _is_released(before):
             return False
         deadline = time.monotonic() + self._lease_s
         while time.monotonic() < deadline:
             time.sleep(self._lease_s / 10)
             now = self._read(epoch)
             if now != before:
-                return now is not None and not json.loads(now)["released"]
+                return now is not None and not _is_released(now)
         return False
 
     def _read(self, epoch: int) -> bytes | None:
@@ -106,6 +106,15 @@ class WriterLease:
 
     def _content(self, *, released: bool = False) -> bytes:
         return json.dumps({"owner": self._owner, "beats": self._beats, "released": released}).encode()
+
+
+def _is_released(content: bytes) -> bool:
+    """Whether its holder has let go of a lease. Of one that is not whole nobody knows: its writer may have
+    been killed while it wrote, or writes still."""
+    try:
+        return bool(json.loads(content)["released"])
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def _name(epoch: int) -> str:
