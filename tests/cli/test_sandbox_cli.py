@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from etude.sandbox.backends import open_backend
+from tests.cli import commands
 
 ETUDE = [sys.executable, "-c", "from etude.cli import main; main()"]
 START_S = 30.0
@@ -23,11 +24,9 @@ pytestmark = pytest.mark.skipif(bool(open_backend("local").doctor()), reason="no
 
 
 def etude(*arguments: str, code: int = 0) -> str:
-    """Output of a command that ends with `code`."""
-    result = subprocess.run(
-        [*ETUDE, "sandbox", *arguments], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert result.returncode == code, (arguments, result.stdout, result.stderr)
+    """Output of a command that ends with `code`, in this process."""
+    result = commands.etude("sandbox", *arguments)
+    assert result.exit_code == code, (arguments, result.stdout, result.stderr, result.exception)
     return result.stdout.strip() if code == 0 else result.stdout + result.stderr
 
 
