@@ -93,6 +93,7 @@ class FakeSandbox:
         self.check()
         moved = await target.create(Template(dict(self.contents)), self.info.resources)
         await self.kill()
+        await asyncio.sleep(self.backend.tells_of_moves_s)
         return moved
 
     async def kill(self) -> None:
@@ -112,6 +113,8 @@ class FakeHost:
         self.refuses: Exception | None = None
         """Raised by every `create`."""
         self.create_s = 0.0
+        self.tells_of_moves_s = 0.0
+        """After a sandbox has left."""
         self.creates = 0
         self.images: list[str] = []
         self.closed = False

@@ -364,6 +364,19 @@ def test_calls_wait_while_their_sandbox_moves():
     with_fleet(hosts, scenario)
 
 
+def test_a_sandbox_that_has_left_a_host_before_anybody_is_told_has_not_ended():
+    hosts = {"a": FakeHost(), "b": FakeHost()}
+    hosts["a"].tells_of_moves_s = 10 * QUICK.heartbeat_s
+
+    async def scenario(fleet: Fleet) -> None:
+        boxes = [await fleet.create(FILES, BIG) for _ in range(4)]
+        report = await fleet.drain("a")
+        assert len(report.moved) == 2
+        assert [await box.files.read("a.txt") for box in boxes] == [b"one"] * 4
+
+    with_fleet(hosts, scenario)
+
+
 def test_what_cannot_move_sleeps_and_what_cannot_sleep_is_reported():
     async def sleeping(fleet: Fleet) -> None:
         boxes = [await fleet.create(FILES, BIG) for _ in range(2)]

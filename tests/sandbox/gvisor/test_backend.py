@@ -181,7 +181,10 @@ while True:
 @pytest.mark.slow
 def test_what_the_kernel_holds_for_the_agent_is_bounded_too() -> None:
     async def scenario(s: MachineSandbox) -> None:
-        filling = await s.commands.run("python3 messages.py", timeout_s=60)
+        try:
+            filling = await s.commands.run("python3 messages.py", timeout_s=60)
+        except SandboxKilledByAgentError:
+            return  # it was quicker than who looks: then its whole sandbox ends, and nothing of the host's
         assert (filling.exit_code, filling.timed_out) == (-signal.SIGKILL, False)
 
     with_sandbox(scenario, {"messages.py": MESSAGES}, Resources(memory_bytes=64 << 20, disk_bytes=8 << 20))

@@ -128,8 +128,8 @@ class Heartbeats:
             if sandbox_id is None or reservation.confirmed_s > began_s or sandbox_id in found:
                 continue
             sandbox = self._registry.handle(sandbox_id)
-            if sandbox is not None and sandbox.host is not host:
-                continue
+            if sandbox is not None and (sandbox.host is not host or sandbox.is_moving):
+                continue  # in a move it leaves one host before it is known to be on the other
             if sandbox is not None:
                 sandbox.end(
                     SandboxMissingError("the sandbox has ended", field="sandbox", received=sandbox_id)

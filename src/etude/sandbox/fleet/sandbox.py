@@ -57,6 +57,11 @@ class FleetSandbox(WrappedSandbox):
         """See Sandbox. It stays when the sandbox moves."""
         return self._id
 
+    @property
+    def is_moving(self) -> bool:
+        """Whether it is on its way to another host."""
+        return not self._settled.is_set()
+
     async def call(self, name: str, operation: Operation[Result]) -> Result:
         """See WrappedSandbox.call."""
         return await self.attempt(operation)
