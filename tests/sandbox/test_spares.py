@@ -147,6 +147,9 @@ def test_a_spare_that_has_died_is_no_sandbox(tmp_path: Path) -> None:
         for pid in below(fork_server(backend)):
             os.kill(pid, signal.SIGKILL)
         assert await becomes_true(lambda: below(fork_server(backend)) == [])
+        spares = backend._spares
+        assert spares is not None
+        assert await becomes_true(lambda: all(spare.channel.closed for spare in spares._ready))
         sandboxes = [await backend.create() for _ in range(3)]
         for sandbox in sandboxes:
             assert (await sandbox.commands.run("echo on")).stdout == "on\n"

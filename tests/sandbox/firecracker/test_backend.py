@@ -147,8 +147,10 @@ def test_a_snapshot_that_fails_leaves_the_guest_running(tmp_path: Path) -> None:
 def test_a_hypervisor_that_dies_is_lost(tmp_path: Path) -> None:
     async def scenario(backend: FirecrackerBackend) -> None:
         s = await backend.create(Template(FILES), SMALL)
-        running = asyncio.create_task(s.commands.run("sleep 30"))
-        await asyncio.sleep(0.1)
+        begun = asyncio.Event()
+        command = s.commands.run("echo on; sleep 30", on_output=lambda *_: begun.set())
+        running = asyncio.create_task(command)
+        await asyncio.wait_for(begun.wait(), 60.0)
         process = backend._machines[s.id]._process
         assert process is not None
         process._process.send_signal(signal.SIGTERM)
