@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from etude.controller.local import LocalHandle
 from etude.controller.remote.engine_part import Build, EnginePart
@@ -38,6 +39,22 @@ def test_requests_are_answered_by_the_version_that_was_activated(tmp_path: Path)
         await fleet.shutdown()
 
     asyncio.run(run())
+
+
+def test_an_engine_in_a_process_of_its_own_has_its_number_of_compute_threads(tmp_path: Path) -> None:
+    async def run() -> None:
+        made = Fleet(tmp_path, 1)
+        engine = made.config.engine.model_copy(update={"num_threads": before + 1})
+        made.config = made.config.model_copy(update={"engine": engine})
+        await made.fleet.start()
+        assert torch.get_num_threads() == before + 1
+        await made.fleet.shutdown()
+
+    before = torch.get_num_threads()
+    try:
+        asyncio.run(run())
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_session_goes_on_after_its_engine_was_killed(tmp_path: Path) -> None:

@@ -57,8 +57,9 @@ def without_model(stored: object) -> ModelShards | None:
 
 def is_shard(value: object) -> TypeIs[DTensor]:
     """Whether this is a DTensor. Where nobody has imported them, nothing is."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
+    # Another thread may be importing them just now: then there are none yet.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(value, kind)
 
 
 def split_shards(tree: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
