@@ -12,6 +12,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from blake3 import blake3
+from safetensors.torch import load_file
+
 from etude.config import RunConfig, dump_config
 from etude.controller.train import train
 from etude.observe import Observer, RunDirectory
@@ -109,15 +114,21 @@ def num_rl_steps(config: RunConfig) -> int:
     return max((row["step"] for row in rows if row["kind"] == "rl"), default=0)
 
 
-def final_weights(run: RunDirectory) -> bytes:
-    """The bytes of the final checkpoint's tensors."""
-    return (run.checkpoints / "final" / "model.safetensors").read_bytes()
+def final_weights(run: RunDirectory) -> dict[str, str]:
+    """A digest of each of the final checkpoint's tensors, by name."""
+    return weights_of(run.checkpoints / "final")
 
 
-def collected(run: RunDirectory) -> list[tuple[str, str, bytes, bytes]]:
-    """Every stored session in the order of storage: id, status, tokens and log-probabilities."""
+def weights_of(checkpoint: Path) -> dict[str, str]:
+    """A digest of each tensor, by name."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    return {name: _digest(tensor.view(torch.uint8).numpy()) for name, tensor in tensors.items()}
+
+
+def collected(run: RunDirectory) -> list[tuple[str, str, str, str]]:
+    """Every stored session in the order of storage: id, status, digests of tokens and log-probabilities."""
     return [
-        (str(m.id), m.status.value, m.segments[0].tokens.tobytes(), m.segments[0].logprobs.tobytes())
+        (str(m.id), m.status.value, _digest(m.segments[0].tokens), _digest(m.segments[0].logprobs))
         for group in TrajectoryLog(run.trajectories).read()
         for m in group.members
     ]
@@ -146,3 +157,7 @@ def _children() -> list[int]:
             if int(parent) == os.getpid() and state != "Z":
                 found.append(int(entry.name))
     return found
+
+
+def _digest(values: np.ndarray) -> str:
+    return blake3(values.tobytes()).hexdigest(8)

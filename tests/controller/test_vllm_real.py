@@ -16,7 +16,14 @@ from etude.model.loading import load_any_model
 from etude.model.transformers_model import TransformersModel
 from etude.observe.metrics import read_metrics
 from tests.controller.learning import learned
-from tests.controller.running import final_weights, num_rl_steps, run_elsewhere, run_here, wait_until
+from tests.controller.running import (
+    final_weights,
+    num_rl_steps,
+    run_elsewhere,
+    run_here,
+    wait_until,
+    weights_of,
+)
 from tests.controller.test_vllm_run import check_routes, checkpoint, served_steps
 from tests.inference.vllm.environment import ENVIRONMENT, vllm_python
 from tests.model.transformers_builders import tiny_model
@@ -97,7 +104,7 @@ def test_a_run_of_a_mixture_of_experts_survives_a_crash_of_its_server_in_mid_ste
     assert served_steps(run) == {0, 1}
     assert report["throughput"]["decode_tokens"] > 0
     check_parity(run.metrics_file, 3)
-    assert final_weights(run) != (learned() / "model.safetensors").read_bytes(), "something was trained"
+    assert final_weights(run) != weights_of(learned()), "something was trained"
 
 
 def test_a_run_that_was_killed_goes_on_where_it_was(tmp_path: Path) -> None:

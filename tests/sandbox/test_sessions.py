@@ -392,7 +392,7 @@ def with_plain_shell(*commands: str) -> list[tuple[int, str, bool]]:
     told: list[tuple[int, str, bool]] = []
     try:
         for number, command in enumerate(commands, 1):
-            shell.run(number, command, 10.0, 1000, set())
+            shell.run(number, command, 10.0, 1000, {})
             answer = None
             while answer is None:
                 ready = [descriptor for descriptor, _ in poll.poll(10_000)]

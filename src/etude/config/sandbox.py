@@ -70,9 +70,9 @@ class SandboxConfig(Section):
     memory_bytes: int = Field(default=512 << 20, ge=16 << 20)
     """Memory of one sandbox."""
     test_timeout_s: float = Field(default=2.0, gt=0)
-    """Wall time of one test run."""
+    """Wall time of one test run. What it waits for a processor or a disk does not count, up to a minute."""
     command_timeout_s: float = Field(default=10.0, gt=0)
-    """Wall time of one command."""
+    """Wall time of one command, counted likewise."""
 
     @field_validator("servers")
     @classmethod

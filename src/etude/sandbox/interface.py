@@ -196,7 +196,11 @@ class Sandbox(Protocol):
         ...
 
     async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
-        """Runs the `test_*` functions of the named files in a fresh fork of the warm interpreter."""
+        """Runs the `test_*` functions of the named files in a fresh fork of the warm interpreter.
+
+        `timeout_s`: wall time, as for commands: what waits for a processor or a disk at its end, and has had
+        less processor time than that, goes on for up to a minute. How busy the machine is judges nobody.
+        """
         ...
 
     async def run_probes(self, paths: Sequence[str], timeout_s: float = 2.0) -> ProbeReport:

@@ -23,6 +23,7 @@ from etude.sandbox.egress import Egress
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxLostError, SandboxStateError, fault_error
 from etude.sandbox.files import ChannelFiles
 from etude.sandbox.inside.frames import MAX_PAYLOAD_BYTES, Header
+from etude.sandbox.inside.waiting import MOST_WAITING_S
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.network.environment import proxy_environment
 from etude.sandbox.network.proxy import EgressProxy
@@ -222,7 +223,8 @@ class MachineSandbox:
             self._outputs.expect(request_id, on_output)
         try:
             channel.send(header, payload)
-            answer, data = await channel.answer(request_id, header["timeout_s"] + OPERATION_S)
+            most_s = header["timeout_s"] + MOST_WAITING_S + OPERATION_S
+            answer, data = await channel.answer(request_id, most_s)
         except asyncio.CancelledError:
             if not channel.closed:
                 channel.send({"op": "cancel", "target": request_id})

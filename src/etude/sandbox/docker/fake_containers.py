@@ -115,9 +115,11 @@ class FakeContainer:
         """Ends it at once. Idempotent."""
         if self._process is None or self.state == "exited":
             return
-        for pid in self._pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        pids = self._pids()
+        for number in (signal.SIGSTOP, signal.SIGKILL):  # none is to see another one's end
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         await self.ended.wait()
 
     def freeze(self, number: signal.Signals) -> None:

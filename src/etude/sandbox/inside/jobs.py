@@ -163,7 +163,10 @@ class Job:
     """A pidfd: readable once the child has ended."""
     outputs: list[Output]
     start_s: float
+    timeout_s: float
+    """How long it may take; infinite where nothing bounds it."""
     deadline_s: float
+    """When to look whether it ends: see `waiting`."""
     spare: set[int]
     keep_background: bool
     """Whether processes that the child leaves behind may live on."""
@@ -216,8 +219,8 @@ def start_job(
         os.close(inward[0])
         stdin = Input(inward[1])
     outputs = [Output(reader, limit_bytes) for reader, _ in pipes]
-    deadline_s = float("inf") if timeout_s is None else start_s + timeout_s
-    return Job(pid, watch, outputs, start_s, deadline_s, spare, keep_background, input=stdin)
+    most_s = float("inf") if timeout_s is None else timeout_s
+    return Job(pid, watch, outputs, start_s, most_s, start_s + most_s, spare, keep_background, input=stdin)
 
 
 def _close_all(pairs: Sequence[tuple[int, int]]) -> None:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 _ROUNDS = 20
 _STOP_S = 2.0
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Process:
     parent: int
     session: int
     state: str
+    processor_s: float = 0.0
+    """Time that it and its ended children have computed."""
 
 
 Table = dict[int, Process]
@@ -185,7 +188,8 @@ def _read_table() -> Table:
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
-            table[int(name)] = Process(int(fields[1]), int(fields[3]), fields[0].decode())
+            processor_s = sum(map(int, fields[11:15])) / _TICKS_PER_S
+            table[int(name)] = Process(int(fields[1]), int(fields[3]), fields[0].decode(), processor_s)
         except (OSError, IndexError):
             continue
     return table

@@ -35,6 +35,7 @@ from etude.sandbox.inside.processes import (
 )
 from etude.sandbox.inside.sessions import Sessions
 from etude.sandbox.inside.settings import Settings, check_texts
+from etude.sandbox.inside.waiting import extension_s
 from etude.sandbox.inside.wire import Wire
 
 WATCH_S = 0.1
@@ -121,11 +122,19 @@ class Running:
         for job in list(self._jobs.values()):
             if job.pid in ended:
                 self._finish(job, os.waitstatus_to_exitcode(ended[job.pid]))
-            elif now_s >= job.deadline_s:
+            elif now_s >= job.deadline_s and not self._goes_on(job, now_s):
                 job.timed_out = True
                 self._kill_family(job)
                 self._finish(job, -signal.SIGKILL)
         self._sessions.look_after(ended, now_s)
+
+    def _goes_on(self, job: Job, now_s: float) -> bool:
+        """Whether a job at its deadline gets more time."""
+        table = self._processes.table()
+        rows = (table[pid] for pid in families(table, [job.pid]) - job.spare if pid in table)
+        more_s = extension_s(rows, job.timeout_s, now_s - job.start_s)
+        job.deadline_s = now_s + more_s
+        return more_s > 0
 
     def end_all(self) -> None:
         """Ends every process of the sandbox; whoever waits for one hears that it was killed."""

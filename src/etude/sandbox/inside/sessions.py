@@ -126,13 +126,13 @@ class Sessions:
         shell = self._shells.get(header["session"])
         if shell is None:
             raise Fault(*_ended(header["session"]))
-        spare = set(self._processes.table())
+        before = self._processes.table()
         if shell.cancelled:
-            shell.queue.append((header, spare))
+            shell.queue.append((header, before))
         elif shell.request_id:
             raise Fault("argument", "another command still runs in this session")
         else:
-            _begin(shell, header, spare)
+            _begin(shell, header, before)
 
     def _close(self, header: Header, payload: bytes) -> Answer:
         shell = self._shells.get(header["session"])
@@ -142,6 +142,12 @@ class Sessions:
         return {}, b""
 
     def _expire(self, shell: Shell, now_s: float) -> None:
+        if (
+            now_s >= shell.deadline_s
+            and not shell.cancelled
+            and shell.goes_on(self._processes.table(), now_s)
+        ):
+            return
         due = shell.expire(now_s)
         if due == "command":
             self._kill_below(shell)
@@ -180,8 +186,8 @@ class Sessions:
         shell.close()
 
 
-def _begin(shell: Shell, header: Header, spare: set[int]) -> None:
-    shell.run(header["id"], header["cmd"], header["timeout_s"], header["limit_bytes"], spare)
+def _begin(shell: Shell, header: Header, before: Table) -> None:
+    shell.run(header["id"], header["cmd"], header["timeout_s"], header["limit_bytes"], before)
 
 
 def _ended(session: str) -> tuple[str, str]:

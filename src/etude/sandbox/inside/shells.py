@@ -15,6 +15,8 @@ import time
 
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.inside.jobs import Child, Input, Job, Output, start_job
+from etude.sandbox.inside.processes import Table, families
+from etude.sandbox.inside.waiting import extension_s
 
 STATUS_DESCRIPTOR = 3
 _STATUS_BYTES = 64
@@ -47,11 +49,13 @@ class Shell:
         self._timed_out = False
         self._kill_at_s = float("inf")
         self._start_s = 0.0
+        self._timeout_s = 0.0
+        self._before_s = 0.0
         self._status = b""
         self._watches_stdin = False
         self.cancelled = False
         """Whether nobody waits for the present command any longer."""
-        self.queue: list[tuple[Header, set[int]]] = []
+        self.queue: list[tuple[Header, Table]] = []
         """Commands that came while a cancelled one was still ending, each with what ran before it."""
         for output in self.job.outputs:
             output.listen(poll)
@@ -66,14 +70,17 @@ class Shell:
         assert self.job.input is not None, "a shell is started with an input"
         return self.job.input
 
-    def run(self, request_id: int, cmd: str, timeout_s: float, limit_bytes: int, spare: set[int]) -> None:
-        """Begins a command; `settle` tells when it has ended."""
+    def run(self, request_id: int, cmd: str, timeout_s: float, limit_bytes: int, before: Table) -> None:
+        """Begins a command; `settle` tells when it has ended. `before`: what runs already."""
         for output in self._streams:
             output.limit_bytes = limit_bytes
         self.cancelled = False
         self.request_id = request_id
-        self.spare = spare
+        self.spare = set(before)
+        shell = before.get(self.job.pid)
+        self._before_s = shell.processor_s if shell is not None else 0.0
         self._start_s = time.monotonic()
+        self._timeout_s = timeout_s
         self.deadline_s = self._start_s + timeout_s
         self._timed_out = False
         self._kill_at_s = float("inf")
@@ -118,6 +125,15 @@ class Shell:
     def next_deadline_s(self) -> float:
         """When `expire` wants to be asked again."""
         return min(self.deadline_s, self._kill_at_s)
+
+    def goes_on(self, table: Table, now_s: float) -> bool:
+        """Whether the present command gets more time at its deadline: see `waiting`."""
+        own = families(table, [self.job.pid]) - self.spare | {self.job.pid}
+        rows = (table[pid] for pid in own if pid in table)
+        more_s = extension_s(rows, self._timeout_s, now_s - self._start_s, self._before_s)
+        if more_s > 0:
+            self.deadline_s = now_s + more_s
+        return more_s > 0
 
     def expire(self, now_s: float) -> str:
         """What is due: "command" (kill what it started), "shell" (kill the shell itself) or ""."""
