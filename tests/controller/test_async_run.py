@@ -27,6 +27,7 @@ def config(directory: Path, **rl: Any) -> RunConfig:
     tree["rl"] |= {
         "num_steps": 4,
         "groups_per_step": 4,
+        "group_size": 4,
         "level_weights": [1.0, 0.0, 0.0],
         "max_staleness": 2,
         **rl,

@@ -171,9 +171,9 @@ def test_a_run_of_one_process_borrows_by_load_and_users_have_their_replica_back_
             with users.asking(num=12, max_tokens=200, pause_s=0.0):
                 wait_until(process, lambda: events_of(tmp_path).count("left") > num_left, 120.0)
                 wait_until(process, lambda: num_home() == 2, 120.0)
+                num_joined = events_of(tmp_path).count("joined")
             step = num_rl_steps(run_config)
             wait_until(process, lambda: num_rl_steps(run_config) > step, 120.0)
-            num_joined = events_of(tmp_path).count("joined")
             wait_until(process, lambda: events_of(tmp_path).count("joined") > num_joined, 120.0)
             process.kill()
             end_s = time.monotonic() + 120.0

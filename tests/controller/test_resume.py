@@ -38,7 +38,7 @@ def learning_config(directory: Path) -> RunConfig:
     """RL that changes the weights at each step, from a model that can play."""
     tree = CONFIG.model_dump(mode="json")
     tree |= {"runs_directory": str(directory), "initial_checkpoint": str(learned())}
-    tree["rl"] |= {"num_steps": 4, "groups_per_step": 6, "level_weights": [1.0, 0.0, 0.0]}
+    tree["rl"] |= {"num_steps": 4, "groups_per_step": 6, "group_size": 4, "level_weights": [1.0, 0.0, 0.0]}
     tree |= {"evaluation": {"num_tasks": 4}, "checkpoint": {"every_s": 0.001, "curve_every_steps": 0}}
     return RunConfig.model_validate(tree)
 

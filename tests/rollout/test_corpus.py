@@ -19,14 +19,14 @@ from tests.environment.playing import renderer
 
 @pytest.fixture(scope="module")
 def corpus() -> list[ScriptedSession]:
-    return generate_corpus(300, seed=5, num_workers=1)
+    return generate_corpus(120, seed=5, num_workers=1)
 
 
 def test_a_corpus_is_a_function_of_seed_and_number_and_not_of_the_workers(
     corpus: list[ScriptedSession],
 ) -> None:
-    assert generate_corpus(300, seed=5, num_workers=2) == corpus
-    assert generate_corpus(4, seed=5, num_workers=1, first=250) == corpus[250:254]
+    assert generate_corpus(120, seed=5, num_workers=2) == corpus
+    assert generate_corpus(4, seed=5, num_workers=1, first=90) == corpus[90:94]
     assert generate_corpus(4, seed=6, num_workers=1) != corpus[:4]
 
 
