@@ -105,7 +105,7 @@ def wait_until(process: subprocess.Popen[str], holds: Callable[[], bool], timeou
     while not holds():
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end_s, "it takes too long"
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def num_rl_steps(config: RunConfig) -> int:
