@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -82,6 +83,8 @@ class PacedEngine:
     version: PolicyVersion | None = None
     staged: PolicyVersion | None = None
     ended: set[str] = field(default_factory=set[str])
+    sampled: Counter[str] = field(default_factory=Counter[str])
+    """Tokens by lineage of the weights."""
 
     def open(self, session_id: str) -> None:
         """See Sampler.open."""
@@ -104,6 +107,8 @@ class PacedEngine:
                     held += 1
                     yield self._chunk(1, None)
             self.ended.discard(request.id)
+            assert self.version is not None
+            self.sampled[self.version.lineage] += num
             finish = "length" if num == request.params.max_tokens else "abort"
             yield self._chunk(num - held, finish)
 
@@ -185,8 +190,8 @@ def manifest_of(lineage: str, step: int) -> WeightManifest:
 
 
 @contextlib.asynccontextmanager
-async def paced_server(build: Build) -> AsyncIterator[str]:
-    """A replica over a paced engine; its address."""
+async def paced_server(build: Build) -> AsyncIterator[tuple[str, PacedEngine]]:
+    """A replica over a paced engine: its address, and the engine."""
     engine, home = PacedEngine(), manifest_of("served", 0)
     await engine.stage(home)
     await engine.activate(home.version)
@@ -200,7 +205,7 @@ async def paced_server(build: Build) -> AsyncIterator[str]:
     desk = LoanDesk(engine, engine, NoWeights(), home, about, lambda url: lambda manifest: {})
     state = ServerState(model, engine, desk.home, admin_token=ADMIN, loans=desk)
     async with running_server(build_server(state)) as url:
-        yield url
+        yield url, engine
 
 
 @dataclass(eq=False)
@@ -290,7 +295,7 @@ async def simulated(seconds: float, recalls: int) -> Figures:
     """Phases alone, lent and returned; then recalls."""
     build, figures = Build.here(ModelConfig()), Figures()
     proxy = Proxy(health=HealthConfig(interval_s=0.2), replica_token=ADMIN)
-    async with paced_server(build) as first, paced_server(build) as second:
+    async with paced_server(build) as (first, _), paced_server(build) as (second, borrowed):
         app = build_router(proxy, [ReplicaAddress(first), ReplicaAddress(second)])
         name = second.removeprefix("http://")
         async with (
@@ -320,6 +325,7 @@ async def simulated(seconds: float, recalls: int) -> Figures:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
             assert rollouts.versions == {"run@0"}, rollouts.versions
+    figures["borrowed_tokens"] = float(borrowed.sampled["run"])
     figures["lent_vs_alone"] = figures["trajectories_per_s_lent"] / figures["trajectories_per_s_alone"]
     figures["simulated_recall_to_first_token_ms"] = statistics.median(times) * 1e3
     figures["simulated_recall_to_first_token_worst_ms"] = max(times) * 1e3
