@@ -69,6 +69,14 @@ def tiny_config(directory: Path, **sections: Any) -> RunConfig:
     return RunConfig.model_validate(tree)
 
 
+def changed(config: RunConfig, **sections: Any) -> RunConfig:
+    """With other values in some sections."""
+    tree = config.model_dump(mode="json", exclude_none=True)
+    for name, values in sections.items():
+        tree[name] = {**tree[name], **values} if isinstance(values, dict) else values
+    return RunConfig.model_validate(tree)
+
+
 def run_here(
     config: RunConfig, resume: bool = False, observer: Observer | None = None
 ) -> tuple[RunDirectory, dict[str, Any]]:

@@ -7,6 +7,7 @@ import pytest
 
 from etude.observe import RunDirectory
 from tests.controller.running import (
+    changed,
     collected,
     final_weights,
     num_rl_steps,
@@ -15,7 +16,6 @@ from tests.controller.running import (
     wait_until,
 )
 from tests.controller.test_ray import kill_one, over_ray
-from tests.controller.test_ray_workers import changed
 from tests.controller.test_resume import learning_config
 
 pytest.importorskip("ray")

@@ -14,6 +14,7 @@ from etude.observe.workers import WorkerFiles
 from etude.store.blobs import FileBlobs
 from etude.store.trajectories import TrajectoryLog
 from tests.controller.running import (
+    changed,
     collected,
     final_weights,
     num_rl_steps,
@@ -30,14 +31,6 @@ from tests.sandbox.test_lifecycle import eventually
 pytest.importorskip("ray")
 
 SMALL: dict[str, Any] = {part: {"cpus": 0.3} for part in ("trainer", "engine", "worker", "evaluation")}
-
-
-def changed(config: RunConfig, **sections: Any) -> RunConfig:
-    """With other values in some sections."""
-    tree = config.model_dump(mode="json", exclude_none=True)
-    for name, values in sections.items():
-        tree[name] = {**tree[name], **values} if isinstance(values, dict) else values
-    return RunConfig.model_validate(tree)
 
 
 @pytest.mark.slow
