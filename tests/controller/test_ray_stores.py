@@ -46,10 +46,10 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.stop()
 
 
-def test_through_a_store_a_run_is_the_one_of_one_process_whoever_dies(
-    undisturbed: RunDirectory, tmp_path: Path
+def test_through_s3_a_run_is_the_one_of_one_process_whoever_dies(
+    undisturbed: RunDirectory, bucket: str, tmp_path: Path
 ) -> None:
-    config = changed(over_ray(tmp_path), weights={"url": f"file://{tmp_path}/store", "lease_s": 2.0})
+    config = changed(over_ray(tmp_path), weights={"url": f"{bucket}/run", "lease_s": 2.0})
     with run_elsewhere(config) as process:
         wait_until(process, lambda: num_rl_steps(config) >= 1)
         assert kill_one("trainer")
@@ -61,13 +61,3 @@ def test_through_a_store_a_run_is_the_one_of_one_process_whoever_dies(
     assert final_weights(run) == final_weights(undisturbed)
     assert collected(run) == collected(undisturbed)
     assert not (run.path / "weights").exists(), "no directory is shared"
-
-
-def test_through_s3_a_run_is_the_one_of_one_process(
-    undisturbed: RunDirectory, bucket: str, tmp_path: Path
-) -> None:
-    config = changed(over_ray(tmp_path), weights={"url": f"{bucket}/run", "lease_s": 2.0})
-    run, report = run_here(config)
-    assert final_weights(run) == final_weights(undisturbed)
-    assert collected(run) == collected(undisturbed)
-    assert report["faults"] == {}
