@@ -121,7 +121,7 @@ def test_over_ray_waiting_sessions_move_to_an_engine_that_has_come_back(tmp_path
     """It comes back with nothing to do, while the other one has all sessions."""
     pytest.importorskip("ray")
     cluster = {"engines": 2, "engine": {"cpus": 0.4}, "trainer": {"cpus": 0.4}}
-    config = over_ray(tmp_path, cluster, max_staleness=2, num_steps=8)
+    config = over_ray(tmp_path, cluster, max_staleness=2, num_steps=14)
     with run_elsewhere(config) as process:
         wait_until(process, lambda: num_rl_steps(config) >= 1)
         assert kill_one("engine-0")

@@ -44,16 +44,27 @@ def in_processes(config: RunConfig, **cluster: object) -> RunConfig:
 
 
 def processes(name: str) -> list[int]:
-    """Ids of the actor processes of a part."""
+    """Ids of the actor processes of a part; not of those that tests beside these have started."""
     found: list[int] = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if (entry / "cmdline").read_bytes().startswith(f"ray::etude-{name}".encode()):
+                of_part = (entry / "cmdline").read_bytes().startswith(f"ray::etude-{name}".encode())
+                if of_part and not _of_other_tests(int(entry.name)):
                     found.append(int(entry.name))
             except OSError:
                 continue  # it has ended
     return found
+
+
+def _of_other_tests(pid: int) -> bool:
+    """Whether a process comes from another pytest. Raises OSError where one of its line ends meanwhile."""
+    while pid not in (0, 1, os.getpid()):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if any(word.rpartition(b"/")[2] == b"pytest" for word in words):
+            return True
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return False
 
 
 def kill_one(name: str) -> bool:

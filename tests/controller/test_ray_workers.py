@@ -24,7 +24,7 @@ from tests.controller.running import (
     wait_until,
 )
 from tests.controller.sandbox_servers import sandbox_servers
-from tests.controller.test_ray import in_processes, kill_one, over_ray, processes
+from tests.controller.test_ray import fault_modes, in_processes, kill_one, over_ray, processes
 from tests.controller.test_resume import learning_config, rl_figures
 from tests.sandbox.test_lifecycle import eventually
 
@@ -49,11 +49,12 @@ def test_where_every_sum_has_a_fixed_order_workers_give_the_run_of_one_process(t
 @pytest.mark.slow
 def test_sessions_outlive_their_workers_and_none_is_lost_or_comes_twice(tmp_path: Path) -> None:
     config = over_ray(tmp_path, workers=2, **SMALL)
-    config = changed(config, rl={"max_staleness": 2}, evaluation={"every_steps": 2})
+    config = changed(config, rl={"max_staleness": 2, "num_steps": 10}, evaluation={"every_steps": 2})
     with run_elsewhere(config) as process:
         for number, part in enumerate(("worker-0", "engine-0", "worker-1")):
             wait_until(process, lambda number=number: num_rl_steps(config) > number)
             assert kill_one(part)
+            wait_until(process, lambda number=number: fault_modes(config).count("lost") > number)
         output = process.communicate(timeout=300)[0]
         assert process.returncode == 0, output
     assert eventually(lambda: not processes(""), 60.0), "parts outlive the run"
