@@ -30,6 +30,9 @@ FILES: dict[str, bytes | str] = {
     "latin.txt": b"tally \xe9\r\nlast",
 }
 
+PATIENT_S = 30.0
+"""A guest on a busy host is slow."""
+
 
 def plain(value: Any) -> Any:
     """A result without durations, for comparison."""
@@ -109,9 +112,9 @@ async def grepping(s: Sandbox) -> Any:
 
 
 async def running(s: Sandbox) -> Any:
-    reports = [await attempt(s.run_tests(["tests/test_all.py"]))]
+    reports = [await attempt(s.run_tests(["tests/test_all.py"], PATIENT_S))]
     await s.files.write("lib/tally.py", "def tally(xs):\n    return sum(xs)\n")
-    reports.append(await attempt(s.run_tests(["tests/test_all.py"])))
+    reports.append(await attempt(s.run_tests(["tests/test_all.py"], PATIENT_S)))
     for text in (
         "def broken(:\n",
         "raise SystemExit(3)\n",
@@ -129,7 +132,7 @@ async def running(s: Sandbox) -> Any:
         ["tests/helper.py"],
         ["tests/helper.py", "none.py"],
     ):
-        reports.append(await attempt(s.run_tests(paths)))
+        reports.append(await attempt(s.run_tests(paths, PATIENT_S)))
     return reports
 
 
@@ -162,7 +165,7 @@ MODULES: dict[str, str] = {
 
 async def importing(s: Sandbox) -> Any:
     await s.files.write_many(MODULES)
-    return [await attempt(s.run_tests(["tests/test_mod.py"])) for _ in range(2)]
+    return [await attempt(s.run_tests(["tests/test_mod.py"], PATIENT_S)) for _ in range(2)]
 
 
 async def probing(s: Sandbox) -> Any:
@@ -172,7 +175,10 @@ async def probing(s: Sandbox) -> Any:
         "    __record__(1, {'a': [None, 1.5]})\n"
         "    raise ValueError('x')\n\ndef test_b():\n    __record__(2, print)\n",
     )
-    return [await attempt(s.run_probes(["p.py"])), await attempt(s.run_probes(["none.py"]))]
+    return [
+        await attempt(s.run_probes(["p.py"], PATIENT_S)),
+        await attempt(s.run_probes(["none.py"], PATIENT_S)),
+    ]
 
 
 async def differing(s: Sandbox) -> Any:
@@ -212,7 +218,7 @@ def test_backends_give_identical_results(name: str, scenario: Callable[[Sandbox]
 @pytest.mark.parametrize("name", ["local", "unisolated", "memory"])
 def test_reports_read_as_documented(name: str) -> None:
     async def scenario(s: Sandbox) -> TestReport:
-        return await s.run_tests(["tests/test_all.py"])
+        return await s.run_tests(["tests/test_all.py"], PATIENT_S)
 
     report = with_sandbox(name, FILES, scenario)
     assert report.passed == ("test_passes",)
