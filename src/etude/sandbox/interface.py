@@ -199,7 +199,7 @@ class Sandbox(Protocol):
         """Runs the `test_*` functions of the named files in a fresh fork of the warm interpreter.
 
         `timeout_s`: wall time, as for commands: what waits for a processor or a disk at its end, and has had
-        less processor time than that, goes on for up to a minute. How busy the machine is judges nobody.
+        less processor time than that, goes on for up to a minute. A guest sees no waits of its host's.
         """
         ...
 

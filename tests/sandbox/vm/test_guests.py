@@ -309,9 +309,8 @@ def test_all_that_outlives_its_processes_may_be_filled_and_the_guest_goes_on(vm_
 @pytest.mark.slow
 def test_processor_time_is_bounded(vm_state: Path) -> None:
     async def scenario(backend: VmBackend) -> None:
-        brief = Resources(
-            memory_bytes=192 << 20, disk_bytes=32 << 20, cpu_s=4
-        )  # a starved guest needs some to start
+        # On a busy host a guest needs much of it to start the program.
+        brief = Resources(memory_bytes=192 << 20, disk_bytes=32 << 20, cpu_s=4)
         sandbox = await backend.create(Template(), brief)
         burn = "import time\nwhile True: print(time.process_time(), flush=True)"
         await sandbox.files.write("burn.py", burn)
