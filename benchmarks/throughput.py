@@ -38,10 +38,11 @@ from torch import Tensor
 
 from etude.config import ModelConfig, RunConfig, load_config
 from etude.controller.compute import choose_threads, use_sampling_threads
-from etude.controller.corpus import load_sessions, make_documents, make_renderer, train_corpus_tokenizer
+from etude.controller.corpus import load_sessions, make_documents, train_corpus_tokenizer
 from etude.controller.local import LocalHandle
 from etude.controller.parts import Parts, open_parts
 from etude.controller.reinforcement import LoopTimes, ReinforcementLoop
+from etude.controller.rendering import make_renderer
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput
 from etude.model import LanguageModel

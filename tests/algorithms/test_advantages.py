@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.algorithms import group_advantages, has_task_variance
+from etude.algorithms.advantages import group_advantages, has_task_variance
 from etude.algorithms.baselines import BASELINES
 from etude.config import Baseline
 from etude.records import RewardBreakdown

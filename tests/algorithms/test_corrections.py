@@ -11,15 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from etude.algorithms import (
-    effective_sample_share,
-    geometric_mask,
-    k1,
-    k2,
-    k3,
-    token_mask,
-    truncated_weights,
-)
+from etude.algorithms.divergence import k1, k2, k3
+from etude.algorithms.effective_size import effective_sample_share
+from etude.algorithms.geometric_mask import geometric_mask
+from etude.algorithms.icepop import token_mask
+from etude.algorithms.tis import truncated_weights
 from tests.algorithms import references
 
 _PAIRS = st.lists(st.tuples(st.floats(-20, 0), st.floats(-20, 0), st.integers(0, 3)), min_size=1, max_size=20)

@@ -12,15 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from etude.algorithms import (
-    LossTerms,
-    cispo,
-    clipped_surrogate,
-    decoupled,
-    gspo,
-    importance_ratio,
-    rejection_sampling,
-)
+from etude.algorithms.cispo import cispo
+from etude.algorithms.clip import clipped_surrogate
+from etude.algorithms.decoupled import decoupled
+from etude.algorithms.gspo import gspo
+from etude.algorithms.rejection import rejection_sampling
+from etude.algorithms.terms import LossTerms, importance_ratio
 from tests.algorithms import references
 from tests.algorithms.references import CAP, HIGH, LOW
 

@@ -19,7 +19,8 @@ from blake3 import blake3
 import etude
 from etude.agent import core_registry
 from etude.config import RunConfig
-from etude.controller.corpus import make_documents, make_renderer
+from etude.controller.corpus import make_documents
+from etude.controller.rendering import make_renderer
 from etude.model import LanguageModel
 from etude.records import Task, ToolCall
 from etude.rollout import ScriptedSession

@@ -12,10 +12,10 @@ from etude.controller.corpus import (
     load_fixes,
     load_sessions,
     make_documents,
-    make_renderer,
     train_corpus_tokenizer,
     write_shipped_corpus,
 )
+from etude.controller.rendering import make_renderer
 from etude.observe.observer import RecordingObserver
 from etude.records import SamplingParams, TrajectoryId
 from etude.rollout import ScriptedSession, generate_corpus, load_corpus

@@ -260,7 +260,8 @@ def test_processes_that_share_a_machine_must_fit_it_together() -> None:
     ranked = parts_of(parallel={"ranks": 2})
     assert apart["keys and values"] == 4 * alone["keys and values"], "evaluation has an engine too"
     assert apart["optimizer"] == alone["optimizer"] == ranked["optimizer"] / 2
-    assert (apart["processes"], ranked["processes"]) == (7e6, 1e6), "the one that plans is there already"
+    assert ranked["processes"] == 1e6, "the one that plans is there already"
+    assert 5e6 < apart["processes"] < 6e6, "and rollout workers take less than half of what others do"
     assert alone["packed weights"] == pytest.approx(alone["engine's weights"], rel=0.01)
     recorded = parts_of(rl={"stream": {"source": "runs/x"}})
     engines = {"engine's weights", "packed weights", "keys and values", "published weights"}

@@ -13,8 +13,8 @@ import torch
 
 from etude.agent import core_registry
 from etude.config import RunConfig, load_config
-from etude.controller.corpus import make_renderer
 from etude.controller.recorded import RecordedSource, settle_recorded, train_recorded
+from etude.controller.rendering import make_renderer
 from etude.errors import ConfigError
 from etude.model import LanguageModel
 from etude.observe import RunDirectory

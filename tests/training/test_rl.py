@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from etude.algorithms import k3
+from etude.algorithms.divergence import k3
 from etude.config import RlConfig
 from etude.errors import ConfigError
 from etude.model import LanguageModel

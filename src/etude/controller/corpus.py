@@ -75,11 +75,6 @@ def write_shipped_corpus(directory: Path, num_sessions: int, num_fixes: int) -> 
         _count_file(directory / name).write_text(f"{count}\n", encoding="utf-8")
 
 
-def make_renderer(tokenizer: Tokenizer) -> Renderer:
-    """The one renderer of sessions with the harness's own tools."""
-    return Renderer(tokenizer, XmlGrammar(core_registry().schemas))
-
-
 def train_corpus_tokenizer(sessions: Sequence[ScriptedSession], vocab_size: int) -> Tokenizer:
     """A tokenizer for sessions and code, with the template's and the tools' tags as single tokens."""
     grammar = XmlGrammar(core_registry().schemas)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
-from etude.controller.corpus import make_renderer
 from etude.controller.engines import SampledModel, make_engine, make_snapshots, make_vllm
 from etude.controller.remote.fleet import EngineFleet
+from etude.controller.rendering import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.runners import TimedRunner
 from etude.inference import EngineService

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from etude.config import RunConfig
 from etude.controller.compute import place_model, settle_compute
-from etude.controller.corpus import make_renderer
 from etude.controller.models import settle_model
 from etude.controller.numerics import settle_numerics, use_numerics
 from etude.controller.ranks import open_trainer
+from etude.controller.rendering import make_renderer
 from etude.controller.stopping import StopSignal
 from etude.controller.train import FINAL, LATEST, MIDTRAINED, OFFENDING, ROUTES, InterruptedRunError
 from etude.errors import ConfigError

@@ -17,8 +17,8 @@ from pathlib import Path
 from etude.agent import AgentSession, Registry, core_registry, full_registry
 from etude.config import RewardConfig, RunConfig
 from etude.controller.backends import open_checked_backend, open_run_backend
-from etude.controller.corpus import make_renderer
 from etude.controller.families import open_family
+from etude.controller.rendering import make_renderer
 from etude.controller.tokenizers import run_tokenizer
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.origins import task_template

@@ -22,7 +22,6 @@ from etude.controller.arrangement import (
 from etude.controller.backends import open_run_backend
 from etude.controller.clusters.runner import Players, open_clusters
 from etude.controller.compute import place_model, settle_compute, use_sampling_threads
-from etude.controller.corpus import make_renderer
 from etude.controller.families import open_family
 from etude.controller.judging import Judging, add_stage_time
 from etude.controller.midtraining import run_midtraining
@@ -33,6 +32,7 @@ from etude.controller.parts import Parts
 from etude.controller.reinforcement import ReinforcementLoop, make_collector, overlaps_publication
 from etude.controller.remote.arrangement import open_remote
 from etude.controller.remote.evaluation import EvaluationBeside
+from etude.controller.rendering import make_renderer
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput, part_seconds
 from etude.controller.training_part import TrainingPaths

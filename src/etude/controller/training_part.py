@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etude.config import RunConfig
-from etude.controller.corpus import make_renderer
 from etude.controller.ranks import Routes, open_trainer
+from etude.controller.rendering import make_renderer
 from etude.errors import CheckpointError, StoreError
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from etude.algorithms import has_task_variance
-from etude.algorithms.advantages import MALFORMED
+from etude.algorithms.advantages import MALFORMED, has_task_variance
 from etude.records import Group, RewardBreakdown, Status
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from etude.algorithms import NORMALIZERS
+from etude.algorithms.normalizers import NORMALIZERS
 from etude.config import LossConfig
 
 UNKNOWN_LAG = -1

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.algorithms import group_advantages
+from etude.algorithms.advantages import group_advantages
 from etude.config import RlConfig
 from etude.errors import ConfigError, RouteReplayError
 from etude.model.loading import AnyModel

@@ -8,20 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etude.algorithms import (
-    LossTerms,
-    cispo,
-    clipped_surrogate,
-    decoupled,
-    geometric_mask,
-    gspo,
-    k1,
-    k2,
-    k3,
-    rejection_sampling,
-    token_mask,
-    truncated_weights,
-)
+from etude.algorithms.cispo import cispo
+from etude.algorithms.clip import clipped_surrogate
+from etude.algorithms.decoupled import decoupled
+from etude.algorithms.divergence import k1, k2, k3
+from etude.algorithms.geometric_mask import geometric_mask
+from etude.algorithms.gspo import gspo
+from etude.algorithms.icepop import token_mask
+from etude.algorithms.rejection import rejection_sampling
+from etude.algorithms.terms import LossTerms
+from etude.algorithms.tis import truncated_weights
 from etude.config import CorrectionConfig, RlConfig
 from etude.model.scoring import PackedSequences
 from etude.training.batches import TrainingSequence

@@ -8,7 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.algorithms import effective_sample_share, importance_ratio, k1, k3
+from etude.algorithms.divergence import k1, k3
+from etude.algorithms.effective_size import effective_sample_share
+from etude.algorithms.terms import importance_ratio
 from etude.training.batches import UNKNOWN_LAG, Update
 from etude.training.loss import PolicyLoss, Rows
 

@@ -1,4 +1,6 @@
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,13 @@ from etude.records import BlobRef, Status
 from etude.store.blobs import MemoryBlobs
 from tests.controller.remote.building import FAST, until
 from tests.controller.remote.working import Workers
+
+
+def test_a_worker_begins_without_torch() -> None:
+    heavy = "{'torch', 'transformers', 'pandas'} & set(sys.modules)"
+    code = f"import sys, etude.controller.remote.rollout_part\nassert not {heavy}, {heavy}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_worker_runs_the_session_that_would_run_here(tmp_path: Path) -> None:

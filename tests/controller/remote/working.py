@@ -9,10 +9,10 @@ from typing import Any
 
 from etude.agent import core_registry
 from etude.config import ClusterConfig
-from etude.controller.corpus import make_renderer
 from etude.controller.local import LocalHandle
 from etude.controller.remote.episodes import RemoteEpisodes
 from etude.controller.remote.rollout_part import RolloutPart
+from etude.controller.rendering import make_renderer
 from etude.controller.supervision import NodeHealth
 from etude.environment.episodes import Environment, EpisodeLimits, failed_trajectory
 from etude.inference.exchange import Build

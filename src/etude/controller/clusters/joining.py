@@ -16,9 +16,9 @@ from etude.controller.clusters.ending import EndMark
 from etude.controller.clusters.sampling import OVER, SamplingCluster, SamplingCounts, Site, Terms
 from etude.controller.clusters.wire import API, Makings
 from etude.controller.compute import use_sampling_threads
-from etude.controller.corpus import make_renderer
 from etude.controller.engines import LocalService, SampledModel, make_engine, make_vllm
 from etude.controller.numerics import settle_numerics
+from etude.controller.rendering import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import ConfigError, InfrastructureError, SamplerError
 from etude.inference import EngineService

@@ -14,6 +14,9 @@ from etude.controller.planning.sizes import ModelSizes
 _WORKSPACE = 0.05
 """Share on top for what allocators and libraries keep."""
 
+_WORKER_SHARE = 0.35
+"""Of what another process has for itself, what a rollout worker has (measured): it loads no torch."""
+
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
@@ -85,7 +88,8 @@ def _on_one_machine(
     parts = [*_times(trainer, processes.ranks), *_times(engine, processes.engines + processes.evaluations)]
     if others := processes.count - 1:
         why = f"interpreter and libraries of {others} more process{'es' if others > 1 else ''}"
-        parts.append(MemoryPart("processes", others * process_bytes, why))
+        alike = others - processes.workers + processes.workers * _WORKER_SHARE
+        parts.append(MemoryPart("processes", alike * process_bytes, why))
     if processes.apart:
         store = config.cluster.object_store_bytes
         parts.append(MemoryPart("object store", store, "of Ray, if it is filled"))

@@ -33,7 +33,6 @@ from etude.controller.arrangement import (
 )
 from etude.controller.backends import open_run_backend
 from etude.controller.borrowed_engine import Needs
-from etude.controller.corpus import make_renderer
 from etude.controller.elastic import ElasticPool
 from etude.controller.engines import SampledModel
 from etude.controller.parts import Blobs, Parts, open_blobs
@@ -47,6 +46,7 @@ from etude.controller.remote.trainers import RemoteTrainingPart, SupervisedTrain
 from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.remote.worker_pool import KIND as WORKERS
 from etude.controller.remote.worker_pool import Rooms, WorkerPool
+from etude.controller.rendering import make_renderer
 from etude.controller.supervision import FaultJournal, NodeHealth, Spawn
 from etude.environment.episodes import Environment, EpisodeLimits, failed_trajectory
 from etude.environment.runners import TimedRunner

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,25 +12,15 @@ from numpy.typing import NDArray
 from etude.config import RunConfig
 from etude.controller.compute import use_sampling_threads
 from etude.controller.engines import LocalService, SampledModel, make_engine, make_vllm
+from etude.controller.remote.usage import Usage
 from etude.controller.remote.weights import DirectoryWeights
 from etude.errors import SamplerError
-from etude.inference import EngineCounters, EngineService, ServiceTimes
+from etude.inference import EngineService
 from etude.inference.exchange import Build, Command, Event, Exchange
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, Scores, WeightManifest
 from etude.tokens.tokenizer import Tokenizer
 from etude.weights import make_subscriber
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """What an engine process has done since it began."""
-
-    counters: EngineCounters
-    times: ServiceTimes
-
-
-NO_USAGE = Usage(EngineCounters(), ServiceTimes())
 
 
 class EnginePart:
@@ -119,24 +107,3 @@ def make_service(
         return make_vllm(config, tokenizer, model, stored, is_supervised=True)
     fetch = stored or DirectoryWeights(weights).fetch
     return EngineService(make_engine(config, tokenizer), fetch, delay_steps)
-
-
-def sum_usage(all_of: Sequence[Usage]) -> Usage:
-    """What several engine processes have done together; the longest swap is the longest of any."""
-    counters, times = EngineCounters(), ServiceTimes()
-    for one in all_of:
-        _add(counters, one.counters)
-        longest = max(times.longest_swap_s, one.times.longest_swap_s)
-        _add(times, one.times)
-        times.longest_swap_s = longest
-    return Usage(counters, times)
-
-
-def _add(total: Any, more: Any) -> None:
-    """Adds field by field, into nested ones."""
-    for name in type(total).__dataclass_fields__:
-        value = getattr(total, name)
-        if hasattr(value, "__dataclass_fields__"):
-            _add(value, getattr(more, name))
-        else:
-            setattr(total, name, value + getattr(more, name))

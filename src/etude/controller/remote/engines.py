@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.controller.remote.engine_part import NO_USAGE, Usage
+from etude.controller.remote.usage import NO_USAGE, Usage
 from etude.errors import EtudeError, PartLostError, SamplerError, WeightUpdateError
 from etude.inference.exchange import Command, Event
 from etude.protocols import Handle, KvPolicy

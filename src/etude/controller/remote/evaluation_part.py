@@ -12,9 +12,9 @@ from pathlib import Path
 
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
-from etude.controller.corpus import make_renderer
 from etude.controller.engines import SampledModel
 from etude.controller.remote.engine_part import make_service
+from etude.controller.rendering import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import SamplerError
 from etude.evaluation import evaluate_policy

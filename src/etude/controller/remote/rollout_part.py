@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
-from etude.controller.corpus import make_renderer
 from etude.controller.orders import Order
 from etude.controller.remote.following import EngineTable, FollowingSampler
+from etude.controller.rendering import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.environment.member import MemberSampler
