@@ -72,14 +72,16 @@ async def copies(sandbox: Sandbox, count: int = 1) -> list[Sandbox]:
     return found
 
 
-async def becomes_true(holds: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+async def becomes_true(holds: Callable[[], bool | Awaitable[bool]], timeout_s: float = 60.0) -> bool:
     """Whether a condition comes to hold in time."""
     end_s = time.monotonic() + timeout_s
-    while not holds():
+    while True:
+        held = holds()
+        if held if isinstance(held, bool) else await held:
+            return True
         if time.monotonic() > end_s:
             return False
         await asyncio.sleep(0.02)
-    return True
 
 
 _COMMAND_LINES = """
@@ -94,6 +96,15 @@ async def alive(sandbox: Sandbox, word: str) -> int:
     """How many processes of the sandbox have `word` as their command line."""
     shown = await sandbox.commands.run(_COMMAND_LINES)
     return [line.strip() for line in shown.stdout.splitlines()].count(word)
+
+
+async def comes_alive(sandbox: Sandbox, word: str, count: int = 1) -> bool:
+    """Whether `alive` comes to count so many: what was started may not have become its program yet."""
+
+    async def holds() -> bool:
+        return await alive(sandbox, word) == count
+
+    return await becomes_true(holds)
 
 
 def below(pid: int) -> list[int]:

@@ -55,7 +55,7 @@ async def served(app: FastAPI, port: int = 0) -> AsyncIterator[str]:
     running_server = uvicorn.Server(config)
     running = asyncio.ensure_future(running_server.serve())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not running_server.started:
                 assert not running.done(), "the server did not start"
                 await asyncio.sleep(0.005)
@@ -112,13 +112,15 @@ class ScriptedCommand:
 
 
 class ScriptedCommands:
-    """`Commands` of which each word has a meaning: `echo X`, `sleep S`, `flood N` (pieces of 64 KiB)."""
+    """`Commands` whose words have meanings: `echo X`, `sleep S`, `wait`, `flood N` (pieces of 64 KiB)."""
 
     def __init__(self) -> None:
         self.running: set[str] = set()
         self.cancelled: list[str] = []
         self.num_started: dict[str, int] = {}
         self.background: dict[int, ScriptedCommand] = {}
+        self.go_on = asyncio.Event()
+        """What `wait` waits for."""
 
     async def run(
         self,
@@ -143,6 +145,8 @@ class ScriptedCommands:
                     on_output(2, b"warning")
             elif word == "sleep":
                 await asyncio.sleep(float(rest))
+            elif word == "wait":
+                await self.go_on.wait()
             elif word == "flood":
                 for _ in range(int(rest)):
                     if on_output is not None:
@@ -217,7 +221,7 @@ class ScriptedBackend(MemoryBackend):
         return made
 
 
-async def until(condition: Any, timeout_s: float = 5.0) -> None:
+async def until(condition: Any, timeout_s: float = 60.0) -> None:
     """Waits until a condition holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event

@@ -34,7 +34,7 @@ def on_line(scenario: Callable[[Channel, socket.socket], Awaitable[None]], first
 
 def test_requests_begin_with_the_first_id() -> None:
     async def scenario(channel: Channel, theirs: socket.socket) -> None:
-        asked = asyncio.ensure_future(channel.request({"op": "ping"}, b"", 5.0))
+        asked = asyncio.ensure_future(channel.request({"op": "ping"}, b"", 60.0))
         await asyncio.sleep(0)
         ((header, _),) = Unpacker().feed(theirs.recv(1 << 16))
         assert header["id"] == 1000
@@ -77,7 +77,7 @@ def test_after_nonsense_the_line_is_closed_and_nothing_more_is_asked() -> None:
         assert len(reasons) == 1
         assert "does not speak the protocol" in reasons[0]
         with pytest.raises(SandboxError, match="does not speak the protocol"):
-            await channel.request({"op": "ping"}, b"", 5.0)
+            await channel.request({"op": "ping"}, b"", 60.0)
 
     on_line(scenario)
 

@@ -120,10 +120,11 @@ async def running(s: Sandbox) -> Any:
         "raise SystemExit(3)\n",
         "import nowhere\n",
         "x = '\0'\n",
-        "while True: pass\n",
     ):
         await s.files.write("lib/tally.py", text)
-        reports.append(await attempt(s.run_tests(["tests/test_all.py"], 0.3)))
+        reports.append(await attempt(s.run_tests(["tests/test_all.py"], PATIENT_S)))
+    await s.files.write("lib/tally.py", "while True: pass\n")
+    reports.append(await attempt(s.run_tests(["tests/test_all.py"], 0.3)))
     for paths in (
         ["none.py"],
         [],

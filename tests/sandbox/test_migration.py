@@ -15,7 +15,7 @@ from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend
 from etude.sandbox.migration import MOVING, SNAPSHOTS, clear_litter
 from etude.sandbox.template import Template
-from tests.sandbox.scenes import on_backend, open_local
+from tests.sandbox.scenes import becomes_true, on_backend, open_local
 
 ROOT = Path(__file__).parents[2]
 CHILD = """
@@ -125,8 +125,7 @@ def test_a_copy_that_nobody_fetched_goes_when_its_time_is_over_or_the_backend_cl
         await there.import_snapshot(file)
         assert entries(tmp_path / "there") != []
         assert await there.list_snapshots() == []
-        await asyncio.sleep(0.6)
-        assert entries(tmp_path / "there") == []
+        assert await becomes_true(lambda: entries(tmp_path / "there") == [])
         await there.import_snapshot(file)
         await there.close()
         assert entries(tmp_path / "there") == []

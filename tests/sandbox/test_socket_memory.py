@@ -73,9 +73,9 @@ for _ in range(8):
             except BlockingIOError:
                 pass
         print("full", flush=True)
-        time.sleep(3)
+        time.sleep(300)
         os._exit(0)
-time.sleep(3)
+time.sleep(60)
 print("alive")
 """
 PAIRS = ("socket.socketpair()", "(socket.create_connection(listener.getsockname()), listener.accept()[0])")
@@ -90,7 +90,7 @@ def measured(body: str) -> dict[str, tuple[int, int]]:
         env={**os.environ, "PYTHONPATH": SOURCE},
         capture_output=True,
         check=False,
-        timeout=20,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr.decode()
     found: dict[str, Any] = json.loads(done.stdout)
@@ -101,7 +101,7 @@ def run_inside(code: str) -> CommandResult:
     """Result of a Python program in a new sandbox."""
 
     async def scenario(sandbox: Sandbox) -> CommandResult:
-        return await sandbox.commands.run("python3 -S p.py", timeout_s=20.0)
+        return await sandbox.commands.run("python3 -S p.py", timeout_s=60.0)
 
     return with_sandbox("local", {"p.py": code}, scenario)
 
@@ -158,7 +158,7 @@ def test_sockets_of_many_processes_end_with_their_sandboxs_memory(pair: str) -> 
         sandbox = await backend.create(None, resources)
         await sandbox.files.write("p.py", BOMB.format(pair=pair))
         try:
-            result = await sandbox.commands.run("python3 -S p.py", timeout_s=20.0)
+            result = await sandbox.commands.run("python3 -S p.py", timeout_s=120.0)
         except AgentError as error:
             return error.message
         return result.stdout + result.stderr

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -98,17 +97,24 @@ def test_an_unknown_backend_leaves_no_thread() -> None:
 
 def test_ctrl_c_cancels_the_command_that_is_waited_for() -> None:
     program = """
-import signal, threading
+import signal, sys, threading, time
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.sync import SyncBackend
 from tests.sandbox.serving import ScriptedBackend
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 with SyncBackend(ScriptedBackend) as backend, backend.create() as sandbox:
-    print("ready", flush=True)
+    def announce():
+        caller = threading.main_thread().ident
+        while not sandbox.wrapped.commands.running or sys._current_frames()[caller].f_code.co_name != "wait":
+            time.sleep(0.01)
+        print("ready", flush=True)
+    announcing = threading.Thread(target=announce)
+    announcing.start()
     try:
-        sandbox.commands.run("sleep 60")
+        sandbox.commands.run("sleep 600")
     except KeyboardInterrupt:
         print("cancelled", sandbox.wrapped.commands.cancelled, flush=True)
+    announcing.join()
 print("ended", [t.name for t in threading.enumerate()], flush=True)
 """
     root = Path(__file__).resolve().parents[2]
@@ -122,13 +128,12 @@ print("ended", [t.name for t in threading.enumerate()], flush=True)
     assert process.stdout is not None
     try:
         assert process.stdout.readline() == "ready\n"
-        time.sleep(0.2)
         process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=20)
+        out, _ = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
-    assert out.splitlines() == ["cancelled ['sleep 60']", "ended ['MainThread']"]
+    assert out.splitlines() == ["cancelled ['sleep 600']", "ended ['MainThread']"]
 
 
 def test_closing_the_thread_twice_does_nothing() -> None:

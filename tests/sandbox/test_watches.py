@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -89,14 +88,15 @@ def test_whoever_waits_less_is_not_kept_waiting() -> None:
 def test_processor_time_of_another_process_is_the_kernels() -> None:
     with subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) as burner:
         try:
-            end_s = time.monotonic() + 20.0
+            end_s = time.monotonic() + 60.0
             while (processor_time_s(burner.pid) or 0.0) < 0.2 and time.monotonic() < end_s:
                 time.sleep(0.01)
+            before_s = processor_time_s(burner.pid)
             fields = Path(f"/proc/{burner.pid}/stat").read_text().rpartition(")")[2].split()
-            ticks = int(fields[11]) + int(fields[12])
-            used_s = processor_time_s(burner.pid)
-            assert used_s is not None
-            assert used_s == pytest.approx(ticks / os.sysconf("SC_CLK_TCK"), abs=0.2)
+            ticks_s = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+            after_s = processor_time_s(burner.pid)
+            assert before_s is not None and after_s is not None
+            assert before_s - 0.2 <= ticks_s <= after_s + 0.2
         finally:
             burner.kill()
     assert processor_time_s(burner.pid) is None
