@@ -264,9 +264,12 @@ def test_an_address_that_is_none_is_refused() -> None:
 
 
 def test_an_aborted_request_ends_with_abort() -> None:
+    asked = asyncio.Event()
+
     class Silent(httpx.AsyncByteStream):
         async def __aiter__(self):
             yield event({"content": "a"}).encode()
+            asked.set()
             await asyncio.sleep(60)
 
     async def go():
@@ -274,8 +277,14 @@ def test_an_aborted_request_ends_with_abort() -> None:
         session = AgentSession("x", renderer, TrajectoryId("r", "t", 0, 0, 0), LIMITS)
         action = session.next_action()
         request = SampleRequest("r0", "s", action.tokens, action.params, action.stop_tokens, (0,))
-        asyncio.get_running_loop().call_later(0.1, sampler.abort, "r0")
+
+        async def abort():
+            await asked.wait()
+            sampler.abort("r0")
+
+        aborting = asyncio.create_task(abort())
         chunks = [chunk async for chunk in sampler.stream(request)]
+        await aborting
         await sampler.aclose()
         return chunks
 

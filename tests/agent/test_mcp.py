@@ -128,9 +128,10 @@ def test_calls_that_conflict_keep_their_order_and_others_do_not_wait():
         order = []
         files = context.sandbox.files
         write, read = files.write, files.read
-        gate = asyncio.Event()
+        begun, gate = asyncio.Event(), asyncio.Event()
 
         async def slow_write(path, data):
+            begun.set()
             await gate.wait()
             order.append(path)
             await write(path, data)
@@ -141,7 +142,7 @@ def test_calls_that_conflict_keep_their_order_and_others_do_not_wait():
 
         files.write, files.read = slow_write, seen
         writing = asyncio.create_task(client.call_tool("write_file", {"path": "a", "text": "x\n"}))
-        await asyncio.sleep(0.05)
+        await begun.wait()
         waiting = asyncio.create_task(client.call_tool("read_file", {"path": "a"}))
         await client.call_tool("read_file", {"path": "lib/tally.py"})
         assert "read lib/tally.py" in order and not waiting.done()

@@ -169,10 +169,13 @@ def test_an_agent_that_kills_its_sandbox_ends_its_session():
 
 
 def test_cancelling_aborts_the_request():
+    asked = asyncio.Event()
+
     class Hanging(ScriptedSampler):
         async def stream(self, request: SampleRequest) -> AsyncIterator:
             async for chunk in super().stream(request):
                 yield chunk
+                asked.set()
                 await asyncio.sleep(60)
 
     async def run():
@@ -182,7 +185,7 @@ def test_cancelling_aborts_the_request():
                 new_session(), sampler, LocalWorkspace(await new_context()), "s", (0,), Serving("live")
             )
         )
-        await asyncio.sleep(0.02)
+        await asked.wait()
         assert sampler.open_sessions == {"s"} and sampler.requests[0].pool == "live"
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -48,22 +48,22 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
 
 
 @pytest.mark.parametrize(
-    ("script", "problem"),
+    ("script", "timeout_s", "problem"),
     [
-        ("exec sleep 60", "took more than"),
-        ("kill -9 $$", "exit status -9"),
-        ("echo 'cc: fatal error: Killed signal terminated program cc1' >&2; exit 1", "Killed"),
-        ("echo 'cc1: out of memory allocating 65536 bytes' >&2; exit 1", "out of memory"),
-        ("echo 'one.s: No space left on device' >&2; exit 1", "No space left"),
+        ("exec sleep 600", 0.5, "took more than"),
+        ("kill -9 $$", 60, "exit status -9"),
+        ("echo 'cc: fatal error: Killed signal terminated program cc1' >&2; exit 1", 60, "Killed"),
+        ("echo 'cc1: out of memory allocating 65536 bytes' >&2; exit 1", 60, "out of memory"),
+        ("echo 'one.s: No space left on device' >&2; exit 1", 60, "No space left"),
     ],
 )
 def test_a_compiler_that_lacks_something_is_not_asked_for_code_for_any_processor(
-    workshop: Workshop, script: str, problem: str
+    workshop: Workshop, script: str, timeout_s: float, problem: str
 ) -> None:
     workshop.compiler(f'[ "$1" = --version ] && exit\n{script}')
     with pytest.raises(ResourceError, match=problem):
-        workshop.compile(timeout_s=0.5)
-    assert workshop.calls
+        workshop.compile(timeout_s)
+    assert workshop.calls or timeout_s < 1, "one that is ended early may not have come to note its call"
     assert all("-march=native" in call for call in workshop.calls)
     assert list(workshop.cache.iterdir()) == []
 

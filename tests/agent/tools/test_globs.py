@@ -57,10 +57,10 @@ def test_patterns_that_make_no_sense_are_refused(pattern, message):
 
 
 def test_matching_does_not_explode():
-    start = time.perf_counter()
+    start = time.process_time()
     assert not compile_glob("*a" * 60 + "b")("a" * 4000)
     assert not compile_glob("**/a/" * 40 + "b")("/".join(["a"] * 400))
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 parts = st.text(alphabet="ab[]{}*?!\\,-", min_size=1, max_size=6)

@@ -185,15 +185,15 @@ def test_whatever_is_found_stands_where_it_is_said_to_stand(present, wanted, new
 
 def test_large_files_take_little_time():
     content = "".join(f"def function_{n}(argument):\n    return argument + {n}\n" for n in range(20_000))
-    start = time.perf_counter()
+    start = time.process_time()
     assert len(content) > 1_000_000
     assert nearest(content, "def function_777(argument, other):\n    return argument + 778\n")
-    assert time.perf_counter() - start < 3
-    start = time.perf_counter()
+    assert time.process_time() - start < 3
+    start = time.process_time()
     find_places("x \n" * 300_000, "x\n" * 100_000 + "y\n", "")
     find_places("a" * (1 << 20), "a" * (1 << 19), "")
     nearest("a" * (1 << 20), "b" * (1 << 20))
-    assert time.perf_counter() - start < 6
+    assert time.process_time() - start < 6
 
 
 def test_a_missing_match_is_of_the_environment():

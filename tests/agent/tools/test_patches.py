@@ -329,8 +329,8 @@ def test_what_was_written_is_undone_if_a_later_file_cannot_be():
 def test_large_and_repetitive_patches_take_linear_time():
     before = "same\n" * 20_000
     body = "".join(" same\n" for _ in range(5_000)) + "-other\n+new\n"
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(ToolArgumentError):
         applied(before, HEAD + "@@ -9999 +1 @@\n" + body)
-    assert time.perf_counter() - start < 3
+    assert time.process_time() - start < 3
     assert output(call("apply_patch", patch="x" * (2 << 20))) == "error: patch too large"

@@ -15,6 +15,7 @@ from grep_builders import judged, make_tree
 
 from etude.agent.index.grep import GrepIndex, GrepQuery, Progress, index_key
 from etude.agent.index.grep import builder as building
+from etude.agent.index.grep.manifest import writing
 from etude.errors import ConfigError, ResourceError, StoreError
 
 
@@ -148,14 +149,18 @@ def test_leftovers_go_and_what_is_not_ours_stays(tmp_path: Path) -> None:
 
 
 def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:
-    tree = many(tmp_path / "tree")
+    tree, into = many(tmp_path / "tree"), tmp_path / "index"
+    refused: list[str] = []
 
-    async def both() -> None:
-        builds = [GrepIndex.build(tree, tmp_path / "index") for _ in range(2)]
-        results = await asyncio.gather(*builds, return_exceptions=True)
-        assert sorted(type(result).__name__ for result in results) == ["ConfigError", "GrepIndex"]
+    def write_too(progress: object) -> None:
+        with pytest.raises(ConfigError, match="another process") as error, writing(into):
+            pass
+        refused.append(str(error.value))
 
-    asyncio.run(both())
+    asyncio.run(GrepIndex.build(tree, into, progress=write_too))
+    assert refused
+    with writing(into), pytest.raises(ConfigError, match="another process"):
+        asyncio.run(GrepIndex.build(tree, into))
 
 
 @pytest.mark.usefixtures("small_segments")
