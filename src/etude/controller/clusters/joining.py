@@ -13,7 +13,8 @@ from etude.config import RunConfig, load_config
 from etude.controller.backends import open_run_backend
 from etude.controller.clusters.client import ControlClient, ControlLostError, Patience, unless
 from etude.controller.clusters.ending import EndMark
-from etude.controller.clusters.sampling import OVER, SamplingCluster, SamplingCounts, Site, Terms
+from etude.controller.clusters.sampling import OVER, SamplingCluster
+from etude.controller.clusters.site import SamplingCounts, Site, Terms
 from etude.controller.clusters.wire import API, Makings
 from etude.controller.compute import use_sampling_threads
 from etude.controller.engines import LocalService, SampledModel, make_engine, make_vllm
