@@ -1,13 +1,18 @@
-"""A host that did not answer is passed over for a moment; snapshots that leave and enter a fleet."""
+"""A host that did not answer is passed over for a moment; snapshots that leave and enter a fleet.
+
+In virtual time, but for what goes through files.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from etude.rollout.simulation import run_virtual
 from etude.sandbox.errors import SandboxLostError, SandboxMissingError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.fleet.fleet import Fleet
@@ -18,9 +23,9 @@ from tests.sandbox.fleet.fakes import FakeHost
 QUIET = FleetConfig(heartbeat_s=3600.0, heartbeat_timeout_s=1.0)
 
 
-def fleet_of(hosts: dict[str, Any], *options: Any) -> Fleet:
+def fleet_of(hosts: dict[str, Any], config: FleetConfig, clock: Callable[[], float] | None = None) -> Fleet:
     """A fleet over fakes, which are not whole backends."""
-    return Fleet(hosts, *options)
+    return Fleet(hosts, config, clock or asyncio.get_running_loop().time)
 
 
 async def hosts_of(fleet: Fleet, num: int) -> set[str]:
@@ -51,7 +56,7 @@ def test_nothing_is_placed_where_a_sandbox_was_lost_a_moment_ago(error: Exceptio
         assert "a" in await hosts_of(fleet, 16)
         await fleet.close()
 
-    asyncio.run(scenario())
+    run_virtual(scenario())
 
 
 def test_nothing_is_placed_on_a_host_that_missed_a_heartbeat_until_it_answers():
@@ -70,7 +75,7 @@ def test_nothing_is_placed_on_a_host_that_missed_a_heartbeat_until_it_answers():
         assert "silent" in await hosts_of(fleet, 8)
         await fleet.close()
 
-    asyncio.run(scenario())
+    run_virtual(scenario())
 
 
 def test_suspected_hosts_are_used_where_there_are_no_others():
@@ -85,7 +90,7 @@ def test_suspected_hosts_are_used_where_there_are_no_others():
         assert report.moved
         await fleet.close()
 
-    asyncio.run(scenario())
+    run_virtual(scenario())
 
 
 def test_a_start_that_finds_its_host_gone_keeps_the_next_ones_away():
@@ -99,7 +104,7 @@ def test_a_start_that_finds_its_host_gone_keeps_the_next_ones_away():
         assert len(living.live) == 8
         await fleet.close()
 
-    asyncio.run(scenario())
+    run_virtual(scenario())
 
 
 def test_a_snapshot_leaves_one_fleet_and_enters_another(tmp_path: Path):
@@ -136,4 +141,4 @@ def test_a_host_that_is_removed_while_a_start_on_it_is_under_way_is_only_a_lost_
         assert [row.name for row in fleet.status()] == ["other"]
         await fleet.close()
 
-    asyncio.run(scenario())
+    run_virtual(scenario())
