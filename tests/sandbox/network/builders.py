@@ -19,6 +19,8 @@ from etude.sandbox.network.streams import AsyncioStream, Stream
 PUBLIC = "93.184.216.34"
 """An address that passes the checks; no test connects to it."""
 LOOPBACK = "127.0.0.1"
+PATIENT = ProxyLimits(head_s=60.0, keep_alive_s=60.0, connect_s=60.0, idle_s=60.0)
+"""A busy machine reaches none of these."""
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -35,7 +37,7 @@ class Bench:
 
     async def logged(self, num_lines: int) -> list[dict[str, Any]]:
         """The log once it has so many lines; tunnels are logged after their client has gone."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while len(self.lines) < num_lines:
                 self.written.clear()
                 await self.written.wait()
@@ -46,7 +48,7 @@ def make_bench(
     rules: Iterable[str],
     names: dict[str, Sequence[Sequence[str]]] | None = None,
     private: Iterable[str] = (),
-    limits: ProxyLimits | None = None,
+    limits: ProxyLimits = PATIENT,
 ) -> Bench:
     """A bench that is not yet listening."""
     lines: list[dict[str, Any]] = []
@@ -141,7 +143,7 @@ async def exchange(proxy: EgressProxy, sent: bytes, end: bool = True) -> bytes:
     client, served = memory_streams()
     task = asyncio.create_task(proxy.serve(served))
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await client.write(sent)
             if end:
                 await client.write_eof()

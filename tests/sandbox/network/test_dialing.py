@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from etude.rollout.simulation import run_virtual
 from etude.sandbox.network.dialing import Connect, Dialer, Resolve, resolve_name
 from etude.sandbox.network.fake import FakeNames, MemoryStream, memory_streams
 from etude.sandbox.network.messages import Refusal, Target
@@ -48,7 +49,7 @@ def dial(
         stream.close()
         return address
 
-    return asyncio.run(run())
+    return run_virtual(run())
 
 
 def refusal(resolve: Resolve, connect: Connect, target: Target = TARGET) -> Refusal:
@@ -143,7 +144,7 @@ def test_slow_names_wait_for_one_another_within_the_deadline() -> None:
         dialer = Dialer(slow, Connections(), frozenset(), 5.0, 2)
         await asyncio.gather(*(dialer.dial(Target(f"{n}.example.org", 80)) for n in range(8)))
 
-    asyncio.run(run())
+    run_virtual(run())
     assert most == 2
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etude.rollout.simulation import run_virtual
 from etude.sandbox.network.fake import memory_streams
 from etude.sandbox.network.proxy import ProxyLimits
 from tests.sandbox.network.builders import (
     LOOPBACK,
+    PATIENT,
     PUBLIC,
     Bench,
     Origin,
@@ -24,7 +27,9 @@ from tests.sandbox.network.builders import (
 )
 
 HOST = "example.org"
-QUICK = ProxyLimits(head_s=0.2, keep_alive_s=0.3, connect_s=0.3, idle_s=0.3)
+QUICK = ProxyLimits(head_s=0.2, keep_alive_s=0.3)
+HASTY = dataclasses.replace(PATIENT, idle_s=0.3)
+"""Patient with all but silence."""
 SPELLINGS = [
     "127.0.0.1",
     "127.0.0.1.",
@@ -87,7 +92,7 @@ def test_a_name_that_is_rebound_to_the_loopback_is_not_reached() -> None:
     async def run() -> None:
         origin = Origin()
         async with serving(origin.handle) as port:
-            bench = make_bench([f"{HOST}:{port}"], {HOST: [[PUBLIC], [LOOPBACK]]}, limits=QUICK)
+            bench = make_bench([f"{HOST}:{port}"], {HOST: [[PUBLIC], [LOOPBACK]]})
             first = await _refused_connect(bench, request(HOST, port, "GET"))
             second = await exchange(bench.proxy, request(HOST, port, "GET"))
         # One question for each request, and the connection went to its answer.
@@ -122,7 +127,7 @@ def test_a_slow_head_is_ended() -> None:
         await task
         assert bench.lines[0]["reason"] == "head_timeout"
 
-    asyncio.run(run())
+    run_virtual(run())
 
 
 def test_a_silent_connection_is_ended_without_a_word() -> None:
@@ -131,7 +136,7 @@ def test_a_silent_connection_is_ended_without_a_word() -> None:
         assert await exchange(bench.proxy, b"", end=False) == b""
         assert bench.lines == []
 
-    asyncio.run(run())
+    run_virtual(run())
 
 
 @pytest.mark.parametrize(
@@ -221,7 +226,7 @@ def test_pipelined_requests_are_each_checked() -> None:
 
 def test_connections_and_requests_are_bounded() -> None:
     async def run() -> None:
-        limits = ProxyLimits(num_connections=2, num_requests=4, keep_alive_s=5)
+        limits = dataclasses.replace(PATIENT, num_connections=2, num_requests=4)
         bench = make_bench([HOST], limits=limits)
         held = [memory_streams() for _ in range(2)]
         tasks = [asyncio.create_task(bench.proxy.serve(served)) for _, served in held]
@@ -276,7 +281,7 @@ def test_a_server_that_says_nothing_is_left(method: str, status: int) -> None:
 
     async def run() -> None:
         async with serving(silent) as port:
-            bench = make_bench([f"{HOST}:{port}"], {HOST: [[LOOPBACK]]}, [f"{LOOPBACK}:{port}"], QUICK)
+            bench = make_bench([f"{HOST}:{port}"], {HOST: [[LOOPBACK]]}, [f"{LOOPBACK}:{port}"], HASTY)
             got = await exchange(bench.proxy, request(HOST, port, method), end=False)
         assert status_of(got) == status
         assert bench.lines[0]["reason"] == "idle"
@@ -292,10 +297,10 @@ def test_a_client_that_reads_nothing_is_left() -> None:
 
     async def run() -> None:
         async with serving(flood) as port:
-            bench = make_bench([f"{HOST}:{port}"], {HOST: [[LOOPBACK]]}, [f"{LOOPBACK}:{port}"], QUICK)
+            bench = make_bench([f"{HOST}:{port}"], {HOST: [[LOOPBACK]]}, [f"{LOOPBACK}:{port}"], HASTY)
             client, served = memory_streams()
             await client.write(request(HOST, port, "CONNECT"))
-            await asyncio.wait_for(bench.proxy.serve(served), 5)
+            await asyncio.wait_for(bench.proxy.serve(served), 60)
         assert bench.lines[0]["reason"] == "idle"
         assert len(await read_all(client)) < 1 << 20
 
@@ -306,12 +311,12 @@ def test_a_hello_that_never_ends_is_cut() -> None:
     async def run() -> None:
         origin = Origin()
         async with serving(origin.handle) as port:
-            bench = make_bench([f"{HOST}:{port}"], {HOST: [[LOOPBACK]]}, [f"{LOOPBACK}:{port}"], QUICK)
-            sent = request(HOST, port, "CONNECT") + client_hello(HOST)[:100]
-            await exchange(bench.proxy, sent, end=False)
-            await exchange(bench.proxy, sent)
-        assert [line["reason"] for line in bench.lines] == ["tls_timeout", "tls_incomplete"]
-        assert all(line["bytes_up"] == 0 for line in bench.lines) and origin.seen == []
+            for limits, end, reason in ((QUICK, False, "tls_timeout"), (PATIENT, True, "tls_incomplete")):
+                bench = make_bench([f"{HOST}:{port}"], {HOST: [[LOOPBACK]]}, [f"{LOOPBACK}:{port}"], limits)
+                await exchange(bench.proxy, request(HOST, port, "CONNECT") + client_hello(HOST)[:100], end)
+                (line,) = bench.lines
+                assert (line["reason"], line["bytes_up"]) == (reason, 0)
+        assert origin.seen == []
 
     asyncio.run(run())
 
@@ -336,8 +341,8 @@ def test_a_client_that_vanishes_leaves_nothing_open() -> None:
             await client.write(request(HOST, port, "CONNECT"))
             await client.read(10)
             client.close()
-            await asyncio.wait_for(task, 5)
-            await asyncio.wait_for(closed.wait(), 5)
+            await asyncio.wait_for(task, 60)
+            await asyncio.wait_for(closed.wait(), 60)
         assert bench.proxy.num_open == 0 and bench.lines[0]["reason"] == "client_failed"
 
     asyncio.run(run())

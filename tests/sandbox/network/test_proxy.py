@@ -22,6 +22,7 @@ from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy, ProxyLimits
 from tests.sandbox.network.builders import (
     LOOPBACK,
+    PATIENT,
     Bench,
     Handler,
     Origin,
@@ -41,7 +42,7 @@ HOST = "example.org"
 async def with_server(
     handler: Handler,
     body: Callable[[Bench, int], Any],
-    limits: ProxyLimits | None = None,
+    limits: ProxyLimits = PATIENT,
     rules: tuple[str, ...] = (),
     **options: Any,
 ) -> Any:
@@ -54,7 +55,7 @@ async def with_server(
 
 def ask(bench: Bench, method: str, url: str, **options: Any) -> tuple[int, bytes, http.client.HTTPMessage]:
     """One request of the standard library's client through the proxy."""
-    connection = http.client.HTTPConnection(LOOPBACK, bench.port, timeout=5)
+    connection = http.client.HTTPConnection(LOOPBACK, bench.port, timeout=60)
     try:
         connection.request(method, url, **options)
         response = connection.getresponse()
@@ -143,7 +144,7 @@ def test_a_kept_connection_is_checked_anew_for_each_request() -> None:
     origin = Origin()
 
     def client(bench: Bench, port: int) -> list[int]:
-        connection = http.client.HTTPConnection(LOOPBACK, bench.port, timeout=5)
+        connection = http.client.HTTPConnection(LOOPBACK, bench.port, timeout=60)
         statuses = []
         for host in (HOST, HOST, "evil.example"):
             connection.request("GET", f"http://{host}:{port}/")
@@ -165,7 +166,7 @@ def test_a_tunnel_carries_a_tls_session() -> None:
     async def body(bench: Bench, port: int) -> bytes:
         def client() -> bytes:
             connection = http.client.HTTPSConnection(
-                LOOPBACK, bench.port, timeout=5, context=_anonymous(False)
+                LOOPBACK, bench.port, timeout=60, context=_anonymous(False)
             )
             connection.set_tunnel(HOST, port)
             connection.request("GET", "/secret")
@@ -236,9 +237,9 @@ def test_a_server_that_speaks_first_is_heard() -> None:
         await client.write(f"CONNECT {HOST}:{port} HTTP/1.0\r\n\r\n".encode())
         got = b""
         while b"SSH-2.0-test" not in got:
-            got += await asyncio.wait_for(client.read(100), 5)
+            got += await asyncio.wait_for(client.read(100), 60)
         client.close()
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 60)
 
     asyncio.run(with_server(banner, body))
 
@@ -266,7 +267,7 @@ def test_a_redirect_to_the_loopback_is_refused_when_it_is_followed() -> None:
         handler = urllib.request.ProxyHandler({"http": f"http://{LOOPBACK}:{bench.port}"})
         opener = urllib.request.build_opener(handler)
         with pytest.raises(urllib.error.HTTPError) as caught:
-            await asyncio.to_thread(opener.open, f"http://{HOST}:{port}/", None, 5)
+            await asyncio.to_thread(opener.open, f"http://{HOST}:{port}/", None, 60)
         with caught.value:
             assert caught.value.code == 403
         assert [line["reason"] for line in await bench.logged(2)] == ["", "no_rule"]
@@ -282,7 +283,7 @@ def test_curl_and_its_environment_work() -> None:
 
     async def body(bench: Bench, port: int) -> None:
         async def run(*options: str) -> subprocess.CompletedProcess[bytes]:
-            command = [curl, "-sS", "-m", "5", *options, f"http://{HOST}:{port}/"]
+            command = [curl, "-sS", "-m", "60", *options, f"http://{HOST}:{port}/"]
             env = proxy_environment(bench.port)
             return await asyncio.to_thread(subprocess.run, command, env=env, capture_output=True, check=False)
 
@@ -311,7 +312,7 @@ def test_a_cancelled_connection_is_closed_and_logged() -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        await asyncio.wait_for(closed.wait(), 5)
+        await asyncio.wait_for(closed.wait(), 60)
         assert served.closed and bench.proxy.num_open == 0
         assert bench.lines[0]["reason"] == "cancelled"
 
