@@ -76,7 +76,7 @@ async def commands_behave(s: Sandbox) -> None:
     command = await s.commands.start("cat; echo end", on_output=lambda fd, data: pieces.append(data))
     await command.send_stdin("ping\n")
     await command.send_stdin("", close=True)
-    assert (await command.wait(10.0)).exit_code == 0
+    assert (await command.wait(60.0)).exit_code == 0
     assert b"".join(pieces) == b"ping\nend\n"
     results = await asyncio.gather(*(s.commands.run(f"sleep 0.1; echo {n}") for n in range(4)))
     assert [row.stdout for row in results] == ["0\n", "1\n", "2\n", "3\n"]
@@ -106,7 +106,7 @@ async def sessions_behave(s: Sandbox) -> None:
 
 async def tests_run(s: Sandbox) -> None:
     """The warm interpreter runs test files."""
-    report = await s.run_tests(["tests/test_all.py"], timeout_s=10.0)
+    report = await s.run_tests(["tests/test_all.py"], timeout_s=60.0)
     assert (report.passed, [row.name for row in report.failed]) == (("test_passes",), ["test_fails"])
 
 

@@ -31,7 +31,7 @@ async def docker(engine: FakeEngine, *words: str, given: bytes | None = None) ->
         "docker", *words, stdin=pipe, stdout=pipe, stderr=pipe, env=environment
     )
     try:
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(60.0):
             output, errors = await process.communicate(given)
     except TimeoutError:
         process.kill()

@@ -73,7 +73,7 @@ def play(directory: Path, scenario: Scenario, setup: Setup | None = None) -> Non
 async def all_processes_end(text: str) -> None:
     """Killed processes may take a moment to be gone. Raises AssertionError if one stays."""
     left = processes_about(text)
-    for _ in range(200):
+    for _ in range(3000):
         if not left:
             return
         await asyncio.sleep(0.02)

@@ -61,10 +61,10 @@ def test_a_page_fault_handler_that_dies_costs_its_guest_only(tmp_path: Path) -> 
         handler = backend._machines[copy.id]._handler
         assert handler is not None
         handler._process.terminate()
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(60.0):
             await handler.wait()
-        await asyncio.sleep(0.05)
-        assert (await copy.get_info()).state == "lost"
+            while (await copy.get_info()).state != "lost":  # noqa: ASYNC110 - what is waited for has no event
+                await asyncio.sleep(0.02)
         assert (await s.commands.run("echo on")).stdout == "on\n"
 
     play(tmp_path, scenario, make_setup(tmp_path, "Uffd"))

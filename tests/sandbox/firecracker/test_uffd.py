@@ -140,7 +140,7 @@ def test_real_faults_are_served_page_by_page(tmp_path: Path) -> None:
     handler = start_handler(tmp_path)
     pid = os.fork()
     if pid == 0:
-        signal.alarm(20)
+        signal.alarm(60)
         try:
             fault_in(str(tmp_path / "s"), expected)
             os._exit(0)
@@ -149,7 +149,7 @@ def test_real_faults_are_served_page_by_page(tmp_path: Path) -> None:
             os._exit(1)
     status = os.waitpid(pid, 0)[1]
     try:
-        _, errors = handler.communicate(timeout=10)
+        _, errors = handler.communicate(timeout=60)
     finally:
         handler.kill()
     assert (status, handler.returncode, errors) == (0, 0, b"")
@@ -162,5 +162,5 @@ def test_a_handler_refuses_what_is_no_handshake(tmp_path: Path, message: bytes) 
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(tmp_path / "s"))
         line.sendall(message)
-    _, errors = handler.communicate(timeout=10)
+    _, errors = handler.communicate(timeout=60)
     assert handler.returncode == 1 and b"page-fault handler:" in errors

@@ -52,7 +52,7 @@ def test_any_rules_answer_or_are_a_typed_error(rules: str, path: str) -> None:
 
 def test_many_stars_are_no_trap() -> None:
     rules = IgnoreRules("**/a/" * 40 + "b\n" + "*a" * 100 + "b")
-    start = time.perf_counter()
+    start = time.process_time()
     assert not rules.ignores("/".join(["a"] * 200))
     assert not rules.ignores("a" * 250)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2

@@ -263,7 +263,7 @@ except ResourceError as error:
 def test_a_full_disk_is_the_users_to_mend_and_leaves_nothing(tmp_path: Path) -> None:
     script = f'mount -t tmpfs -o size=2m t {tmp_path} || exit 99; exec {sys.executable} -c "$0" {tmp_path}'
     done = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", script, FILL], capture_output=True, text=True, timeout=30
+        ["unshare", "-Urm", "sh", "-c", script, FILL], capture_output=True, text=True, timeout=120
     )
     if done.returncode == 99 or done.stderr.startswith("unshare:"):
         pytest.skip(f"no tmpfs in a user namespace here: {done.stderr.strip()}")
@@ -273,7 +273,7 @@ def test_a_full_disk_is_the_users_to_mend_and_leaves_nothing(tmp_path: Path) -> 
 def test_an_owner_that_does_not_exist_here_is_the_users_to_mend(tmp_path: Path) -> None:
     program = FILL.split("try:")[0].replace("(0, 0)", "(65534, 65534)")
     command = ["unshare", "-Ur", sys.executable, "-c", program, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.stderr.startswith("unshare:"):
         pytest.skip(f"no user namespace here: {done.stderr.strip()}")
     assert "ResourceError: layer store: files of layers cannot be given" in done.stderr
@@ -427,7 +427,7 @@ def in_overlay(folder: Path, layers: list[Path], script: str) -> str:
     options = f"lowerdir={':'.join(map(str, layers))},upperdir=upper,workdir=work,userxattr"
     command = f"cd {folder} && mount -t overlay o -o {options} mnt && cd mnt || exit 99\n{script}"
     done = subprocess.run(
-        ["unshare", "-Urm", "sh", "-c", command], capture_output=True, text=True, timeout=30
+        ["unshare", "-Urm", "sh", "-c", command], capture_output=True, text=True, timeout=120
     )
     if done.returncode == 99 or done.stderr.startswith("unshare:"):
         pytest.skip(f"no overlay in a user namespace here: {done.stderr.strip()}")
