@@ -55,13 +55,12 @@ async def ask(sandbox: MachineSandbox) -> str:
 async def serving(sandbox: MachineSandbox) -> None:
     """Starts the server and waits until it listens."""
     await sandbox.commands.start("python3 server.py")
-    for _ in range(100):
-        if not (await ask(sandbox)).startswith("Traceback"):
-            return
-    raise AssertionError("the server does not listen")
+    async with asyncio.timeout(60.0):
+        while (await ask(sandbox)).startswith("Traceback"):
+            pass
 
 
-def eventually(holds: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def eventually(holds: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     end_s = time.monotonic() + timeout_s
     while not holds() and time.monotonic() < end_s:
         time.sleep(0.02)
@@ -70,7 +69,7 @@ def eventually(holds: Callable[[], bool], timeout_s: float = 10.0) -> bool:
 
 def test_commands_sessions_tests_and_diffs_work() -> None:
     async def scenario(s: MachineSandbox) -> None:
-        report = await s.run_tests(["t.py"], 20.0)
+        report = await s.run_tests(["t.py"], 60.0)
         assert report.passed == ("test_a",)
         assert [(failure.name, failure.message) for failure in report.failed] == [("test_b", "3 != 4")]
         session = await s.create_session()
@@ -81,7 +80,7 @@ def test_commands_sessions_tests_and_diffs_work() -> None:
         assert (await s.commands.run("echo 2 >> new/x; mv new/x new/y; stat -c %U new/y")).stdout == "agent\n"
         assert await s.diff() == {"new/y": b"12\n", "t.py": None}
         assert (await s.commands.run("exit 3")).exit_code == 3
-        assert (await s.commands.run("sleep 9", timeout_s=0.3)).timed_out
+        assert (await s.commands.run("sleep 60", timeout_s=0.3)).timed_out
 
     with_sandbox(scenario, FILES)
 
@@ -151,7 +150,7 @@ def test_disk_files_and_processes_are_bounded() -> None:
         filled = await s.commands.run("for i in 1 2 3; do head -c 3m /dev/zero > f$i || echo full; done")
         assert filled.stdout == "full\n"
         await s.commands.run("rm f*")
-        bomb = await s.commands.run("for i in $(seq 30); do sleep 5 & done; echo out", timeout_s=10)
+        bomb = await s.commands.run("for i in $(seq 30); do sleep 60 & done; echo out", timeout_s=60)
         assert "fork" in bomb.stderr
         assert (await s.commands.run("echo again")).stdout == "again\n"
 
@@ -160,9 +159,10 @@ def test_disk_files_and_processes_are_bounded() -> None:
 
 def test_memory_is_bounded_and_the_sandbox_goes_on() -> None:
     async def scenario(s: MachineSandbox) -> None:
-        hungry = "python3 -c 'import time; a = bytearray(b\"x\") * (400 << 20); time.sleep(5)'"
-        assert (await s.commands.run(hungry)).exit_code == -signal.SIGKILL
-        many = await s.commands.run("for i in 1 2 3 4 5 6; do python3 -c pass & done; wait; echo done")
+        hungry = "python3 -c 'import time; a = bytearray(b\"x\") * (400 << 20); time.sleep(60)'"
+        assert (await s.commands.run(hungry, timeout_s=120)).exit_code == -signal.SIGKILL
+        six = "for i in 1 2 3 4 5 6; do python3 -c pass & done; wait; echo done"
+        many = await s.commands.run(six, timeout_s=60)
         assert many.stdout == "done\n"
 
     with_sandbox(scenario, FILES, Resources(memory_bytes=128 << 20))
@@ -182,7 +182,7 @@ while True:
 def test_what_the_kernel_holds_for_the_agent_is_bounded_too() -> None:
     async def scenario(s: MachineSandbox) -> None:
         try:
-            filling = await s.commands.run("python3 messages.py", timeout_s=60)
+            filling = await s.commands.run("python3 messages.py", timeout_s=200)
         except SandboxKilledByAgentError:
             return  # it was quicker than who looks: then its whole sandbox ends, and nothing of the host's
         assert (filling.exit_code, filling.timed_out) == (-signal.SIGKILL, False)
@@ -193,9 +193,9 @@ def test_what_the_kernel_holds_for_the_agent_is_bounded_too() -> None:
 def test_processor_time_is_bounded_for_what_a_command_starts_too() -> None:
     async def scenario(s: MachineSandbox) -> None:
         burn = "python3 -c 'while True: pass'"
-        burned = await s.commands.run(f"{burn}; echo $?; {burn}; echo $?", timeout_s=20)
+        burned = await s.commands.run(f"{burn}; echo $?; {burn}; echo $?", timeout_s=120)
         assert (burned.stdout, burned.timed_out) == ("137\n137\n", False)
-        assert burned.duration_s < 10.0
+        assert burned.duration_s < 60.0
 
     with_sandbox(scenario, FILES, Resources(cpu_s=1))
 
@@ -206,7 +206,7 @@ def test_a_sandbox_whose_files_alone_exceed_its_memory_is_ended() -> None:
         fill = "for d in /tmp /workspace /dev/shm; do head -c 15m /dev/zero >$d/full; done"
         await s.commands.run(fill)
         with pytest.raises(SandboxKilledByAgentError, match="files exceed"):
-            for _ in range(50):
+            for _ in range(300):
                 await s.commands.run("sleep 0.2")
         assert (await s.get_info()).state == "lost"
 
@@ -267,8 +267,9 @@ def test_a_snapshot_outlives_its_sandbox_and_the_clock_goes_on() -> None:
             256 << 20,
             {"a": "b"},
         )
+        before_s = time.time()
         told_s = float((await copy.commands.run("date +%s.%N")).stdout)
-        assert abs(told_s - time.time()) < 2.0
+        assert before_s - 2.0 < told_s < time.time() + 2.0
         assert [kept.name for kept in await backend.list_snapshots()] == ["kept"]
 
     with_gvisor(scenario)
@@ -357,7 +358,7 @@ async def main():
         sandbox = await backend.create(Template({"a": "a"}))
         await sandbox.commands.start("sleep 999")
     print("ready", flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(600)
 
 asyncio.run(main())
 """
@@ -395,12 +396,12 @@ from etude.sandbox.template import Template
 async def main():
     backend = GvisorBackend(Path(sys.argv[1]))
     sandbox = await backend.create(Template({"t.py": "def test_a(): pass"}))
-    await sandbox.commands.run("sleep 99 & echo kept > kept")
+    await sandbox.commands.run("sleep 999 & echo kept > kept; until pgrep sleep; do :; done")
     await sandbox.pause()
     await sandbox.resume()
     (copy,) = await sandbox.fork()
     told = await copy.commands.run("id -u; cat kept; pgrep -c sleep")
-    report = await copy.run_tests(["t.py"], 20.0)
+    report = await copy.run_tests(["t.py"], 60.0)
     print(*told.stdout.split(), report.passed)
     await backend.close()
 
@@ -435,7 +436,7 @@ def test_a_plain_user_has_all_of_it_too(tmp_path: Path) -> None:
             cwd="/",
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=False,
         )
         assert done.stdout == "1000 kept 1 ('test_a',)\n", done.stderr

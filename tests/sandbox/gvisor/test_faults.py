@@ -14,7 +14,8 @@ from etude.sandbox.gvisor.backend import GvisorBackend
 from etude.sandbox.gvisor.fake_runsc import install_fake
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.template import Template
-from tests.sandbox.gvisor.gvisors import HastyBackend, needs_namespaces, with_gvisor
+from tests.sandbox.gvisor.gvisors import HastyAtCheckpoint, HastyAtStart, needs_namespaces, with_gvisor
+from tests.sandbox.scenes import becomes_true
 
 pytestmark = needs_namespaces
 FILES: dict[str, bytes | str] = {"a.txt": "alpha"}
@@ -62,7 +63,7 @@ def test_a_container_that_says_nothing_is_given_up() -> None:
             await made(backend)
         assert nothing_runs(backend)
 
-    with_gvisor(scenario, "mute", HastyBackend)
+    with_gvisor(scenario, "mute", HastyAtStart)
 
 
 def test_a_cancelled_start_leaves_nothing() -> None:
@@ -99,7 +100,7 @@ def test_a_failed_checkpoint_is_no_snapshot_and_the_sandbox_goes_on(fault: str, 
         assert await backend.list_snapshots() == []
         assert list((backend.state / "snapshots").iterdir()) == []
 
-    with_gvisor(scenario, fault, HastyBackend if fault == "hang" else GvisorBackend)
+    with_gvisor(scenario, fault, HastyAtCheckpoint if fault == "hang" else GvisorBackend)
 
 
 def test_a_container_that_dies_of_its_checkpoint_is_lost() -> None:
@@ -109,8 +110,7 @@ def test_a_container_that_dies_of_its_checkpoint_is_lost() -> None:
             await sandbox.pause()
         with pytest.raises(SandboxError):
             await sandbox.files.read("a.txt")
-        await asyncio.sleep(0.2)
-        assert (await sandbox.get_info()).state == "lost"
+        assert await becomes_true(lambda: sandbox.state == "lost", 60.0)
         assert await backend.list_snapshots() == []
         await sandbox.kill()
         assert nothing_runs(backend)
@@ -170,11 +170,7 @@ def test_a_killed_container_is_lost_and_its_directory_goes_with_it() -> None:
         os.kill(container_pid(backend, sandbox), signal.SIGKILL)
         with pytest.raises(SandboxError):
             await sandbox.files.read("a.txt")
-        for _ in range(100):
-            if (await sandbox.get_info()).state == "lost":
-                break
-            await asyncio.sleep(0.02)
-        assert (await sandbox.get_info()).state == "lost"
+        assert await becomes_true(lambda: sandbox.state == "lost", 60.0)
         assert await other.files.read("a.txt") == b"alpha"
         await sandbox.kill()
         assert len(list((backend.state / "gvisor").glob("*/gvisor-*"))) == 1

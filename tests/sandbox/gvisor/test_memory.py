@@ -74,7 +74,7 @@ def test_a_group_bounds_and_is_removed(group: ControlGroup) -> None:
 
 
 def test_groups_of_dead_owners_are_swept(group: ControlGroup) -> None:
-    orphan = group.paths[0].parent / "gvisor-etude-4194304-1-box"
+    orphan = group.paths[0].parent / f"gvisor-etude-4194304-{os.getpid()}-box"
     orphan.mkdir()
     second = ControlGroup.make("second", 64 << 20, 1.0)
     assert second is not None
