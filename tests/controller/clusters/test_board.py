@@ -146,6 +146,24 @@ def test_a_cluster_that_comes_back_goes_on_with_what_nobody_else_was_given() -> 
     assert board.standing(lease.id) == (Standing.CURRENT, lease)
 
 
+def test_a_cluster_that_stays_away_is_forgotten_and_joins_again() -> None:
+    board, clock = new_board()
+    board.add(episode())
+    gone, there = joined(board, "gone"), joined(board, "there")
+    (lease,) = board.claim(gone, 1)
+    for _ in range(25):
+        clock.now_s += 3600.0
+        board.find(there.id)
+        board.lapse()
+    assert list(board.members.values()) == [there]
+    with pytest.raises(UnknownMemberError):
+        board.find(gone.id)
+    assert board.standing(lease.id) == (Standing.CURRENT, lease), "what it had done is good all the same"
+    again = joined(board, "gone")
+    assert board.hear(again, {lease.id: 5})[0] == [lease.id]
+    assert numbers(board.claim(again, 1)) == [0]
+
+
 def test_a_result_of_a_lapsed_lease_counts_while_the_session_waits() -> None:
     board, clock = new_board()
     board.add(episode())
@@ -269,7 +287,7 @@ class Clusters(RuleBasedStateMachine):
             return multiple()
         return multiple(*self.board.claim(self.board.find(member.id), most))
 
-    @rule(seconds=st.floats(0, 2 * LEASE_S))
+    @rule(seconds=st.one_of(st.floats(0, 2 * LEASE_S), st.just(2 * 24 * 3600.0)))
     def waits(self, seconds: float) -> None:
         self.clock.now_s += seconds
         self.end(self.board.lapse())

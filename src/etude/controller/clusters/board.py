@@ -24,6 +24,8 @@ from etude.errors import ConfigError, InfrastructureError
 Clock = Callable[[], float]
 _REMEMBERED = 100_000
 """Leases that have ended, to tell a result that comes twice from one that is not known at all."""
+_FORGET_S = 24 * 3600.0
+"""After this time, or a lease's if that is longer, a cluster that is not heard of must join again."""
 
 
 class UnknownMemberError(InfrastructureError):
@@ -129,13 +131,16 @@ class Board:
         self._end(episode)
 
     def lapse(self) -> list[Episode]:
-        """Takes back what clusters have that were not heard of; returns the sessions that are exhausted."""
+        """Takes back what clusters have that were not heard of, and forgets those that stay away; returns the
+        sessions that are exhausted."""
         exhausted: list[Episode] = []
-        for member in self.members.values():
+        for member in list(self.members.values()):
             if member.leases and not self.is_alive(member):
                 self.counts.lapsed += len(member.leases)
                 cause = f"{member.name} was not heard of for {self._lease_s:g} s"
                 exhausted += self._return_all(list(member.leases.values()), cause)
+            if self._clock() - member.heard_s > max(_FORGET_S, self._lease_s):
+                del self.members[member.id]
         return exhausted
 
     def is_alive(self, member: Member) -> bool:
