@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 
 import pytest
 
@@ -14,11 +13,12 @@ from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import CommandResult, Resources, TestReport
 from tests.sandbox.backends import with_backend, with_sandbox
+from tests.sandbox.scenes import becomes_true, comes_alive
 
-QUICK_S = 10.0
+PATIENT_S = 60.0
 
 
-def output(command: str, timeout_s: float = QUICK_S) -> CommandResult:
+def output(command: str, timeout_s: float = PATIENT_S) -> CommandResult:
     """Result of one command in a new sandbox."""
 
     async def scenario(s: Sandbox) -> CommandResult:
@@ -31,9 +31,18 @@ def python(code: str) -> CommandResult:
     """Result of a Python program in a new sandbox."""
 
     async def scenario(s: Sandbox) -> CommandResult:
-        return await s.commands.run("python3 -S p.py", timeout_s=QUICK_S)
+        return await s.commands.run("python3 -S p.py", timeout_s=PATIENT_S)
 
     return with_sandbox("local", {"p.py": code}, scenario)
+
+
+async def has_no_sleeper(sandbox: Sandbox, words: str = "sleep") -> bool:
+    """Whether no command line of the sandbox comes to hold the words: what was killed takes time to die."""
+
+    async def holds() -> bool:
+        return words not in (await sandbox.commands.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout
+
+    return await becomes_true(holds)
 
 
 def test_programs_are_read_only() -> None:
@@ -89,23 +98,21 @@ def test_no_capability_is_left_and_none_can_be_gained() -> None:
 def test_a_fork_bomb_is_bounded_and_the_sandbox_goes_on() -> None:
     async def scenario(s: Sandbox) -> tuple[CommandResult, CommandResult, TestReport]:
         # exec: the shell itself must go on where no process can be made any more
-        bomb = await s.commands.run("bomb() { bomb | bomb & }; bomb; exec sleep 30", timeout_s=0.5)
-        after = await s.commands.run("echo alive", timeout_s=QUICK_S)
-        return bomb, after, await s.run_tests(["t.py"], QUICK_S)
+        bomb = await s.commands.run("bomb() { bomb | bomb & }; bomb; exec sleep 300", timeout_s=0.5)
+        after = await s.commands.run("echo alive", timeout_s=PATIENT_S)
+        return bomb, after, await s.run_tests(["t.py"], PATIENT_S)
 
-    start_s = time.monotonic()
     bomb, after, report = with_sandbox("local", {"t.py": "def test_a(): pass\n"}, scenario)
     assert bomb.timed_out
     assert after.stdout == "alive\n"
     assert report.passed == ("test_a",)
-    assert time.monotonic() - start_s < 5
 
 
 def test_a_bomb_left_in_the_background_does_not_stop_test_runs() -> None:
     async def scenario(s: Sandbox) -> TestReport:
         await s.commands.run("for i in $(seq 100); do sleep 100 & done >/dev/null 2>&1", timeout_s=1.0)
         await s.commands.run("for i in $(seq 100); do (sleep 100 &) ; done >/dev/null 2>&1", timeout_s=1.0)
-        return await s.run_tests(["t.py"], QUICK_S)
+        return await s.run_tests(["t.py"], PATIENT_S)
 
     assert with_sandbox("local", {"t.py": "def test_a(): pass\n"}, scenario).passed == ("test_a",)
 
@@ -126,9 +133,9 @@ def test_what_the_owner_writes_is_bounded_as_well() -> None:
 def test_too_much_memory_ends_a_command_with_a_word_and_the_sandbox_goes_on() -> None:
     async def scenario(backend: SandboxBackend) -> list[CommandResult]:
         s = await backend.create(Template({}), Resources(memory_bytes=96 << 20))
-        hold = "x = bytearray(60 << 20); import time; time.sleep(20)"
+        hold = "x = bytearray(60 << 20); import time; time.sleep(300)"
         four = f"for i in 1 2 3 4; do python3 -S -c '{hold}' & done; wait"
-        many = await s.commands.run(four, timeout_s=QUICK_S)
+        many = await s.commands.run(four, timeout_s=PATIENT_S)
         return [many, await s.commands.run("echo alive")]
 
     many, after = with_backend("local", scenario)
@@ -149,36 +156,33 @@ def test_an_output_flood_is_bounded_and_keeps_head_and_tail() -> None:
 
 
 def test_a_timeout_kills_everything_that_the_command_started() -> None:
-    async def scenario(s: Sandbox) -> str:
+    async def scenario(s: Sandbox) -> None:
         hide = "setsid sh -c 'sleep 300 & sleep 301' & (sleep 302 &); sleep 303"
         result = await s.commands.run(hide, timeout_s=0.2)
         assert result.timed_out
-        return (await s.commands.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout
+        assert await has_no_sleeper(s)
 
-    assert "sleep" not in with_sandbox("local", {}, scenario)
+    with_sandbox("local", {}, scenario)
 
 
 def test_a_background_process_does_not_hold_up_its_command() -> None:
-    async def scenario(s: Sandbox) -> tuple[float, str]:
-        result = await s.commands.run("sleep 100 & echo started")
-        assert result.stdout == "started\n"
-        return result.duration_s, (await s.commands.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout
+    async def scenario(s: Sandbox) -> None:
+        result = await s.commands.run("sleep 300 & echo started")
+        assert (result.stdout, result.timed_out) == ("started\n", False)
+        assert await comes_alive(s, "sleep 300")
 
-    duration_s, running = with_sandbox("local", {}, scenario)
-    assert duration_s < 2
-    assert "sleep 100" in running
+    with_sandbox("local", {}, scenario)
 
 
 def test_background_processes_survive_the_timeout_of_another_command() -> None:
-    async def scenario(s: Sandbox) -> str:
-        await s.commands.run("sleep 100 >/dev/null 2>&1 &")
+    async def scenario(s: Sandbox) -> None:
+        await s.commands.run("sleep 300 >/dev/null 2>&1 &")
         assert (await s.commands.run("sleep 200", timeout_s=0.1)).timed_out
         assert (await s.run_tests(["t.py"])).passed
-        return (await s.commands.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout
+        assert await comes_alive(s, "sleep 300")
+        assert await has_no_sleeper(s, "sleep 200")
 
-    running = with_sandbox("local", {"t.py": "def test_a(): pass\n"}, scenario)
-    assert "sleep 100" in running
-    assert "sleep 200" not in running
+    with_sandbox("local", {"t.py": "def test_a(): pass\n"}, scenario)
 
 
 def test_signals_for_which_the_server_has_handlers_do_not_end_it() -> None:
@@ -230,7 +234,7 @@ def test_links_and_special_files_do_not_fool_the_file_operations() -> None:
             await s.files.write("outdir/new", "x")
         for attempt in (s.files.read("pipe"), s.files.write("pipe", "x")):
             with pytest.raises(PathKindError):
-                await asyncio.wait_for(attempt, QUICK_S)
+                await asyncio.wait_for(attempt, PATIENT_S)
         kinds = {entry.path: entry.kind for entry in await s.files.list(".")}
         assert (kinds["out"], kinds["pipe"], kinds["a.txt"]) == ("symlink", "other", "file")
         await s.files.remove("outdir")
