@@ -18,6 +18,7 @@ from etude.sandbox.machine_backend import MachineBackend, gather_copies
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
 from tests.sandbox.scenes import (
+    becomes_true,
     copies,
     has_processes,
     in_sandbox,
@@ -68,11 +69,11 @@ async def state_of(sandbox: Sandbox) -> str:
 async def counts_on(sandbox: Sandbox) -> None:
     """Waits until the sandbox's counter has moved; it is read between its being emptied and written, too."""
     before = await sandbox.files.read("n")
-    for _ in range(200):
-        await asyncio.sleep(0.05)
-        if await sandbox.files.read("n") not in (b"", before):
-            return
-    raise AssertionError("the sandbox's processes stand still")
+
+    async def has_moved() -> bool:
+        return await sandbox.files.read("n") not in (b"", before)
+
+    assert await becomes_true(has_moved), "the sandbox's processes stand still"
 
 
 async def snapshot_and_create(sandbox: Sandbox, backend: ForkServerBackend) -> Sandbox:
@@ -455,13 +456,13 @@ def test_cancelled_copies_leave_neither_processes_nor_a_frozen_source(tmp_path: 
             (result,) = await asyncio.gather(task, return_exceptions=True)
             if not isinstance(result, BaseException):
                 return
-            assert (await sandbox.commands.run("ps 2>/dev/null; echo on", 5.0)).stdout.endswith("on\n")
+            assert (await sandbox.commands.run("ps 2>/dev/null; echo on")).stdout.endswith("on\n")
             assert [info.id for info in await backend.list()] == [sandbox.id]
         states = "cat /proc/[0-9]*/stat | grep -c ') [Tt] '"
         assert (await sandbox.commands.run(states)).stdout == "0\n"
 
         assert await has_processes(backend, 2)
-        assert list((tmp_path / "snapshots").glob("snap-*")) == []
+        assert await becomes_true(lambda: list((tmp_path / "snapshots").glob("snap-*")) == [])
 
     on_backend(tmp_path, scenario)
 
@@ -547,7 +548,7 @@ def test_a_kill_in_the_middle_wins_and_leaves_nothing(tmp_path: Path, operation:
         assert (await sandbox.get_info()).state == "killed"
 
         assert await has_processes(backend, 0)
-        assert list((tmp_path / "snapshots").glob("*")) == []
+        assert await becomes_true(lambda: list((tmp_path / "snapshots").glob("*")) == [])
 
     on_backend(tmp_path, scenario)
 
@@ -569,7 +570,7 @@ def test_what_is_answered_while_a_sandbox_falls_asleep_is_kept(tmp_path: Path) -
                 kept.append(f"n{number}")
 
         writing = asyncio.create_task(write())
-        await asyncio.sleep(0.05)
+        assert await becomes_true(lambda: kept != [])
         await sandbox.pause("filesystem")
         await writing
         await sandbox.resume()

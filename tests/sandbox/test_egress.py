@@ -28,7 +28,7 @@ data = open(sys.argv[2], "rb") if len(sys.argv) > 2 else None
 headers = {"Content-Length": str(__import__("os").path.getsize(sys.argv[2]))} if data else {}
 request = urllib.request.Request(sys.argv[1], data, headers)
 try:
-    body = urllib.request.urlopen(request, timeout=20).read()
+    body = urllib.request.urlopen(request, timeout=60).read()
     print(hashlib.sha256(body).hexdigest() if len(body) > 100 else body.decode())
 except Exception as error:
     print(type(error).__name__, getattr(error, "code", ""), error)
@@ -101,7 +101,7 @@ def online(state: Path, scene: Scene) -> None:
     on_backend(state, scenario)
 
 
-async def fetch(sandbox: Sandbox, url: str, data: str = "", timeout_s: float = 30.0) -> CommandResult:
+async def fetch(sandbox: Sandbox, url: str, data: str = "", timeout_s: float = 120.0) -> CommandResult:
     """urllib does not proxy for loopback names by itself: `no_proxy` is taken back."""
     env = {"no_proxy": "", "NO_PROXY": ""}
     return await sandbox.commands.run(f"python3 fetch.py {url} {data}", timeout_s, env)
@@ -186,7 +186,7 @@ def test_many_connections_at_once_do_not_mix(tmp_path: Path) -> None:
     async def scene(s: Sandbox, server: Upstream) -> None:
         await s.files.write("many.py", many)
         env = {"no_proxy": "", "NO_PROXY": ""}
-        told = await s.commands.run(f"python3 many.py http://127.0.0.1:{server.port}", 60.0, env)
+        told = await s.commands.run(f"python3 many.py http://127.0.0.1:{server.port}", 300.0, env)
         assert told.stdout == f"[(5, 21), ({len(BIG)}, 3)]\n", told
 
     online(tmp_path, scene)
@@ -218,7 +218,7 @@ def test_a_slow_reader_inside_holds_up_nobody_and_fills_no_memory(tmp_path: Path
         "s = socket.create_connection(('127.0.0.1', 3128))\n"
         "request = 'GET http://127.0.0.1:%s/endless HTTP/1.1\\r\\nHost: 127.0.0.1:%s\\r\\n\\r\\n'\n"
         "s.sendall((request % (sys.argv[1], sys.argv[1])).encode())\n"
-        "s.recv(10); time.sleep(60)\n"
+        "s.recv(10); time.sleep(600)\n"
     )
 
     async def scene(s: Sandbox, server: Upstream) -> None:
@@ -252,7 +252,7 @@ def test_a_kill_in_mid_stream_ends_the_connections_outside(tmp_path: Path) -> No
             before = open_descriptors()
             for _ in range(3):
                 await once()
-            assert open_descriptors() == before
+            assert await becomes_true(lambda: open_descriptors() <= before)
 
     on_backend(tmp_path, scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -48,8 +49,11 @@ def running(word: str) -> int:
 def zombies() -> int:
     """How many ended children nobody has waited for."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    rows = [Path(f"/proc/{pid}/stat").read_text() for pid in children]
-    return sum(row.rpartition(")")[2].split()[0] == "Z" for row in rows)
+    count = 0
+    for pid in children:
+        with contextlib.suppress(OSError):  # somebody has waited for it just now
+            count += Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return count
 
 
 def scene(scenario: Callable[[], Awaitable[None]]) -> None:
@@ -173,7 +177,7 @@ def test_a_program_that_has_just_ended_keeps_its_exit_code_when_it_is_killed(
         asyncio.get_event_loop_policy().set_child_watcher(watcher)
         before = zombies()
         process = await GuardedProcess.spawn(["sh", "-c", "exit 7"])
-        end_s = time.monotonic() + 10.0
+        end_s = time.monotonic() + 60.0
         while zombies() == before and time.monotonic() < end_s:
             time.sleep(0.01)  # noqa: ASYNC251 -- nothing may be collected meanwhile
         await process.kill()
@@ -195,7 +199,7 @@ def test_many_leave_no_descriptor_and_no_zombie() -> None:
         await one()
         before = open_descriptors(), zombies()
         await asyncio.gather(*(one() for _ in range(8)))
-        assert (open_descriptors(), zombies()) == before
+        assert await becomes_true(lambda: open_descriptors() <= before[0] and zombies() <= before[1])
 
     scene(scenario)
 
@@ -213,6 +217,7 @@ def test_a_cancelled_start_leaves_nothing() -> None:
             if isinstance(process, GuardedProcess):
                 await process.kill()
         assert await becomes_true(lambda: running(word) == 0)
-        assert open_descriptors() <= before + 2, "what the event loop itself keeps for children"
+        # Two are what the event loop itself keeps for children.
+        assert await becomes_true(lambda: open_descriptors() <= before + 2)
 
     scene(scenario)
