@@ -20,7 +20,7 @@ PREFIX = 40
 
 
 def run(body: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(body, 20.0))
+    return asyncio.run(asyncio.wait_for(body, 60.0))
 
 
 async def message(service: EngineService, client: Client, suffix: list[int], max_tokens: int) -> int | None:

@@ -160,4 +160,4 @@ def test_a_service_waits_for_sessions_that_close_and_refuses_for_others() -> Non
             assert engine._cache.is_held and len(last.tokens) == 8
             service.close("c")
 
-    asyncio.run(asyncio.wait_for(body(), 20.0))
+    asyncio.run(asyncio.wait_for(body(), 60.0))

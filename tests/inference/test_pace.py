@@ -17,7 +17,7 @@ from tests.model.builders import small_model
 
 
 def run(body: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(body, 20.0))
+    return asyncio.run(asyncio.wait_for(body, 60.0))
 
 
 class Notes:

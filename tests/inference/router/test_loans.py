@@ -70,11 +70,11 @@ class Routing:
 async def routed(
     replicas: list[Served], token: str = ADMIN, pool: str | None = None
 ) -> AsyncIterator[Routing]:
-    proxy = Proxy(health=HealthConfig(interval_s=0.1), replica_token=token)
+    proxy = Proxy(health=HealthConfig(interval_s=0.1, timeout_s=30.0), replica_token=token)
     addresses = [ReplicaAddress(served.url, pool) for served in replicas]
     async with (
         running_server(build_app(proxy, addresses)) as url,
-        httpx.AsyncClient(base_url=url, trust_env=False, timeout=30.0) as http,
+        httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as http,
     ):
         routing = Routing(proxy, http, [one.name for one in addresses])
         await routing.until(lambda: routing.ready() == len(replicas))
@@ -193,7 +193,10 @@ def test_bad_check_ins_are_refused(replicas: list[Served]) -> None:
 def test_a_borrowers_token_opens_borrowing_alone(replicas: list[Served]) -> None:
     async def run() -> None:
         app = build_app(Proxy(replica_token=ADMIN), [], "admin", "borrower")
-        async with running_server(app) as url, httpx.AsyncClient(base_url=url, trust_env=False) as http:
+        async with (
+            running_server(app) as url,
+            httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as http,
+        ):
             for token, borrowing, owning in (("borrower", 200, 401), ("admin", 200, 200), ("x", 401, 401)):
                 headers = {"authorization": f"Bearer {token}"}
                 body = {"pool": "rollout", "wanted": 1}

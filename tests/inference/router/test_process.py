@@ -18,7 +18,7 @@ from etude.inference.router.server import Proxy, ReplicaAddress, serve
 from etude.inference.router.server.fake_replica import FakeReplica, fake_replica
 from etude.sandbox.server.process import open_listeners
 
-_LIMIT_S = 60.0
+_LIMIT_S = 120.0
 _HEAVY = ("torch", "transformers", "etude.inference.engine")
 
 
@@ -77,7 +77,7 @@ async def _serve_one_answer(replica: str) -> None:
         line = (await process.stderr.readline()).decode()
         match = re.fullmatch(r"router: ready at (http://127\.0\.0\.1:\d+); 1 replica\n", line)
         assert match, line
-        async with httpx.AsyncClient(base_url=match[1], timeout=10.0) as http:
+        async with httpx.AsyncClient(base_url=match[1], timeout=60.0) as http:
             while (await http.get("/ready")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             body = {"model": "fake", "prompt": "a b", "max_tokens": 3}

@@ -24,8 +24,8 @@ from etude.inference.router.server.events import EventGuard
 from etude.inference.router.server.fake_replica import FakeReplica, fake_replica, running_server
 from etude.inference.router.server.hints import read_hints
 
-_LIMIT_S = 20.0
-HEALTH = HealthConfig(interval_s=0.05, timeout_s=1.0, backoff_s=0.05)
+_LIMIT_S = 60.0
+HEALTH = HealthConfig(interval_s=0.05, timeout_s=30.0, backoff_s=0.05)
 
 
 def run(body: Coroutine[Any, Any, Any]) -> Any:
@@ -63,7 +63,7 @@ async def setting(
         proxy = Proxy(config, health=health, **options)
         app = build_app(proxy, [ReplicaAddress(url) for url in urls], token)
         url = await stack.enter_async_context(running_server(app))
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=10.0))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60.0))
         one = Setting(proxy, url, http, list(replicas), urls)
         await one.ready(sum(replica.version is not None for replica in replicas))
         yield one
@@ -111,15 +111,12 @@ def test_a_session_goes_to_one_replica_and_finds_its_prefix() -> None:
 def test_streams_come_as_they_are_made_and_end_with_done() -> None:
     async def body() -> None:
         async with setting([FakeReplica(token_s=0.05)]) as one:
-            began = asyncio.get_running_loop().time()
-            first = None
             request = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 10, "stream": True}
             async with one.http.stream("POST", "/v1/chat/completions", json=request) as response:
                 parts = []
                 async for part in response.aiter_text():
-                    first = first or asyncio.get_running_loop().time() - began
+                    assert parts or one.replicas[0].running, "the first comes before the last is made"
                     parts.append(part)
-            assert first is not None and first < 0.3
             found = events("".join(parts))
             assert found[-1] == "[DONE]"
             assert len(found) == 12
@@ -136,7 +133,8 @@ def test_a_client_that_leaves_stops_the_replicas_work() -> None:
                 async for _ in response.aiter_text():
                     break
             waiting = asyncio.ensure_future(one.chat(max_tokens=1000))
-            await asyncio.sleep(0.1)
+            while len(one.replicas[0].requests) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
             waiting.cancel()
             while one.proxy.router.num_in_flight or one.replicas[0].running > 1:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -361,7 +359,7 @@ def test_without_replicas_the_client_is_told_to_wait() -> None:
 
 def test_a_replica_that_says_nothing_in_time_is_told() -> None:
     async def body() -> None:
-        async with setting([FakeReplica(token_s=5.0)], ProxyConfig(answer_s=0.1)) as one:
+        async with setting([FakeReplica(token_s=600.0)], ProxyConfig(answer_s=0.1)) as one:
             response = await one.chat()
             assert response.status_code == 504
             assert response.json()["error"]["code"] == "replica_slow"

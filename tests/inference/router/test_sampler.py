@@ -53,7 +53,7 @@ class Replica(ScriptedSampler):
 
 
 def run(body: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(body, 10.0))
+    return asyncio.run(asyncio.wait_for(body, 60.0))
 
 
 def request(session: str, number: int, digest: str | None = None, **options: Any) -> SampleRequest:

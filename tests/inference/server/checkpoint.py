@@ -17,7 +17,7 @@ from etude.model.huggingface import save_model
 from tests.environment.recording.recording_builders import qwen_tokenizer
 from tests.model.builders import small_config
 
-START_S = 60.0
+START_S = 120.0
 
 
 def write_checkpoint(directory: Path, seed: int = 0, max_positions: int = 600) -> Path:
@@ -41,7 +41,7 @@ class ServeProcess:
     url: str = ""
     lines: list[str] = field(default_factory=list[str])
 
-    def end(self, limit_s: float = 30.0) -> int:
+    def end(self, limit_s: float = 60.0) -> int:
         """Asks it to end; its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(limit_s)
@@ -75,6 +75,6 @@ def serve_process(checkpoint: Path, *options: str) -> Iterator[ServeProcess]:
         if process.poll() is None:
             process.kill()
         process.wait()
-        reader.join(5)
+        reader.join(60)
         assert process.stderr is not None
         process.stderr.close()

@@ -28,7 +28,7 @@ from etude.tokens.chat.shelf import RendererShelf
 from etude.tokens.grammar import XmlGrammar
 from tests.environment.recording.recording_builders import READ, TEXTS, answer_tokens, qwen_tokenizer, shelf
 
-START_S = 20.0
+START_S = 60.0
 MODEL = "tiny"
 ADMIN = "administrator-token"
 Tokens = NDArray[np.int32]
@@ -164,14 +164,14 @@ class Served:
         return openai.OpenAI(
             base_url=f"{self.url}/v1",
             api_key=key,
-            http_client=httpx.Client(verify=_tls(), timeout=20),
+            http_client=httpx.Client(verify=_tls(), timeout=60),
             **({"max_retries": 0} | options),
         )
 
     def http(self, token: str = "", **headers: str) -> httpx.Client:
         """A plain client."""
         more = {"authorization": f"Bearer {token}"} if token else {}
-        return httpx.Client(base_url=self.url, headers={**more, **headers}, timeout=20, verify=_tls())
+        return httpx.Client(base_url=self.url, headers={**more, **headers}, timeout=60, verify=_tls())
 
 
 def make_state(
@@ -227,7 +227,7 @@ def serving(make: Callable[[], ServerState] | ServerState, app: Any = None) -> I
         listener.close()
 
 
-def wait_for(condition: Callable[[], object], limit_s: float = 10.0) -> None:
+def wait_for(condition: Callable[[], object], limit_s: float = 60.0) -> None:
     """Waits until a condition holds."""
     end_s = time.monotonic() + limit_s
     while not condition():

@@ -28,7 +28,7 @@ async def one_client(served: Served, http: httpx.AsyncClient, dice: random.Rando
     path = "/v1/chat/completions" if chat else "/v1/completions"
     await asyncio.sleep(dice.random() * 0.5)
     try:
-        async with asyncio.timeout(dice.choice([0.05, 0.2, 20])):
+        async with asyncio.timeout(dice.choice([0.05, 0.2, 60])):
             async with http.stream("POST", path, json=body, headers=headers) as answer:
                 text = (await answer.aread()).decode()
                 return f"{answer.status_code} {'error' if 'error' in text else 'whole'}"
@@ -46,7 +46,7 @@ def test_nothing_is_left_of_clients_that_leave_and_engines_that_fail(seed: int) 
 
     async def everybody(served: Served) -> list[str]:
         header = {"authorization": f"Bearer {TOKEN}"}
-        async with httpx.AsyncClient(base_url=served.url, headers=header, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=served.url, headers=header, timeout=60) as http:
             clients = [one_client(served, http, random.Random(dice.random())) for _ in range(40)]
             return await asyncio.gather(*clients)
 

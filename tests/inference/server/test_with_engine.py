@@ -7,7 +7,6 @@ import contextlib
 import json
 import re
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -249,22 +248,28 @@ def test_the_examples_of_the_page_run(
     assert capsys.readouterr().out or number in _SILENT
 
 
-class SlowEngine(Engine):
-    """Its steps take long, as those of a large model do."""
+class HeldEngine(Engine):
+    """Its first step with news is followed by one that takes until it may go on."""
+
+    held, go_on = threading.Event(), threading.Event()
+    has_answered = False
 
     def step(self, most_steps: int = 1) -> list[Answer]:
-        time.sleep(0.5)
-        return super().step(most_steps)
+        if self.has_answered:
+            self.held.set()
+            assert self.go_on.wait(60.0)
+        answers = super().step(most_steps)
+        self.has_answered = bool(answers)
+        return answers
 
 
 class WaitingEngine(Engine):
     """Takes a step only once the client has read what the one before sampled."""
 
     read = threading.Semaphore(1)
-    num_late = 0
 
     def step(self, most_steps: int = 1) -> list[Answer]:
-        type(self).num_late += not self.read.acquire(timeout=2.0)
+        assert self.read.acquire(timeout=60.0), "the client has not got the last token"
         return super().step(most_steps)
 
 
@@ -277,15 +282,15 @@ class FailingEngine(Engine):
 
 def test_a_long_step_delays_no_other_request() -> None:
     states: list[ServerState] = []
-    app = make_app(states, SlowEngine)
+    app = make_app(states, HeldEngine)
     with serving(states[0], app) as served, served.http() as http:
         stream = chat(served, stream=True, max_tokens=20)
         next(iter(stream))
-        begun_s = time.monotonic()
+        assert HeldEngine.held.wait(60.0)
         for _ in range(5):
             assert http.get("/health").status_code == 200
             assert http.post("/tokenize", json={"prompt": "x"}).status_code == 200
-        assert time.monotonic() - begun_s < 2.0, "ten requests in less than ten steps"
+        HeldEngine.go_on.set()
         stream.close()
         wait_for(lambda: not served.state.live)
 
@@ -302,7 +307,7 @@ def test_every_token_leaves_before_the_next_is_computed() -> None:
             if chunk.choices[0].finish_reason is None:
                 sampled += 1
                 WaitingEngine.read.release()
-    assert sampled > 10 and WaitingEngine.num_late == 0
+    assert sampled > 10
 
 
 def test_an_engine_that_fails_for_good_is_told_by_health_and_readiness() -> None:
@@ -327,7 +332,7 @@ def test_the_command_serves_a_checkpoint_until_it_is_told_to_end(tmp_path: Path)
         assert [model.id for model in client.models.list().data] == ["tiny"]
         answer = client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=8)
         assert 1 <= answer.usage.completion_tokens <= 8
-        text = httpx.get(f"{served.url}/metrics").text
+        text = httpx.get(f"{served.url}/metrics", timeout=60).text
         assert "etude_engine_decode_tokens" in text
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong", max_retries=0).models.list()

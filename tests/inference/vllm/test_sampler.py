@@ -41,7 +41,7 @@ class Setting:
 
     async def sampling(self, count: int) -> None:
         """Returns when so many requests have sampled something."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while sum(len(job.sampled) > 3 for job in self.engine.jobs.values()) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
@@ -154,7 +154,7 @@ async def test_an_abort_ends_a_message_with_what_was_sampled(tmp_path: Path) -> 
             )
             await setting.sampling(1)
             setting.sampler.abort(f"{reader.id}:1")
-            await asyncio.wait_for(asked, 5)
+            await asyncio.wait_for(asked, 60)
             assert reader.chunks[-1].finish == "abort"
             assert 0 < sum(reader.sampled) < 200
             await reader.ask(setting.sampler, [4])
@@ -177,11 +177,9 @@ async def test_a_stream_that_is_left_frees_its_request(tmp_path: Path) -> None:
         async for _ in stream:
             break
         await stream.aclose()  # type: ignore[attr-defined]
-        for _ in range(100):
-            if not setting.engine.jobs:
-                break
-            await asyncio.sleep(0.02)
-        assert not setting.engine.jobs
+        async with asyncio.timeout(60):
+            while setting.engine.jobs:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         await Reader("session").ask(setting.sampler, [1, 2])
 
 
@@ -406,7 +404,7 @@ async def test_the_end_waits_for_what_is_in_flight_and_takes_no_more(tmp_path: P
         reader = setting.reader()
         asked = asyncio.create_task(reader.ask(setting.sampler, [1, 2, 3], max_tokens=40))
         await setting.sampling(1)
-        draining = asyncio.create_task(setting.sampler.drain(10.0))
+        draining = asyncio.create_task(setting.sampler.drain(60.0))
         await asyncio.sleep(0)
         with pytest.raises(SamplerError, match="being stopped"):
             await setting.reader("late").ask(setting.sampler, [1])

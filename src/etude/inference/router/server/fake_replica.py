@@ -22,7 +22,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from etude.errors import InfrastructureError
 from etude.inference.headers import EXTENSIONS_HEADER, SESSION_HEADER, SIDE_CHANNEL_HEADER, VERSION_HEADER
 
-_START_S = 10.0
+_START_S = 60.0
 
 
 class _DeathError(InfrastructureError):

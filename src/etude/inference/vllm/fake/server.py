@@ -19,7 +19,7 @@ from etude.errors import SamplerError
 from etude.inference.vllm.fake.engine import FakeEngine, Job
 
 _PREFIX = "generate-tokens-"
-_START_S = 10.0
+_START_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
