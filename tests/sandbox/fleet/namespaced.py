@@ -48,7 +48,7 @@ PREFIX = "etude-hosts-"
 PORT = 8642
 START_S = 60.0
 DRAIN_S = 5.0
-STOP_S = 30.0
+STOP_S = 60.0
 RESOURCES = Resources(memory_bytes=128 << 20, disk_bytes=16 << 20, cpus=0.25)
 CAPACITY = Capacity(cpus=8, memory_bytes=8 << 30, disk_bytes=4 << 30)
 _numbers = itertools.count()
@@ -77,7 +77,7 @@ def obstacle() -> str | None:
 
 def ip(*arguments: str) -> str:
     """What the program ip says. Raises CalledProcessError."""
-    done = subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=60)
     return done.stdout
 
 
@@ -153,7 +153,7 @@ class ServerHost:
             while True:
                 assert self.process.poll() is None, (self.directory / "log").read_text()
                 with contextlib.suppress(httpx.HTTPError):
-                    if (await client.get(f"{self.url}/health", timeout=1.0)).status_code == 200:
+                    if (await client.get(f"{self.url}/health", timeout=10.0)).status_code == 200:
                         return
                 await asyncio.sleep(0.02)
 
@@ -313,7 +313,7 @@ def _join(base: str, name: str, number: int) -> str:
 
 
 @contextlib.asynccontextmanager
-async def fleet_over(hosts: list[ServerHost], config: FleetConfig | None = None) -> AsyncIterator[Fleet]:
+async def fleet_over(hosts: list[ServerHost], config: FleetConfig) -> AsyncIterator[Fleet]:
     """Servers on all hosts, started, and a fleet over them; closed, and the servers stopped, at the end."""
     for host in hosts:
         host.launch()
@@ -324,7 +324,7 @@ async def fleet_over(hosts: list[ServerHost], config: FleetConfig | None = None)
         specs = {
             name: HostSpec(backend, CAPACITY, RemoteProbe(backend)) for name, backend in backends.items()
         }
-        fleet = Fleet(specs, config or fleet_config())
+        fleet = Fleet(specs, config)
         yield fleet
     finally:
         for host in hosts:
@@ -336,9 +336,11 @@ async def fleet_over(hosts: list[ServerHost], config: FleetConfig | None = None)
             await asyncio.gather(*(asyncio.to_thread(host.stop) for host in hosts))
 
 
-def fleet_config() -> FleetConfig:
-    """The defaults, on a machine whose other work counts as every host's: that must not close them all."""
-    return FleetConfig(policy=Policy(max_pressure=1e6, max_cpu_pressure=1e6))
+def fleet_config(heartbeat_timeout_s: float) -> FleetConfig:
+    """Of a machine whose other work counts as every host's: that must not close them all."""
+    return FleetConfig(
+        heartbeat_timeout_s=heartbeat_timeout_s, policy=Policy(max_pressure=1e6, max_cpu_pressure=1e6)
+    )
 
 
 # Processes
