@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 from etude.sandbox.interface import Sandbox
 
@@ -30,17 +31,17 @@ while True:
 async def start_program(sandbox: Sandbox) -> None:
     await sandbox.files.write("program.py", PROGRAM)
     await sandbox.commands.start("exec python3 program.py > log 2>&1")
-    for _ in range(200):
-        if (await sandbox.commands.run("test -s /dev/shm/alive", timeout_s=60)).exit_code == 0:
-            return
+    end_s = time.monotonic() + 120
+    while (await sandbox.commands.run("test -s /dev/shm/alive", timeout_s=60)).exit_code != 0:
+        assert time.monotonic() < end_s, (await sandbox.files.read("log")).decode()
         await asyncio.sleep(0.1)
-    raise AssertionError((await sandbox.files.read("log")).decode())
 
 
 async def alive(sandbox: Sandbox) -> tuple[str, str, int]:
     """(pid, token, count) of the program; waits until the count has moved on."""
     seen: list[tuple[str, str, int]] = []
-    for _ in range(100):
+    end_s = time.monotonic() + 60
+    while time.monotonic() < end_s:
         text = (await sandbox.commands.run("cat /dev/shm/alive", timeout_s=60)).stdout.split()
         seen.append((text[0], text[1], int(text[2])))
         if seen[-1][2] > seen[0][2]:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,11 @@ def with_two(
         assert list((state / "vm").glob("*")) + list((other / "vm").glob("*")) == []
         return result
 
-    before = set(Path("/tmp").glob("etude-vm-*"))
-    result = asyncio.run(run())
-    assert set(Path("/tmp").glob("etude-vm-*")) <= before
+    # Not below `directory`: names of sockets are short.
+    with tempfile.TemporaryDirectory() as ours, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", ours)
+        result = asyncio.run(run())
+        assert list(Path(ours).iterdir()) == []
     return result
 
 

@@ -55,7 +55,7 @@ def converse(reply: Reply, scenario: Callable[[Qmp], Awaitable[Any]]) -> Any:
     async def run() -> Any:
         qmp = Qmp(FakeQemu(reply).client, "vm-1")
         try:
-            await qmp.negotiate(5)
+            await qmp.negotiate(60)
             return await scenario(qmp)
         finally:
             qmp.close()
@@ -87,7 +87,7 @@ def test_death_in_the_middle_of_a_command_is_a_lost_sandbox() -> None:
 
     async def scenario(qmp: Qmp) -> None:
         qmp.on_end = lambda: ended.append("ended")
-        waiting = asyncio.ensure_future(qmp.event(lambda event: False, 5, qmp.mark))
+        waiting = asyncio.ensure_future(qmp.event(lambda event: False, 60, qmp.mark))
         with pytest.raises(SandboxLostError):
             await qmp.execute("stop")
         with pytest.raises(SandboxLostError):
@@ -117,8 +117,8 @@ def test_events_are_kept_from_the_mark_on() -> None:
         await qmp.execute("x", {"n": 1})
         mark = qmp.mark
         await qmp.execute("x", {"n": 2})
-        after = await qmp.event(lambda event: event["event"] == "JOB", 5, mark)
-        before = await qmp.event(lambda event: event["event"] == "JOB", 5, 0)
+        after = await qmp.event(lambda event: event["event"] == "JOB", 60, mark)
+        before = await qmp.event(lambda event: event["event"] == "JOB", 60, 0)
         with pytest.raises(SandboxError, match="no thing within"):
             await qmp.event(lambda event: False, 0.05, 0, "thing")
         return before["data"]["n"], after["data"]["n"], qmp.last("JOB")
@@ -150,7 +150,7 @@ def test_what_is_no_qmp_ends_the_conversation(noise: bytes) -> None:
     async def run() -> None:
         qmp = Qmp(FakeQemu(echo, noise).client, "vm-1")
         with pytest.raises(SandboxError):
-            await qmp.negotiate(5)
+            await qmp.negotiate(60)
         assert qmp.closed
 
     asyncio.run(run())
