@@ -53,10 +53,10 @@ def session_on(backend: SandboxBackend, persistent: bool = False, every: int = 0
     )
 
 
-async def beats(session: EnvironmentSession) -> bool:
+async def beats(session: EnvironmentSession, looks: int = 600) -> bool:
     """Whether the background command is at work in this session's sandbox."""
     seen: set[bytes] = set()
-    for _ in range(20):
+    for _ in range(looks):
         with contextlib.suppress(PathMissingError):  # it has yet to write its first
             seen.add(await session.sandbox.files.read("beat.txt"))
         if len(seen) > 1:
@@ -80,7 +80,7 @@ def test_copies_of_files_alone_are_refused_while_a_background_command_runs(name:
             (copy,) = await session.fork()
             assert isinstance(copy, EnvironmentSession)
             assert b"return sum(xs)\n" in await copy.sandbox.files.read("lib/tally.py")
-            assert not await beats(copy)
+            assert not await beats(copy, 20)
             await copy.close()
         finally:
             await session.close()
@@ -166,7 +166,7 @@ def test_full_copies_hold_the_processes_which_go_their_own_ways(name: str) -> No
             (shown,) = await turn(one, ToolCall("run_command", {"command": "pwd; echo x=$x"}))
             assert "/lib\nx=1" in shown.output, "the kept shell is where it was"
             await turn(one, KILL)
-            assert not await beats(one)
+            assert not await beats(one, 20)
             assert await beats(two) and await beats(session)
             for copy in copies:
                 await copy.close()

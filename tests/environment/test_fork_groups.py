@@ -234,11 +234,12 @@ def test_a_copy_of_files_alone_is_refused_while_commands_run() -> None:
         site = Site(backend, Grader(backend), core_registry(), ToolLimits())
         world = EnvironmentSession.begin(site, TASK)
         try:
-            command = await world.sandbox.commands.start("sleep 60")
+            command = await world.sandbox.commands.start("sleep 600")
             world.context.state.commands["1"] = BackgroundState(command.pid)
-            with pytest.raises(LiveProcessesError, match="sleep 60"):
+            with pytest.raises(LiveProcessesError, match="sleep 600"):
                 await world.fork()
             await command.kill()
+            await command.wait(60)
             (copy,) = await world.fork()
             assert isinstance(copy, EnvironmentSession)
             await copy.close()

@@ -39,9 +39,9 @@ def test_an_error_is_never_explained_away() -> None:
 def test_long_answers_take_linear_time(piece: str) -> None:
     def seconds(length: int) -> float:
         text = piece * (length // len(piece))
-        began = time.perf_counter()
+        began = time.process_time()
         causes_of(difference(text, text + "x"))
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     seconds(1000)
     assert seconds(400_000) < 100 * max(seconds(50_000), 1e-3)

@@ -164,7 +164,7 @@ def make_service(
     sampler: TellingSampler, keep_thinking: bool = True, limits: MapLimits | None = None
 ) -> AnswerService:
     session_map = SessionMap("run/t/e0/g0/0", shelf().find, limits or MapLimits(), keep_thinking)
-    return AnswerService(session_map, sampler, Serving(answer_s=20, abort_s=5))
+    return AnswerService(session_map, sampler, Serving(answer_s=60, abort_s=60))
 
 
 def make_recordings(sampler: Any, store: Path, **options: Any) -> Recordings:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import socket
 import threading
 import time
@@ -20,19 +21,29 @@ from etude.environment.recording.server import build_app
 from etude.records import SampleChunk, SampleRequest
 from tests.environment.recording.recording_builders import TOKEN, TellingSampler
 
-START_S = 20.0
+START_S = 60.0
 
 
 @dataclass
 class SlowSampler(TellingSampler):
-    """Waits before each chunk, so that a client can leave in the middle."""
+    """Waits in mid-answer, so that a client can leave there."""
 
     pause_s: float = 0.0
+    """After each chunk."""
+    most_chunks: float = math.inf
+    """An answer that has as many waits until it is aborted, or until this is more."""
+    num_waiting: int = 0
+    """Answers that have waited for that."""
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
+        num_chunks = 0
         async for chunk in super().stream(request):
             yield chunk
             await asyncio.sleep(self.pause_s)
+            num_chunks += 1
+            self.num_waiting += num_chunks == self.most_chunks
+            while num_chunks >= self.most_chunks and request.id not in self.inner._aborted:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
 
 
 @dataclass
@@ -46,7 +57,7 @@ class Served:
     def control(self, token: str = TOKEN) -> httpx.Client:
         """A client of whoever trains."""
         headers = {"authorization": f"Bearer {token}"} if token else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=20, verify=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60, verify=False)
 
     def create(self, **spec: Any) -> dict[str, Any]:
         """A new session."""
@@ -78,7 +89,7 @@ def serving(recordings: Recordings) -> Iterator[Served]:
         listener.close()
 
 
-def wait_for(condition: Any, limit_s: float = 10.0) -> None:
+def wait_for(condition: Any, limit_s: float = 60.0) -> None:
     """Waits until a condition holds."""
     end_s = time.monotonic() + limit_s
     while not condition():

@@ -46,7 +46,7 @@ def served(tmp_path: Path, sampler: SlowSampler) -> Iterator[Served]:
 
 def client_of(session: dict[str, Any]) -> Any:
     return anthropic.Anthropic(
-        base_url=session["anthropic_base_url"], api_key="unused", max_retries=0, timeout=20
+        base_url=session["anthropic_base_url"], api_key="unused", max_retries=0, timeout=60
     )
 
 

@@ -49,7 +49,7 @@ HEADER = {"id": "s"}
 def journaled(sampler: TellingSampler, keep: bool, path: Path) -> AnswerService:
     session_map = SessionMap("run/t/e0/g0/0", shelf().find, MapLimits(), keep)
     journal = SessionJournal.create(path, HEADER)
-    return AnswerService(session_map, sampler, Serving(answer_s=20, abort_s=5), journal=journal)
+    return AnswerService(session_map, sampler, Serving(answer_s=60, abort_s=60), journal=journal)
 
 
 def replayed(path: Path, keep: bool = True) -> tuple[SessionMap, RewardBreakdown | None]:
@@ -100,7 +100,7 @@ def test_any_tree_of_conversations_is_the_same_from_its_journal(seed: int, keep:
         made, _ = replayed(path, keep)
         assert told(made) == told(service.session_map)
         # And it goes on from there, with a sampler that knows nothing.
-        again = AnswerService(made, sampler, Serving(answer_s=20, abort_s=5))
+        again = AnswerService(made, sampler, Serving(answer_s=60, abort_s=60))
         sampler.failures = 0
         for branch in made.branches:
             sampler.inner.forget(branch.id)
@@ -197,13 +197,13 @@ def test_a_killed_server_has_its_live_sessions_again(tmp_path: Path) -> None:
         finish(served, over)
     finally:
         process.kill()
-        process.wait(20)
+        process.wait(60)
     assert [path.stem for path in (tmp_path / "live").iterdir()] == [session["id"]]
     process = start(tmp_path, port)
     try:
         messages = [{"role": "user", "content": "Fix it."}, message, {"role": "user", "content": "And now?"}]
         answer = httpx.post(
-            f"{session['openai_base_url']}/chat/completions", json={"messages": messages}, timeout=20
+            f"{session['openai_base_url']}/chat/completions", json={"messages": messages}, timeout=60
         )
         assert answer.status_code == 200, answer.text
         body = {"model": "m", "messages": messages[:1]}
@@ -211,7 +211,7 @@ def test_a_killed_server_has_its_live_sessions_again(tmp_path: Path) -> None:
             f"{served.url}/v1/chat/completions",
             json=body,
             headers={"authorization": f"Bearer {session['key']}"},
-            timeout=20,
+            timeout=60,
         )
         assert keyed.status_code == 200
         told = finish(served, session)
@@ -219,7 +219,7 @@ def test_a_killed_server_has_its_live_sessions_again(tmp_path: Path) -> None:
         assert told["facts"]["continued"] == 1 and told["segments"] == 2
     finally:
         process.kill()
-        process.wait(20)
+        process.wait(60)
     assert not list((tmp_path / "live").iterdir())
     stored = {str(group.members[0].id): group.members[0] for group in TrajectoryLog(tmp_path).read()}
     assert len(stored) == 2

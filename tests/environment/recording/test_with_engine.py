@@ -115,11 +115,11 @@ def test_the_command_serves_a_checkpoint_and_stores_what_was_played(tmp_path: Pa
             assert client.post(url, json=body).json()["usage"]["completion_tokens"]
             assert client.post(f"/sessions/{session['id']}/finish", json={"reward": 1}).status_code == 200
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait(20)
+            process.wait(60)
     (group,) = TrajectoryLog(tmp_path / "store").read()
     assert group.members[0].oldest_version == PolicyVersion("tiny", 7, group.members[0].oldest_version.digest)
 

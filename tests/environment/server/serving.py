@@ -51,7 +51,7 @@ async def served(host: SessionHost, tokens: dict[str, str] | None = None) -> Asy
     server = uvicorn.Server(config)
     running = asyncio.ensure_future(server.serve())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not server.started:
                 assert not running.done(), "the server did not start"
                 await asyncio.sleep(0.005)
@@ -132,7 +132,7 @@ def begin(site: Site | None = None, task: Task = TASK) -> EnvironmentSession:
     return EnvironmentSession.begin(site or new_site(), task)
 
 
-async def until(condition: Any, timeout_s: float = 5.0) -> None:
+async def until(condition: Any, timeout_s: float = 60.0) -> None:
     """Waits until a condition holds."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110 - what is waited for has no event

@@ -67,7 +67,7 @@ def test_an_mcp_client_works_in_a_session_of_the_server() -> None:
                 result = await client.call_tool("edit_lines", EDIT)
                 text: Any = result.content[0]
                 assert text.text == "ok"
-            async with httpx.AsyncClient() as plain:
+            async with httpx.AsyncClient(timeout=60) as plain:
                 assert (await plain.post(url, json={})).status_code == 401
             assert (await session.submit()).verdict.passed
             assert (await session.describe())["turns"] == 1
@@ -80,4 +80,4 @@ def httpx2_client(headers: dict[str, str]) -> Any:
     """The client library that the package mcp uses."""
     import httpx2
 
-    return httpx2.AsyncClient(headers=headers, timeout=10)
+    return httpx2.AsyncClient(headers=headers, timeout=60)

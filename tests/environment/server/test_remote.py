@@ -42,7 +42,7 @@ from etude.environment.remote import RemoteEnvironment, RemoteSession  # isort: 
 from etude.environment.server import HostLimits, TenantLimits  # isort: skip
 
 COUNT = ToolCall("count")
-SLOW_S = 20.0
+SLOW_S = 60.0
 
 
 def test_a_session_on_a_server_is_used_like_one_here() -> None:

@@ -234,15 +234,18 @@ def test_a_session_that_nobody_uses_is_closed() -> None:
     backend = MemoryBackend()
 
     async def scenario(client: httpx.AsyncClient, host: Any) -> None:
-        await host.start()
+        # Nobody looks before the host starts.
+        asleep = (await create(client, task="tally", idle_s=0.05))["id"]
+        await client.post(f"/sessions/{asleep}/pause")
+        num_kept = len(backend.live)
         session = (await create(client, task="tally", idle_s=0.05))["id"]
-        await until(lambda: not backend.live)
+        assert len(backend.live) > num_kept
+        await host.start()
+        await until(lambda: len(backend.live) == num_kept)
         answer = await client.get(f"/sessions/{session}")
         assert (answer.status_code, answer.json()["error"]["kind"]) == (404, "SandboxMissingError")
         assert "etude_environment_sessions_expired_total" in (await client.get("/metrics")).text
-        asleep = (await create(client, task="tally", idle_s=0.05))["id"]
-        await client.post(f"/sessions/{asleep}/pause")
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.1)
         assert (await client.get(f"/sessions/{asleep}")).json()["state"] == "paused"
 
     ask(scenario, new_host(new_site(backend), HostLimits(idle_s=0.2)))
@@ -359,7 +362,7 @@ class Socket:
 
     async def receive(self) -> dict[str, Any]:
         """The next JSON text, or `{"close": code}`."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             message = await self.received.get()
         if message["type"] == "websocket.accept":
             return await self.receive()
@@ -372,7 +375,7 @@ class Socket:
 
     async def leave(self) -> None:
         await self.sent.put({"type": "websocket.disconnect", "code": 1001})
-        await asyncio.wait({self.task}, timeout=5)
+        await asyncio.wait({self.task}, timeout=60)
 
 
 def test_events_are_streamed_and_replayed() -> None:

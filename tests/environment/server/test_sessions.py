@@ -23,7 +23,7 @@ from etude.sandbox.faulty import FaultyBackend
 from etude.sandbox.template import Template
 from etude.tokens.grammar import ToolSchema
 from tests.environment.playing import FINISH, MEND, READ, SPOIL, TASK, TEST
-from tests.environment.server.serving import Seen, begin, new_site, turn
+from tests.environment.server.serving import Seen, begin, new_site, turn, until
 
 
 class Counting:
@@ -134,7 +134,7 @@ def test_a_turn_that_is_asked_for_twice_is_run_once() -> None:
         tool.gate.clear()
         one, two = Seen(), Seen()
         first = asyncio.create_task(session.turn([COUNT], 0, one.on_call, one.on_result))
-        await asyncio.sleep(0.01)
+        await until(lambda: tool.num_calls == 1)
         second = asyncio.create_task(session.turn([COUNT], 0, two.on_call, two.on_result))
         await asyncio.sleep(0.01)
         first.cancel()
@@ -204,7 +204,7 @@ def test_cancelling_the_caller_in_process_ends_the_turn() -> None:
         session = begin(site)
         tool.gate.clear()
         running = asyncio.create_task(turn(session, COUNT))
-        await asyncio.sleep(0.01)
+        await until(lambda: tool.num_calls == 1)
         running.cancel()
         await asyncio.wait({running})
         assert running.cancelled()

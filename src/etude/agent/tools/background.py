@@ -125,7 +125,7 @@ async def send_input(command: BackgroundCommand, text: str, context: ToolContext
 
 _GONE = -1000
 """In place of an exit code: neither runs the command nor does anyone know how it ended."""
-_KILL_S = 5.0
+_KILL_S = 30.0
 
 
 async def _note_ends(commands: list[BackgroundCommand], context: ToolContext) -> None:

@@ -22,7 +22,7 @@ from etude.errors import InfrastructureError
 from etude.sandbox.errors import Unsupported
 from etude.sandbox.interface import Sandbox
 
-LINT_S = 10.0
+LINT_S = 30.0
 """For one file."""
 _OUTPUT_BYTES = 4 << 20
 _OPTIONS = ("--no-cache", "--exit-zero", "--output-format=json")

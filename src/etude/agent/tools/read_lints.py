@@ -37,7 +37,7 @@ class ReadLints:
     moved change nothing.
     The linter is the sandbox's own ruff with the repository's configuration, else the host's with rules on
     syntax, names and plain mistakes (E4, E7, E9, F) over the files' content.
-    Limits: 200 files of `file_bytes`, 30 findings, 10 seconds a file.
+    Limits: 200 files of `file_bytes`, 30 findings, 30 seconds a file.
     Errors: invalid_arguments for a path outside, unexpected_environment for a missing path or where no
     linter is installed.
     """

@@ -12,7 +12,7 @@ from etude.environment.server.app import build_app
 from etude.environment.server.host import SessionHost
 from etude.errors import InfrastructureError
 
-_START_S = 10.0
+_START_S = 60.0
 
 
 @asynccontextmanager

@@ -12,7 +12,7 @@ from etude.environment.mcp import RunTurn, session_server
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import SandboxError
 
-_START_S = 10.0
+_START_S = 60.0
 
 
 class McpEndpoint:
