@@ -60,7 +60,7 @@ def test_a_run_waits_for_its_server_as_long_as_it_is_told(monkeypatch: pytest.Mo
         began = time.monotonic()
         with pytest.raises(SandboxLostError):
             await backend.create()
-        assert 0.3 <= time.monotonic() - began < 10.0
+        assert 0.3 <= time.monotonic() - began < 30.0
         await backend.disconnect()
 
     asyncio.run(scene())

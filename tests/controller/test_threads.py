@@ -25,7 +25,7 @@ class Part:
 
     def compute(self, name: str) -> int:
         self.begun.set()
-        assert self.go_on.wait(20.0)
+        assert self.go_on.wait(60.0)
         self.log.append(name)
         return threading.get_ident()
 
@@ -113,7 +113,7 @@ def test_a_part_that_cannot_be_made_raises_and_leaves_no_thread() -> None:
         before = threading.active_count()
         with pytest.raises(SamplerError, match="no room"):
             await ThreadExecutor().spawn(make)
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(60.0):
             while threading.active_count() > before:  # noqa: ASYNC110 (nobody tells of it)
                 await asyncio.sleep(0.01)
 

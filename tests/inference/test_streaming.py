@@ -134,8 +134,13 @@ def test_a_deadline_ends_the_message_with_what_there_is(delay_steps: int | None)
         async with service_of(engine, delay_steps) as service:
             client = Client("s", 0)
             service.open("s")
-            request = client.request(prompt(4, 0), max_tokens=3900, deadline_s=0.05)
-            await stream(service, client, request)
+            request = client.request(prompt(4, 0), max_tokens=3900, deadline_s=20.0)
+            running = asyncio.create_task(stream(service, client, request))
+            await until(lambda: engine.counters.steps >= 3)
+            loop = asyncio.get_running_loop()
+            clock = loop.time
+            loop.time = lambda: clock() + 20.0  # type: ignore[method-assign]
+            await running
             assert client.finish == "abort"
             assert 4 < len(client.tokens) < 3900
             await ask(service, client, prompt(2, 1))
@@ -189,16 +194,22 @@ def test_alternatives_stay_with_their_tokens_when_they_stream() -> None:
 def test_steps_wait_for_staging_only_where_the_schedule_must_be_reproducible() -> None:
     """A fetch that takes long: the loop stays free, and only an interactive engine goes on meanwhile."""
 
-    async def body(delay_steps: int | None) -> int:
+    async def body(delay_steps: int | None) -> None:
         model = small_model(1)
         engine, weights = small_engine(model), MemoryWeights()
-        fetching, go_on = asyncio.Event(), threading.Event()
-        loop = asyncio.get_running_loop()
+        fetching, go_on = threading.Event(), threading.Event()
+        step = engine.step
 
         def fetch(manifest: Any) -> Any:
-            loop.call_soon_threadsafe(fetching.set)
-            assert go_on.wait(10)
+            fetching.set()
+            assert go_on.wait(60)
             return weights.fetch(manifest)
+
+        def held(most_steps: int = 1) -> list[Answer]:
+            assert delay_steps is not None or engine.counters.steps < 3 or fetching.wait(60)
+            return step(most_steps)
+
+        engine.step = held  # type: ignore[method-assign]
 
         async with EngineService(engine, fetch, delay_steps) as service:
             client = Client("s", 0)
@@ -207,10 +218,13 @@ def test_steps_wait_for_staging_only_where_the_schedule_must_be_reproducible() -
             await until(lambda: engine.counters.steps >= 3)
             manifest = weights.publish(_next(engine), dict(small_model(2).named_parameters()))
             staging = asyncio.create_task(service.stage(manifest))
-            await fetching.wait()
+            await until(fetching.is_set)
             before = engine.counters.steps
-            await asyncio.sleep(0.05)
-            taken = engine.counters.steps - before
+            if delay_steps is None:
+                await until(lambda: engine.counters.steps > before)
+            else:
+                await asyncio.sleep(0.05)
+                assert engine.counters.steps == before
             assert service.current() is not None
             assert service.current().step == 0  # type: ignore[union-attr]
             go_on.set()
@@ -220,20 +234,25 @@ def test_steps_wait_for_staging_only_where_the_schedule_must_be_reproducible() -
             assert {v.step for v in client.versions.values()} <= {0, 1}
             assert service.times.stage_s > 0
             assert 0 < service.times.longest_swap_s <= service.times.swap_s
-        return taken
 
-    assert run(body(4)) == 0
-    assert run(body(None)) > 0
+    run(body(4))
+    run(body(None))
 
 
 class _SlowEngine(Engine):
     """Its steps take long; notes who touches it meanwhile."""
 
     stepping = False
+    slow = True
+    turned: threading.Semaphore
+    """Told of each turn of the loop: the first steps wait for some."""
 
     def step(self, most_steps: int = 1) -> list[Answer]:
         self.stepping = True
-        time.sleep(0.03)
+        if self.counters.steps < 3:
+            assert all(self.turned.acquire(timeout=60) for _ in range(7))
+        elif self.slow:
+            time.sleep(0.03)
         try:
             return super().step(most_steps)
         finally:
@@ -254,37 +273,38 @@ class _SlowEngine(Engine):
 
 def test_the_loop_goes_on_during_a_long_step_and_nobody_touches_the_engine_meanwhile() -> None:
     async def body() -> None:
-        model, weights = small_model(1), MemoryWeights()
-        engine = _SlowEngine(model.config, VOCAB, 4, 100)
+        model, weights = small_model(1, max_positions=400), MemoryWeights()
+        engine = _SlowEngine(model.config, VOCAB, 4, 400)
+        engine.turned = threading.Semaphore(0)
         serve(engine, model, 0)
         async with EngineService(engine, weights.fetch, None) as service:
             clients = [Client(f"s{i}", i) for i in range(4)]
             for client in clients:
                 service.open(client.name)
-            requests = [client.request(prompt(5, 0), max_tokens=12) for client in clients]
+            requests = [client.request(prompt(5, 0), max_tokens=300) for client in clients]
             running = [
                 asyncio.create_task(stream(service, *pair)) for pair in zip(clients, requests, strict=True)
             ]
-            turns = 0
             while engine.counters.steps < 3:
                 await asyncio.sleep(0.001)
-                turns += 1
-            assert turns > 20, "three steps of 30 ms each"
+                engine.turned.release()
             await until(lambda: engine.stepping)
             assert service.load.running == 4
             service.abort(requests[0].id)
             service.close("s1")
             running[2].cancel()
-            manifest = weights.publish(_next(engine), dict(small_model(2).named_parameters()))
+            later = small_model(2, max_positions=400)
+            manifest = weights.publish(_next(engine), dict(later.named_parameters()))
             await service.stage(manifest)
             await until(lambda: engine.stepping)
             await service.activate(manifest.version)
+            engine.slow = False
             await asyncio.wait(running)
             assert [client.finish for client in clients] == ["abort", "abort", None, "length"]
             assert {v.step for v in clients[3].versions.values()} == {0, 1}
             again = Client("s2", 9)
             await ask(service, again, prompt(3, 3), max_tokens=2)
-            again.check(small_model(2))
+            again.check(later)
             with pytest.raises(SamplerError, match="not open"):
                 await ask(service, Client("s1", 9), prompt(3, 3))
             for name in ("s0", "s2", "s3"):

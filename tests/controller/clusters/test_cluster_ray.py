@@ -53,7 +53,7 @@ def test_over_ray_a_run_trains_on_sessions_of_two_clusters_while_its_trainer_is_
             told = output + logs["a"].read_text() + logs["b"].read_text()
             assert run_process.returncode == 0, told
             for process in (first, second):
-                assert process.wait(60) == 0, told
+                assert process.wait(120) == 0, told
         with command(logs["late"], *sample_options(control, relay, token, "late")) as late:
             assert late.wait(300) == 0, logs["late"].read_text()
             assert OVER in " ".join(logs["late"].read_text().split())

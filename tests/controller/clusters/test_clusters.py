@@ -108,14 +108,14 @@ def test_a_cluster_that_vanishes_loses_its_session_to_another_and_what_it_brings
             link, slow = Link(), SlowRunner()
             vanishing, _ = world.join("vanishing", link, slow)
             session = asyncio.create_task(world.session())
-            await world.until(lambda: slow.began == 1)
+            await world.until(lambda: slow.began >= 1)
             link.is_cut = True
             await asyncio.sleep(1.3)
             world.join("other")
             assert (await session).cluster == "other"
             assert world.control.board.counts.lapsed >= 1
             link.is_cut = False
-            await world.until(lambda: slow.cancelled == 1)
+            await world.until(lambda: slow.cancelled == slow.began)
             assert vanishing.counts.kept == 0
             later = asyncio.create_task(world.session(1))
             slow.go.set()
@@ -202,7 +202,7 @@ def test_a_cluster_that_waits_for_its_run_can_be_asked_to_end(tmp_path: Path) ->
             _, task = world.join(link=link, draining=draining)
             await asyncio.sleep(0.1)
             draining.set()
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 30)
 
     go(scenario())
 
@@ -350,7 +350,7 @@ def test_a_run_that_is_away_for_too_long_ends_the_cluster(tmp_path: Path) -> Non
             cluster._patience_s = 0.5
             link.is_cut = True
             with pytest.raises(ControlLostError):
-                await asyncio.wait_for(task, 10)
+                await asyncio.wait_for(task, 60)
 
     go(scenario())
 
@@ -443,7 +443,7 @@ def test_a_cluster_that_is_ended_just_as_it_is_about_to_beat_ends(tmp_path: Path
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 task.cancel()
-                await asyncio.wait({task}, timeout=10)
+                await asyncio.wait({task}, timeout=60)
                 assert task.done()
 
     go(scenario())

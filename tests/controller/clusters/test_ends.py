@@ -31,7 +31,7 @@ async def come_late(
     overrides = [] if store is None else [f'weights.read_url="{store}"']
     async with ControlClient(control, TOKEN, link) as client:
         counts = await asyncio.wait_for(
-            sample(client, "late", overrides, observer, asyncio.Event(), patience_s=patience_s, wait=wait), 20
+            sample(client, "late", overrides, observer, asyncio.Event(), patience_s=patience_s, wait=wait), 60
         )
     assert (counts.played, counts.failed) == (0, 0)
     return observer.lines
@@ -49,7 +49,7 @@ def test_the_end_of_the_run_ends_its_clusters_which_say_why(tmp_path: Path) -> N
             _, task = world.join("a")
             await world.session()
             world.control.finish()
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, 30)
             assert world.observer.lines[-1] == f"a: {OVER}"
 
     asyncio.run(scenario())
@@ -63,7 +63,7 @@ def test_a_cluster_that_has_no_room_and_seldom_beats_learns_of_the_end_too(tmp_p
             session = asyncio.create_task(world.session())
             await world.until(lambda: slow.began == 1)
             world.control.finish()
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, 30)
             assert slow.cancelled == 1
             session.cancel()
 
@@ -105,7 +105,7 @@ def test_a_cluster_that_was_cut_off_at_the_end_ends_too(tmp_path: Path) -> None:
             await asyncio.sleep(0.3)
             assert not task.done(), "the run may be away for a while"
             mark_over(store, "run")
-            await asyncio.wait_for(task, 20)
+            await asyncio.wait_for(task, 30)
 
     asyncio.run(scenario())
 

@@ -61,12 +61,13 @@ def test_slow_weights_are_no_trouble() -> None:
 def test_a_cluster_without_weights_tells_the_run_gives_up_and_leaves(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with World(tmp_path).open() as world:
-            _, task = world.join("stuck", sink=NoWeights(NEVER), patience_s=1.0)
+            cluster, task = world.join("stuck", sink=NoWeights(NEVER))
             await world.until(lambda: bool(world.lines))
             assert world.control.figures()["without_weights"] == 1
             assert "the cluster stuck: the relay is away" in world.lines[0]
+            cluster._supply._patience_s = 0.1
             with pytest.raises(WeightsLostError, match="the relay is away") as caught:
-                await asyncio.wait_for(task, 20)
+                await asyncio.wait_for(task, 60)
             assert caught.value.received == "http://relay"
             assert not world.control.board.members
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import pytest
@@ -29,6 +30,15 @@ def test_a_run_over_three_clusters_loses_and_repeats_nothing() -> None:
         assert fetched <= played.full_bytes * 2 + played.delta_bytes * played.versions * 2
 
 
+async def connected(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """To somebody who begins to listen there."""
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(ConnectionRefusedError):
+                return await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.sleep(0.01)
+
+
 def test_a_long_link_is_late_and_keeps_the_order_of_what_it_carries() -> None:
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
@@ -44,13 +54,12 @@ def test_a_long_link_is_late_and_keeps_the_order_of_what_it_carries() -> None:
         taken.close()
         await taken.wait_closed()
         forwarding = asyncio.create_task(link.forward(port, "127.0.0.1", to_port))
-        await asyncio.sleep(0.05)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await connected(port)
         sent = bytes(range(256)) * 200
         began_s = time.monotonic()
         writer.write(sent)
         writer.write_eof()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             assert await reader.read() == sent
         assert time.monotonic() - began_s >= 0.1, "a round trip"
         assert link.lost_segments > 0

@@ -225,7 +225,7 @@ async def test_kept_keys_are_named_by_their_oldest_version(tmp_path: Path) -> No
     async with served(tmp_path) as setting:
         reader = setting.reader()
         await setting.sampler.stage(setting.manifests[1])
-        asked = asyncio.create_task(reader.ask(setting.sampler, [1, 2, 3], max_tokens=60))
+        asked = asyncio.create_task(reader.ask(setting.sampler, [1, 2, 3], max_tokens=200))
         await setting.sampling(1)
         await setting.sampler.activate(setting.manifests[1].version, "keep")
         await asked
