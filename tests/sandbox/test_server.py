@@ -26,7 +26,7 @@ from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.inside.frames import Unpacker, pack
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.pool import PooledBackend
-from etude.sandbox.server import Limits, read_token, serve
+from etude.sandbox.server import Limits, read_token, sandbox_routes, serve
 from etude.sandbox.server import state as server_state
 from etude.sandbox.server import streams as server_streams
 from etude.sandbox.server.metrics import Metrics
@@ -51,6 +51,11 @@ async def asking(
         client.state = app.state.sandboxes  # type: ignore[attr-defined]
         yield client
     await app.state.sandboxes.close()
+
+
+def patient_client(url: str) -> httpx.AsyncClient:
+    """A plain HTTP client of a running server."""
+    return httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=60)
 
 
 def ask(scenario: Callable[..., Awaitable[Any]], *backends: Any, **options: Any) -> Any:
@@ -190,25 +195,40 @@ def test_the_memory_of_keys_is_bounded() -> None:
     ask(scenario, limits=Limits(num_keys=3))
 
 
-def test_a_creation_whose_client_left_ends_unless_it_asks_again() -> None:
+def test_a_creation_whose_client_left_ends_unless_it_asks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    graces_s: list[float] = []
+    over = asyncio.Event()
+    original = sandbox_routes._end_unclaimed
+
+    async def end_when_told(state: Any, creation: Any, grace_s: float) -> None:
+        graces_s.append(grace_s)
+        await over.wait()
+        await original(state, creation, 0.0)
+
+    monkeypatch.setattr(sandbox_routes, "_end_unclaimed", end_when_told)
+
     async def run() -> None:
         backend = ScriptedBackend()
-        limits = Limits(unclaimed_s=0.2)
-        app = build_app({"memory": backend}, TOKEN, limits)
-        async with served(app) as url, httpx.AsyncClient(base_url=url, headers=HEADERS) as client:
+        app = build_app({"memory": backend}, TOKEN, Limits(unclaimed_s=7.0))
+        background = app.state.sandboxes._background
+        async with served(app) as url, patient_client(url) as client:
             for key, num_live in (("a", 0), (None, 0), ("b", 1)):
                 backend.gate.clear()
+                over.clear()
+                graces_s.clear()
                 begun = backend.num_begun
                 asking_once = asyncio.ensure_future(create(client, key))
                 await until(lambda begun=begun: backend.num_begun > begun)
                 asking_once.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await asking_once
-                await asyncio.sleep(0.05)
+                await until(lambda: graces_s)
+                assert graces_s == [0.0 if key is None else 7.0]
                 backend.gate.set()
                 if num_live:
                     await create(client, key)
-                await asyncio.sleep(0.4)
+                over.set()
+                await until(lambda: not background)
                 assert len(backend.live) == num_live, key
 
     asyncio.run(run())
@@ -320,20 +340,22 @@ def test_no_bytes_make_the_server_fail(body: bytes) -> None:
 def test_signs_of_life_come_while_a_command_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_streams, "BEAT_S", 0.02)
 
-    async def scenario(client: httpx.AsyncClient) -> list[str]:
-        sandbox = (await create(client)).json()["id"]
-        answer = await client.post(
-            f"/v1/sandboxes/{sandbox}/commands/run", json={"cmd": "sleep 0.2"}, headers={"accept": FRAMES}
-        )
-        return [header["event"] for header, _ in Unpacker().feed(answer.content)]
-
     async def run() -> list[str]:
-        async with asking(ScriptedBackend()) as client:
-            return await scenario(client)
+        backend, unpacker, events = ScriptedBackend(), Unpacker(), list[str]()
+        async with served(build_app({"memory": backend}, TOKEN)) as url, patient_client(url) as client:
+            path = f"/v1/sandboxes/{(await create(client)).json()['id']}/commands/run"
+            (made,) = backend.live
+            commands: Any = made.commands
+            asked = client.stream("POST", path, json={"cmd": "wait"}, headers={"accept": FRAMES})
+            async with asked as answer:
+                async for piece in answer.aiter_bytes():
+                    events += [header["event"] for header, _ in unpacker.feed(piece)]
+                    if len(events) >= 3:
+                        commands.go_on.set()
+        return events
 
     events = asyncio.run(run())
     assert events[-1] == "result"
-    assert len(events) > 3
     assert set(events[:-1]) == {"beat"}
 
 
@@ -409,7 +431,7 @@ def test_a_client_that_takes_nothing_does_not_fill_the_server(monkeypatch: pytes
             writer.write(head.encode() + body)
             (made,) = backend.live
             commands: Any = made.commands
-            await until(lambda: commands.num_started and not commands.running, 20.0)
+            await until(lambda: commands.num_started and not commands.running)
             assert buffers[0]._held_bytes <= BUFFER_BYTES  # pyright: ignore[reportPrivateUsage]
             await client.close()
             writer.close()
@@ -426,13 +448,15 @@ def test_a_fork_whose_client_left_leaves_no_copies() -> None:
             client = RemoteBackend(url, TOKEN)
             sandbox = await client.create()
             (made,) = backend.live
-            gate, begun = asyncio.Event(), asyncio.Event()
+            gate, begun, forked = asyncio.Event(), asyncio.Event(), list[Any]()
+            background = app.state.sandboxes._background
             fork = made.fork
 
             async def slow_fork(count: int = 1) -> Any:
                 begun.set()
                 await gate.wait()
-                return await fork(count)
+                forked.extend(await fork(count))
+                return forked
 
             made.fork = slow_fork
             forking = asyncio.ensure_future(sandbox.fork(2))
@@ -440,9 +464,10 @@ def test_a_fork_whose_client_left_leaves_no_copies() -> None:
             forking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await forking
-            await asyncio.sleep(0.05)
+            await until(lambda: background)  # the server knows that the client has left
             gate.set()
-            await asyncio.sleep(0.1)
+            await until(lambda: not background)
+            assert len(forked) == 2
             assert len(backend.live) == 1
             await client.close()
 
@@ -510,7 +535,7 @@ def test_time_to_live_is_bounded_by_the_server() -> None:
         info: dict[str, Any] = {}
         for timeout_s in (None, 1000):
             info = (await create(client, timeout_s=timeout_s)).json()
-            assert info["expires_s"] - info["created_s"] < 51
+            assert info["expires_s"] - info["created_s"] < 500
         await client.post(f"/v1/sandboxes/{info['id']}/timeout", json={"timeout_s": None})
         again = (await client.get(f"/v1/sandboxes/{info['id']}")).json()
         assert again["expires_s"] - time.time() < 51
@@ -535,9 +560,8 @@ def test_sandboxes_that_ended_by_themselves_do_not_pile_up(monkeypatch: pytest.M
         ended = [(await create(client, timeout_s=0.001)).json()["id"] for _ in range(4)]
         await asyncio.sleep(0.02)
         await create(client)
-        await asyncio.sleep(0.02)
         state = client.state  # type: ignore[attr-defined]
-        assert [state.known(sandbox_id) for sandbox_id in ended] == [None] * 4
+        await until(lambda: [state.known(sandbox_id) for sandbox_id in ended] == [None] * 4)
 
     ask(scenario)
 
@@ -576,40 +600,28 @@ print("ended in order", flush=True)
 """
 
 
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 @contextlib.contextmanager
 def server_process(
     tmp_path: Path, drain_s: float, name: str = "scripted"
 ) -> Iterator[tuple[subprocess.Popen[str], str, str]]:
     """(process, address, token) of a server in a process of its own."""
-    port, token_file = free_port(), tmp_path / "token"
+    token_file = tmp_path / "token"
     token_file.write_text(TOKEN)
     token_file.chmod(0o600)
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, name, str(port), str(tmp_path), str(drain_s)],
+        [sys.executable, "-c", PROGRAM, name, "0", str(tmp_path), str(drain_s)],
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         cwd=root,
         env={**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"},
         text=True,
     )
-    url = f"http://127.0.0.1:{port}"
+    assert process.stderr is not None
     try:
-        deadline_s = time.monotonic() + 20
-        while time.monotonic() < deadline_s:
-            assert process.poll() is None, "the server ended"
-            with contextlib.suppress(httpx.TransportError):
-                httpx.get(f"{url}/health")
-                break
-            time.sleep(0.05)
-        yield process, url, TOKEN
+        said = next((line for line in process.stderr if "ready at http://" in line), None)
+        assert said is not None, "the server ended"
+        yield process, said.split()[-1], TOKEN
     finally:
         process.kill()
         process.wait()
@@ -622,13 +634,13 @@ def test_a_server_killed_in_the_middle_of_a_run_is_lost(tmp_path: Path) -> None:
             backend = RemoteBackend(url, token, retry_s=(0.05,))
             sandbox = await backend.create()
             command = await sandbox.commands.start("cat", on_output=lambda fd, data: None)
-            running = asyncio.ensure_future(sandbox.commands.run("sleep 60"))
+            running = asyncio.ensure_future(sandbox.commands.run("sleep 600", 600.0))
             await asyncio.sleep(0.2)
             process.kill()
             with pytest.raises(SandboxLostError):
-                await asyncio.wait_for(running, 10)
+                await asyncio.wait_for(running, 60)
             with pytest.raises(SandboxLostError):
-                await asyncio.wait_for(command.wait(), 10)
+                await asyncio.wait_for(command.wait(), 60)
             with pytest.raises(SandboxLostError):
                 await sandbox.files.read("a")
             with pytest.raises(SandboxError, match="may live on"):
@@ -637,8 +649,15 @@ def test_a_server_killed_in_the_middle_of_a_run_is_lost(tmp_path: Path) -> None:
         asyncio.run(run())
 
 
+async def drains(url: str) -> None:
+    """Waits until a server says that it drains."""
+    async with patient_client(url) as client, asyncio.timeout(60):
+        while (await client.get("/health")).status_code != 503:  # noqa: ASYNC110 - of another process
+            await asyncio.sleep(0.02)
+
+
 def test_sigterm_drains_and_the_process_ends_in_order(tmp_path: Path) -> None:
-    with server_process(tmp_path, 30.0) as (process, url, token):
+    with server_process(tmp_path, 300.0) as (process, url, token):
 
         async def run() -> None:
             backend = RemoteBackend(url, token)
@@ -646,9 +665,7 @@ def test_sigterm_drains_and_the_process_ends_in_order(tmp_path: Path) -> None:
             running = asyncio.ensure_future(sandbox.commands.run("sleep 0.5"))
             await asyncio.sleep(0.1)
             process.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.2)
-            async with httpx.AsyncClient() as client:
-                assert (await client.get(f"{url}/health")).status_code == 503
+            await drains(url)
             with pytest.raises(CapacityError, match="shutting down"):
                 await backend.create()
             assert (await running).exit_code == 0
@@ -656,24 +673,25 @@ def test_sigterm_drains_and_the_process_ends_in_order(tmp_path: Path) -> None:
 
         asyncio.run(run())
         assert process.stdout is not None
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
         assert "ended in order" in process.stdout.read()
 
 
 def test_the_drain_and_a_second_signal_are_bounded(tmp_path: Path) -> None:
-    with server_process(tmp_path, 30.0) as (process, url, token):
+    with server_process(tmp_path, 300.0) as (process, url, token):
 
         async def run() -> None:
             backend = RemoteBackend(url, token)
             await backend.create()
             await backend.disconnect()
+            process.send_signal(signal.SIGTERM)
+            await drains(url)
 
         asyncio.run(run())
-        process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
 
 
 def test_missing_sandboxes_after_a_restart_are_told_as_such(tmp_path: Path) -> None:
@@ -714,7 +732,7 @@ def test_a_killed_server_leaves_no_process_and_its_spool_goes_with_the_next(tmp_
             backend = RemoteBackend(url, token, retry_s=())
             sandbox = await backend.create(Template({"a": "1"}))
             await sandbox.commands.start(f"sleep {marker}")
-            await until(lambda: processes_with(f"sleep\0{marker}"))
+            await until(lambda: processes_with(f"sleep\0{marker}\0"))
             await backend.disconnect()
 
         asyncio.run(begin())
@@ -722,7 +740,7 @@ def test_a_killed_server_leaves_no_process_and_its_spool_goes_with_the_next(tmp_
         (left / "half-an-upload").write_bytes(b"x")
         process.kill()
         process.wait()
-        asyncio.run(until(lambda: not processes_with(f"sleep\0{marker}"), 10.0))
+        asyncio.run(until(lambda: not processes_with(f"sleep\0{marker}\0")))
     with server_process(tmp_path, 0.0, "local"):
         assert not left.exists()
 
@@ -747,7 +765,7 @@ def test_a_flood_does_not_fill_the_memory_of_the_server(tmp_path: Path) -> None:
                 seen_bytes += len(data)
                 time.sleep(0.001)
 
-            result = await sandbox.commands.run(f"head -c {num_bytes} /dev/zero", on_output=slow)
+            result = await sandbox.commands.run(f"head -c {num_bytes} /dev/zero", 300.0, on_output=slow)
             assert (result.exit_code, len(result.stdout)) == (0, 64 << 10)
             assert 0 < seen_bytes <= num_bytes
             assert most_bytes() - before_bytes < 64 << 20
