@@ -17,7 +17,7 @@ _LONG = 60
 
 
 def run(body: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(asyncio.wait_for(body, 30.0))
+    return asyncio.run(asyncio.wait_for(body, 60.0))
 
 
 async def ask(sampler: Any, client: Client, suffix: list[int], max_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import torch
@@ -57,6 +58,7 @@ class FailingFolder:
         """Damage only the first reading of each."""
         self.lose: set[str] = set()
         self.refuse_writes: set[str] = set()
+        self.num_refused = 0
         self.reads: list[str] = []
 
     def list(self, prefix: str) -> list[str]:
@@ -73,6 +75,7 @@ class FailingFolder:
 
     def write(self, name: str, data: bytes) -> None:
         if any(part in name for part in self.refuse_writes):
+            self.num_refused += 1
             raise StoreError("the weight store failed", received=errno.ENOSPC)
         self._inner.write(name, data)
 
@@ -83,6 +86,16 @@ class FailingFolder:
 
     def delete(self, name: str) -> None:
         self._inner.delete(name)
+
+
+class BeatingFolder(FailingFolder):
+    """A folder whose writer has always beaten since the last look at it."""
+
+    def read(self, name: str) -> bytes:
+        data = super().read(name)
+        if name.startswith("writers/"):
+            return json.dumps(json.loads(data) | {"beats": len(self.reads)}).encode()
+        return data
 
 
 def failing_store(path: Path) -> tuple[WeightStore, FailingFolder]:

@@ -12,12 +12,13 @@ import torch
 from etude.errors import StoreError, WeightUpdateError
 from etude.inference import EngineService
 from etude.weights import StoreWeights, Subscriber, WeightStore
+from etude.weights.folders import DirectoryFolder
 from etude.weights.writer import StoreWriter
 from tests.inference.builders import empty_engine
 from tests.model.builders import small_model
 from tests.training.test_checkpoint_keeping import filled
 from tests.training.test_checkpoint_keeping import small_disk as small_disk
-from tests.weights.stores import FAST, assert_is, failing_store, tensors_at, version_at
+from tests.weights.stores import FAST, BeatingFolder, assert_is, failing_store, tensors_at, version_at
 
 _LONG_AGO, _FAR_OFF = 86_400.0, 4_102_444_800.0
 """1970 and 2100, as a machine with a wrong clock might write them."""
@@ -86,7 +87,7 @@ def test_clocks_of_other_machines_do_not_matter(clock: float, tmp_path: Path) ->
         publisher.flush()
         skew()
         with pytest.raises(StoreError, match="another writer"):
-            StoreWriter(store, FAST)
+            StoreWriter(WeightStore(BeatingFolder(DirectoryFolder(tmp_path))), FAST)
         assert min(store.commits()) == 2, "the pinned chain stays"
         assert_is(9, subscriber.fetch(manifest))
     skew()
@@ -118,4 +119,4 @@ def test_a_replica_of_another_architecture_refuses_and_serves_what_it_has(tmp_pa
                 await service.activate(again.version)
                 assert service.current() == again.version
 
-    asyncio.run(asyncio.wait_for(body(), 20.0))
+    asyncio.run(asyncio.wait_for(body(), 60.0))

@@ -29,7 +29,7 @@ class _Room:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.barrier = threading.Barrier(size, timeout=20.0)
+        self.barrier = threading.Barrier(size, timeout=60.0)
         self.told: list[Any] = [None] * size
         self.exchanges = 0
         self.dies: tuple[int, int] | None = None

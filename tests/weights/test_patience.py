@@ -175,7 +175,7 @@ def test_who_waits_says_why_and_can_be_told_to_wait_no_longer(tmp_path: Path) ->
     reader.start()
     assert eventually(lambda: "does not answer" in folder.trouble)
     folder.close()
-    reader.join(20)
+    reader.join(60)
     assert not reader.is_alive()
     assert isinstance(raised[0], UnavailableError)
     assert folder.trouble == ""

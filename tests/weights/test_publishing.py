@@ -53,7 +53,7 @@ def test_publishing_copies_and_the_newest_version_is_at_hand(tmp_path: Path) -> 
 
 
 def test_a_version_is_waited_for_while_it_is_uploaded(tmp_path: Path) -> None:
-    subscriber = Subscriber(WeightStore.open(str(tmp_path)), wait_s=10)
+    subscriber = Subscriber(WeightStore.open(str(tmp_path)), wait_s=60)
     manifest = describe_tensors(version_at(0), tensors_at(0), WeightStore.open(str(tmp_path)).version_url(1))
     found = []
     thread = threading.Thread(target=lambda: found.append(subscriber.fetch(manifest)))

@@ -44,8 +44,8 @@ def test_readers_without_the_token_are_told_and_get_nothing(relay: RelayServer, 
         assert caught.value.field == "weights.token"
     with pytest.raises(StoreError):
         folder.write("pins/x.json", b"{}")
-    assert httpx.get(f"{relay.url}/metrics").status_code == 401
-    assert httpx.get(f"{relay.url}/health").json() == {"status": "healthy"}
+    assert httpx.get(f"{relay.url}/metrics", timeout=60).status_code == 401
+    assert httpx.get(f"{relay.url}/health", timeout=60).json() == {"status": "healthy"}
 
 
 def test_it_can_be_seen_beforehand_whether_a_relay_lets_one_read(relay: RelayServer, tmp_path: Path) -> None:
@@ -87,12 +87,15 @@ def test_notes_that_are_none_are_refused(relay: RelayServer) -> None:
         folder.write("pins/x.json", b"x" * (1 << 17))
     headers = {"authorization": f"Bearer {TOKEN}"}
     for name in ("commits/%2e%2e/%2e%2e/secret", "commits//x"):
-        answer = httpx.get(f"{relay.url}/files/{name}", headers=headers)
+        answer = httpx.get(f"{relay.url}/files/{name}", headers=headers, timeout=60)
         assert answer.status_code in (400, 404)
 
 
 def test_a_relay_without_a_token_answers_to_loopback_names_alone(tmp_path: Path) -> None:
     relay = Relay(DirectoryFolder(tmp_path / "store"), tmp_path / "cache")
     with RelayServer(relay) as server:
-        assert httpx.get(f"{server.url}/list/commits").json() == []
-        assert httpx.get(f"{server.url}/list/commits", headers={"host": "evil.example"}).status_code == 401
+        assert httpx.get(f"{server.url}/list/commits", timeout=60).json() == []
+        assert (
+            httpx.get(f"{server.url}/list/commits", headers={"host": "evil.example"}, timeout=60).status_code
+            == 401
+        )

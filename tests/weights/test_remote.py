@@ -56,12 +56,12 @@ def test_s3_creates_a_name_once(s3: dict[str, object]) -> None:
 
 def test_versions_travel_through_s3(s3: dict[str, object]) -> None:
     subscriber = Subscriber(WeightStore.open("s3://weights/run", **s3))
-    with StoreWeights(WeightStore.open("s3://weights/run", **s3), replace(FAST, lease_s=5)) as publisher:
+    with StoreWeights(WeightStore.open("s3://weights/run", **s3), replace(FAST, lease_s=15)) as publisher:
         for step in range(3):
             manifest = publisher.publish(version_at(step), tensors_at(step))
             assert_is(step, subscriber.fetch(manifest))
         with pytest.raises(StoreError, match="another writer"):
-            StoreWriter(WeightStore.open("s3://weights/run", **s3), replace(FAST, lease_s=5))
+            StoreWriter(WeightStore.open("s3://weights/run", **s3), replace(FAST, lease_s=15))
     assert subscriber.counters.deltas == 2
 
 
@@ -104,7 +104,7 @@ def test_replicas_read_through_a_relay(relay: tuple[Relay, str], tmp_path: Path)
         assert len(store.folder.list("pins")) == 3
     stored = sum(file.size_bytes for commit in store.commits().values() for file in commit.files)
     assert made.counters.fetched_bytes <= stored
-    assert "etude_weight_relay_fetched_bytes_total" in httpx.get(f"{url}/metrics").text
+    assert "etude_weight_relay_fetched_bytes_total" in httpx.get(f"{url}/metrics", timeout=60).text
 
 
 def test_a_relay_takes_no_versions_and_leaves_its_folder_to_nobody(relay: tuple[Relay, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import threading
 import time
 from dataclasses import replace
@@ -16,7 +17,16 @@ from etude.weights.folders import DirectoryFolder, FsspecFolder, MissingError, T
 from etude.weights.lease import WriterLease
 from etude.weights.store import WeightStore
 from etude.weights.writer import StoreWriter, upload
-from tests.weights.stores import FAST, FailingFolder, digest_at, failing_store, tensors_at, version_at
+from tests.sandbox.test_lifecycle import eventually
+from tests.weights.stores import (
+    FAST,
+    BeatingFolder,
+    FailingFolder,
+    digest_at,
+    failing_store,
+    tensors_at,
+    version_at,
+)
 
 
 def _write(writer: StoreWriter, step: int, base: int | None = None) -> Commit:
@@ -114,11 +124,13 @@ def test_what_a_reader_pins_stays_until_the_pin_is_old(tmp_path: Path) -> None:
     store = WeightStore.open(str(tmp_path))
     with StoreWriter(store, FAST) as writer:
         _write_chain(writer, 8)
-        store.pin("reader", 3, keep_s=0.2)
+        store.pin("reader", 3, keep_s=600)
         for step in range(8, 12):
             _write(writer, step, step - 1)
         assert min(store.commits()) == 3
-        time.sleep(0.25)
+        store.pin("reader", 3, keep_s=0.05)
+        writer.collect()
+        time.sleep(0.06)
         writer.collect()
         assert min(store.commits()) == 5
 
@@ -176,8 +188,9 @@ def test_files_of_a_killed_writer_are_removed_by_the_next(tmp_path: Path) -> Non
 
 def test_a_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     store = WeightStore.open(str(tmp_path))
+    seen = WeightStore(BeatingFolder(DirectoryFolder(tmp_path)))
     with StoreWriter(store, FAST), pytest.raises(StoreError, match="another writer") as caught:
-        StoreWriter(store, FAST)
+        StoreWriter(seen, FAST)
     assert caught.value.fix
     StoreWriter(store, FAST).close()
 
@@ -187,7 +200,7 @@ def test_a_dead_writers_place_is_taken_and_it_is_shut_out(tmp_path: Path) -> Non
     stuck, folder = failing_store(tmp_path)
     first = StoreWriter(stuck, FAST)
     folder.refuse_writes = {"writers"}
-    time.sleep(0.1)
+    assert eventually(lambda: folder.num_refused > 0), "no beat is on its way any more"
     with StoreWriter(store, FAST) as second:
         _write(second, 0)
         with pytest.raises(StoreError):
@@ -200,10 +213,10 @@ def test_a_dead_writers_place_is_taken_and_it_is_shut_out(tmp_path: Path) -> Non
 def test_a_lease_lives_as_long_as_it_beats(tmp_path: Path) -> None:
     folder = DirectoryFolder(tmp_path)
     with WriterLease(folder, 0.2) as lease:
-        time.sleep(0.5)
+        assert eventually(lambda: json.loads(folder.read("writers/00000001.json"))["beats"] > 8)
         lease.check()
-        with pytest.raises(StoreError):
-            WriterLease(folder, 0.2)
+        with pytest.raises(StoreError, match="another writer publishes"):
+            WriterLease(BeatingFolder(folder), 0.2)
 
 
 @pytest.mark.parametrize("left", [b"", b"{", b"[]", b'{"owner": "somebody"}'])
@@ -222,7 +235,7 @@ def test_a_writer_that_cannot_beat_says_so(tmp_path: Path) -> None:
     folder = FailingFolder(DirectoryFolder(tmp_path))
     with WriterLease(folder, 0.1) as lease:
         folder.refuse_writes = {"writers"}
-        time.sleep(0.4)
+        lease._thread.join(60)
         with pytest.raises(StoreError):
             lease.check()
         folder.refuse_writes = set()
