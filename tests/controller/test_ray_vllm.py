@@ -11,14 +11,15 @@ import pytest
 
 from etude.config import RunConfig
 from etude.model.loading import load_any_model
+from etude.model.transformers_model import TransformersModel
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
-from tests.controller.learning import learned
-from tests.controller.running import num_rl_steps, run_elsewhere, wait_until
+from tests.controller.running import final_weights, num_rl_steps, run_elsewhere, wait_until, weights_of
 from tests.controller.test_ray import processes
 from tests.controller.test_vllm_real import check_parity, config_of, workers_of
 from tests.controller.test_vllm_run import check_routes, checkpoint, served_steps, small_model
 from tests.inference.vllm.environment import fake_vllm
+from tests.model.transformers_builders import tiny_model
 from tests.sandbox.test_lifecycle import eventually
 
 pytest.importorskip("ray")
@@ -88,6 +89,13 @@ def test_a_killed_server_is_replaced_and_weights_come_from_a_store(tmp_path: Pat
     check_routes(run, load_any_model(initial))
 
 
-def test_vllm_itself_is_replaced_when_it_is_killed(tmp_path: Path) -> None:
-    run, report = finished(over_ray(config_of(tmp_path, learned())))
+def test_an_architecture_that_is_not_ours_trains_though_vllm_itself_is_killed(tmp_path: Path) -> None:
+    def make(vocab_size: int) -> TransformersModel:
+        return tiny_model("glm4_moe", vocab_size=vocab_size)
+
+    initial = checkpoint(tmp_path / "model", make)
+    agent = {"max_turns": 2, "max_tokens": 640, "max_message_tokens": 16}
+    run, report = finished(over_ray(config_of(tmp_path, initial, agent=agent), rl={"keep_routes": True}))
     check(run, report)
+    check_routes(run, load_any_model(initial))
+    assert final_weights(run) != weights_of(initial), "something was trained"

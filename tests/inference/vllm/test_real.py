@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -15,12 +14,9 @@ from etude.agent.endpoint_messages import byte_tokenizer
 from etude.inference.vllm import ManagedServer, Probe, Replica, SnapshotDirectory, VllmSampler
 from etude.inference.vllm.servers import CPU_ARGUMENTS
 from etude.model import LanguageModel, PackedAttention, RecordedRoutes, build_model
-from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
-from etude.model.transformers_model import TransformersModel
-from etude.records import PolicyVersion
+from etude.model.scoring import score_sequences
 from tests.inference.vllm.builders import Reader, asynchronous, publish, tiny_config, tiny_model, tokens
 from tests.inference.vllm.environment import ENVIRONMENT, vllm_python
-from tests.model import transformers_builders
 
 pytestmark = pytest.mark.slow
 _LONG = 500
@@ -135,51 +131,6 @@ async def test_a_wrong_update_is_refused_and_the_old_version_serves_again(
         await reader.ask(sampler, tokens(3, 1).tolist())
         assert sampler.replica.restarts == 2
         check_logprobs({0: model}, reader)
-
-
-@asynchronous
-async def test_an_architecture_that_is_not_ours_trains_here_and_samples_there(
-    python: Path, tmp_path: Path
-) -> None:
-    root, model = SnapshotDirectory(tmp_path), transformers_builders.tiny_model("glm4_moe")
-    scored = cast(LanguageModel, model)
-    async with sampler_of(python) as sampler:
-        gains = []
-        for step in range(2):
-            manifest = root.publish(PolicyVersion("glm", step), model.save, Probe.of(model))
-            await sampler.stage(manifest)
-            await sampler.activate(manifest.version)
-            readers = [Reader(f"{step}:{number}") for number in range(8)]
-            for reader in readers:
-                sampler.open(reader.id)
-            await asyncio.gather(
-                *(r.ask(sampler, tokens(20, n).tolist(), max_tokens=24) for n, r in enumerate(readers))
-            )
-            given = [np.array(reader.tokens, dtype=np.int32) for reader in readers]
-            for reader, scores in zip(readers, score_sequences(scored, given), strict=True):
-                sampled = np.array(reader.sampled)
-                np.testing.assert_allclose(np.array(reader.logprobs)[sampled], scores[sampled], atol=1e-4)
-                assert {version for version in reader.versions if version} == {manifest.version}
-            gains.append(policy_gradient_step(model, given, [np.array(r.sampled) for r in readers]))
-        assert gains[0] > 0
-
-
-def policy_gradient_step(
-    model: TransformersModel, given: list[np.ndarray], sampled: list[np.ndarray]
-) -> float:
-    """One step that rewards even tokens; how much likelier they became where they were sampled."""
-    rewards = [(mask & (row % 2 == 0)).astype(np.float32) for row, mask in zip(given, sampled, strict=True)]
-    batch = PackedSequences.pack(given)
-    targets = batch.pack_rows(sampled).nonzero().flatten()
-    advantages = batch.pack_rows(rewards)[targets]
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.05)
-    scored = cast(LanguageModel, model)
-    before, _ = packed_logprobs(scored, batch, targets)
-    (-(before * advantages).mean()).backward()
-    optimiser.step()
-    with torch.no_grad():
-        after, _ = packed_logprobs(scored, batch, targets)
-    return float(((after - before.detach()) * advantages).sum())
 
 
 @asynchronous
