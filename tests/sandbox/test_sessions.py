@@ -6,6 +6,7 @@ import asyncio
 import os
 import select
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from etude.errors import ToolArgumentError
 from etude.sandbox.errors import PathMissingError, PathOutsideError, SessionClosedError
 from etude.sandbox.inside.jobs import ChildLimits, program_child
+from etude.sandbox.inside.processes import Process
 from etude.sandbox.inside.shells import Shell
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.types import CommandResult
@@ -418,6 +420,26 @@ def with_plain_shell(*commands: str) -> list[tuple[int, str, bool]]:
             os.waitpid(shell.job.pid, 0)
         shell.close()
     return told
+
+
+@pytest.mark.parametrize(
+    ("state", "processor_s", "due"),
+    [("R", 0.5, ""), ("D", 0.5, ""), ("S", 0.5, "shell"), ("R", 5.0, "shell")],
+)
+def test_a_shell_that_waits_for_a_processor_is_not_killed_for_its_silence(
+    state: str, processor_s: float, due: str
+) -> None:
+    child = program_child(["/bin/sh"], {"PATH": "/usr/bin:/bin"}, "/", ChildLimits(1 << 30, 10))
+    shell = Shell("s", child, select.poll())
+    pid, now_s = shell.job.pid, time.monotonic()
+    try:
+        shell.run(1, "kill -STOP $$", 1.0, 1000, {})
+        assert shell.expire({pid: Process(1, pid, "S", 0.1)}, now_s + 100.0) == "command"
+        assert shell.expire({pid: Process(1, pid, state, processor_s)}, now_s + 110.0) == due
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        shell.close()
 
 
 def test_without_bash_a_plain_shell_serves() -> None:

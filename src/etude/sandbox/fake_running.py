@@ -54,8 +54,8 @@ def _alarm(timeout_s: float) -> Iterator[None]:
         raise testrunner.TimeUp
 
     before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
+        signal.setitimer(signal.ITIMER_REAL, timeout_s)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -41,7 +41,7 @@ from etude.sandbox.inside.wire import Wire
 WATCH_S = 0.1
 """How often the memory of running processes is looked at."""
 MAX_RESULT_BYTES = 4 << 20
-_INSIST_S, _INSIST_PAUSE_S = 2.0, 0.002
+_INSIST_S, _INSIST_PAUSE_S = 20.0, 0.002
 """How long, and how often, a child is started again: killed processes count until they have been reaped."""
 
 Answer = tuple[Header, bytes]
@@ -113,9 +113,9 @@ class Running:
         """Reaps, enforces deadlines and memory, answers what has ended."""
         if not self._has_children and not self._reaped:
             return
+        now_s = time.monotonic()  # before the look at who has ended: whoever ends in between was in time
         self._reap()
         ended, self._reaped = self._reaped, {}
-        now_s = time.monotonic()
         if self._settings.watch_memory and self._has_children and now_s >= self._next_watch_s:
             self._next_watch_s = now_s + WATCH_S
             self._watch_memory()

@@ -142,13 +142,9 @@ class Sessions:
         return {}, b""
 
     def _expire(self, shell: Shell, now_s: float) -> None:
-        if (
-            now_s >= shell.deadline_s
-            and not shell.cancelled
-            and shell.goes_on(self._processes.table(), now_s)
-        ):
+        if now_s < shell.next_deadline_s():
             return
-        due = shell.expire(now_s)
+        due = shell.expire(self._processes.table(), now_s)
         if due == "command":
             self._kill_below(shell)
         elif due == "shell":

@@ -25,7 +25,8 @@ _MAX_LINES = 64
 _IDLE_BYTES = 64 << 10
 """How much of what is printed between two commands is kept."""
 GRACE_S = 1.0
-"""How long a shell may take to notice that the command it waited for was killed."""
+"""How long a shell may take to notice that the command it waited for was killed, its waits for a processor
+apart."""
 
 
 def shell_program() -> str:
@@ -48,6 +49,9 @@ class Shell:
         self._poll = poll
         self._timed_out = False
         self._kill_at_s = float("inf")
+        self._killed_s = 0.0
+        """When the present command was killed; and the processor time that it had had by then."""
+        self._killed_processor_s = 0.0
         self._start_s = 0.0
         self._timeout_s = 0.0
         self._before_s = 0.0
@@ -126,23 +130,26 @@ class Shell:
         """When `expire` wants to be asked again."""
         return min(self.deadline_s, self._kill_at_s)
 
-    def goes_on(self, table: Table, now_s: float) -> bool:
-        """Whether the present command gets more time at its deadline: see `waiting`."""
-        own = families(table, [self.job.pid]) - self.spare | {self.job.pid}
-        rows = (table[pid] for pid in own if pid in table)
-        more_s = extension_s(rows, self._timeout_s, now_s - self._start_s, self._before_s)
-        if more_s > 0:
-            self.deadline_s = now_s + more_s
-        return more_s > 0
+    def expire(self, table: Table, now_s: float) -> str:
+        """What is due: "command" (kill what it started), "shell" (kill the shell itself) or "".
 
-    def expire(self, now_s: float) -> str:
-        """What is due: "command" (kill what it started), "shell" (kill the shell itself) or ""."""
+        Either is put off while it waits for a processor: see `waiting`.
+        """
+        own = families(table, [self.job.pid]) - self.spare | {self.job.pid}
+        rows = [table[pid] for pid in own if pid in table]
         if self.request_id and now_s >= self._kill_at_s:
-            return "shell"
+            more_s = extension_s(rows, GRACE_S, now_s - self._killed_s, self._killed_processor_s)
+            self._kill_at_s = now_s + more_s
+            return "" if more_s > 0 else "shell"
         if self.request_id and now_s >= self.deadline_s:
+            more_s = extension_s(rows, self._timeout_s, now_s - self._start_s, self._before_s)
+            if more_s > 0 and not self.cancelled:
+                self.deadline_s = now_s + more_s
+                return ""
             self._timed_out = True
             self.deadline_s = float("inf")
             self._kill_at_s = now_s + GRACE_S
+            self._killed_s, self._killed_processor_s = now_s, sum(row.processor_s for row in rows)
             return "command"
         return ""
 

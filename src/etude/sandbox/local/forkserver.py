@@ -18,7 +18,7 @@ from etude.sandbox.errors import fault_error
 from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
 
-START_S = 20.0
+START_S = 60.0
 CLOSE_S = 10.0
 LAYER_S = 300.0
 """Longest copy, packing or unpacking of a layer."""
@@ -42,7 +42,7 @@ class ForkServer:
     def start(
         cls, interpreter: str, arguments: Sequence[str], name: str, groups: ControlGroups | None = None
     ) -> ForkServer:
-        """Starts one and waits until it serves, in its own control group. Blocks for up to 20 s.
+        """Starts one and waits until it serves, in its own control group. Blocks for up to a minute.
 
         Raises ResourceError.
         """
