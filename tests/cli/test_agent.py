@@ -143,7 +143,7 @@ def started(root: Path, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command(*arguments), env=environment(root), text=True, **pipes)
 
 
-def wait_for(condition, what: str, timeout_s: float = 30.0) -> None:
+def wait_for(condition, what: str, timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s"
@@ -156,7 +156,8 @@ SLEEP = {"name": "run_command", "arguments": {"command": "touch begun; sleep 60"
 @needs_sandboxes
 def test_a_killed_agent_is_taken_up_with_its_work(root: Path) -> None:
     """kill -9 while a command runs: the edits of finished turns stay, and the command runs again."""
-    count = {"name": "run_command", "arguments": {"command": "grep -c 'total = 0' lib/tally.py; sleep 1"}}
+    counts = "grep -c 'total = 0' lib/tally.py; test -e go_on || sleep 600"
+    count = {"name": "run_command", "arguments": {"command": counts}}
     script = write_script(root / "script.json", [[MEND], [count], ["Went on.", FINISH]])
     child = started(root, str(root / "repo"), "--script", script, "-p", "fix it", "--apply", "--json")
     assert child.stdout is not None
@@ -167,6 +168,7 @@ def test_a_killed_agent_is_taken_up_with_its_work(root: Path) -> None:
     child.wait()
     child.stdout.close()
     assert tally(root) == MENDED
+    (root / "repo" / "go_on").touch()
     done = ran(root, "--resume", "last", "--json", stdin="/quit\n")
     assert done.exit_code == 0, done.stderr
     assert "going on" in done.stderr
@@ -204,7 +206,7 @@ def test_an_interrupt_stops_the_agent_and_not_the_program(root: Path) -> None:
         wait_for(lambda: b"Still here." in (root / "out.txt").read_bytes(), "the answer")
         wait_for(lambda: (root / "out.txt").read_bytes().count(b"\n> ") == 3, "the prompt")
         child.send_signal(signal.SIGINT)
-        assert child.wait(timeout=30) == 130
+        assert child.wait(timeout=60) == 130
     finally:
         child.kill()
         child.wait()
@@ -221,7 +223,7 @@ def test_an_interrupt_ends_one_instruction_with_130(root: Path) -> None:
             break
     child.send_signal(signal.SIGINT)
     rest = child.stdout.read()
-    assert child.wait(timeout=30) == 130
+    assert child.wait(timeout=60) == 130
     assert json.loads(rest.splitlines()[-1])["cause"] == "user"
 
 
