@@ -117,7 +117,7 @@ def test_kill_ends_daemons_too() -> None:
         process = await GuardedProcess.spawn(["sh", "-c", DAEMONS.format(word)])
         assert await becomes_true(lambda: running(word) == 4)
         await process.kill()
-        assert running(word) == 0
+        assert await becomes_true(lambda: running(word) == 0)
 
     scene(scenario)
 
@@ -128,7 +128,7 @@ def test_the_end_of_the_program_ends_its_daemons() -> None:
     async def scenario() -> None:
         process = await GuardedProcess.spawn(["sh", "-c", f"(setsid sleep {word} &) ; sleep 0.2; exit 5"])
         assert await process.wait() == 5
-        assert running(word) == 0
+        assert await becomes_true(lambda: running(word) == 0)
         await process.kill()
 
     scene(scenario)
