@@ -47,9 +47,11 @@ async def reward_file_in_place(sandbox: Sandbox) -> bool:
     await sandbox.files.write_many(TARGET.hidden_files)
     script = "mkdir -p logs; r=0; python3 run.py tests/test_hidden.py && r=1; echo $r > logs/reward.txt"
     await sandbox.commands.run(script, timeout_s=20.0)
-    reward = b""
-    while not reward:
+    reward, somebody_writes = b"", True
+    while not reward or (reward == b"0" and somebody_writes):
         await asyncio.sleep(0.1)
+        # One that is held up comes to write in the end.
+        somebody_writes = (await sandbox.commands.run("pgrep -f '[r]eward.txt'")).exit_code == 0
         reward = (await sandbox.files.read("logs/reward.txt")).strip()
     return reward == b"1"
 

@@ -4,6 +4,9 @@ import sys
 import time
 from types import ModuleType
 
+import pytest
+
+from etude.sandbox import fake_running
 from etude.sandbox.fake_running import run_here
 
 
@@ -29,3 +32,9 @@ def test_a_run_that_is_interrupted_while_imports_are_changed_leaves_them_as_they
 
 def test_a_run_that_ends_in_time_gives_its_result() -> None:
     assert run_here(lambda: 3, 60.0)[0] == 3
+
+
+def test_time_without_a_processor_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = iter([1.0])
+    monkeypatch.setattr(fake_running, "_waited_s", lambda: next(waited, 50.0))
+    assert run_here(lambda: time.sleep(0.1) or 3, 0.05)[0] == 3

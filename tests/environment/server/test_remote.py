@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -249,26 +247,23 @@ from tests.environment.server.test_sessions import counting_site
 from tests.sandbox.backends import with_backend
 from etude.environment.server import serve
 site, tool = counting_site()
-if sys.argv[2] == "hang":
+if sys.argv[1] == "hang":
     tool.gate.clear()
-serve(new_host(site), port=int(sys.argv[1]), tokens=TOKENS, drain_s=5)
+serve(new_host(site), port=0, tokens=TOKENS, drain_s=5)
 """
 
 
-def start(mode: str) -> tuple[subprocess.Popen[bytes], str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-c", _SERVER, str(port), mode]
-    process = subprocess.Popen(command, cwd=Path(__file__).parents[3], stderr=subprocess.DEVNULL)
-    end_s = time.monotonic() + 60
-    while time.monotonic() < end_s:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return process, f"http://127.0.0.1:{port}"
-        assert process.poll() is None, "the server did not start"
-        time.sleep(0.05)
-    raise AssertionError("the server does not listen")
+def start(mode: str) -> tuple[subprocess.Popen[str], str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVER, mode],
+        cwd=Path(__file__).parents[3],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    said = process.stderr.readline()
+    assert "ready at http://" in said, said
+    return process, said.partition(" at ")[2].partition(";")[0].strip()
 
 
 @pytest.mark.slow
@@ -291,7 +286,7 @@ def test_a_server_killed_in_mid_turn_is_an_infrastructure_failure() -> None:
         asyncio.run(scenario())
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 @pytest.mark.slow
@@ -313,7 +308,7 @@ def test_a_server_that_is_asked_to_end_ends_by_itself() -> None:
         assert process.wait(timeout=SLOW_S) == 0
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def test_real_sandboxes_sleep_fork_and_are_graded_behind_the_server() -> None:
