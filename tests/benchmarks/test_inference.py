@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -87,7 +87,7 @@ def test_a_worker_plays_what_it_is_given_and_ends(tmp_path: Path) -> None:
     workload = tmp_path / "workload.json"
     workload.write_text('[[{"input": [1, 2], "output": 5}], [{"input": [3], "output": 2}]]', encoding="utf-8")
     with Worker(echo(tmp_path), tmp_path, tmp_path / "log") as worker:
-        assert worker.play(workload, 20.0).output_tokens == 7
+        assert worker.play(workload, 60.0).output_tokens == 7
         process = worker._process
     assert process.poll() is not None
 
@@ -100,11 +100,13 @@ def test_a_worker_that_dies_says_why(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_worker_that_hangs_is_killed_after_its_time(tmp_path: Path) -> None:
-    source = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
     with pytest.raises(PeerFailedError, match=r"took more than 2 s"):
-        Worker(worker_of(tmp_path, source), tmp_path, tmp_path / "log", start_limit_s=2.0)
-    with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+        Worker(
+            worker_of(tmp_path, "import time; time.sleep(600)"), tmp_path, tmp_path / "log", start_limit_s=2.0
+        )
+    for one in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            assert str(tmp_path).encode() not in one.read_bytes()
 
 
 def contest_of(name: str, walls: dict[str, list[float]], slow_turns: int | None = None) -> inference.Contest:

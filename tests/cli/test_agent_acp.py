@@ -101,7 +101,7 @@ async def connected(
     line = command("--acp", "--script", script, "--backend", backend, *arguments)
     pipes = {"stderr": subprocess.DEVNULL}
     async with (
-        asyncio.timeout(60),
+        asyncio.timeout(180),
         acp.spawn_agent_process(editor, *line, env=environment(root), transport_kwargs=pipes) as (
             connection,
             _,
@@ -118,7 +118,7 @@ async def beside(
     """The same in this process, over a pair of sockets: quicker to start."""
     choice = ModelChoice(script=write_script(root / "script.json", messages), tools=tools)
     ours, theirs = socket.socketpair()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(180):
         agents = LineTransport(*await asyncio.open_connection(sock=ours))
         serving = asyncio.create_task(serve_editor(choice, mode, "memory", agents))
         reader, writer = await asyncio.open_connection(sock=theirs)
@@ -388,7 +388,7 @@ def test_an_editor_that_sends_nonsense_is_told_and_served_on(root: Path) -> None
     child.stdin.flush()
     answers = [json.loads(child.stdout.readline()) for _ in range(len(nonsense) + 4)]
     child.stdin.close()
-    assert child.wait(timeout=30) == 0
+    assert child.wait(timeout=60) == 0
     child.stdout.close()
     by_id = {answer["id"]: answer for answer in answers if answer["id"] is not None}
     codes = [answer["error"]["code"] for answer in answers if answer["id"] is None]

@@ -149,7 +149,7 @@ def test_a_closed_pipe_ends_it_quietly_with_everything_kept(root: Path, more: li
             break
     child.stdout.close()
     said = child.stderr.read()
-    assert child.wait(timeout=30) == 141, said
+    assert child.wait(timeout=60) == 141, said
     assert "Traceback" not in said and "rror" not in said
     child.stderr.close()
     assert (root / "repo" / "lib" / "tally.py").read_text() == MENDED
@@ -171,7 +171,7 @@ def test_a_stream_that_cannot_be_used_is_no_traceback(root: Path, more: str, sta
     script = write_script(root / "script.json", [["words"], [FINISH]])
     line = shlex.join(command(str(root / "repo"), "--script", script, "--backend", "memory"))
     done = subprocess.run(
-        f"{line} {more}", env=environment(root), shell=True, capture_output=True, text=True, timeout=60
+        f"{line} {more}", env=environment(root), shell=True, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == status, done.stderr
     assert said in done.stderr

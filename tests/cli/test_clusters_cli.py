@@ -82,10 +82,10 @@ def test_a_relay_serves_until_it_is_asked_to_end(tmp_path: Path) -> None:
             assert "weight relay: ready at http://127.0.0.1:" in line
             url = line.split("ready at ")[1].partition(";")[0].strip()
             headers = {"authorization": "Bearer a-secret-token"}
-            assert httpx.get(f"{url}/files/commits/x", headers=headers).content == b"content"
-            assert httpx.get(f"{url}/files/commits/x").status_code == 401
+            assert httpx.get(f"{url}/files/commits/x", headers=headers, timeout=60).content == b"content"
+            assert httpx.get(f"{url}/files/commits/x", timeout=60).status_code == 401
             process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
+            assert process.wait(60) == 0
             assert "a-secret-token" not in line + process.stderr.read()
         finally:
             process.kill()

@@ -212,7 +212,7 @@ def test_a_route_serves_a_load_and_ends_when_it_is_asked_to() -> None:
             assert json.loads(done.stdout)["errors"] == {}
             assert all(replica.requests for replica in replicas)
             route.send_signal(signal.SIGTERM)
-            assert route.wait(30.0) == 0
+            assert route.wait(60.0) == 0
         finally:
             route.kill()
             route.wait()

@@ -102,7 +102,7 @@ async def running(
         model=small_config(max_positions=600).model_dump(),
         weights={"url": store.url},
     )
-    proxy = Proxy(health=HealthConfig(interval_s=0.1), replica_token=ADMIN, **routing or {})
+    proxy = Proxy(health=HealthConfig(interval_s=0.1, timeout_s=30.0), replica_token=ADMIN, **routing or {})
     app = build_app(proxy, [ReplicaAddress(served.url) for served in replicas])
     metrics, faults = MemorySink(), dict[str, int]()
     observer = RecordingObserver()
@@ -113,9 +113,9 @@ async def running(
 
     async with (
         running_server(app) as url,
-        httpx.AsyncClient(base_url=url, trust_env=False, timeout=30.0) as router,
+        httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as router,
     ):
-        settings = {"router": url, "poll_s": 0.05, "lease_s": 10.0, "most": 2, **elastic}
+        settings = {"router": url, "poll_s": 0.05, "lease_s": 60.0, "most": 2, **elastic}
         config = config.model_copy(update={"elastic": ElasticConfig.model_validate(settings)})
         nodes = NodeHealth(FAST, journal)
         fleet = EngineFleet({"engine-0": spawn}, Build.here(config.model), FAST, journal, nodes)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +116,17 @@ def wait_until(process: subprocess.Popen[str], holds: Callable[[], bool], timeou
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end_s, "it takes too long"
         time.sleep(0.02)
+
+
+def die_when(holds: Callable[[], bool]) -> None:
+    """Kills this process and all others of its group as soon as a condition holds."""
+
+    def watch() -> None:
+        while not holds():
+            time.sleep(0.005)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def num_rl_steps(config: RunConfig) -> int:

@@ -477,7 +477,7 @@ def test_a_thousand_files_are_mirrored_quickly(root: Path) -> None:
             await conversation.say("two")
             return time.perf_counter() - began
 
-    assert run(go()) < 10.0
+    assert run(go()) < 60.0
 
 
 def test_what_git_ignores_does_not_come_in_by_its_name(root: Path) -> None:

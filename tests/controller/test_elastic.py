@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from etude.config import ElasticConfig
 from etude.controller.borrowed_engine import Needs
 from etude.controller.elastic import wants
 from etude.errors import StoreError
+from etude.inference import Answer, Engine
 from etude.inference.router.borrowing import Borrower
 from etude.inference.server.engine_thread import EngineThread
 from etude.inference.server.loans import Fetch
@@ -66,8 +68,13 @@ def num_decoded(served: Served) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_recalled", [True, False])
 def test_what_a_replica_had_sampled_when_it_went_is_kept_and_the_rest_is_sampled_elsewhere(
-    replicas: list[Served], tmp_path: Path, is_recalled: bool
+    replicas: list[Served], tmp_path: Path, is_recalled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    step, is_away = Engine.step, threading.Event()
+
+    def slow(engine: Engine, most_steps: int = 1) -> list[Answer]:
+        return step(engine, most_steps if is_away.wait(0.05) else 1)
+
     async def body() -> None:
         async with running(replicas[:1], tmp_path) as run:
             await run.hand("lend", replicas[0], pool="rollout")
@@ -76,6 +83,7 @@ def test_what_a_replica_had_sampled_when_it_went_is_kept_and_the_rest_is_sampled
             version = run.fleet.current()
             assert version is not None
             before = num_decoded(replicas[0])
+            monkeypatch.setattr(Engine, "step", slow)
             going = [asyncio.ensure_future(run.sample(number, 400)) for number in range(4)]
             await until(lambda: num_decoded(replicas[0]) >= before + 40)  # all of them have begun
             run.fleet.engine_ready("engine-0", version)
@@ -84,6 +92,7 @@ def test_what_a_replica_had_sampled_when_it_went_is_kept_and_the_rest_is_sampled
                 assert version_of(replicas[0]) == HOME
             else:
                 run.pool._held[replicas[0].url.removeprefix("http://")].over.set()
+            is_away.set()
             cut = await asyncio.gather(*going)
             for number, chunks in enumerate(cut):
                 (whole,) = await run.sample(number, 400)

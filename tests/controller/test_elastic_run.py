@@ -33,7 +33,7 @@ TOKEN = "administrator"
 def routed(replicas: Sequence[ServeProcess], lender: Lender | None = None) -> AbstractContextManager[str]:
     """The address of a router that lends these."""
     urls = [replica.url for replica in replicas]
-    health = HealthConfig(interval_s=0.2)
+    health = HealthConfig(interval_s=0.2, timeout_s=30.0)
     return in_thread(routing(urls, health=health, replica_token=TOKEN, lender=lender))
 
 
@@ -112,7 +112,7 @@ def token(tmp_path: Path) -> tuple[str, ...]:
 
 
 def decoded(url: str) -> float:
-    lines = httpx.get(f"{url}/metrics", trust_env=False).text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=60.0, trust_env=False).text.splitlines()
     return next(float(line.split()[1]) for line in lines if line.startswith("etude_engine_decode_tokens "))
 
 
@@ -125,11 +125,16 @@ def test_a_run_borrows_a_replica_and_gives_it_back_and_users_notice_nothing(
         serve_process(learned(), *token) as second,
         routed([first, second]) as router,
     ):
-        users, run_config = Users(router), config(tmp_path, router, "ray")
+        users, run_config = Users(router), config(tmp_path, router, "ray", elastic={"lease_s": 60.0})
         name = second.url.removeprefix("http://")
         with run_elsewhere(run_config) as process, users.asking():
             wait_until(process, lambda: num_rl_steps(run_config) >= 1, 300.0)
-            httpx.post(f"{router}/router/replicas/{name}/lend", json={"pool": "rollout"}, trust_env=False)
+            httpx.post(
+                f"{router}/router/replicas/{name}/lend",
+                json={"pool": "rollout"},
+                timeout=60.0,
+                trust_env=False,
+            )
             wait_until(process, lambda: "joined" in events_of(tmp_path), 120.0)
             before, begun = decoded(second.url), len(users.answers)
             step = num_rl_steps(run_config)
@@ -162,7 +167,7 @@ def test_a_run_of_one_process_borrows_by_load_and_users_have_their_replica_back_
         users, run_config = Users(router), config(tmp_path, router, "local", **own)
 
         def num_home() -> int:
-            rows = httpx.get(f"{router}/router/replicas", trust_env=False).json()["replicas"]
+            rows = httpx.get(f"{router}/router/replicas", timeout=60.0, trust_env=False).json()["replicas"]
             return sum((row["state"], row["version"]) == ("ready", "served@0") for row in rows)
 
         with run_elsewhere(run_config) as process, users.asking():

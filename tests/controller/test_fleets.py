@@ -111,7 +111,7 @@ def test_a_run_takes_a_server_that_is_listed_while_it_goes_on(
             fleet = open_fleet(SandboxConfig(servers_file=str(file)), "run")
             first = await fleet.create()
             file.write_text(listing({"b": urls["b"]}))
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(60.0):
                 while "b" not in fleet.registry.hosts:  # noqa: ASYNC110 (nobody tells of it)
                     await asyncio.sleep(0.05)
             second = await fleet.create()

@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -140,15 +139,13 @@ def _kill_once_saved(config: RunConfig) -> None:
         "import sys; from pathlib import Path; from etude.config import load_config;"
         "from etude.controller.pretraining import pretrain;"
         "from etude.observe import RunDirectory, SilentObserver;"
-        "run = RunDirectory(Path(sys.argv[1])); pretrain(run.config, run, SilentObserver(), False)"
+        "from tests.controller.running import die_when;"
+        "run = RunDirectory(Path(sys.argv[1])); die_when((run.checkpoints / 'latest').exists);"
+        "pretrain(run.config, run, SilentObserver(), False)"
     )
-    process = subprocess.Popen([sys.executable, "-c", code, str(run.path)])
-    deadline = time.monotonic() + 300
-    while not (run.checkpoints / "latest").exists() and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    command, root = [sys.executable, "-c", code, str(run.path)], Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, start_new_session=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL
     assert (run.checkpoints / "latest").exists()
     assert not (run.checkpoints / "final").exists(), "it was killed on the way"
 

@@ -65,7 +65,7 @@ def settings_for(cluster: Any, **values: Any) -> ClusterConfig:
     quick = {
         "connect_timeout_s": 60.0,
         "heartbeat_s": 0.2,
-        "silent_s": 10.0,
+        "silent_s": 30.0,
         "backoff_s": 0.05,
         "healthy_s": 600.0,
     }

@@ -63,7 +63,7 @@ def test_mid_training_goes_on_bit_for_bit_after_a_kill_and_an_interrupt(tmp_path
     with adopting_orphans() as left_behind, run_elsewhere(config, resume=True) as process:
         wait_until(process, lambda: latest.exists() and latest.stat().st_mtime_ns > first_save)
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=300)[0]
         assert process.returncode == 130, output
         assert "interrupted; state saved" in output
         assert "--resume" in output
@@ -91,7 +91,7 @@ def test_reinforcement_learning_goes_on_bit_for_bit_after_a_kill_and_an_interrup
         with run_elsewhere(config, resume=True) as process:
             wait_until(process, lambda: num_rl_steps(config) >= 2)
             process.send_signal(signal.SIGINT)
-            output = process.communicate(timeout=60)[0]
+            output = process.communicate(timeout=300)[0]
             assert process.returncode == 130, output
         assert eventually(lambda: not left_behind())
     steps_before = num_rl_steps(config)
@@ -113,7 +113,7 @@ def test_a_second_interrupt_stops_at_once_and_leaves_no_process(tmp_path: Path) 
         wait_until(process, lambda: num_rl_steps(config) >= 1)
         process.send_signal(signal.SIGINT)
         process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=300)[0]
         assert process.returncode == 130, output
         assert "Traceback" not in output
         assert eventually(lambda: not left_behind())

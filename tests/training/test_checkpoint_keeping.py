@@ -59,7 +59,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(tmp_path: Path) -> None:
     model, state, go_on = small_model(1), _state(3), threading.Event()
     keeper = _keeper(tmp_path)
     with keeper:
-        keeper.save(model, state, write_more=lambda _: go_on.wait(10))
+        keeper.save(model, state, write_more=lambda _: go_on.wait(60))
         assert not keeper.due, "while one is written, none is due"
         assert not (tmp_path / "latest").exists()
         with torch.no_grad():

@@ -26,7 +26,7 @@ from etude.tokens.tokenizer import Tokenizer
 from etude.tokens.training import train_tokenizer
 from tests.controller.running import tiny_config
 
-FAST = ClusterConfig(heartbeat_s=0.02, silent_s=5.0, backoff_s=0.0, give_up_after=4, patience_s=10.0)
+FAST = ClusterConfig(heartbeat_s=0.02, silent_s=60.0, backoff_s=0.0, give_up_after=4, patience_s=60.0)
 
 
 @cache
@@ -117,6 +117,6 @@ async def sample(fleet: EngineFleet, asked: SampleRequest) -> list[SampleChunk]:
 
 async def until(holds: Callable[[], bool]) -> None:
     """Waits for a condition."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(60.0):
         while not holds():  # noqa: ASYNC110 (nobody tells of it)
             await asyncio.sleep(0.005)

@@ -19,7 +19,7 @@ from etude.records import Group, PolicyVersion
 from etude.training import save_checkpoint
 from tests.controller.remote.building import config, until
 
-FAST = ClusterConfig(heartbeat_s=0.02, silent_s=5.0, backoff_s=0.0, give_up_after=4, max_replay_steps=3)
+FAST = ClusterConfig(heartbeat_s=0.02, silent_s=60.0, backoff_s=0.0, give_up_after=4, max_replay_steps=3)
 
 
 class Counting:

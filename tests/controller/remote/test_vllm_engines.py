@@ -105,10 +105,10 @@ def test_weights_change_under_a_request_and_every_token_names_its_own(
         try:
             first = await made.serve(0)
             made.fleet.open("s")
-            asked = asyncio.ensure_future(sample(made.fleet, request("s", max_tokens=60)))
-            await made.sampling()
             second = made.publish(1)
             await made.fleet.stage(second)
+            asked = asyncio.ensure_future(sample(made.fleet, request("s", max_tokens=60)))
+            await made.sampling()
             await made.fleet.activate(second.version)
             chunks = await asked
             assert [chunk.version for chunk in chunks] == [first, second.version]

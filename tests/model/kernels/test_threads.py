@@ -13,7 +13,7 @@ from etude.model.kernels.native import calls, find_compiler
 from etude.model.kernels.native.matrices import PackedMatrices, pack
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
-DEADLINE_S = 30.0
+DEADLINE_S = 60.0
 
 
 def operands() -> tuple[PackedMatrices, torch.Tensor]:
