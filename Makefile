@@ -4,7 +4,7 @@
 #
 # ARGS is handed on:      make train ARGS='--name longer --set rl.num_steps=200'
 # Another Python:         make test PYTHON=python3.12
-# One test at a time:     make test TEST_WORKERS=0 (else one per core, four at most)
+# One test at a time:     make test TEST_WORKERS=0 (else one more than cores, four at most: some wait)
 # Another PyTorch build:  make train TORCH_INDEX=URL (its index of wheels, such as the CPU build's)
 
 PYTHON ?= python3
@@ -12,7 +12,7 @@ CONFIG ?= configs/quickstart.toml
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 ARGS ?=
-TEST_WORKERS ?= auto
+TEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +28,7 @@ train: $(VENV)/.installed-train
 	$(BIN)/etude train --config $(CONFIG) $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/pytest -n $(TEST_WORKERS) --maxprocesses 4 --dist loadfile -m 'not slow and not alone' $(ARGS)
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m 'not slow and not alone' $(ARGS)
 	@# 5: ARGS names no such test
 	$(BIN)/pytest -m 'alone and not slow' $(ARGS) || test $$? -eq 5
 
