@@ -68,13 +68,15 @@ class Server:
         self._scratch = scratch
         self._greet = greet
         self._forwarder: Forwarder | None = None
-        self._operations: dict[str, Operation] = {
+        self._file_operations: dict[str, Operation] = {
             "read": self._read,
             "write": self._write,
             "list": self._list,
             "remove": self._remove,
             "grep": self._grep,
             "diff": self._diff,
+        }
+        self._owners_operations: dict[str, Operation] = {
             "ping": self._ping,
             "lend": self._lend,
             "hold": self._hold,
@@ -135,9 +137,13 @@ class Server:
     def _handle(self, header: Header, payload: bytes) -> None:
         operation = header["op"]
         try:
-            if operation in self._operations:
+            if operation in self._file_operations:
                 with _time_limit():
-                    answer = self._operations[operation](header, payload)
+                    answer = self._file_operations[operation](header, payload)
+            elif operation in self._owners_operations:
+                # These have no limit but their owner's patience: a `hello` that ended halfway would hold all
+                # answers back for good, its own too.
+                answer = self._owners_operations[operation](header, payload)
             else:
                 answer = self._running.operations[operation](header, payload)
         except Fault as fault:

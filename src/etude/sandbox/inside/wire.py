@@ -96,6 +96,7 @@ class Wire:
         """Ends `hold`: this frame goes out, then what was kept back."""
         held, self._held = self._held or [], None
         self.send(header)
+        self._push_gathered()
         for frame in held:
             self._push(frame)
         if not self._unsent:
