@@ -104,15 +104,17 @@ HOST = [
             impossible("no set-user-id program here")
         pipe = subprocess.PIPE
         child = subprocess.Popen(names[0], stdin=pipe, stdout=pipe, stderr=pipe)
-        until = time.monotonic() + 0.4
-        while time.monotonic() < until and child.poll() is None:
-            if open(f"/proc/{child.pid}/comm").read().strip() != os.path.basename(names[0]):
-                continue
+        for _ in range(40):
+            while open(f"/proc/{child.pid}/comm").read().strip() != os.path.basename(names[0]):
+                time.sleep(0.01)
+            if child.poll() is not None:
+                break
             row = next(line for line in open(f"/proc/{child.pid}/status") if line.startswith("Uid:"))
             real, effective = row.split()[1:3]
             if real != effective:
                 child.stdin.close()
                 escaped(row)
+            time.sleep(0.01)
         child.kill()
         raise OSError(errno.EPERM, "ran as its caller")
         """,

@@ -45,7 +45,7 @@ def num_looks():
 def outlast():
     # Returns once whatever bounds memory has had its chance, on a machine of any load.
     if not FACTS.get("server_looks"):
-        time.sleep(0.5)
+        time.sleep(60)  # whoever is over a bound is ended within it
         return
     enough = num_looks() + 5
     while num_looks() < enough:

@@ -58,19 +58,23 @@ def python(code: str) -> str:
 
 COMMANDS: dict[str, tuple[str, dict[str, object], Callable[[CommandResult], bool]]] = {
     "never ends": ("while :; do :; done", {"timeout_s": 0.3}, lambda r: r.timed_out and r.exit_code == -9),
-    "prints without end": ("yes", {"timeout_s": 0.3}, lambda r: r.timed_out and r.truncated),
+    "prints without end": (
+        "yes", {"timeout_s": 0.3, "limit_bytes": 100}, lambda r: r.timed_out and r.truncated,
+    ),
     "prints without end, nothing kept": (
         "yes", {"timeout_s": 0.3, "limit_bytes": 0}, lambda r: r.truncated and not r.stdout,
     ),
     "closes its pipes": ("exec <&- >&- 2>&-; sleep 0.1; exit 3", {}, lambda r: r.exit_code == 3),
-    "leaves its pipes to another": ("sleep 100 & exec sleep 0.1", {}, lambda r: r.duration_s < 5),
+    "leaves its pipes to another": (
+        "sleep 300 & exec sleep 0.1", {"timeout_s": 200.0}, lambda r: r.duration_s < 60,
+    ),
     "stops itself": ("kill -STOP $$", {"timeout_s": 0.3}, lambda r: r.timed_out),
     "ends everything it sees": ("kill -9 1; kill -9 -1; exit 4", {}, lambda r: r.exit_code in (4, -9)),
     "prints no text": ("head -c 100 /dev/urandom; printf '\\377'", {}, lambda r: "\ufffd" in r.stdout),
     "is longer than the kernel takes": ("x" * 3_000_000, {}, lambda r: r.exit_code == 127),
     "has an environment too large": ("true", {"env": {"A": "x" * 3_000_000}}, lambda r: r.exit_code == 127),
     "begins nowhere": ("true", {"cwd": "nowhere"}, lambda r: r.exit_code == 126),
-    "has no time": ("sleep 1", {"timeout_s": 1e-3}, lambda r: r.timed_out),
+    "has no time": ("sleep 30", {"timeout_s": 1e-3}, lambda r: r.timed_out),
     "is no UTF-8": ("echo \udcff", {}, lambda r: r.exit_code == 0),
 }  # fmt: skip
 
@@ -266,7 +270,7 @@ def test_a_slow_agent_does_not_hold_up_its_neighbours() -> None:
         await slow.commands.start("while :; do :; done")
         await slow.commands.start("yes")
         other = await backend.create(Template())
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(60.0):
             for _ in range(20):
                 assert (await other.commands.run("echo fine")).stdout == "fine\n"
 

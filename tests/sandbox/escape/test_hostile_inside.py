@@ -26,7 +26,8 @@ from etude.sandbox.template import Template
 Call = Callable[[Sandbox], Awaitable[object]]
 Ended = tuple[object, list[str]]
 """What a call gave or raised, and what went unhandled."""
-PATIENCE_S = 1.0
+PATIENCE_S = 30.0
+"""Less than a caller waits for an answer: a call that ends in time was ended by what it heard."""
 
 
 class NoOwner:
