@@ -357,7 +357,7 @@ def test_a_run_that_is_away_for_too_long_ends_the_cluster(tmp_path: Path) -> Non
 
 def test_a_run_without_clusters_ends_with_what_to_do(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with World(tmp_path, patience_s=0.2).open() as world:
+        async with World(tmp_path, patience_s=0.2, lease_s=4.0).open() as world:
             with pytest.raises(PartLostError, match="no cluster") as caught:
                 await world.session()
             assert "etude sample" in str(caught.value)

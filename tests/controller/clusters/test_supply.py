@@ -105,7 +105,7 @@ def test_sessions_go_to_the_clusters_that_weights_reach(tmp_path: Path) -> None:
 
 def test_a_run_does_not_wait_for_clusters_that_weights_never_reach(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with World(tmp_path, patience_s=0.5).open() as world:
+        async with World(tmp_path, patience_s=0.5, lease_s=4.0).open() as world:
             world.join("stuck", sink=NoWeights(NEVER), patience_s=60.0)
             await world.until(lambda: bool(world.lines))
             with pytest.raises(PartLostError, match="reached no cluster") as caught:

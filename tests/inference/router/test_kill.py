@@ -72,7 +72,7 @@ def test_killing_a_replica_under_load_loses_no_request_in_silence(kind: str, tmp
     async def body() -> None:
         for port in ports:
             await up(port)
-        proxy = Proxy(health=HealthConfig(interval_s=0.2, backoff_s=0.3))
+        proxy = Proxy(health=HealthConfig(interval_s=0.2, timeout_s=30.0, backoff_s=0.3))
         app = build_app(proxy, [ReplicaAddress(f"http://127.0.0.1:{port}") for port in ports])
         victim = f"127.0.0.1:{ports[0]}"
         async with running_server(app) as url:

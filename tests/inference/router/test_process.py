@@ -81,7 +81,9 @@ async def _serve_one_answer(replica: str) -> None:
             while (await http.get("/ready")).status_code != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
             body = {"model": "fake", "prompt": "a b", "max_tokens": 3}
-            answer = await http.post("/v1/completions", json=body)
+            # A replica that was silent for a while is ejected, and comes back.
+            while (answer := await http.post("/v1/completions", json=body)).status_code == 503:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         assert len(answer.json()["choices"][0]["text"].split()) == 3
         process.send_signal(signal.SIGTERM)
         rest = (await process.stderr.read()).decode()

@@ -269,7 +269,7 @@ def test_a_router_begins_without_replicas_and_takes_them_as_they_come() -> None:
 
 def test_a_pin_that_a_replica_no_longer_serves_is_tried_elsewhere() -> None:
     async def body() -> None:
-        health = HealthConfig(interval_s=60.0)
+        health = HealthConfig(interval_s=60.0, timeout_s=30.0)
         async with setting([FakeReplica(), FakeReplica()], health=health) as one:
             one.replicas[0].version = "fake@1"  # since the last probe
             pin = {"x-etude-version": "fake@0"}
@@ -381,9 +381,15 @@ def test_when_all_replicas_refuse_the_refusal_is_handed_on() -> None:
 
 def test_hedging_asks_a_second_replica_only_when_it_is_on() -> None:
     async def body(after_s: float | None) -> list[int]:
-        slow = [FakeReplica(token_s=0.3), FakeReplica(token_s=0.3)]
+        slow = [FakeReplica(token_s=600.0 if after_s else 0.3) for _ in range(2)]
         async with setting(slow, ProxyConfig(hedge_after_s=after_s)) as one:
-            assert (await one.chat(max_tokens=1)).status_code == 200
+            asking = asyncio.ensure_future(one.chat(max_tokens=1))
+            while not any(replica.requests for replica in slow):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            for other in slow:
+                if not other.requests:
+                    other.token_s = 0.0
+            assert (await asking).status_code == 200
             while one.proxy.router.num_in_flight:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             return sorted(len(replica.requests) for replica in one.replicas)

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
+from etude.inference.router import HealthConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from etude.inference.router.server.fake_replica import running_server
 
@@ -44,7 +45,7 @@ def in_thread(opening: AbstractAsyncContextManager[str]) -> Iterator[str]:
 @contextlib.asynccontextmanager
 async def routing(replicas: Sequence[str], **options: Any) -> AsyncIterator[str]:
     """The address of a router over these, once all of them get requests. `options`: of Proxy."""
-    proxy = Proxy(**options)
+    proxy = Proxy(**{"health": HealthConfig(timeout_s=_LIMIT_S)} | options)
     async with running_server(build_app(proxy, [ReplicaAddress(url) for url in replicas])) as url:
         async with asyncio.timeout(_LIMIT_S):
             while not all(one.ready for one in proxy.router.replicas.values()):  # noqa: ASYNC110

@@ -170,7 +170,15 @@ def test_a_client_that_leaves_frees_the_engine(served: Served) -> None:
     wait_for(lambda: engine_of(served).num_running + engine_of(served).num_waiting == 0)
 
 
-def test_a_version_swapped_in_mid_answer_is_told_token_by_token(served: Served, tmp_path: Path) -> None:
+def test_a_version_swapped_in_mid_answer_is_told_token_by_token(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, is_swapped = Engine.step, threading.Event()
+
+    def slow(engine: Engine, most_steps: int = 1) -> list[Answer]:
+        return step(engine, most_steps if is_swapped.wait(0.05) else 1)
+
+    monkeypatch.setattr(Engine, "step", slow)
     other = write_checkpoint(tmp_path / "next", seed=1, max_positions=CONTEXT + 1)
     manifest = checkpoint_manifest(other, PolicyVersion("tiny", 1))
     client = served.openai()
@@ -188,6 +196,7 @@ def test_a_version_swapped_in_mid_answer_is_told_token_by_token(served: Served, 
         identity = next(iter(stream)).id
         version = {"version": json.loads(json.dumps(body))["manifest"]["version"]}
         assert admin.post("/admin/weights/activate", json=version).status_code == 200
+        is_swapped.set()
         for _ in stream:
             pass
         assert admin.get("/ready").json()["version"] == "tiny@1"
