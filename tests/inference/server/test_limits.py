@@ -104,13 +104,14 @@ def test_tokens_of_a_minute_are_counted_and_given_back_with_time() -> None:
 
 
 def test_a_full_server_says_so(sampler: PlayedSampler) -> None:
-    sampler.pause_s = 0.05
+    sampler.pause_s = 600.0
     with serving(make_state(sampler, requests=1)) as served:
         stream = complete(served, "", stream=True)
         next(iter(stream))
         with pytest.raises(openai.InternalServerError) as caught:
             complete(served, "")
         assert (caught.value.status_code, caught.value.response.headers["retry-after"]) == (503, "2")
+        stream.close()
 
 
 def tokens_file(path: Path, text: str, mode: int = 0o600) -> Path:
@@ -178,7 +179,7 @@ def test_metrics_count_requests_tokens_and_times(sampler: PlayedSampler) -> None
 
 
 def test_readiness_tells_the_load(sampler: PlayedSampler) -> None:
-    sampler.answers, sampler.pause_s = (lambda context: "word " * 100), 0.05
+    sampler.answers, sampler.pause_s = (lambda context: "word " * 100), 600.0
     with serving(make_state(sampler)) as served, served.http() as http:
         stream = complete(served, "", prompt=[65] * 10, max_tokens=500, stream=True)
         next(iter(stream))
