@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -123,19 +122,18 @@ def _kill_once_saved(config: RunConfig) -> None:
         "from pathlib import Path\n"
         "from etude.controller.pretraining import pretrain\n"
         "from etude.observe import RunDirectory, SilentObserver\n"
+        "from tests.controller.running import die_when\n"
         "if __name__ == '__main__':\n"
         "    run = RunDirectory(Path(sys.argv[1]))\n"
+        "    die_when((run.checkpoints / 'latest').exists)\n"
         "    pretrain(run.config, run, SilentObserver(), False)\n"
     )
     script = run.path / "main.py"
     script.write_text(code)
-    process = subprocess.Popen([sys.executable, str(script), str(run.path)], start_new_session=True)
-    deadline = time.monotonic() + 300
-    while not (run.checkpoints / "latest").exists() and process.poll() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    paths = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])}
+    command = [sys.executable, str(script), str(run.path)]
+    done = subprocess.run(command, env=os.environ | paths, start_new_session=True, timeout=300)
+    assert done.returncode == -signal.SIGKILL
     assert (run.checkpoints / "latest").exists()
     assert not (run.checkpoints / "final").exists(), "it was killed on the way"
 
