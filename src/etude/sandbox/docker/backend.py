@@ -37,7 +37,7 @@ START_S = 60.0
 INSTALL_S = 60.0
 REPOSITORY = "etude-snapshot"
 _EXPORT = ("snapshot.tar", "image.tar")
-_PING_S = 5.0
+_PING_S = 30.0
 _CONFLICT = 409
 
 

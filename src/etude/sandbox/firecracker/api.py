@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from etude.sandbox.docker.http import ApiError, UnixHttp
 
-CALL_S = 10.0
+CALL_S = 60.0
 SNAPSHOT_S = 300.0
 """Writing or mapping the whole of a guest's memory."""
 

@@ -21,7 +21,7 @@ from etude.sandbox.firecracker.jailer import API_SOCKET, PAGE_SOCKET, VSOCK, Cel
 from etude.sandbox.guarded import GuardedProcess
 from etude.sandbox.types import Resources
 
-SOCKET_S = 10.0
+SOCKET_S = 60.0
 """From the start of the process until it answers its API."""
 _POLL_S = 0.01
 _SOURCE = str(Path(__file__).resolve().parents[3])

@@ -28,7 +28,7 @@ INSTALL = (
     "install a newer runsc: apt-get install -t bookworm-backports runsc, or a release from gvisor.dev, "
     "and put it on the PATH"
 )
-_VERSION_S = 10.0
+_VERSION_S = 30.0
 _VERSION = re.compile(r"^runsc version (\S*?(\d{8})\S*)$", re.MULTILINE)
 _FLAGS = (
     f"--root={WORK}/state",
