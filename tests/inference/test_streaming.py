@@ -252,7 +252,7 @@ class _SlowEngine(Engine):
         if self.counters.steps < 3:
             assert all(self.turned.acquire(timeout=60) for _ in range(7))
         elif self.slow:
-            time.sleep(0.03)
+            time.sleep(0.1)
         try:
             return super().step(most_steps)
         finally:
@@ -273,15 +273,15 @@ class _SlowEngine(Engine):
 
 def test_the_loop_goes_on_during_a_long_step_and_nobody_touches_the_engine_meanwhile() -> None:
     async def body() -> None:
-        model, weights = small_model(1, max_positions=400), MemoryWeights()
-        engine = _SlowEngine(model.config, VOCAB, 4, 400)
+        model, weights = small_model(1, max_positions=200), MemoryWeights()
+        engine = _SlowEngine(model.config, VOCAB, 4, 200)
         engine.turned = threading.Semaphore(0)
         serve(engine, model, 0)
         async with EngineService(engine, weights.fetch, None) as service:
             clients = [Client(f"s{i}", i) for i in range(4)]
             for client in clients:
                 service.open(client.name)
-            requests = [client.request(prompt(5, 0), max_tokens=300) for client in clients]
+            requests = [client.request(prompt(5, 0), max_tokens=150) for client in clients]
             running = [
                 asyncio.create_task(stream(service, *pair)) for pair in zip(clients, requests, strict=True)
             ]
@@ -293,7 +293,7 @@ def test_the_loop_goes_on_during_a_long_step_and_nobody_touches_the_engine_meanw
             service.abort(requests[0].id)
             service.close("s1")
             running[2].cancel()
-            later = small_model(2, max_positions=400)
+            later = small_model(2, max_positions=200)
             manifest = weights.publish(_next(engine), dict(later.named_parameters()))
             await service.stage(manifest)
             await until(lambda: engine.stepping)
