@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -18,6 +19,9 @@ from etude.inference.loan_client import LoanEndedError, LoanHandle
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion
 from etude.tokens.tokenizer import Tokenizer
+
+_REST_S = 30.0
+"""For a poll that tells the rest; then the replica counts as lost."""
 
 
 def engine_numerics(place: Place, weight_dtype: str, cache_dtype: str) -> dict[str, str]:
@@ -85,6 +89,8 @@ class BorrowedEngine(LoanHandle):
         super().__init__(url, token, store)
         self._needs = needs
         self._on_end, self._on_kill = on_end, on_kill
+        self._is_polled = False
+        """Whether somebody has begun to poll."""
         self._told_all = asyncio.Event()
         """Set when all that it had been asked has been told, to its end."""
         self._before: Mapping[str, float] = {}
@@ -95,14 +101,24 @@ class BorrowedEngine(LoanHandle):
         return BorrowedEngine, (self.url, self._token, self._store, self._needs)
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """See LoanHandle.call."""
+        """See LoanHandle.call. Raises LoanEndedError only after whoever polls has been told the rest: it ends
+        what the replica was asked, and with it the sessions that had tokens on their way."""
+        self._is_polled = self._is_polled or method == "poll"
         try:
             return await super().call(method, *arguments, **named)
         except LoanEndedError:
             if method == "poll":
                 self._told_all.set()
             self._on_end()
+            await self._wait_for_the_rest()
             raise
+
+    async def _wait_for_the_rest(self) -> None:
+        """Waits until whoever polls has been told all, which takes no time: but for a while."""
+        if self._is_polled:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_REST_S):
+                    await self._told_all.wait()
 
     async def give_back(self) -> None:
         """Ends the loan; returns when whoever polls has been told of what is under way to its end."""

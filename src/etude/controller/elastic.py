@@ -36,7 +36,7 @@ from etude.protocols import Handle
 KIND = "elastic"
 """Of the rows of metrics: one per event of a borrowed replica."""
 _DAY_S = 86_400.0
-_DRAIN_S = 3.0
+_DRAIN_S = 30.0
 """More than a replica takes to end what it is asked."""
 _PAUSE_S, _MOST_PAUSE_S = 2.0, 300.0
 """Before a replica that was of no use is asked for again; doubled each time."""
