@@ -135,6 +135,11 @@ def num_rl_steps(config: RunConfig) -> int:
     return max((row["step"] for row in rows if row["kind"] == "rl"), default=0)
 
 
+def num_stored_parts(config: RunConfig) -> int:
+    """Of the log: each is a group, or a few."""
+    return len(list((Path(config.runs_directory) / config.name / "trajectories").glob("part-*")))
+
+
 def final_weights(run: RunDirectory) -> dict[str, str]:
     """A digest of each of the final checkpoint's tensors, by name."""
     return weights_of(run.checkpoints / "final")

@@ -18,7 +18,7 @@ from etude.records import Task
 from etude.rollout.epochs import EpochSource
 from etude.store.trajectories import TrajectoryLog
 from etude.tasks import TaskGenerator, write_harbor
-from tests.controller.running import run_elsewhere, run_here, tiny_config, wait_until
+from tests.controller.running import num_stored_parts, run_elsewhere, run_here, tiny_config, wait_until
 
 NUM_TASKS = 7
 
@@ -41,11 +41,6 @@ def own_source(config: RunConfig) -> EpochSource:
     source = open_family(config).source()
     assert isinstance(source, EpochSource)
     return source
-
-
-def num_stored_parts(config: RunConfig) -> int:
-    """Of the log: each is a group, or a few."""
-    return len(list((Path(config.runs_directory) / config.name / "trajectories").glob("part-*")))
 
 
 def played(run: RunDirectory, config: RunConfig) -> Counter[tuple[int, str]]:

@@ -11,7 +11,14 @@ from etude.config import RunConfig
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from etude.store.trajectories import TrajectoryLog
-from tests.controller.running import collected, final_weights, run_elsewhere, run_here, wait_until
+from tests.controller.running import (
+    collected,
+    final_weights,
+    num_stored_parts,
+    run_elsewhere,
+    run_here,
+    wait_until,
+)
 from tests.controller.test_ray import kill_one
 from tests.controller.test_resume import learning_config, num_rl_steps
 
@@ -82,7 +89,9 @@ def test_with_sampling_ahead_a_run_with_forks_repeats_bit_for_bit(tmp_path: Path
 def test_a_killed_run_that_samples_ahead_trains_the_forks_that_it_had(tmp_path: Path) -> None:
     config = forking_config(tmp_path, max_staleness=2, num_steps=4)
     with run_elsewhere(config) as process:
-        wait_until(process, lambda: num_rl_steps(config) >= 2)
+        wait_until(process, lambda: num_rl_steps(config) >= 1)
+        num_stored = num_stored_parts(config)
+        wait_until(process, lambda: num_stored_parts(config) > num_stored)  # what is new is not trained yet
         process.kill()
         process.wait()
     before = collected(RunDirectory.open(tmp_path / config.name))
