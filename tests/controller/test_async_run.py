@@ -13,6 +13,7 @@ from tests.controller.running import (
     collected,
     final_weights,
     num_rl_steps,
+    num_stored_parts,
     run_elsewhere,
     run_here,
     wait_until,
@@ -70,6 +71,8 @@ def test_a_killed_run_goes_on_with_nothing_lost_repeated_or_skipped(tmp_path: Pa
     settings = config(tmp_path, num_steps=6)
     with run_elsewhere(settings) as process:
         wait_until(process, lambda: num_rl_steps(settings) >= 2)
+        num_stored = num_stored_parts(settings)
+        wait_until(process, lambda: num_stored_parts(settings) > num_stored)  # what is new is not trained yet
         process.kill()
         process.wait()
     before = collected(RunDirectory.open(tmp_path / settings.name))
