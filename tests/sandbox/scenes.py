@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import multiprocessing
 import os
+import socket
 import time
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from etude.errors import ResourceError, SandboxError
+from etude.sandbox.inside.frames import Header, Unpacker, pack
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
 from etude.sandbox.local.unisolated import UnisolatedBackend
@@ -154,3 +157,32 @@ def open_descriptors(pid: int | None = None) -> int:
 def resident_bytes(pid: int) -> int:
     """Memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def answers_of(
+    serve: Callable[[socket.socket], None], requests: Sequence[Header], num_answers: int
+) -> list[tuple[Header, bytes]]:
+    """What the server of a sandbox says first. It is in a process of its own: it takes signals, and limits
+    itself."""
+    ours, theirs = socket.socketpair()
+
+    def become() -> None:
+        ours.close()
+        serve(theirs)
+
+    process = multiprocessing.get_context("fork").Process(target=become)
+    process.start()
+    theirs.close()
+    ours.settimeout(60)
+    try:
+        with ours:
+            for number, request in enumerate(requests, 1):
+                ours.send(pack({**request, "id": number}, b""))
+            answers: list[tuple[Header, bytes]] = []
+            unpacker = Unpacker()
+            while len(answers) < num_answers:
+                answers += unpacker.feed(ours.recv(1 << 16))
+    finally:
+        process.join(60)
+        process.kill()
+    return answers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import signal
 import socket
 import subprocess
@@ -22,12 +21,12 @@ from etude.sandbox.files import ChannelFiles
 from etude.sandbox.inside import server
 from etude.sandbox.inside.faults import MISSING
 from etude.sandbox.inside.filesystem import Workspace
-from etude.sandbox.inside.frames import Header, Unpacker, pack
+from etude.sandbox.inside.frames import Header
 from etude.sandbox.inside.processes import DescendantProcesses
 from etude.sandbox.inside.server import Server
 from etude.sandbox.inside.settings import Settings
 from etude.sandbox.interface import Sandbox
-from tests.sandbox.scenes import in_sandbox
+from tests.sandbox.scenes import answers_of, in_sandbox
 
 
 def told(outcome: bytes | AgentError) -> object:
@@ -212,34 +211,17 @@ class SlowWorkspace(Workspace):
         return super().read(path, limit_bytes, offset)
 
 
-def serve_slowly(line: socket.socket, owners: socket.socket, root: Path) -> None:
-    """Becomes the server of a sandbox."""
-    owners.close()
-    settings = Settings(memory_bytes=1 << 40, cpu_s=10, path="/usr/bin:/bin")
-    workspace = SlowWorkspace(str(root), -1)
-    Server(line.fileno(), line.fileno(), workspace, DescendantProcesses(), settings).serve()
-
-
 def test_a_file_is_not_blamed_for_the_time_that_those_before_it_took(tmp_path: Path) -> None:
     for name in "abc":
         (tmp_path / name).write_text(name)
-    ours, theirs = socket.socketpair()
-    # A process of its own: the server takes signals and limits itself.
-    process = multiprocessing.get_context("fork").Process(target=serve_slowly, args=(theirs, ours, tmp_path))
-    process.start()
-    theirs.close()
-    ours.settimeout(60)
-    try:
-        with ours:
-            ours.send(pack({"op": "read", "id": 1, "path": "a", "more": ["b", "c"], "limit_bytes": 9}))
-            answers: list[tuple[Header, bytes]] = []
-            unpacker = Unpacker()
-            while len(answers) < 2:
-                answers += unpacker.feed(ours.recv(1 << 16))
-    finally:
-        process.join(60)
-        process.kill()
-    assert answers[1] == ({"files": [1], "id": 1}, b"a")
+
+    def serve(line: socket.socket) -> None:
+        settings = Settings(memory_bytes=1 << 40, cpu_s=10, path="/usr/bin:/bin")
+        workspace = SlowWorkspace(str(tmp_path), -1)
+        Server(line.fileno(), line.fileno(), workspace, DescendantProcesses(), settings).serve()
+
+    asked = {"op": "read", "path": "a", "more": ["b", "c"], "limit_bytes": 9}
+    assert answers_of(serve, [asked], 2)[1] == ({"files": [1], "id": 1}, b"a")
 
 
 TIMED = """

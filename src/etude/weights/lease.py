@@ -79,7 +79,7 @@ class WriterLease:
         before = self._read(epoch)
         if before is None or _is_released(before):
             return False
-        # Looks are counted too: who is held up itself, perhaps with its whole machine, has not watched.
+        # Looks are counted, not seconds: who is held up itself, or its machine, has not watched.
         for _ in range(_LOOKS):
             time.sleep(self._lease_s / _LOOKS)
             now = self._read(epoch)
