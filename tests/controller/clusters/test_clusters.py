@@ -345,9 +345,8 @@ def test_a_run_that_is_away_for_too_long_ends_the_cluster(tmp_path: Path) -> Non
     async def scenario() -> None:
         async with World(tmp_path).open() as world:
             link = Link()
-            cluster, task = world.join(link=link)
+            _, task = world.join(link=link, patience_s=0.5)
             await world.until(lambda: "/v1/beat" in link.paths)
-            cluster._patience_s = 0.5
             link.is_cut = True
             with pytest.raises(ControlLostError):
                 await asyncio.wait_for(task, 60)
