@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from etude.inference.ports import free_port
+
 _START_S = 60.0
 _LONGEST_AWAY_S = 3.0
 """A killed server is started again after so long at most, drawn evenly."""
@@ -108,7 +110,7 @@ class Servers:
 @contextlib.contextmanager
 def open_servers(directory: Path) -> Iterator[Servers]:
     """A store that speaks S3, a relay before it and a sandbox server; what they write lies in `directory`."""
-    store_port, relay_port, sandbox_port = _free_ports(3)
+    store_port, relay_port, sandbox_port = (free_port() for _ in range(3))
     (directory / "store" / "weights").mkdir(parents=True)
     token = directory / "token"
     token.touch(mode=0o600)
@@ -141,10 +143,3 @@ def open_servers(directory: Path) -> Iterator[Servers]:
     finally:
         for one in servers.values():
             one.stop()
-
-
-def _free_ports(count: int) -> list[int]:
-    """That nobody has at the moment."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [one.getsockname()[1] for one in sockets]

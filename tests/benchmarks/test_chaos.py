@@ -27,6 +27,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.config import RlConfig, dump_config
+from etude.inference.ports import free_port
 from etude.records import Group, PolicyVersion, VersionSpan
 from etude.store.trajectories import TrajectoryLog
 from etude.training.checkpoints.saving import STATE
@@ -172,8 +173,7 @@ def test_what_a_client_had_sent_when_it_was_killed_is_not_stored(tmp_path: Path)
 
 
 def test_a_server_that_was_killed_comes_back_at_its_address(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     script = Path(__file__).parents[2] / "benchmarks" / "chaos_store.py"
     command = [sys.executable, str(script), "--root", str(tmp_path), "--port", str(port)]
     server = Server("store", command, port, tmp_path / "log")

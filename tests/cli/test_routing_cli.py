@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import pytest
 
 from etude.cli.bench import EXIT_ERRORS
 from etude.cli.exits import EXIT_MISTAKE
+from etude.inference.ports import free_port
 from etude.inference.router import Replica
 from etude.inference.router.server import Proxy, ReplicaAddress, admin
 from etude.inference.router.server.fake_replica import FakeReplica, fake_replica
@@ -195,10 +195,8 @@ def test_every_option_and_path_of_the_routing_page_exists() -> None:
 @pytest.mark.slow
 def test_a_route_serves_a_load_and_ends_when_it_is_asked_to() -> None:
     replicas = [FakeReplica(token_s=0.001), FakeReplica(token_s=0.001)]
-    with served(replicas[0]) as first, served(replicas[1]) as second, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
+    with served(replicas[0]) as first, served(replicas[1]) as second:
+        port = free_port()
         code = "from etude.cli import main; main()"
         arguments = ["route", "--replica", first, "--replica", f"{second},serve", "--port", str(port)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

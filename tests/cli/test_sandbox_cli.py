@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.inference.ports import free_port
 from etude.sandbox.backends import open_backend
 from tests.cli import commands
 
@@ -34,9 +35,7 @@ def etude(*arguments: str, code: int = 0) -> str:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """State directory of a running server."""
     state = tmp_path_factory.mktemp("state")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     arguments = ["sandbox", "serve", "--port", str(port), "--state", str(state), "--max-live", "8"]
     with subprocess.Popen([*ETUDE, *arguments], stderr=subprocess.PIPE, text=True) as process:
         end_s = time.monotonic() + START_S

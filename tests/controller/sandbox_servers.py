@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+
+from etude.inference.ports import free_port
 
 _START_S = 60.0
 _COMMAND = "from etude.cli import main; main()"
@@ -25,7 +26,7 @@ class SandboxServer:
         """`directory`: its state, its token and its log."""
         directory.mkdir()
         self.token_file = directory / "token"
-        self.url = f"http://127.0.0.1:{_free_port()}"
+        self.url = f"http://127.0.0.1:{free_port()}"
         self._log = directory / "log"
         command = [sys.executable, "-c", _COMMAND, "sandbox", "serve", "--state", str(directory / "state")]
         command += ["--port", self.url.rpartition(":")[2], "--token-file", str(self.token_file)]
@@ -81,9 +82,3 @@ def sandbox_servers(directory: Path, count: int) -> Iterator[list[SandboxServer]
     finally:
         for server in servers:
             server.kill()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

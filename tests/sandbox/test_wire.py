@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etude.inference.ports import free_port
 from etude.sandbox.inside.forward import FRAMES, MAX_STREAMS, WINDOW_BYTES, Forwarder
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.inside.wire import HIGH_WATER_BYTES, Wire
@@ -164,8 +165,7 @@ class Server:
     """A forwarder in a server's loop, and what its owner hears."""
 
     def __init__(self, wire: Wire, owner: socket.socket, poll: select.poll) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.forwarder = Forwarder(wire, poll, self.port)
         self._wire, self._owner, self._poll = wire, owner, poll
         self._unpacker = Unpacker()

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from etude.controller.clusters.sampling import OVER
+from etude.inference.ports import free_port
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from tests.controller.clusters.running import audit, config, make_token, sample_options, wait_for
-from tests.controller.clusters.test_cluster_run import check_whole, command, free_port
+from tests.controller.clusters.test_cluster_run import check_whole, command
 from tests.controller.running import num_rl_steps, run_elsewhere, wait_until
 from tests.controller.test_ray import kill_one
 

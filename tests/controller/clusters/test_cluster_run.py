@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.inference.ports import free_port
 from etude.observe import RunDirectory
 from tests.controller.clusters.running import audit, config, make_token, sample_options, wait_for
 from tests.controller.running import collected, num_rl_steps, run_elsewhere, wait_until
@@ -26,11 +26,6 @@ time.time = lambda: real() + {skew_s}
 from etude.cli import main
 main()
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager

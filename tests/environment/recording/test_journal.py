@@ -24,6 +24,7 @@ from etude.environment.recording import (
 )
 from etude.environment.recording.journal import SessionJournal, read_journal, replay
 from etude.errors import ConfigError, StoreError
+from etude.inference.ports import free_port
 from etude.records import RewardBreakdown
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens import CHATML_TEMPLATE
@@ -41,7 +42,7 @@ from tests.environment.recording.recording_builders import (
 from tests.environment.recording.serving import Served, serving
 from tests.environment.recording.test_session_map import SYSTEM, USER, run
 from tests.environment.recording.test_session_trees import RandomClient, random_answer
-from tests.environment.recording.test_sessions import chat, free_port, start
+from tests.environment.recording.test_sessions import chat, start
 
 HEADER = {"id": "s"}
 

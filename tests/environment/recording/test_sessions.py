@@ -20,6 +20,7 @@ import pytest
 from etude.environment.recording import RecordingLimits, Recordings
 from etude.environment.recording.server.process import check_address, read_tokens
 from etude.errors import ConfigError, StoreError
+from etude.inference.ports import free_port
 from etude.records import Status
 from etude.store.blobs import MemoryBlobs
 from etude.store.trajectories import TrajectoryLog
@@ -298,14 +299,6 @@ from etude.environment.recording.server import serve
 recordings = make_recordings(TellingSampler(lambda context: "Done."), Path(sys.argv[1]))
 asyncio.run(serve(recordings, port=int(sys.argv[2]), drain_s=60))
 """
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def start(store: Path, port: int) -> subprocess.Popen[bytes]:

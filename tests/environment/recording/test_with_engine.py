@@ -16,6 +16,7 @@ import pytest
 from etude.config import ModelConfig
 from etude.environment.recording import AnswerService, MapLimits, SessionMap
 from etude.inference import Engine, EngineService
+from etude.inference.ports import free_port
 from etude.model import LanguageModel
 from etude.model.huggingface import save_model
 from etude.model.scoring import score_sequences
@@ -25,7 +26,6 @@ from etude.weights import MemoryWeights
 from tests.cli.commands import etude
 from tests.environment.recording.recording_builders import ChatClient, qwen_tokenizer, shelf
 from tests.environment.recording.test_session_map import SYSTEM, USER, altered, result
-from tests.environment.recording.test_sessions import free_port
 
 CONFIG = ModelConfig(
     hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=16, num_experts=4, expert_size=16

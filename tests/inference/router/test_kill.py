@@ -15,20 +15,13 @@ import pytest
 
 from etude.inference.load import LogNormal, WorkloadShape, run_load, summarise, synthetic_sessions
 from etude.inference.load.http_target import HttpTarget
+from etude.inference.ports import free_port
 from etude.inference.router import HealthConfig, MemberState
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from etude.inference.router.server.fake_replica import running_server
 from tests.inference.server.checkpoint import write_checkpoint
 
 _START_S = 90.0
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def start(kind: str, port: int, checkpoint: Path) -> subprocess.Popen[bytes]:

@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from etude.inference.ports import free_port
+
 NOBODY = 65534
 """Whose processes an owner that is root has on the host."""
 _VICTIM = """
@@ -120,8 +122,7 @@ class Scene:
         for listener in self._listeners.values():
             listener.listen(8)
             listener.setblocking(False)
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            self._neighbour_port = probe.getsockname()[1]
+        self._neighbour_port = free_port()
 
     def _start_victim(self) -> subprocess.Popen[bytes]:
         user: Any = NOBODY if os.geteuid() == 0 else None

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from etude.errors import ConfigError, ResourceError, SamplerError
+from etude.inference.ports import free_port
 from etude.inference.vllm.client import VllmClient
 
 WORKER_FOLDER = Path(__file__).parent / "worker"
@@ -75,7 +75,7 @@ class ManagedServer:
         await self.stop()
         if not self.python.exists():
             raise no_interpreter(str(self.python))
-        port = _free_port()
+        port = free_port()
         handle, name = tempfile.mkstemp(prefix="etude-vllm-", suffix=".log")
         self._log, self._url = Path(name), f"http://127.0.0.1:{port}"
         try:
@@ -258,9 +258,3 @@ def no_interpreter(path: str) -> ConfigError:
         received=path,
         fix="install vLLM in an environment of its own, and name its bin/python",
     )
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
