@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import signal
@@ -134,6 +135,31 @@ print("ended", [t.name for t in threading.enumerate()], flush=True)
         process.kill()
         process.wait()
     assert out.splitlines() == ["cancelled ['sleep 600']", "ended ['MainThread']"]
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["before", "after"])
+def test_ctrl_c_while_a_call_is_handed_over_ends_the_call(
+    begins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = LoopThread()
+    hand_over = thread._loop.call_soon_threadsafe
+    interrupts = iter([True])
+
+    def interrupted(callback: Any, *arguments: Any) -> Any:
+        is_first = next(interrupts, False)
+        if begins or not is_first:
+            hand_over(callback, *arguments)
+        if is_first:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(thread._loop, "call_soon_threadsafe", interrupted)
+    try:
+        call = asyncio.sleep(600)
+        with pytest.raises(KeyboardInterrupt):
+            thread.run(call)
+        assert inspect.getcoroutinestate(call) == inspect.CORO_CLOSED
+    finally:
+        thread.close()
 
 
 def test_closing_the_thread_twice_does_nothing() -> None:

@@ -56,18 +56,29 @@ class LoopThread:
             tasks.append(task)
             task.add_done_callback(lambda task: _hand_over(task, result))
 
+        def end() -> None:
+            for task in tasks:
+                task.cancel()
+            if not tasks:  # interrupted before it was handed over
+                _discard(call)
+                result.set_exception(asyncio.CancelledError())
+
+        try:
+            self._hand_in(begin, call)
+            return result.result()
+        except BaseException:
+            if not result.done() and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(end)
+                wait([result], _CANCEL_S)
+            raise
+
+    def _hand_in(self, begin: Callable[[], None], call: Awaitable[object]) -> None:
+        """Has the thread begin a call. Raises SandboxError where it has ended."""
         try:
             self._loop.call_soon_threadsafe(begin)
         except RuntimeError as error:
             _discard(call)
             raise SandboxError("it is closed", field="sandbox.backend", fix="open another one") from error
-        try:
-            return result.result()
-        except BaseException:
-            if not result.done():
-                self._loop.call_soon_threadsafe(lambda: [task.cancel() for task in tasks])
-                wait([result], _CANCEL_S)
-            raise
 
     def close(self) -> None:
         """Cancels what still runs and ends the thread. Idempotent."""
