@@ -6,7 +6,10 @@ import asyncio
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,7 +35,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])
 """
 
 
-def server_of(folder: Path, mode: str, **options: float) -> tuple[ManagedServer, Path]:
+def server_of(folder: Path, mode: str, **options: Any) -> tuple[ManagedServer, Path]:
     notes, program = folder / "child", folder / "program.py"
     program.write_text(_PROGRAM.format(mode=mode, notes=str(notes)))
     return ManagedServer(Path(sys.executable), launcher=program, stop_timeout_s=2.0, **options), notes
@@ -45,6 +48,23 @@ async def is_gone(notes: Path) -> bool:
             return True
         await asyncio.sleep(0.02)
     return False
+
+
+@pytest.fixture(autouse=True)
+def temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    del tmp_path  # it is made before the place for it changes; itself it is too deep for sockets
+    with tempfile.TemporaryDirectory(prefix="etude-") as directory:
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield
+
+
+def server_directories() -> Iterator[Path]:
+    return Path(tempfile.gettempdir()).glob("etude-vllm-server-*")
+
+
+def environment_of(server: ManagedServer) -> list[bytes]:
+    assert server._process is not None
+    return Path(f"/proc/{server._process.pid}/environ").read_bytes().split(b"\0")
 
 
 def state_of(notes: Path) -> str:
@@ -64,6 +84,49 @@ def test_a_server_is_started_and_ended_with_its_children(tmp_path: Path) -> None
         assert await external.start(tmp_path) == url
         await server.stop()
         assert await is_gone(notes)
+        assert not list(server_directories())
+
+    asyncio.run(main())
+
+
+def test_log_and_sockets_of_a_server_lie_in_one_directory(tmp_path: Path) -> None:
+    async def main() -> None:
+        server, _ = server_of(tmp_path, "serves")
+        await server.start(tmp_path)
+        (mine,) = server_directories()
+        assert [path.name for path in mine.iterdir()] == ["log"]
+        assert b"VLLM_RPC_BASE_PATH=" + os.fsencode(mine) in environment_of(server)
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_sockets_whose_paths_would_be_too_long_are_left_where_vllm_puts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 100)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+
+    async def main() -> None:
+        server, _ = server_of(tmp_path, "serves")
+        await server.start(tmp_path)
+        assert not [one for one in environment_of(server) if one.startswith(b"VLLM_RPC_BASE_PATH")]
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_what_a_killed_starter_left_is_swept_away(tmp_path: Path) -> None:
+    left = Path(tempfile.gettempdir()) / "etude-vllm-server-left"
+    left.mkdir()
+    (left / "log").write_text("old")
+
+    async def main() -> None:
+        server, _ = server_of(tmp_path, "serves")
+        await server.start(tmp_path)
+        assert not left.exists()
+        await server.stop()
 
     asyncio.run(main())
 
@@ -92,7 +155,7 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path, mode: str, limit_s: f
         with pytest.raises(SamplerError, match=message):
             await server.start(tmp_path)
         assert await is_gone(notes)
-        assert server._log is None
+        assert not list(server_directories())
 
     asyncio.run(main())
 

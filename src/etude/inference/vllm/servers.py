@@ -19,6 +19,7 @@ from typing import Protocol
 from etude.errors import ConfigError, ResourceError, SamplerError
 from etude.inference.ports import free_port
 from etude.inference.vllm.client import VllmClient
+from etude.observe.scratch import scratch_directory, sweep
 
 WORKER_FOLDER = Path(__file__).parent / "worker"
 """What vLLM's interpreter finds beside its own packages."""
@@ -27,6 +28,11 @@ _POLL_S = 0.25
 _HEALTH_S = 5.0
 _MAX_MISSED = 3
 _LOG_CHARS = 3000
+_SCRATCH = "etude-vllm-server-"
+_SOCKET_NAME_BYTES = 36
+"""A UUID."""
+_SOCKET_PATH_BYTES = 108
+"""With the zero at its end: `sun_path` of Linux."""
 
 
 class VllmServer(Protocol):
@@ -67,6 +73,7 @@ class ManagedServer:
     key: str = ""
     loads_at_start: bool = True
     _process: asyncio.subprocess.Process | None = None
+    _scratch: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     _log: Path | None = None
     _url: str = ""
 
@@ -76,45 +83,51 @@ class ManagedServer:
         if not self.python.exists():
             raise no_interpreter(str(self.python))
         port = free_port()
-        handle, name = tempfile.mkstemp(prefix="etude-vllm-", suffix=".log")
-        self._log, self._url = Path(name), f"http://127.0.0.1:{port}"
+        self._url = f"http://127.0.0.1:{port}"
         try:
-            argv = [str(self.python), str(self.launcher), *server_arguments(directory, port), *self.arguments]
-            self._process = await asyncio.create_subprocess_exec(
-                *argv,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=handle,
-                stderr=handle,
-                env={**os.environ, **server_environment(), **self.environment},
-                start_new_session=True,
-            )
-        except OSError as error:
-            await self.stop()
-            raise ResourceError(
-                f"cannot start vLLM: {error}", field="engine.vllm.python", received=str(self.python)
-            ) from error
-        finally:
-            os.close(handle)
-        try:
+            await self._launch([*server_arguments(directory, port), *self.arguments])
             await self._wait_until_healthy()
         except BaseException:
             await self.stop()
             raise
         return self._url
 
+    async def _launch(self, arguments: Sequence[str]) -> None:
+        """Begins the process. Its log and sockets lie in a directory that goes with it, or that a later one
+        sweeps away. Raises ResourceError."""
+        root = Path(tempfile.gettempdir())
+        try:
+            sweep(root, _SCRATCH)
+            scratch = self._scratch.enter_context(scratch_directory(root, _SCRATCH))
+            self._log = scratch / "log"
+            with self._log.open("wb") as log:
+                self._process = await asyncio.create_subprocess_exec(
+                    *(str(self.python), str(self.launcher), *arguments),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, **_sockets_in(scratch), **server_environment(), **self.environment},
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise ResourceError(
+                f"cannot start vLLM: {error}", field="engine.vllm.python", received=str(self.python)
+            ) from error
+
     async def stop(self) -> None:
         """See VllmServer.stop. Asks, waits, kills the whole process group; survives cancellation."""
         process, self._process = self._process, None
-        if process is not None:
-            ending = asyncio.ensure_future(self._end(process))
-            try:
-                await asyncio.shield(ending)
-            except asyncio.CancelledError:
-                await asyncio.wait((ending,))
-                raise
-        if self._log is not None:
-            self._log.unlink(missing_ok=True)
+        try:
+            if process is not None:
+                ending = asyncio.ensure_future(self._end(process))
+                try:
+                    await asyncio.shield(ending)
+                except asyncio.CancelledError:
+                    await asyncio.wait((ending,))
+                    raise
+        finally:
             self._log = None
+            self._scratch.close()
 
     async def wait_for_end(self) -> str:
         """See VllmServer.wait_for_end: the process has ended, or its engine is dead behind a live server."""
@@ -243,6 +256,12 @@ def server_environment() -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def _sockets_in(directory: Path) -> dict[str, str]:
+    """Has vLLM put its sockets there, unless their paths would be too long for the kernel."""
+    is_short = len(os.fsencode(directory)) + len("/") + _SOCKET_NAME_BYTES < _SOCKET_PATH_BYTES
+    return {"VLLM_RPC_BASE_PATH": str(directory)} if is_short else {}
 
 
 CPU_ARGUMENTS = ("--enforce-eager", "--block-size", "32")
