@@ -103,12 +103,30 @@ def families(table: Table, leaders: Iterable[int]) -> set[int]:
     return roots | descendants(table, roots)
 
 
+def parents_first(table: Table, pids: Iterable[int]) -> list[int]:
+    """Each of these processes after its parent, if that is one of them, too."""
+    children: dict[int, list[int]] = {}
+    wanted = dict.fromkeys(pids)
+    for pid in wanted:
+        children.setdefault(table[pid].parent, []).append(pid)
+    order: dict[int, None] = {}
+    pending = [pid for pid in wanted if table[pid].parent not in wanted]
+    while pending:
+        pid = pending.pop()
+        order[pid] = None
+        pending.extend(children.get(pid, ()))
+    return list(order | wanted)  # a number that was given anew between two rows may close a circle
+
+
 def kill_all_but(processes: Processes, spare: Spare) -> None:
-    """Kills until nothing new is left: a process may have forked while the table was being read."""
+    """Kills until nothing new is left: a process may have forked while the table was being read.
+
+    Parents go first: a shell whose command is killed before it would go on with the next one.
+    """
     for _ in range(_ROUNDS):
         table = processes.table()
         doomed = {pid for pid, row in table.items() if row.state not in "ZX"} - spare(table)
-        for pid in doomed:
+        for pid in parents_first(table, doomed):
             _send(pid, signal.SIGKILL)
         if not doomed:
             return
