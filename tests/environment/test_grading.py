@@ -159,6 +159,19 @@ def test_open_assertions_are_listed_for_authors() -> None:
     assert open_assertions(TARGET) == []
 
 
+def test_tasks_of_one_name_have_verdicts_of_their_own() -> None:
+    text = "from lib.tally import tally\n\ndef test_tally():\n    assert tally([1, 2, 3]) == 5\n"
+    other = replace(TARGET, hidden_files={"tests/test_hidden.py": text})
+
+    async def scenario() -> list[bool]:
+        backend = MemoryBackend()
+        grader = Grader(backend)
+        sandbox = await backend.create(Template(TARGET.files))
+        return [(await grader.grade(task, sandbox)).passed for task in (TARGET, other, TARGET)]
+
+    assert asyncio.run(scenario()) == [False, True, False]
+
+
 def test_judging_that_fails_when_nobody_waits_any_more_is_no_loose_error() -> None:
     class LateBackend(MemoryBackend):
         async def create(self, *arguments: Any, **options: Any) -> MemorySandbox:

@@ -66,6 +66,12 @@ def test_hostile_values_never_raise(value: object) -> None:
     decode_value(value)
 
 
+@pytest.mark.parametrize("value", ["10 ** 5000", "[10 ** 5000]"])
+def test_a_number_of_more_digits_than_python_writes_out_fails_as_any_other(value: str) -> None:
+    reasons = judge(f"def test_a():\n    assert {value} == 3\ndef test_b():\n    assert 1 == 2\n")
+    assert reasons == ["assertion in line 2 does not hold", "1 != 2"]
+
+
 def test_what_is_no_plain_data_equals_nothing() -> None:
     opaque = decode_value(encode_value(object()))
     assert isinstance(opaque, Opaque)

@@ -39,11 +39,17 @@ class Expectation:
 
     def failure(self, value: object) -> str | None:
         """Why `value` does not do, like `12 != 14`; None if it does."""
+        unshown = f"assertion in line {self.line} does not hold"
         if self.operator == "Truth":
-            return None if value is self.literal else f"assertion in line {self.line} does not hold"
+            return None if value is self.literal else unshown
         left, right = (self.literal, value) if self.literal_on_left else (value, self.literal)
         failed, _ = OPERATORS[self.operator]
-        return None if _compare(self.operator, left, right) else failed_comparison(failed, left, right)
+        if _compare(self.operator, left, right):
+            return None
+        try:
+            return failed_comparison(failed, left, right)
+        except ValueError:  # a number of more digits than Python writes out
+            return unshown
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ class Grader:
         self._backend = backend
         self._limits = limits
         self._timeout_s = timeout_s
-        self._verdicts: OrderedDict[tuple[str, bytes], asyncio.Task[Verdict]] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[bytes, bytes], asyncio.Task[Verdict]] = OrderedDict()
 
     async def grade(self, task: Task, sandbox: Sandbox) -> Verdict:
         """Judges the agent's changes in a fresh sandbox. Ends the agent's processes; does not kill `sandbox`.
@@ -61,7 +61,7 @@ class Grader:
             changes = allowed_changes(task, await sandbox.final_diff())
         except AgentError as error:
             return Verdict(False, 0, count_hidden_tests(task), str(error), time.perf_counter() - began)
-        key = (task.id, _digest(changes))
+        key = (_judge_digest(task), _digest(changes))
         judging = self._verdicts.get(key)
         if judging is None:
             judging = asyncio.create_task(self._judge(task, changes))
@@ -81,7 +81,7 @@ class Grader:
         lints, style = await review_changes(task, changes, self._reward)
         return replace(verdict, lints=lints, style=style)
 
-    def _remember(self, key: tuple[str, bytes], judging: asyncio.Task[Verdict]) -> None:
+    def _remember(self, key: tuple[bytes, bytes], judging: asyncio.Task[Verdict]) -> None:
         self._verdicts[key] = judging
         while len(self._verdicts) > _MAX_KEPT:
             self._verdicts.popitem(last=False)
@@ -92,6 +92,15 @@ def _hear(judging: asyncio.Task[Verdict]) -> None:
     changes are still being judged. Whoever does wait gets it all the same."""
     if not judging.cancelled():
         judging.exception()
+
+
+def _judge_digest(task: Task) -> bytes:
+    """Names what a task judges by. Its id does not: clients of a server send tasks of their own, and mend
+    them."""
+    files = (task.files, task.hidden_files, dict.fromkeys(task.hidden_test_paths, ""))
+    return b"".join(
+        _digest({path: text.encode(errors="surrogatepass") for path, text in some.items()}) for some in files
+    )
 
 
 def _digest(changes: Mapping[str, bytes | None]) -> bytes:
