@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from etude.errors import ConfigError, ResourceError, SandboxError
-from etude.sandbox.errors import SandboxMissingError, SnapshotError, Unsupported
+from etude.sandbox.errors import SandboxMissingError, SnapshotError, TemplateError, Unsupported
 from etude.sandbox.interface import Sandbox
-from etude.sandbox.local.backend import ForkServerBackend
+from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Network, Resources
 from tests.sandbox.scenes import (
@@ -266,6 +266,29 @@ def test_a_template_that_could_not_be_stored_does_not_spoil_the_next_use(tmp_pat
         assert await good.files.read("a") == b"b"
 
     on_backend(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 17, 1 << 19])
+def test_an_image_with_more_variables_than_can_be_passed_on_ends_no_other_sandbox(
+    tmp_path: Path, num_bytes: int
+) -> None:
+    (tmp_path / "images" / "layers").mkdir(parents=True)
+
+    async def run() -> None:
+        backend = LocalBackend(tmp_path, tmp_path / "images")
+        try:
+            other = await backend.create(Template(FILES))
+            image = Image("long", (), {"LONG": "x" * num_bytes})
+            with pytest.raises(TemplateError, match="variables"):
+                await backend.create(Template(FILES, "long", image))
+            assert await other.files.read("f") == b"template"
+            assert [row.id for row in await backend.list()] == [other.id]
+        except ResourceError as error:
+            pytest.skip(f"no namespaces here: {error}")
+        finally:
+            await backend.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("name", ["local", "unisolated"])

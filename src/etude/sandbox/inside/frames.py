@@ -10,6 +10,8 @@ Header = dict[str, Any]
 
 MAX_HEADER_BYTES = 32 << 20
 MAX_PAYLOAD_BYTES = 256 << 20
+MAX_REQUEST_BYTES = 1 << 16
+"""Of one request to the fork server, which is a packet: it would take in no more of a longer one."""
 _SIZES = struct.Struct("<II")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 

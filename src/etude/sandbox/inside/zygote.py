@@ -32,13 +32,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from etude.sandbox.inside import faults, kernel, layers, namespaces
-from etude.sandbox.inside.frames import FrameError, Unpacker, pack
+from etude.sandbox.inside.frames import MAX_REQUEST_BYTES, FrameError, Unpacker, pack
 from etude.sandbox.inside.isolation import Folders, Isolation, Namespaces, discard
 from etude.sandbox.inside.processes import reap
 from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.server import Server
 
-MAX_REQUEST_BYTES = 1 << 16
 MAX_DESCRIPTORS = 2
 WARM_MODULES = ("collections", "copy", "dataclasses", "datetime", "functools", "heapq", "itertools", "math",
                 "random", "re", "string", "typing")  # fmt: skip

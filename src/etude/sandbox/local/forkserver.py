@@ -14,7 +14,8 @@ from typing import IO
 
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.channel import READY, Channel
-from etude.sandbox.errors import fault_error
+from etude.sandbox.errors import TemplateError, fault_error
+from etude.sandbox.inside.frames import MAX_REQUEST_BYTES
 from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
 
@@ -99,9 +100,17 @@ class ForkServer:
         return self._launcher.poll() is None
 
     def send(self, request: dict[str, object], *descriptors: int) -> None:
-        """Sends a request. Raises SandboxError."""
+        """Sends a request. Raises SandboxError; TemplateError for one that is too long, before it is sent."""
+        data = json.dumps(request).encode()
+        if len(data) > MAX_REQUEST_BYTES:
+            raise TemplateError(
+                f"the image's variables and paths take more than {MAX_REQUEST_BYTES} bytes",
+                field="template.image",
+                received=len(data),
+                fix="give long variables to the commands that need them (env)",
+            )
         try:
-            socket.send_fds(self._control, [json.dumps(request).encode()], list(descriptors))
+            socket.send_fds(self._control, [data], list(descriptors))
         except OSError as error:
             raise SandboxError(
                 f"the fork server does not answer: {error}", field="sandbox.backend", fix="make a new backend"
