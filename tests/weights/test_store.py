@@ -13,7 +13,14 @@ import pytest
 
 from etude.errors import StoreError, WeightUpdateError
 from etude.weights.commits import Commit, commit_name
-from etude.weights.folders import DirectoryFolder, FsspecFolder, MissingError, TakenError, open_folder
+from etude.weights.folders import (
+    DirectoryFolder,
+    FsspecFolder,
+    MissingError,
+    TakenError,
+    UnavailableError,
+    open_folder,
+)
 from etude.weights.lease import WriterLease
 from etude.weights.store import WeightStore
 from etude.weights.writer import StoreWriter, upload
@@ -231,14 +238,58 @@ def test_a_lease_whose_writer_died_while_it_wrote_is_free_once_it_does_not_beat(
         assert time.monotonic() - began >= 0.1, "it may have been written just then"
 
 
-def test_a_writer_that_cannot_beat_says_so(tmp_path: Path) -> None:
+def test_a_writer_that_cannot_beat_says_so_until_it_can(tmp_path: Path) -> None:
     folder = FailingFolder(DirectoryFolder(tmp_path))
     with WriterLease(folder, 0.1) as lease:
         folder.refuse_writes = {"writers"}
-        lease._thread.join(60)
-        with pytest.raises(StoreError):
-            lease.check()
+        assert eventually(lambda: "the weight store failed" in _refusal(lease))
         folder.refuse_writes = set()
+        assert eventually(lambda: not _refusal(lease)), "nobody has taken the store over"
+        folder.refuse_writes = {"writers"}
+        assert eventually(lambda: bool(_refusal(lease)))
+        WriterLease(DirectoryFolder(tmp_path), 0.1).release()
+        folder.refuse_writes = set()
+        assert eventually(lambda: "taken this weight store over" in _refusal(lease))
+
+
+def _refusal(lease: WriterLease) -> str:
+    try:
+        lease.check()
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
+class _ForgetfulFolder(FailingFolder):
+    """A folder that does what it is asked and, asked to create this, does not answer."""
+
+    silent_on = ""
+
+    def create(self, name: str, data: bytes) -> None:
+        super().create(name, data)
+        if self.silent_on and self.silent_on in name:
+            raise UnavailableError("answers too late", received=name)
+
+
+def test_a_commit_whose_answer_stays_out_stops_no_later_version(tmp_path: Path) -> None:
+    folder = _ForgetfulFolder(DirectoryFolder(tmp_path))
+    with StoreWriter(WeightStore(folder), FAST) as writer:
+        folder.silent_on = "commits"
+        with pytest.raises(UnavailableError):
+            _write(writer, 0)
+        folder.silent_on = ""
+        _write_chain(writer, 2)
+    assert sorted(WeightStore(folder).commits()) == [1, 2, 3]
+
+
+def test_a_writer_that_cannot_begin_lets_the_next_one_in(tmp_path: Path) -> None:
+    store, folder = failing_store(tmp_path)
+    store.folder.write("commits/000000000001.json", b"{}")
+    folder.lose = {"commits"}
+    with pytest.raises(StoreError, match="link is down"):
+        StoreWriter(store, FAST)
+    folder.lose = set()
+    StoreWriter(WeightStore(BeatingFolder(DirectoryFolder(tmp_path))), FAST).close()
 
 
 def test_a_damaged_commit_is_no_version(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ class WriterLease:
         self.release()
 
     def check(self) -> None:
-        """Raises StoreError if another writer has taken over, or the lease could not be kept alive."""
+        """Raises StoreError if another writer has taken over, or while the lease cannot be kept alive."""
         if self._failure is not None:
             raise self._failure
         if self._newest() != self.epoch:
@@ -99,12 +99,11 @@ class WriterLease:
             self._beats += 1
             try:
                 self._folder.write(_name(self.epoch), self._content())
-                missed = 0
+                missed, self._failure = 0, None
             except StoreError as error:
                 missed += 1
                 if missed >= 5:
                     self._failure = error
-                    return
 
     def _content(self, *, released: bool = False) -> bytes:
         return json.dumps({"owner": self._owner, "beats": self._beats, "released": released}).encode()

@@ -16,7 +16,7 @@ from etude.errors import StoreError
 from etude.records import PolicyVersion
 from etude.weights.commits import Commit, StoredFile, commit_name, pack_commit
 from etude.weights.delta import KernelChoice, write_update
-from etude.weights.folders import Folder, MissingError, TakenError
+from etude.weights.folders import Folder, MissingError, TakenError, UnavailableError
 from etude.weights.lease import WriterLease
 from etude.weights.store import FILES, WANTED, Pins, WeightStore
 
@@ -100,8 +100,13 @@ class StoreWriter:
         self._options = options or WriterOptions()
         self._lease = WriterLease(store.folder, self._options.lease_s)
         self._pins = Pins(store.folder)
-        self._remove_orphans()
-        self.next_sequence = store.newest_sequence() + 1
+        try:
+            self._remove_orphans()
+            self.next_sequence = store.newest_sequence() + 1
+        except BaseException:
+            with contextlib.suppress(StoreError):  # the first error counts
+                self._lease.release()
+            raise
 
     @property
     def folder(self) -> Folder:
@@ -135,7 +140,8 @@ class StoreWriter:
     ) -> Commit:
         """Makes the version exist, of files that are all there. `base`: what the deltas apply to.
 
-        Raises StoreError; then it does not exist, unless the store itself cannot tell.
+        Raises StoreError; then it does not exist, unless the store itself cannot tell: its number is not used
+        again then.
         """
         delta = tuple(file for part in files for file in part.delta)
         full = tuple(file for part in files for file in part.full)
@@ -150,6 +156,9 @@ class StoreWriter:
                 received=self._store.folder.url,
                 fix="stop the other run, or name another place",
             ) from error
+        except UnavailableError:
+            self.next_sequence = commit.sequence + 1
+            raise
         self.next_sequence = commit.sequence + 1
         return commit
 
