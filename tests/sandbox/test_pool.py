@@ -267,6 +267,35 @@ def test_a_paused_sandbox_holds_no_place_and_waits_to_wake() -> None:
     in_pool(1, bounded, 0.2)
 
 
+def test_a_sandbox_that_is_waking_keeps_its_place_while_others_wait() -> None:
+    async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
+        sleeper = await pool.create(ONE)
+        (asleep,) = inner.live
+        await sleeper.pause("filesystem")
+        wake, begun, gate = asleep.resume, asyncio.Event(), asyncio.Event()
+
+        async def wake_slowly() -> None:
+            begun.set()
+            await gate.wait()
+            await wake()
+
+        asleep.resume = wake_slowly  # type: ignore[method-assign]
+        waking = asyncio.ensure_future(sleeper.resume())
+        await begun.wait()
+        waiting = asyncio.ensure_future(pool.create(ONE))
+        await until(lambda: len(pool.places.queue) == 1)
+        await pool._look()
+        assert pool.places.held == len(pool.places.queue) == 1
+        gate.set()
+        await waking
+        assert pool.places.held == len(pool.places.queue) == 1
+        await sleeper.kill()
+        await waiting
+        assert pool.places.held == 1
+
+    in_pool(1, scenario)
+
+
 def test_a_sandbox_that_is_killed_while_it_waits_to_wake_takes_no_place() -> None:
     async def scenario(pool: PooledBackend, inner: SlowBackend) -> None:
         sleeper = await pool.create(ONE)

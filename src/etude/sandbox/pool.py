@@ -323,7 +323,7 @@ class PooledBackend:
 
     async def _look(self) -> None:
         """Takes back the places of sandboxes that ended by themselves."""
-        before = [(sandbox, sandbox.num_turns) for sandbox in self._live.values()]
+        before = [(sandbox, sandbox.num_turns) for sandbox in self._live.values() if not sandbox.is_turning]
         states = {info.id: info.state for info in await self.inner.list()}
         for sandbox, num_turns in before:
             state = states.get(sandbox.id, "killed")

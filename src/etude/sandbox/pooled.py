@@ -72,6 +72,11 @@ class PooledSandbox(WrappedSandbox):
         """See Sandbox."""
         return self._inner.id
 
+    @property
+    def is_turning(self) -> bool:
+        """Whether it is falling asleep, waking or moving: its state says nothing about its place then."""
+        return self._lifecycle.locked()
+
     async def reach(self, operation: str) -> Sandbox:
         """See WrappedSandbox.reach."""
         return self._inner
