@@ -14,9 +14,11 @@ from etude.errors import StoreError
 from etude.records import Group, PolicyVersion, Status, Task, Trajectory, WeightManifest
 from etude.rollout import Collected, ContinuousCollector
 from etude.rollout.curriculum import CollectorState
+from etude.rollout.kept import read_kept
 from etude.rollout.simulation import SessionShapes, SimulatedEngine, SimulatedEnvironment, run_virtual
 from etude.store.trajectories import TrajectoryLog
 from tests.environment.playing import renderer
+from tests.store.builders import make_trajectory
 
 SHAPES = SessionShapes(seed=1, turns_median=3.0, message_tokens_median=20.0, unsolvable_share=0.0)
 
@@ -301,6 +303,14 @@ def test_what_was_stored_too_long_ago_is_sampled_again_or_left_out(tmp_path: Pat
     later = play(tmp_path, num_steps=12, first_step=10, state=state)
     assert all(number not in later.trained for number in first.trained)
     assert max(lags(later, 10)) <= 2
+
+
+def test_a_group_of_which_nothing_was_sampled_does_not_hide_those_stored_before_it(tmp_path: Path) -> None:
+    log = TrajectoryLog(tmp_path)
+    failed = replace(make_trajectory(group=2, status=Status.INFRASTRUCTURE, reward=None), segments=())
+    for number, member in enumerate((make_trajectory(step=4), make_trajectory(group=1, step=8), failed)):
+        log.append([Group(f"run/g{number}", "task", 1, (member,))])
+    assert set(read_kept(log, CollectorState(), 7)) == {1, 2}
 
 
 # ---- on a reproducible schedule -----------------------------------------------------------------

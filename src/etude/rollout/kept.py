@@ -31,7 +31,8 @@ def read_kept(log: TrajectoryLog, state: CollectorState, min_step: int) -> dict[
     forks: dict[int, Group] = {}
     for name in reversed(log.part_names()):
         groups = [group for group in log.read_part(name) if group.members]
-        if max(map(_newest_step, groups), default=min_step) < min_step:
+        steps = [step for group in groups for step in _steps(group)]
+        if steps and max(steps) < min_step:  # where nothing was sampled no age is told
             break
         for group in groups:
             number = group.members[0].id.group
@@ -43,6 +44,7 @@ def read_kept(log: TrajectoryLog, state: CollectorState, min_step: int) -> dict[
     return {number: Kept(group, forks.get(number)) for number, group in tasks.items()}
 
 
-def _newest_step(group: Group) -> int:
+def _steps(group: Group) -> list[int]:
+    """Of all policy versions that sampled it."""
     spans = (span for m in group.members for segment in m.segments for span in segment.version_spans)
-    return max((span.version.step for span in spans), default=0)
+    return [span.version.step for span in spans]
