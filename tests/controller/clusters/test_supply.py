@@ -52,6 +52,17 @@ def test_a_version_that_could_not_be_had_is_trouble_until_another_arrives() -> N
     assert supply.trouble == ""
 
 
+def test_versions_that_arrive_late_one_after_the_other_are_not_lost() -> None:
+    """Each could not be had at first: whoever looks finds trouble every time."""
+    supply, _, clock = new_supply()
+    for _ in range(3):
+        supply.failed(WeightUpdateError("the relay does not have it yet"))
+        supply.check()
+        clock.now_s += 9
+        supply.check()
+        supply.arrived()
+
+
 def test_slow_weights_are_no_trouble() -> None:
     supply, _, clock = new_supply()
     clock.now_s += 1_000

@@ -48,7 +48,7 @@ class Supply:
 
     def arrived(self) -> None:
         """A version is in service here."""
-        self._failure = ""
+        self._failure, self._since_s = "", None
 
     @property
     def trouble(self) -> str:
