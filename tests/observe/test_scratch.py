@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from etude.observe.scratch import scratch_directory, sweep
 
@@ -41,3 +45,21 @@ def test_what_a_killed_process_left_is_swept_and_what_is_in_use_is_not(tmp_path:
         sweep(tmp_path, "etude-")
         assert not left.exists()
         assert used.exists() and other.exists()
+
+
+def test_a_directory_that_somebody_sweeps_as_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Path] = []
+    mkdtemp = tempfile.mkdtemp
+
+    def make_and_lose(**named: Any) -> str:
+        path = mkdtemp(**named)
+        made.append(Path(path))
+        if len(made) == 1:
+            sweep(tmp_path, "etude-")
+        return path
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
+    with scratch_directory(tmp_path, "etude-") as path:
+        assert path.is_dir() and made == [made[0], path] and not made[0].exists()

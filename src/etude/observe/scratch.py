@@ -45,11 +45,14 @@ def sweep(root: Path, prefix: str = "") -> None:
 def _locked_directory(root: Path, prefix: str) -> tuple[Path, int]:
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=root))
-        lock = _open(path)
+        try:
+            lock = _open(path)
+        except FileNotFoundError:  # swept by another process since mkdtemp
+            continue
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.is_dir():
             return path, lock
-        os.close(lock)  # swept by another process between mkdtemp and flock
+        os.close(lock)  # swept since it was opened
 
 
 def _open(path: Path) -> int:
