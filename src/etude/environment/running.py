@@ -114,6 +114,10 @@ class TurnRunner:
         key: str | None,
     ) -> list[ToolResult]:
         """See EnvironmentSession.turn."""
+        while (before := self.running) is not None and before.number < len(self._history.turns):
+            # It is in the history, and its snapshot is being taken: only then does the next one begin.
+            assert before.task is not None
+            await asyncio.wait({before.task})
         kept = self._history.find(number, key, calls)
         if kept is not None:
             tell_kept(kept.calls, kept.results, on_result)

@@ -239,15 +239,15 @@ class EnvironmentSession:
 
         `status`: how the agent's session ended; by default `done`, or `agent_error` where the agent killed
         its sandbox. Asked again, it gives the same outcome; what failed is tried again. Raises ConfigError
-        without a task, UserError for what is no Status, SandboxError if our own machinery failed, TaskError
-        for a task that cannot be graded.
+        without a task, UserError for what is no Status, SandboxStateError while it is paused or closed,
+        SandboxError if our own machinery failed, TaskError for a task that cannot be graded.
         """
         check_ending(status, cause)
         if self.task is None:
             raise ConfigError(
                 "there is no task to be graded by", field="session", received=self.id, fix="begin with a task"
             )
-        if self.state == "closed":
+        if self.state in ("paused", "closed"):
             raise self._unusable()
         self.state = "submitted"
         chosen = status or (Status.AGENT_ERROR if self.agent_error else Status.DONE)
@@ -270,6 +270,9 @@ class EnvironmentSession:
             kind: SnapshotKind = "full" if "full" in able else "filesystem"
             if self.state == "open":
                 await self.sandbox.pause(kind)
+                if self._ended:  # meanwhile: grading, which waits for us, needs it awake
+                    await self.sandbox.resume()
+                    raise self._unusable()
                 self.state = "paused"
                 self.events.put("paused", kept=kind)
             return kind
@@ -281,6 +284,8 @@ class EnvironmentSession:
                 raise self._unusable()
             if self.state == "paused":
                 await self.sandbox.resume()
+                if self._ended:
+                    raise self._unusable()
                 self.state = "open"
                 self.events.put("resumed")
 
@@ -300,7 +305,7 @@ class EnvironmentSession:
         holds a session or what prevented it. Raises ConfigError for a turn that there was not,
         SandboxStateError once the session was submitted.
         """
-        if self.state in ("submitted", "closed"):
+        if self._ended:
             # At any turn: a verdict must not help to find a better one.
             raise self._unusable()
         if turn is None or turn == self.num_turns:
@@ -374,6 +379,11 @@ class EnvironmentSession:
             self.events.put("closed")
             self.events.close()
             self.closed.set()
+
+    @property
+    def _ended(self) -> bool:
+        """Whether it was submitted or closed: both wait for nothing, and are for good."""
+        return self.state in ("submitted", "closed")
 
     def _check_open(self) -> None:
         if self.state != "open":

@@ -21,6 +21,7 @@ from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.faulty import FaultyBackend
 from etude.sandbox.template import Template
+from etude.sandbox.types import SnapshotKind
 from etude.tokens.grammar import ToolSchema
 from tests.environment.playing import FINISH, MEND, READ, SPOIL, TASK, TEST
 from tests.environment.server.serving import Seen, begin, new_site, turn, until
@@ -240,6 +241,80 @@ def test_a_paused_session_waits_and_goes_on() -> None:
             await turn(session, READ)
         await session.resume()
         assert "return sum(xs)\n" in (await turn(session, READ))[0] + "\n"
+        await session.close()
+
+    run(scenario)
+
+
+def test_a_turn_that_is_asked_for_again_during_its_snapshot_hinders_no_later_one() -> None:
+    async def scenario() -> None:
+        begun, going_on, seen = asyncio.Event(), asyncio.Event(), Seen()
+        site, tool = counting_site(snapshot_every=1)
+        session = begin(site)
+        await session.diff()  # the sandbox is there
+        snapshot = session.sandbox.create_snapshot
+
+        async def slowly(kind: SnapshotKind | None = None) -> Any:
+            begun.set()
+            await going_on.wait()
+            return await snapshot(kind)
+
+        session.sandbox.create_snapshot = slowly  # pyright: ignore[reportAttributeAccessIssue]
+        first = asyncio.ensure_future(session.turn([COUNT], 0, seen.on_call, seen.on_result))
+        await begun.wait()
+        again = asyncio.ensure_future(session.turn([COUNT], 0, seen.on_call, seen.on_result))
+        following = asyncio.ensure_future(session.turn([COUNT], 1, seen.on_call, seen.on_result))
+        await asyncio.sleep(0)
+        going_on.set()
+        answers = [results[0].output for results in await asyncio.gather(first, again, following)]
+        assert answers == ["call 1", "call 1", "call 2"]
+        assert (tool.num_calls, session.num_turns) == (2, 2)
+        await session.close()
+
+    run(scenario)
+
+
+def test_a_paused_session_is_graded_once_it_is_awake() -> None:
+    async def scenario() -> None:
+        session = begin()
+        await turn(session, MEND)
+        await session.pause()
+        with pytest.raises(SandboxStateError, match="paused"):
+            await session.submit()
+        await session.resume()
+        assert (await session.submit()).verdict.passed
+        await session.close()
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("end", ["submit", "close"])
+def test_a_session_that_ends_while_it_is_laid_aside_stays_ended(end: str) -> None:
+    """Had it been laid aside, it could be woken, and go on with its verdict known."""
+
+    async def scenario() -> None:
+        begun, going_on = asyncio.Event(), asyncio.Event()
+        session = begin()
+        await turn(session, MEND)
+        pause = session.sandbox.pause
+
+        async def slowly(kind: SnapshotKind) -> None:
+            begun.set()
+            await going_on.wait()
+            await pause(kind)
+
+        session.sandbox.pause = slowly  # pyright: ignore[reportAttributeAccessIssue]
+        pausing = asyncio.ensure_future(session.pause())
+        await begun.wait()
+        ending = asyncio.ensure_future(session.submit() if end == "submit" else session.close())
+        await until(lambda: session.state != "open")
+        going_on.set()
+        outcome = await ending
+        with pytest.raises(SandboxError):
+            await pausing
+        with pytest.raises(SandboxStateError, match="submitted" if end == "submit" else "closed"):
+            await session.resume()
+        assert outcome is None or outcome.verdict.passed
         await session.close()
 
     run(scenario)
