@@ -177,6 +177,8 @@ def hidden_rows(model: LanguageModel, count: int) -> tuple[torch.Tensor, np.ndar
         {"temperature": 3.0, "top_p": 0.999},
         {"top_k": 1},
         {"temperature": 0.0, "top_k": 2},
+        {"temperature": 1e-40},
+        {"top_p": 1e-50},
     ],
 )
 def test_tokens_and_logprobs_are_those_of_the_sampler(options: dict[str, Any]) -> None:
@@ -187,6 +189,16 @@ def test_tokens_and_logprobs_are_those_of_the_sampler(options: dict[str, Any]) -
     expected, expected_logprobs = EagerForward(model, cache_for(model)).sample(hidden, params, draws)
     assert torch.equal(tokens, expected)
     torch.testing.assert_close(logprobs, expected_logprobs, atol=1e-5, rtol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"temperature": 0.7, "top_p": 0.9}])
+def test_what_is_drawn_of_logits_that_are_no_numbers_is_a_token_all_the_same(options: dict[str, Any]) -> None:
+    model = model_of({}, 8)
+    hidden, draws = hidden_rows(model, 3)
+    hidden[1] = float("nan")
+    tokens, _ = NativeForward(model, cache_for(model)).sample(hidden, [SamplingParams(**options)] * 3, draws)
+    assert all(0 <= token < VOCAB for token in tokens.tolist())
 
 
 @needs_compiler

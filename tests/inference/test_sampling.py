@@ -97,6 +97,22 @@ def test_truncation_keeps_its_support_and_renormalises(params: SamplingParams, s
     torch.testing.assert_close(logprobs.exp(), expected[tokens], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-40, 1e-300])
+def test_a_temperature_near_zero_draws_the_likeliest_token(temperature: float) -> None:
+    logits = _logits(3)
+    tokens, logprobs = sample(logits, [SamplingParams(temperature=temperature)], np.array([0.999]))
+    assert int(tokens[0]) == int(logits.argmax())
+    assert float(logprobs[0]) == 0.0
+
+
+@pytest.mark.parametrize("top_p", [1e-40, 1e-50, 1e-300])
+def test_a_top_p_near_zero_keeps_the_likeliest_token(top_p: float) -> None:
+    logits = _logits(3)
+    tokens, logprobs = sample(logits, [SamplingParams(top_p=top_p)], np.array([0.999]))
+    assert int(tokens[0]) == int(logits.argmax())
+    assert float(logprobs[0]) == 0.0
+
+
 def test_rows_with_different_parameters_do_not_disturb_each_other() -> None:
     logits = _logits(1, rows=5)
     params = [

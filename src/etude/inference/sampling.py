@@ -17,6 +17,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2 = np.uint64(0x94D049BB133111EB)
 _ALL_BITS = 0xFFFFFFFFFFFFFFFF
+_LEAST = 1e-30
+"""Temperatures and top-p above 0 are taken for at least this, which leaves the likeliest token alone as well:
+in float32 less is 0, or makes infinities of the logits that it divides."""
 
 
 def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -44,6 +47,11 @@ def uniforms(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
     return (state >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
+def above_zero(value: float) -> float:
+    """`value` so that float32 can compute with it: see `_LEAST`."""
+    return max(value, _LEAST) if value > 0.0 else value
+
+
 def sample(
     logits: Tensor, params: Sequence[SamplingParams], draws: NDArray[np.float64]
 ) -> tuple[Tensor, Tensor]:
@@ -66,7 +74,7 @@ def sample(
 def process(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """logits [N, vocabulary] -> log-probabilities of the distributions that `params` ask for; greedy rows
     have that of temperature 1."""
-    temperatures = [param.temperature for param in params]
+    temperatures = [above_zero(param.temperature) for param in params]
     if any(temperature not in (0.0, 1.0) for temperature in temperatures):
         scale = torch.tensor([temperature or 1.0 for temperature in temperatures], device=logits.device)
         logits = logits / scale[:, None]
@@ -126,7 +134,9 @@ def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     vocabulary, device = logits.shape[1], logits.device
     limits = [min(param.top_k or vocabulary, vocabulary) for param in params]
     top_k = torch.tensor(limits, device=device)
-    top_p = torch.tensor([param.top_p if param.top_p < 1.0 else 2.0 for param in params], device=device)
+    top_p = torch.tensor(
+        [above_zero(param.top_p) if param.top_p < 1.0 else 2.0 for param in params], device=device
+    )
     min_p = torch.tensor([param.min_p for param in params], device=device)
     widest = max(limits)
     if widest < vocabulary:

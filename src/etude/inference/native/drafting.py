@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from etude.inference.cache import PAGE_TOKENS
 from etude.inference.native.structures import DraftLayers, DraftRun, Lookup
 from etude.inference.native.weights import NativeDraftWeights
+from etude.inference.sampling import above_zero
 from etude.inference.sequences import Sequences
 from etude.inference.speculation import CarriedStates, NgramLookup
 from etude.model.kernels.native.matrices import address
@@ -60,8 +61,8 @@ class Columns:
     @staticmethod
     def of(params: Sequence[SamplingParams]) -> Columns:
         """One entry each."""
-        values = [[p.temperature for p in params], [p.top_p for p in params], [p.min_p for p in params]]
-        temperatures, top_p, min_p = np.array(values, dtype=np.float32)
+        above_zeros = [[above_zero(p.temperature) for p in params], [above_zero(p.top_p) for p in params]]
+        temperatures, top_p, min_p = np.array([*above_zeros, [p.min_p for p in params]], dtype=np.float32)
         return Columns(temperatures, top_p, min_p, np.array([p.top_k for p in params], dtype=np.int64))
 
 

@@ -64,7 +64,8 @@ static double truncate_masses(int64_t size, double total, int64_t top_k, float t
     return sum;
 }
 
-/* The first token whose cumulative mass exceeds `share` of all; never one without mass. */
+/* The first token whose cumulative mass exceeds `share` of all; never one without mass, but for masses that are no
+ * numbers. */
 static int64_t invert(int64_t size, const float *masses, double share)
 {
     double total = 0, before = 0;
@@ -77,7 +78,7 @@ static int64_t invert(int64_t size, const float *masses, double share)
                 here += masses[j];
             before = cumulative;
             cumulative += here;
-            if (!pass || cumulative <= threshold)
+            if (!pass || !(cumulative > threshold))
                 continue;
             for (int64_t j = first; j < end; j++) {
                 before += masses[j];
