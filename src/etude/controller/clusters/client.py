@@ -44,6 +44,8 @@ class ControlClient:
             base_url=self.url,
             headers=bearer(token),
             timeout=httpx.Timeout(_QUICK_S, connect=_CONNECT_S),
+            # However many sessions are on their way at once, signs of life wait for none of them.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=16),
             trust_env=False,
             transport=transport,
         )
