@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ import httpx
 import pytest
 
 from etude.environment.recording import RecordingLimits, Recordings
+from etude.environment.recording.errors import SessionEndedError
 from etude.environment.recording.server.process import check_address, read_tokens
-from etude.errors import ConfigError, StoreError
+from etude.environment.recording.spec import SessionSpec
+from etude.errors import ConfigError, EtudeError, StoreError
 from etude.inference.ports import free_port
-from etude.records import Status
+from etude.records import RewardBreakdown, Status, TrajectoryId
 from etude.store.blobs import MemoryBlobs
 from etude.store.trajectories import TrajectoryLog
 from tests.environment.recording.recording_builders import (
@@ -231,6 +234,76 @@ def test_idle_sessions_end_as_infrastructure_failures(tmp_path: Path) -> None:
         wait_for(lambda: not len(running.recordings))
     (group,) = TrajectoryLog(tmp_path).read()
     assert (group.members[0].status, group.members[0].cause) == (Status.INFRASTRUCTURE, "idle")
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0)
+
+
+SPEC = SessionSpec(TrajectoryId("r", "t", 0, 0, 0))
+
+
+def test_a_session_that_is_used_while_another_one_is_ended_for_idleness_lives_on(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        recordings = make_recordings(SlowSampler(replies([])), tmp_path, limits=RecordingLimits(idle_s=0))
+        first = recordings.create("team", SPEC)
+        second, third = (
+            recordings.create("team", replace(SPEC, trajectory_id=TrajectoryId("r", "t", 0, 0, index)))
+            for index in (1, 2)
+        )
+        expiring = asyncio.ensure_future(recordings.expire())
+        await until(lambda: first.state == "finishing")
+        recordings.enter(second)
+        await recordings.delete("team", third.id)
+        assert await expiring == 1
+        assert second.state == "live" and len(recordings) == 1
+        await recordings.close()
+
+    asyncio.run(scenario())
+    assert [str(group.members[0].id) for group in TrajectoryLog(tmp_path).read()] == ["r/t/e0/g0/0"]
+
+
+def test_a_session_that_ends_while_a_request_is_read_takes_it_no_more(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        recordings = make_recordings(SlowSampler(replies([])), tmp_path)
+        session = recordings.create("team", SPEC)
+        finishing = asyncio.ensure_future(recordings.finish("team", session.id))
+        await until(lambda: session.state == "finishing")
+        for _ in range(2):
+            with pytest.raises(SessionEndedError):
+                recordings.enter(session)
+            with pytest.raises(SessionEndedError):
+                await recordings.set_reward(session, RewardBreakdown(1.0))
+            await finishing
+        await recordings.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_reward_that_is_acknowledged_is_stored(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        recordings = make_recordings(SlowSampler(replies([])), tmp_path)
+        session = recordings.create("team", SPEC)
+        begun, stored = asyncio.Event(), asyncio.Event()
+        sync = session.journal.sync
+
+        async def slowly() -> None:
+            begun.set()
+            await stored.wait()
+            await sync()
+
+        session.journal.sync = slowly
+        rewarding = asyncio.ensure_future(recordings.set_reward(session, RewardBreakdown(1.0)))
+        await begun.wait()
+        told = await recordings.finish("team", session.id)
+        stored.set()
+        (error,) = await asyncio.gather(rewarding, return_exceptions=True)
+        assert told["reward"] is None and isinstance(error, EtudeError)
+        await recordings.close()
+
+    asyncio.run(scenario())
 
 
 class FullBlobs(MemoryBlobs):

@@ -123,7 +123,7 @@ class SessionJournal:
             raise self._failed
         try:
             await asyncio.to_thread(os.fdatasync, self._file.fileno())
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError: the session has ended, and its file is closed
             raise self._broken(error) from error
 
     def close(self) -> None:

@@ -248,13 +248,17 @@ class Recordings:
         return session
 
     async def set_reward(self, session: RecordedSession, reward: RewardBreakdown) -> None:
-        """Sets the reward, durably; a later one replaces it. Raises StoreError."""
+        """Sets the reward, durably; a later one replaces it. Raises StoreError and SessionEndedError."""
+        self._check_live(session)
         session.journal.reward(reward)
         await session.journal.sync()
+        self._check_live(session)  # else its trajectory may have been made without
         session.reward = reward
 
     def enter(self, session: RecordedSession) -> None:
-        """A request of the session begins. Raises BusyError."""
+        """A request of the session begins. Raises BusyError, and SessionEndedError for one that has ended
+        since it was found."""
+        self._check_live(session)
         if session.num_requests >= self.limits.requests_per_session:
             raise BusyError(
                 "too many requests of one session at once", field="session", received=session.num_requests
@@ -340,15 +344,14 @@ class Recordings:
     async def expire(self) -> int:
         """Ends the sessions that nobody uses any more, as infrastructure failures; how many."""
         end_s = time.monotonic() - self.limits.idle_s
-        idle = [
-            session
-            for session in self._sessions.values()
-            if session.used_s < end_s and not session.num_requests and session.state == "live"
-        ]
-        for session in idle:
-            await self._finish(session, Status.INFRASTRUCTURE, "idle")
-            self.counts["sessions_expired"] += 1
-        return len(idle)
+        num_ended = 0
+        for session in list(self._sessions.values()):
+            # Looked at only now: while the ones before were stored, it may have been used, or have ended.
+            if session.used_s < end_s and not session.num_requests and self._is_live(session):
+                await self._finish(session, Status.INFRASTRUCTURE, "idle")
+                self.counts["sessions_expired"] += 1
+                num_ended += 1
+        return num_ended
 
     async def close(self) -> None:
         """Stops all sampling. What was not finished stays in its journal, for the next server."""
@@ -359,6 +362,13 @@ class Recordings:
                 await session.service.stop()
             finally:
                 session.journal.close()
+
+    def _is_live(self, session: RecordedSession) -> bool:
+        return session.state == "live" and session.id in self._sessions
+
+    def _check_live(self, session: RecordedSession) -> None:
+        if not self._is_live(session):
+            raise SessionEndedError("the session has ended, or is being finished", field="session")
 
     def _forget(self, session: RecordedSession) -> None:
         self._sessions.pop(session.id, None)
