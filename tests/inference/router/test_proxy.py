@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -396,6 +396,41 @@ def test_hedging_asks_a_second_replica_only_when_it_is_on() -> None:
 
     assert run(body(None)) == [0, 1]
     assert run(body(0.05)) == [1, 1]
+
+
+@pytest.mark.parametrize("hedge_after_s", [None, 0.0])
+def test_a_client_that_leaves_at_any_moment_leaves_nothing_in_flight(hedge_after_s: float | None) -> None:
+    async def events_of_one() -> AsyncIterator[bytes]:
+        yield b"data: {}\n\n"
+        await asyncio.Event().wait()
+
+    async def answer(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=events_of_one())
+
+    async def leave_after(turns: int) -> bool:
+        """Whether the answer had begun."""
+        proxy = Proxy(ProxyConfig(hedge_after_s=hedge_after_s))
+        await proxy.http.aclose()
+        proxy.http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+        for port in (1, 2):
+            proxy.members.answered(proxy.join(ReplicaAddress(f"http://replica:{port}")), 0.0, "fake@0")
+        opening = asyncio.ensure_future(proxy.open(read_hints({}, b"{}"), "POST", "/v1/completions", [], b""))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        begun = opening.done()
+        opening.cancel()
+        with suppress(asyncio.CancelledError):
+            await proxy.discard(await opening)
+        assert proxy.router.num_in_flight == 0, f"after {turns} turns of the loop"
+        await proxy.close()
+        return begun
+
+    async def body() -> None:
+        turns = 0
+        while not await leave_after(turns):
+            turns += 1
+
+    run(body())
 
 
 # ---- bad input ----------------------------------------------------------------------------------

@@ -194,20 +194,26 @@ class Proxy:
         ask = hints.ask(2 * attempt)
         name = self.router.begin(ask, time.monotonic(), failed)
         first = asyncio.create_task(self._attempt(ask, name, sending, failed))
-        tasks, chosen = {first}, None
+        tasks = {first}
         try:
             if self.config.hedge_after_s is not None:
                 await asyncio.wait(tasks, timeout=self.config.hedge_after_s)
                 if not first.done():
                     tasks |= self._second(hints, attempt, name, sending, failed)
             chosen = await _first_opened(tasks)
-            return chosen
-        finally:
-            for task in tasks:
-                task.cancel()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                if isinstance(result, Opened) and result is not chosen:
-                    await self.discard(result)
+            await self._end_attempts(tasks, chosen)
+        except BaseException:  # a client that leaves at this moment reads what was chosen as little
+            await self._end_attempts(tasks, None)
+            raise
+        return chosen
+
+    async def _end_attempts(self, tasks: set[asyncio.Task[Opened | None]], chosen: Opened | None) -> None:
+        """Ends attempts, and what they have begun but for the chosen answer."""
+        for task in tasks:
+            task.cancel()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Opened) and result is not chosen:
+                await self.discard(result)
 
     def _second(
         self, hints: Hints, attempt: int, busy: str, sending: _Sending, failed: dict[str, str]
