@@ -1,5 +1,6 @@
 import asyncio
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -160,6 +161,28 @@ def test_a_part_is_given_up_after_failures_in_a_row_or_a_fault_of_ours(fault: Ex
     tries = FAST.give_up_after if isinstance(fault, PartLostError) else 1 + 1
     assert len(bench.parts) == tries
     assert bench.journal.counts["given up"] == 1
+
+
+@pytest.mark.parametrize("event", ["lost", "restarted"])
+def test_who_waits_for_a_part_is_told_where_a_full_disk_takes_no_row_of_what_befell_it(
+    event: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        bench = Bench()
+
+        def write(kind: str, step: int, values: Mapping[str, float | str]) -> None:
+            if values["mode"] == event:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(bench.metrics, "write", write)
+        await bench.supervisor.start()
+        (await bench.supervisor.ready()).kill()
+        await bench.until(lambda: bench.supervisor.failure is not None)
+        with pytest.raises(PartLostError, match=r"is started no more.*No space left"):
+            await bench.supervisor.ready()
+        await bench.supervisor.close()
+
+    asyncio.run(run())
 
 
 def test_what_is_wrong_at_the_first_start_is_raised_at_once() -> None:

@@ -210,6 +210,15 @@ class Supervisor:
         return handle
 
     async def _watch_over(self, handle: Handle[Any]) -> None:
+        try:
+            await self._keep_going(handle)
+        except Exception as error:  # such as a full disk that takes no row: nobody may wait for ever
+            last, self.handle = self.handle, None
+            if last is not None:
+                last.kill()
+            await self._give_up("cannot be watched over", repr(error))
+
+    async def _keep_going(self, handle: Handle[Any]) -> None:
         while True:
             began = self._clock()
             cause = await self._until_lost(handle)
@@ -217,9 +226,9 @@ class Supervisor:
             self.handle = None
             handle.kill()
             self._condemned = None
-            self._journal.note(self.name, "lost", cause, lived_s=lost_at - began)
             if self._on_loss is not None:
                 self._on_loss(cause)
+            self._journal.note(self.name, "lost", cause, lived_s=lost_at - began)
             self._nodes.failed(handle.node)
             self._backoff.failed(lost_at - began)
             again = await self._begin_again(cause)
@@ -241,15 +250,19 @@ class Supervisor:
                 cause = repr(error)
                 break
         self._journal.note(self.name, "given up", cause)
+        await self._give_up(f"failed {self._backoff.failures} times in a row", cause)
+        return None
+
+    async def _give_up(self, what: str, cause: str) -> None:
+        """Has whoever waits for the part, now or later, raise."""
         async with self._changed:
             self.failure = PartLostError(
-                f"failed {self._backoff.failures} times in a row, and is started no more",
+                f"{what}, and is started no more",
                 field=self.name,
                 received=cause,
                 fix="mend what the cause says, and go on with --resume",
             )
             self._changed.notify_all()
-        return None
 
     def _note_failed_start(self, error: EtudeError) -> None:
         self._journal.note(self.name, "not started", str(error))
