@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import socket
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -164,6 +165,20 @@ def answers_of(
 ) -> list[tuple[Header, bytes]]:
     """What the server of a sandbox says first. It is in a process of its own: it takes signals, and limits
     itself."""
+    with line_to(serve) as ours:
+        ours.settimeout(60)
+        for number, request in enumerate(requests, 1):
+            ours.send(pack({**request, "id": number}, b""))
+        answers: list[tuple[Header, bytes]] = []
+        unpacker = Unpacker()
+        while len(answers) < num_answers:
+            answers += unpacker.feed(ours.recv(1 << 16))
+    return answers
+
+
+@contextlib.contextmanager
+def line_to(serve: Callable[[socket.socket], None]) -> Iterator[socket.socket]:
+    """The owner's end of a line to a server, which runs in a process of its own until the line ends."""
     ours, theirs = socket.socketpair()
 
     def become() -> None:
@@ -173,16 +188,9 @@ def answers_of(
     process = multiprocessing.get_context("fork").Process(target=become)
     process.start()
     theirs.close()
-    ours.settimeout(60)
     try:
         with ours:
-            for number, request in enumerate(requests, 1):
-                ours.send(pack({**request, "id": number}, b""))
-            answers: list[tuple[Header, bytes]] = []
-            unpacker = Unpacker()
-            while len(answers) < num_answers:
-                answers += unpacker.feed(ours.recv(1 << 16))
+            yield ours
     finally:
         process.join(60)
         process.kill()
-    return answers

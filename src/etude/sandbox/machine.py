@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -198,10 +199,17 @@ class MachineSandbox:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[Channel]:
-        """In the block nothing new is asked of the sandbox, and it says nothing: it may be copied whole."""
+        """In the block nothing new is asked of the sandbox, and it says nothing: it may be copied whole.
+        Whoever held it greets it afterwards."""
         channel = self.channel
         with self.closed():
-            await channel.request({"op": "hold"}, b"", OPERATION_S)
+            try:
+                await channel.request({"op": "hold"}, b"", OPERATION_S)
+            except BaseException:
+                # It may hold its answers back by now: a caller that was cancelled must not leave it so.
+                if not channel.closed:
+                    channel.send({**greeting(self.id), "id": channel.next_id()})
+                raise
             yield channel
 
     async def call(self, header: Header, payload: bytes = b"", path: str | None = None) -> Answer:
@@ -354,6 +362,17 @@ class MachineSandbox:
     async def kill(self) -> None:
         """See Sandbox.kill."""
         await self._owner.kill(self)
+
+
+def greeting(name: str) -> Header:
+    """What tells a machine that it is not the one from which it was copied: who it is now, and when."""
+    return {
+        "op": "hello",
+        "time_s": time.time(),
+        "entropy": secrets.token_hex(32),
+        "hostname": name,
+        "machine_id": secrets.token_hex(16),
+    }
 
 
 def _check_size(payload: bytes) -> None:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-import secrets
 import socket
 import tarfile
 import tempfile
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,7 +24,7 @@ from etude.sandbox.docker.frames import Demultiplexer
 from etude.sandbox.docker.line import Line
 from etude.sandbox.errors import SnapshotError, TemplateError
 from etude.sandbox.installing import install_template
-from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.machine import MachineSandbox, Spec, greeting
 from etude.sandbox.machine_backend import MachineBackend
 from etude.sandbox.reaping import is_owner_alive, owner_tag
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
@@ -213,7 +211,7 @@ class DockerBackend(MachineBackend):
             await line.connect(reader, writer, container.output.feed)
             await self.engine.start(container.name)
             await channel.answer(READY, START_S)
-            await channel.request(_greeting(sandbox.id), b"", START_S)
+            await channel.request(greeting(sandbox.id), b"", START_S)
         except SandboxError as error:
             channel.close("the sandbox never ran")
             said = container.output.errors.decode(errors="replace").strip()
@@ -292,17 +290,6 @@ class PodmanBackend(DockerBackend):
 
 def _variables(rows: list[str] | None) -> dict[str, str]:
     return {name: value for name, _, value in (row.partition("=") for row in rows or ())}
-
-
-def _greeting(name: str) -> dict[str, object]:
-    """What tells a copy that it is not the original."""
-    return {
-        "op": "hello",
-        "time_s": time.time(),
-        "entropy": secrets.token_hex(32),
-        "hostname": name,
-        "machine_id": secrets.token_hex(16),
-    }
 
 
 def _host() -> str:

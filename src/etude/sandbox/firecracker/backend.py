@@ -14,8 +14,6 @@ import asyncio
 import errno
 import math
 import os
-import secrets
-import time
 from pathlib import Path
 
 from etude.errors import SandboxError
@@ -29,7 +27,7 @@ from etude.sandbox.firecracker.memory import copy_sparse, merge_diff
 from etude.sandbox.firecracker.setup import Setup, program_release, run_program
 from etude.sandbox.installing import install_template
 from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.machine import MachineSandbox, Spec, greeting
 from etude.sandbox.machine_backend import MachineBackend
 from etude.sandbox.reaping import WorkDirectory
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
@@ -294,14 +292,3 @@ def _move(source: Path, target: Path) -> None:
         if error.errno != errno.EXDEV:
             raise
         copy_sparse(source, target)
-
-
-def greeting(name: str) -> dict[str, object]:
-    """What tells a guest that it is not the one from which it was copied."""
-    return {
-        "op": "hello",
-        "time_s": time.time(),
-        "entropy": secrets.token_hex(32),
-        "hostname": name,
-        "machine_id": secrets.token_hex(16),
-    }

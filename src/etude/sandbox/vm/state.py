@@ -12,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import secrets
 import shutil
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any, ParamSpec
 
 from etude.errors import SandboxError
 from etude.sandbox.channel import Channel
-from etude.sandbox.inside.frames import Header
+from etude.sandbox.machine import greeting
 from etude.sandbox.vm.image import VmImage
 from etude.sandbox.vm.memory import copy_sparse, make_sparse, save_memory
 from etude.sandbox.vm.qemu import Hardware, Qemu
@@ -118,17 +116,6 @@ async def start_machine(
             raise _no_room("the machine's files", name, error) from error
         raise
     return Machine(name, qemu, hardware, image, directory)
-
-
-def greeting(name: str) -> Header:
-    """The first words to a machine that was copied, restored or moved: who it is now, and when."""
-    return {
-        "op": "hello",
-        "time_s": time.time(),
-        "entropy": secrets.token_hex(32),
-        "hostname": name,
-        "machine_id": secrets.token_hex(16),
-    }
 
 
 def _make_files(hardware: Hardware, directory: Path, source: Path | None) -> None:
