@@ -87,6 +87,9 @@ class FailingFolder:
     def delete(self, name: str) -> None:
         self._inner.delete(name)
 
+    def sweep(self, prefix: str) -> None:
+        self._inner.sweep(prefix)
+
 
 class BeatingFolder(FailingFolder):
     """A folder whose writer has always beaten since the last look at it."""

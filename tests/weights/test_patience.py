@@ -54,6 +54,10 @@ class AwayFolder:
         self.inner.delete(name)
         self._answer()
 
+    def sweep(self, prefix: str) -> None:
+        self._arrive()
+        self.inner.sweep(prefix)
+
     def _arrive(self) -> None:
         with self._lock:
             is_away, self.away = self.away > 0, max(0, self.away - 1)

@@ -12,9 +12,12 @@ import torch
 from etude.errors import StoreError, WeightUpdateError
 from etude.records import WeightManifest
 from etude.weights import Subscriber, describe_tensors
+from etude.weights.commits import commit_name
 from etude.weights.publisher import StoreWeights
 from etude.weights.relay import Relay
 from etude.weights.store import WeightStore, split_url
+from tests.training.test_checkpoint_keeping import filled
+from tests.training.test_checkpoint_keeping import small_disk as small_disk
 from tests.weights.stores import FAST, FailingFolder, assert_is, failing_store, tensors_at, version_at
 
 
@@ -267,6 +270,43 @@ def test_a_relay_keeps_no_more_than_it_may(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in (tmp_path / "cache" / "files").rglob("*.etude")) <= 9000
 
 
+def test_a_relay_whose_disk_is_full_serves_on_and_keeps_what_is_new(small_disk: Path, tmp_path: Path) -> None:
+    store, folder = failing_store(tmp_path / "store")
+    relay = Relay(folder, small_disk / "cache")
+    subscriber = Subscriber(WeightStore(_as_folder(relay)))
+
+    def bring(step: int) -> None:
+        tensors = {name: torch.randn(5_000) for name in "abcd"}
+        found = subscriber.fetch(publisher.publish(version_at(step), tensors))
+        assert all(torch.equal(tensor, found[name]) for name, tensor in tensors.items())
+
+    with StoreWeights(WeightStore.open(str(tmp_path / "store")), FAST) as publisher:
+        for step in range(20):
+            bring(step)
+        publisher.flush()
+        fetched = relay.counters.fetched_bytes
+        for file in store.commits()[20].delta:
+            relay.read(file.name)
+        assert relay.counters.fetched_bytes == fetched, "the newest are at hand"
+        for path in (small_disk / "cache" / "files").rglob("*.etude"):
+            path.unlink()
+        filled(small_disk, 0)
+        bring(20)
+
+
+def test_a_relay_forgets_versions_that_the_store_has_collected(tmp_path: Path) -> None:
+    _, folder = failing_store(tmp_path / "store")
+    relay = Relay(folder, tmp_path / "cache")
+    subscriber = Subscriber(WeightStore(_as_folder(relay)), pin_s=0)
+    with StoreWeights(WeightStore.open(str(tmp_path / "store")), FAST) as publisher:
+        for step in range(30):
+            (manifest,) = _publish(publisher, range(step, step + 1))
+            subscriber.fetch(manifest)
+    there = WeightStore(folder).commits()
+    assert relay._commits.keys() == {commit_name(sequence) for sequence in there}
+    assert relay._expected.keys() <= {file.name for commit in there.values() for file in commit.files}
+
+
 class _RelayAsFolder:
     """A relay in this process."""
 
@@ -279,6 +319,9 @@ class _RelayAsFolder:
 
     def delete(self, name: str) -> None:
         raise AssertionError(name)
+
+    def sweep(self, prefix: str) -> None:
+        raise AssertionError(prefix)
 
 
 def _as_folder(relay: Relay) -> _RelayAsFolder:

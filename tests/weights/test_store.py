@@ -188,9 +188,35 @@ def test_files_of_a_killed_writer_are_removed_by_the_next(tmp_path: Path) -> Non
     with StoreWriter(store, FAST) as writer:
         _write_chain(writer, 2)
     store.folder.write("files/000000000003-dead/full-00000.etude", b"half")
+    (tmp_path / "files/000000000003-dead/.full-00001.etude.7.7.tmp").write_bytes(b"in the middle of a file")
     with StoreWriter(store, FAST) as writer:
-        assert not any("dead" in name for name in store.folder.list("files"))
+        assert not (tmp_path / "files/000000000003-dead").exists()
+        assert len(store.folder.list("files")) == len(
+            [f for f in (tmp_path / "files").rglob("*") if f.is_file()]
+        )
         assert writer.next_sequence == 3
+
+
+class _EmptiedFolder(DirectoryFolder):
+    """A folder in which somebody removes each directory as soon as it is made, once."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self._removed: set[Path] = set()
+
+    def _make_room(self, name: str) -> Path:
+        path = super()._make_room(name)
+        if path.parent not in self._removed:
+            self._removed.add(path.parent)
+            path.parent.rmdir()
+        return path
+
+
+def test_a_directory_that_another_found_empty_is_made_again(tmp_path: Path) -> None:
+    folder = _EmptiedFolder(tmp_path)
+    folder.write("pins/a.json", b"1")
+    folder.create("commits/a.json", b"2")
+    assert (folder.read("pins/a.json"), folder.read("commits/a.json")) == (b"1", b"2")
 
 
 def test_a_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> None:

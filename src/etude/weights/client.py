@@ -48,6 +48,10 @@ class RelayFolder:
         """See `create`."""
         self.create(name, b"")
 
+    def sweep(self, prefix: str) -> None:
+        """See `create`."""
+        self.create(prefix, b"")
+
     def _ask(self, method: str, path: str, data: bytes | None = None) -> httpx.Response:
         """Asks again where no answer came: a relay may be starting anew."""
         failure: httpx.HTTPError | None = None

@@ -20,6 +20,7 @@ from etude.observe.files import sync_directory, write_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
+_ATTEMPTS = 10
 
 
 class MissingError(StoreError):
@@ -61,6 +62,10 @@ class Folder(Protocol):
 
     def delete(self, name: str) -> None:
         """Idempotent."""
+        ...
+
+    def sweep(self, prefix: str) -> None:
+        """Removes what killed writers have left below `prefix/` half-written, which no list names."""
         ...
 
 
@@ -106,21 +111,21 @@ class DirectoryFolder:
 
     def write(self, name: str, data: bytes) -> None:
         """See Folder.write."""
-        path = self._make_room(name)
-        with _named(str(path)):
-            write_bytes(path, data)
+        self._put(name, lambda path: write_bytes(path, data))
 
     def create(self, name: str, data: bytes) -> None:
         """See Folder.create. A hard link is made only where there is no such name."""
-        path = self._make_room(name)
-        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        with _named(str(path)):
+
+        def link(path: Path) -> None:
+            temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
             try:
                 write_bytes(temporary, data)
                 os.link(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
             sync_directory(path.parent)
+
+        self._put(name, link)
 
     def delete(self, name: str) -> None:
         """See Folder.delete. Directories that are empty then go too."""
@@ -129,6 +134,25 @@ class DirectoryFolder:
             path.unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # not empty, or gone
                 path.parent.rmdir()
+
+    def sweep(self, prefix: str) -> None:
+        """See Folder.sweep."""
+        top = self._root / prefix
+        with _named(str(top)):
+            for path in [path for path in top.rglob(".*") if path.is_file()]:
+                self.delete(path.relative_to(self._root).as_posix())
+
+    def _put(self, name: str, write: Callable[[Path], None]) -> None:
+        """Writes a file in its directory: once more where others, who found it empty, have removed that."""
+        for attempt in range(_ATTEMPTS):
+            path = self._make_room(name)
+            try:
+                with _named(str(path)):
+                    write(path)
+                return
+            except MissingError:
+                if attempt == _ATTEMPTS - 1:
+                    raise
 
     def _make_room(self, name: str) -> Path:
         """The path of a name, in a directory that is there."""
@@ -186,6 +210,9 @@ class FsspecFolder:
         """See Folder.delete."""
         with _named(f"{self.url}/{name}"), contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self._at(name))
+
+    def sweep(self, prefix: str) -> None:
+        """See Folder.sweep. Nothing is half-written."""
 
     def _at(self, name: str) -> str:
         return f"{self._path}/{name}"

@@ -73,6 +73,10 @@ class PatientFolder:
         """See Folder.delete."""
         self._ask(lambda: self._inner.delete(name))
 
+    def sweep(self, prefix: str) -> None:
+        """See Folder.sweep."""
+        self._ask(lambda: self._inner.sweep(prefix))
+
     def _ask(self, call: Callable[[], Answer]) -> Answer:
         began = time.monotonic()
         pause_s = _FIRST_PAUSE_S

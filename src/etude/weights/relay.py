@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from etude.errors import ConfigError, StoreError, WeightUpdateError
 from etude.weights.commits import COMMITS, StoredFile, unpack_commit
-from etude.weights.folders import DirectoryFolder, Folder, MissingError
+from etude.weights.folders import DirectoryFolder, Folder, MissingError, UnavailableError
 from etude.weights.store import FILES, PINS, WANTED
 
 _ATTEMPTS = 3
@@ -49,6 +49,7 @@ class Relay:
         self._commits: dict[str, bytes] = {}
         self._expected: dict[str, StoredFile] = {}
         self.counters = RelayCounters()
+        self._cache.sweep(FILES)
         self._sizes = {name: (cache / name).stat().st_size for name in self._cache.list(FILES)}
 
     @property
@@ -58,7 +59,10 @@ class Relay:
 
     def list(self, prefix: str) -> list[str]:
         """See Folder.list."""
-        return self._source.list(prefix)
+        names = self._source.list(prefix)
+        if prefix == COMMITS:
+            self._forget_commits(set(names))
+        return names
 
     def read(self, name: str) -> bytes:
         """See Folder.read. Of several callers one fetches, and the others wait for it."""
@@ -92,6 +96,13 @@ class Relay:
                 self._commits[name] = data
                 self._expected |= {file.name: file for file in commit.files}
         return data
+
+    def _forget_commits(self, there: set[str]) -> None:
+        """Those that the store has collected: nobody reads them any more."""
+        with self._lock:
+            for name in self._commits.keys() - there:
+                for file in unpack_commit(self._commits.pop(name)).files:
+                    self._expected.pop(file.name, None)
 
     def _read_file(self, name: str) -> bytes:
         with self._lock:
@@ -147,11 +158,23 @@ class Relay:
         return expected is None or blake3(data).hexdigest() == expected.digest
 
     def _keep(self, name: str, data: bytes) -> None:
-        self._cache.write(name, data)
+        """On disk, in place of the oldest versions where there is no room; if there is none then, nowhere."""
+        while True:
+            try:
+                self._cache.write(name, data)
+                break
+            except UnavailableError:  # the disk is full
+                if not self._make_room(name, 1):
+                    return
         with self._lock:
             self._sizes[name] = len(data)
-            excess = sum(self._sizes.values()) - self._max_bytes
-            old: list[str] = []
+        self._make_room(name)
+
+    def _make_room(self, name: str, num_bytes: int = 0) -> bool:
+        """Lets go of what lies before `name`: what is too much, or so many bytes. Whether there was any."""
+        old: list[str] = []
+        with self._lock:
+            excess = max(num_bytes, sum(self._sizes.values()) - self._max_bytes)
             for other in sorted(self._sizes):
                 if excess <= 0 or other == name:
                     break
@@ -161,6 +184,7 @@ class Relay:
                 del self._sizes[other]
         for other in old:
             self._cache.delete(other)
+        return bool(old)
 
 
 def _check_writable(cache: Path) -> None:

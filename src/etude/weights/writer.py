@@ -209,6 +209,7 @@ class StoreWriter:
 
     def _remove_orphans(self) -> None:
         """Files that writers left who died before they committed."""
+        self._store.folder.sweep(FILES)
         kept = {file.name for commit in self._store.commits().values() for file in commit.files}
         for name in self._store.folder.list(FILES):
             if name not in kept:
