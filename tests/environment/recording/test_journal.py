@@ -23,6 +23,7 @@ from etude.environment.recording import (
     SessionMap,
 )
 from etude.environment.recording.journal import SessionJournal, read_journal, replay
+from etude.environment.recording.recovery import find_sessions
 from etude.errors import ConfigError, StoreError
 from etude.inference.ports import free_port
 from etude.records import RewardBreakdown
@@ -255,3 +256,18 @@ def test_sessions_of_another_model_and_of_a_living_server_are_left_alone(tmp_pat
     path.write_bytes(b"torn")
     assert make_recordings(sampler, tmp_path).recover() == 0
     assert not path.exists()
+
+
+def test_sessions_that_another_server_ends_meanwhile_are_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(make_recordings(TellingSampler(lambda context: "Done."), tmp_path)) as served:
+        for _ in range(2):
+            served.create()
+    paths = sorted((tmp_path / "live").iterdir(), key=lambda path: (path.stat().st_mtime, path.name))
+    finding = find_sessions(tmp_path / "live", shelf())
+    next(finding).journal.close()
+    paths[1].unlink()  # before it is opened
+    assert list(finding) == []
+    monkeypatch.setattr("fcntl.flock", lambda *_: paths[0].unlink())  # before it is locked
+    assert list(find_sessions(tmp_path / "live", shelf())) == []

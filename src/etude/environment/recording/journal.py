@@ -172,13 +172,17 @@ class SessionJournal:
 
 
 def read_journal(path: Path) -> tuple[SessionJournal, list[dict[str, Any]]] | None:
-    """Takes a journal up, to go on with; and its lines. None where another process holds it.
+    """Takes a journal up, to go on with; and its lines. None where another process holds it, or has just
+    ended its session.
 
     Raises StoreError for one that is damaged.
     """
     try:
         file = _open(path, 0)
-    except BlockingIOError:
+    except (BlockingIOError, FileNotFoundError):
+        return None
+    if not os.fstat(file.fileno()).st_nlink:
+        file.close()
         return None
     try:
         lines, length = _lines(path)
@@ -239,12 +243,15 @@ def _commit(session_map: SessionMap, generation: Generation, line: Mapping[str, 
 
 
 def _open(path: Path, flags: int) -> BinaryIO:
-    """Opens for appending, locked, without a buffer. Raises StoreError, BlockingIOError if it is in use."""
+    """Opens for appending, locked, without a buffer. Raises StoreError, BlockingIOError if it is in use, and
+    FileNotFoundError if it is not there and shall not be made."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o600)
         file = os.fdopen(descriptor, "ab", buffering=0)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and not flags & os.O_CREAT:
+            raise
         raise StoreError(
             "the session's journal cannot be opened", field="store", received=str(error), fix="mend the disk"
         ) from error

@@ -72,7 +72,7 @@ def find_sessions(folder: Path, renderers: RendererShelf) -> Iterator[Found]:
     A journal without a whole line belongs to a session that nobody was told of: it is removed. Raises
     StoreError for a damaged one, and ConfigError for one of another model: its tokens mean something else.
     """
-    paths = sorted(folder.glob("*.jsonl"), key=lambda path: (path.stat().st_mtime, path.name))
+    paths = sorted(folder.glob("*.jsonl"), key=lambda path: (_written_s(path), path.name))
     for path in paths:
         taken = read_journal(path)
         if taken is None:
@@ -86,6 +86,13 @@ def find_sessions(folder: Path, renderers: RendererShelf) -> Iterator[Found]:
         except BaseException:
             journal.close()
             raise
+
+
+def _written_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:  # another process has just ended its session
+        return 0.0
 
 
 def _found(journal: SessionJournal, lines: list[dict[str, Any]], renderers: RendererShelf) -> Found:
