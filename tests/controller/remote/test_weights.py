@@ -31,6 +31,14 @@ def test_a_version_that_is_published_again_stays_and_has_the_same_name(tmp_path:
     assert weights.publish(PolicyVersion("run", 1), tensors(2.0)).url != first.url
 
 
+def test_a_version_that_a_machine_left_torn_is_written_anew(tmp_path: Path) -> None:
+    weights = DirectoryWeights(tmp_path)
+    manifest = weights.publish(PolicyVersion("run", 1), tensors(1.0))
+    (Path(manifest.url.removeprefix("file://")) / "model.safetensors").write_bytes(b"")
+    assert weights.publish(PolicyVersion("run", 1), tensors(1.0)) == manifest
+    assert weights.fetch(manifest)["b"].tolist() == tensors(1.0)["b"].tolist()
+
+
 def test_old_versions_and_what_a_killed_writer_left_are_deleted(tmp_path: Path) -> None:
     weights = DirectoryWeights(tmp_path, keep=2)
     (tmp_path / ".half.1.partial").mkdir()

@@ -30,13 +30,14 @@ class DirectoryWeights:
         self._keep = max(keep, 2)
 
     def publish(self, version: PolicyVersion, tensors: Mapping[str, Tensor]) -> WeightManifest:
-        """See WeightPublisher. The same weights published again are left as they lie."""
+        """See WeightPublisher. The same weights published again are left as they lie, if they are whole."""
         held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         described = describe_tensors(version, held, "")
         name = f"{version.lineage}-{version.step:08d}-{described.version.digest[:16]}"
         final = self.root / name
+        manifest = WeightManifest(described.version, described.tensors, _SCHEME + str(final))
         try:
-            if not final.exists():
+            if not self._lies_there(manifest, final):
                 partial = self.root / f".{name}.{os.getpid()}.partial"
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
@@ -50,7 +51,18 @@ class DirectoryWeights:
                 received=str(self.root),
                 fix="free some space, or name another directory",
             ) from error
-        return WeightManifest(described.version, described.tensors, _SCHEME + str(final))
+        return manifest
+
+    def _lies_there(self, manifest: WeightManifest, final: Path) -> bool:
+        """Whether a version was published before; what a machine that went down left torn is deleted."""
+        if not final.exists():
+            return False
+        try:
+            self.fetch(manifest)
+        except WeightUpdateError:
+            shutil.rmtree(final)
+            return False
+        return True
 
     def fetch(self, manifest: WeightManifest) -> Mapping[str, Tensor]:
         """The checked tensors of a manifest. Raises WeightUpdateError."""
