@@ -146,6 +146,37 @@ def test_a_move_leaves_nothing_on_either_side(tmp_path: Path) -> None:
     on_backend(tmp_path / "here", scenario)
 
 
+@pytest.mark.parametrize("side", ["here", "there"])
+def test_a_move_that_is_cancelled_in_its_last_step_leaves_no_sandbox_over_there(
+    tmp_path: Path, side: str
+) -> None:
+    """Where it arrives the copy in transit is deleted; where it came from the one in which it slept."""
+
+    async def scenario(backend: ForkServerBackend) -> None:
+        there = open_local(tmp_path / "there")
+        begun, last = asyncio.Event(), there if side == "there" else backend
+        delete = last.delete_snapshot
+
+        async def hang(snapshot: str) -> None:
+            begun.set()
+            await asyncio.sleep(600)
+
+        sandbox = await backend.create(Template({"f": "x"}))
+        last.delete_snapshot = hang  # type: ignore[method-assign]
+        moving = asyncio.ensure_future(sandbox.migrate(there))
+        await begun.wait()
+        last.delete_snapshot = delete  # type: ignore[method-assign]
+        moving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await moving
+        assert await there.list() == []
+        if side == "there":
+            assert await sandbox.files.read("f") == b"x"
+        await there.close()
+
+    on_backend(tmp_path / "here", scenario)
+
+
 def test_a_memory_sandbox_says_that_it_moves_to_its_own_kind_only(tmp_path: Path) -> None:
     from etude.sandbox.errors import Unsupported
 

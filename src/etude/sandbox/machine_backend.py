@@ -27,7 +27,7 @@ from etude.sandbox.copies import gather_copies
 from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
-from etude.sandbox.migration import abilities_of, default_state_directory, transfer
+from etude.sandbox.migration import abilities_of, default_state_directory, or_killed, transfer
 from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.refusals import (
@@ -310,8 +310,7 @@ class MachineBackend(SnapshotKeeper):
         except BaseException:
             await asyncio.shield(self.resume(sandbox))
             raise
-        await self.kill(sandbox)
-        return moved
+        return await or_killed(moved, self.kill(sandbox))
 
     def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None:
         """See Sandbox.set_timeout."""

@@ -70,13 +70,30 @@ async def transfer(
         file = directory / "snapshot.tar"
         await export(file)
         imported = await target.import_snapshot(file)
-    try:
-        return await target.create(snapshot=imported.id, timeout_s=timeout_s)
-    finally:
+
+    async def clear() -> None:
         if not shares_store:
             with contextlib.suppress(SnapshotError):
                 # Its time in transit was over before the sandbox began: it has gone by itself.
                 await target.delete_snapshot(imported.id)
+
+    try:
+        moved = await target.create(snapshot=imported.id, timeout_s=timeout_s)
+    except BaseException:
+        await clear()
+        raise
+    return await or_killed(moved, clear())
+
+
+async def or_killed(moved: Sandbox, last: Awaitable[None]) -> Sandbox:
+    """A sandbox that has moved, after the last step of its move. If that fails or is cancelled the sandbox is
+    killed: nobody would ever know of it."""
+    try:
+        await last
+    except BaseException:
+        await asyncio.shield(moved.kill())
+        raise
+    return moved
 
 
 def clear_litter(state: Path) -> None:

@@ -24,6 +24,7 @@ from etude.sandbox.installing import install_template
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
+from etude.sandbox.migration import or_killed
 from etude.sandbox.reaping import WorkDirectory
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft, this_machine
 from etude.sandbox.types import Capabilities, SnapshotKind
@@ -226,8 +227,7 @@ class VmBackend(MachineBackend):
                 raise
         arrived = target._machines[moved.id]
         self.last_move = Move(time.monotonic() - start_s, _time_of("RESUME", arrived, 0) - stop_s)
-        await self.kill(sandbox)
-        return moved
+        return await or_killed(moved, self.kill(sandbox))
 
     # Moves, for whoever carries tickets between hosts
 
