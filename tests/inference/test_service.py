@@ -6,20 +6,21 @@ import asyncio
 import itertools
 import random
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from torch import Tensor
 
 from etude.errors import PrefixMissError, SamplerError, WeightUpdateError
 from etude.inference import Answer, Engine, EngineService
 from etude.inference.scoring import Scoring
 from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
-from etude.records import PolicyVersion, SampleRequest, Scores
+from etude.records import PolicyVersion, SampleRequest, Scores, WeightManifest
 from etude.weights import MemoryWeights
 from tests.inference.builders import Client, empty_engine, prompt, serve, small_engine, version
 from tests.model.builders import VOCAB, small_model
@@ -175,6 +176,40 @@ def test_weights_come_through_stage_and_activate_between_two_steps() -> None:
         np.testing.assert_allclose(
             np.array(client.logprobs)[later], score_sequences(new, [tokens])[0][later], atol=1e-5
         )
+
+    run(body())
+
+
+def test_weights_are_staged_one_after_another_however_often_one_is_cancelled() -> None:
+    async def body() -> None:
+        weights, engine = MemoryWeights(), small_engine(small_model(1))
+        manifests = [weights.publish(version(n), dict(small_model(n).named_parameters())) for n in (2, 3)]
+        begun: list[int] = []
+        is_begun, may_end = threading.Event(), threading.Event()
+
+        def fetch(manifest: WeightManifest) -> Mapping[str, Tensor]:
+            begun.append(manifest.version.step)
+            is_begun.set()
+            assert may_end.wait(_LIMIT_S)
+            return weights.fetch(manifest)
+
+        async with EngineService(engine, fetch, None) as service:
+            first = asyncio.create_task(service.stage(manifests[0]))
+            await until(is_begun.is_set)
+            for _ in range(3):
+                first.cancel()
+                await asyncio.sleep(0)
+                await asyncio.sleep(0)
+            is_begun.clear()
+            second = asyncio.create_task(service.stage(manifests[1]))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not first.done()
+            assert begun == [2]
+            may_end.set()
+            await second
+            assert first.cancelled()
+            await service.activate(manifests[1].version)
 
     run(body())
 

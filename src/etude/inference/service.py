@@ -198,7 +198,9 @@ class EngineService:
             try:
                 await asyncio.shield(work)
             except asyncio.CancelledError:
-                await asyncio.wait((work,))
+                while not work.done():  # even if it is cancelled once more: two at once would mix versions
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait((work,))
                 raise
             finally:
                 self.times.stage_s += time.perf_counter() - began
