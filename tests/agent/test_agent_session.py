@@ -206,8 +206,10 @@ def test_routes_stay_when_the_sampler_keeps_nothing():
 
 def test_chunks_whose_parts_do_not_fit_are_refused():
     session = new_session()
+    prompt = session.recording.tokens
     with pytest.raises(SamplerError, match="positions"):
         session.on_chunk(chunk([1], routes=routes_of(200)))
+    assert session.recording.tokens.tolist() == prompt.tolist(), "nothing of a refused chunk is kept"
     broken = SampleChunk(np.zeros(2, np.int32), np.zeros(1, np.float32), OLD, OLD)
     with pytest.raises(SamplerError, match="logprobs"):
         new_session().on_chunk(broken)

@@ -79,12 +79,15 @@ class Recording:
         self.turn_spans.append(TurnSpan(start, self.length, role))
 
     def sample(self, chunk: SampleChunk) -> None:
-        """Appends sampled tokens with all that their chunk says of them. Raises SamplerError."""
+        """Appends sampled tokens with all that their chunk says of them. Raises SamplerError; then nothing
+        has changed."""
         count = len(chunk.tokens)
         if len(chunk.logprobs) != count:
             raise SamplerError(
                 f"{count} tokens need {count} logprobs", field="chunk.logprobs", received=len(chunk.logprobs)
             )
+        if chunk.routes is not None and len(chunk.routes):
+            self._check_routes(chunk.routes, chunk.routes_start, self.length + count)
         if count:
             start = self.length
             self._reserve(start + count)
@@ -101,12 +104,21 @@ class Recording:
         """Marks tokens from `start` on as one message of the agent."""
         self.turn_spans.append(TurnSpan(start, self.length, "assistant"))
 
+    def take_back(self, length: int) -> None:
+        """Takes back what was sampled from token `length` on, before it was ended as a message."""
+        self._sampled[length : self.length] = False
+        self._logprobs[length : self.length] = 0.0
+        self.length = length
+        self._routed = min(self._routed, length)
+        for spans in (self._versions, self._kv_oldest):
+            spans[:] = [(start, min(end, length), version) for start, end, version in spans if start < length]
+
     def forget_routes(self) -> None:
         """All positions will be computed again: their new routes replace the old."""
         self._routed = 0
 
-    def _record_routes(self, routes: Routes, start: int) -> None:
-        """Positions `start` on; what was computed again replaces what was recorded before."""
+    def _check_routes(self, routes: Routes, start: int, length: int) -> None:
+        """Whether they can be recorded, of `length` tokens."""
         known = ("uint8", "uint16") if self._routes is None else (self._routes.dtype.name,)
         if routes.dtype.name not in known:  # a cast would name other experts
             raise SamplerError(
@@ -115,12 +127,10 @@ class Recording:
                 received=routes.dtype.name,
                 fix=f"send {' or '.join(known)}",
             )
-        if self._routes is None:
-            self._routes = np.zeros((len(self._tokens), *routes.shape[1:]), dtype=routes.dtype)
         end = start + len(routes)
-        if end > self.length:
+        if end > length:
             raise SamplerError(
-                f"more positions than the session's {self.length} tokens", field="chunk.routes", received=end
+                f"more positions than the session's {length} tokens", field="chunk.routes", received=end
             )
         if start > self._routed:
             raise SamplerError(
@@ -128,6 +138,12 @@ class Recording:
                 field="chunk.routes_start",
                 received=start,
             )
+
+    def _record_routes(self, routes: Routes, start: int) -> None:
+        """Positions `start` on; what was computed again replaces what was recorded before."""
+        if self._routes is None:
+            self._routes = np.zeros((len(self._tokens), *routes.shape[1:]), dtype=routes.dtype)
+        end = start + len(routes)
         self._routes[start:end] = routes
         self._routed = end
 

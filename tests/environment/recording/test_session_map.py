@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from etude.environment.recording.errors import BadRequestError, ContextLengthError
 from etude.environment.recording.session_map import MapLimits
 from etude.errors import SamplerError
-from etude.records import Relation
+from etude.records import Relation, SampleChunk, SampleRequest
 from tests.environment.recording.recording_builders import (
     ChatClient,
     TellingSampler,
@@ -322,6 +324,35 @@ def test_another_temperature_is_another_segment() -> None:
     assert (first.sampling.temperature, second.sampling.temperature) == (1.0, 0.5)
     assert not second.sampled[: second.parent[1]].any()
     check_recording(client.service, sampler)
+
+
+def test_an_answer_with_a_chunk_that_does_not_fit_leaves_nothing() -> None:
+    class Misfit(TellingSampler):
+        broken = True
+
+        async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
+            seen = 0
+            async for chunk in super().stream(request):
+                breaks = self.broken and seen > 0 and len(chunk.tokens) > 0
+                yield replace(chunk, logprobs=chunk.logprobs[1:]) if breaks else chunk
+                seen += len(chunk.tokens)
+            self.broken = False
+
+    sampler = Misfit(replies(["One two three.", "One two three."]))
+    client = ChatClient(make_service(sampler))
+
+    async def talk() -> None:
+        with pytest.raises(SamplerError, match="logprobs"):
+            await client.send([SYSTEM, USER])
+        assert client.service.session_map.num_sampled_tokens == 0
+        await client.send([SYSTEM, USER])
+
+    run(talk())
+    (segment,) = segments_of(client)
+    assert segment.relation is Relation.ROOT
+    expected = plain_renderer().tokenizer.decode(segment.tokens)
+    assert expected.count("One two three.") == 1
+    assert int(segment.sampled.sum()) == len(answer_tokens("One two three."))
 
 
 def test_a_failed_answer_leaves_nothing_and_the_retry_goes_on_in_place() -> None:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from etude.environment.recording.branches import Branch, Entry, History
 from etude.environment.recording.errors import BadRequestError, ContextLengthError
 from etude.environment.recording.planning import Plan, Planner, RendererFor
+from etude.errors import SamplerError
 from etude.records import BlobRef, Relation, SampleChunk, SamplingParams, Segment, ToolResult, Turn
 from etude.tokens.chat.framing import Tokens
 from etude.tokens.chat.messages import Answer, Message, Opening, Results, content_key
@@ -144,15 +145,19 @@ class SessionMap:
     def commit(self, generation: Generation, chunks: Iterable[SampleChunk], answer: Answer) -> Entry | None:
         """Takes the sampled tokens, and what was served for them. Without tokens nothing was sampled.
 
-        Raises SamplerError for chunks whose parts do not fit each other.
+        Raises SamplerError for chunks whose parts do not fit each other; nothing of any is kept then.
         """
         branch = generation.branch
         branch.busy = False
         if branch.known == 0:
             branch.recording.forget_routes()
         start = branch.recording.length
-        for chunk in chunks:
-            branch.recording.sample(chunk)
+        try:
+            for chunk in chunks:
+                branch.recording.sample(chunk)
+        except SamplerError:
+            branch.recording.take_back(start)
+            raise
         end = branch.recording.length
         if end == start:
             return None
