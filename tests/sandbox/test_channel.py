@@ -13,7 +13,7 @@ import pytest
 
 from etude.errors import SandboxError
 from etude.sandbox.channel import Channel
-from etude.sandbox.inside.frames import Unpacker, pack
+from etude.sandbox.inside.frames import Header, Unpacker, pack
 from etude.sandbox.outputs import Outputs
 
 
@@ -85,6 +85,30 @@ def test_after_nonsense_the_line_is_closed_and_nothing_more_is_asked() -> None:
 def output(pid: int) -> dict[str, Any]:
     """The header of output of a background command."""
     return {"event": "output", "id": 0, "pid": pid, "fd": 1}
+
+
+def test_a_listener_that_raises_loses_nobody_an_answer() -> None:
+    async def scenario(channel: Channel, theirs: socket.socket) -> None:
+        raised: list[str] = []
+        heard: list[bytes] = []
+
+        def listen(header: Header, payload: bytes) -> None:
+            heard.append(payload)
+            raise ValueError("made to fail")
+
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, said: raised.append(str(said["exception"]))
+        )
+        channel.on_event = listen
+        asked = asyncio.ensure_future(channel.request({"op": "ping"}, b"", 60.0))
+        await asyncio.sleep(0)
+        output = {"event": "output", "id": 1, "pid": 5, "fd": 1}
+        theirs.send(pack(output, b"one") + pack(output, b"two") + pack({"id": 1}, b"here"))
+        assert (await asked)[1] == b"here"
+        # What came before the answer was heard before it.
+        assert (heard, raised) == ([b"one", b"two"], ["made to fail"] * 2)
+
+    on_line(scenario)
 
 
 def test_early_output_is_kept_until_somebody_listens() -> None:

@@ -206,7 +206,8 @@ class Channel:
         if problem:
             self.close(f"the sandbox does not speak the protocol: it sent {problem}")
         elif "event" in header:
-            self.on_event(header, payload)
+            # Not from here: what a listener raises must not lose the answers that came with its output.
+            self._loop.call_soon(self.on_event, header, payload)
         else:
             future = self._waiting.get(header.get("id", READY))
             if future is not None and not future.done():
