@@ -109,6 +109,42 @@ def test_a_save_killed_after_its_renames_keeps_the_newer_one(tmp_path: Path) -> 
     assert not (tmp_path / ".latest.old").exists()
 
 
+def test_a_reader_between_the_renames_of_a_save_does_not_hinder_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, rename = tmp_path / "latest", Path.rename
+    save_checkpoint(directory, small_model(1))
+    seen: list[bool] = []
+
+    def rename_before_a_reader(path: Path, target: Path) -> Path:
+        moved = rename(path, target)
+        if path == directory and not seen:
+            seen.append(has_checkpoint(directory))
+        return moved
+
+    monkeypatch.setattr(Path, "rename", rename_before_a_reader)
+    save_checkpoint(directory, small_model(2))
+    assert seen == [True]
+    _assert_same(load_checkpoint(directory)[0], small_model(2))
+    assert not (tmp_path / ".latest.old").exists()
+
+
+def test_a_reader_that_comes_as_a_save_ends_finds_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, old, rename = tmp_path / "latest", tmp_path / ".latest.old", Path.rename
+    save_checkpoint(old, small_model(1))
+    save_checkpoint(tmp_path / "saved", small_model(2))
+
+    def rename_after_the_save(path: Path, target: Path) -> Path:
+        if path == old:
+            rename(tmp_path / "saved", directory)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", rename_after_the_save)
+    _assert_same(load_checkpoint(directory)[0], small_model(2))
+
+
 def test_files_of_the_caller_are_part_of_the_whole(tmp_path: Path) -> None:
     directory = tmp_path / "c"
     save_checkpoint(directory, small_model(1), write_more=lambda at: (at / "tokenizer.json").write_text("{}"))

@@ -182,6 +182,22 @@ def test_a_save_in_flight_at_a_kill_costs_nothing_that_was_saved_before(tmp_path
         assert _steps(directory)[-1] == 7
 
 
+def test_older_ones_that_rot_end_no_run(tmp_path: Path) -> None:
+    with _keeper(tmp_path, keep_last=3, keep_best=1) as keeper:
+        for step in (1, 2, 3):
+            keeper.save(None, _state(step, score=-step))
+        keeper.flush()
+        (History(tmp_path / "latest").entries()[0].path / "state.pt").write_bytes(b"")
+        keeper.save(None, _state(4, score=-4))
+        keeper.flush()
+        assert [kept.step for kept in History(tmp_path / "latest").entries()] == [2, 3]
+        (tmp_path / "latest" / "state.pt").write_bytes(b"")
+        keeper.save(None, _state(5, score=-5))
+        keeper.flush()
+        assert [kept.step for kept in History(tmp_path / "latest").entries()] == [2, 3]
+    assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["latest"]
+
+
 def test_nothing_whole_is_refused_as_often_as_it_is_asked_for(tmp_path: Path) -> None:
     assert find_resumable(tmp_path / "latest", MemorySink(), SilentObserver()) is None
     save_checkpoint(tmp_path / "latest", small_model(1), _state(1))

@@ -103,11 +103,17 @@ def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
 def commit(directory: Path, retire: Callable[[Path], object] = shutil.rmtree) -> None:
     """Gives a sealed directory its name; what had it before goes to `retire`, under another name."""
     partial, old = partial_of(directory), _old_of(directory)
-    if directory.exists():
-        if old.exists():  # a save was killed before it retired that
-            retire(old)
-        directory.rename(old)
-    partial.rename(directory)
+    while True:
+        if directory.exists():
+            if old.exists():  # a save was killed before it retired that
+                retire(old)
+            directory.rename(old)
+        try:
+            partial.rename(directory)
+            break
+        except OSError:
+            if not directory.exists():  # else a reader took the save for killed, and put the older one back
+                raise
     _sync(directory.parent)
     if old.exists():
         retire(old)
@@ -117,7 +123,11 @@ def recover(directory: Path) -> None:
     """Puts back the older checkpoint if a save was killed between its two renames."""
     old = _old_of(directory)
     if old.exists() and not directory.exists():
-        old.rename(directory)
+        try:
+            old.rename(directory)
+        except OSError:
+            if not directory.exists():  # else the save was not killed, or another reader was quicker
+                raise
 
 
 def partial_of(directory: Path) -> Path:

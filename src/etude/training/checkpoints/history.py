@@ -2,7 +2,7 @@
 
     checkpoints/latest                 the newest
     checkpoints/history/000012-rl-30   the one before: its number, its stage, its step
-    checkpoints/damaged/latest         found damaged when a run went on, from an older one
+    checkpoints/damaged/latest         found damaged when a run went on, from an older one, or saved another
 
 Only whole checkpoints come into the history, by a rename; what is deleted is never the newest.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.config import CheckpointConfig
+from etude.errors import CheckpointError
 from etude.observe import MetricSink, Observer
 from etude.training.checkpoints.files import FileFlaw, Flaw, find_flaws, partial_of, recover
 from etude.training.checkpoints.saving import read_state
@@ -36,8 +37,11 @@ class Kept:
     step: int
 
     def score(self) -> float | None:
-        """What it was saved with; more is better."""
-        score = (read_state(self.path) or {}).get("score")
+        """What it was saved with; more is better. None as well where it cannot be read any more."""
+        try:
+            score = (read_state(self.path) or {}).get("score")
+        except CheckpointError:
+            return None
         return None if score is None else float(score)
 
 
@@ -47,6 +51,7 @@ class History:
     def __init__(self, latest: Path) -> None:
         """`latest`: where the newest is."""
         self._directory = latest.with_name(HISTORY)
+        self._damaged = latest.with_name(DAMAGED) / latest.name
 
     def entries(self) -> list[Kept]:
         """Oldest first."""
@@ -57,8 +62,13 @@ class History:
         return sorted(found, key=lambda kept: kept.number)
 
     def add(self, directory: Path) -> None:
-        """Moves a checkpoint in; one without a state, from which nothing could go on, is deleted."""
-        state = read_state(directory)
+        """Moves a checkpoint in. One without a state, from which nothing could go on, is deleted, and one whose
+        state cannot be read any more put aside."""
+        try:
+            state = read_state(directory)
+        except CheckpointError:
+            _put_aside(directory, self._damaged)
+            return
         if state is None:
             shutil.rmtree(directory)
             return
@@ -110,7 +120,7 @@ def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Pat
     if flaws:
         _tell(flaws, found, metrics, observer)
     for path in damaged:
-        _put_aside(path, latest.with_name(DAMAGED))
+        _put_aside(path, latest.with_name(DAMAGED) / path.name)
     return found
 
 
@@ -123,9 +133,8 @@ def _tell(flaws: list[FileFlaw], found: Path | None, metrics: MetricSink, observ
     metrics.write(KIND, step, {reason: float(number) for reason, number in counts.items()})
 
 
-def _put_aside(path: Path, directory: Path) -> None:
-    directory.mkdir(exist_ok=True)
-    target = directory / path.name
+def _put_aside(path: Path, target: Path) -> None:
+    target.parent.mkdir(exist_ok=True)
     if target.exists():
         shutil.rmtree(target)
     path.rename(target)
