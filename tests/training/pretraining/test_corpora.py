@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -196,6 +197,23 @@ def test_a_damaged_cache_is_refused(tmp_path: Path) -> None:
     (made / "tokens.bin").write_bytes((made / "tokens.bin").read_bytes()[:-8])
     with pytest.raises(ConfigError, match="damaged"):
         _open(path)
+
+
+def test_an_array_of_the_cache_that_is_empty_is_refused(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", list(TEXTS))
+    _open(path)
+    (made,) = (tmp_path / "cache").iterdir()
+    (made / "ends.npy").write_bytes(b"")
+    with pytest.raises(ConfigError, match="damaged"):
+        _open(path)
+
+
+def test_what_a_killed_tokenisation_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", list(TEXTS))
+    first = _open(path)
+    (made,) = (tmp_path / "cache").iterdir()
+    made.rename(made.with_name(f".{made.name}.{os.getpid()}.partial"))  # of a process that had our number
+    assert _open(path).digest == first.digest
 
 
 def test_copies_are_on_the_same_side_of_what_is_held_out(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +104,7 @@ def _open(name: str, directory: Path) -> Corpus:
         counts = (about["num_tokens"], about["num_documents"], about["num_documents"])
         if (len(tokens), len(ends), len(hashes)) != counts or ends[-1] != len(tokens):
             raise ValueError("its files do not belong together")
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (OSError, EOFError, ValueError, KeyError, IndexError) as error:
         raise ConfigError(
             f"the tokenised corpus is damaged: {error}",
             field=f"source {name}",
@@ -114,7 +115,7 @@ def _open(name: str, directory: Path) -> Corpus:
 
 
 def _write(files: SourceFiles, tokenizer: Tokenizer, end_token: int | None, directory: Path) -> None:
-    partial = directory.with_name(f".{directory.name}.{os.getpid()}.partial")
+    partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.partial")
     partial.mkdir(parents=True)
     try:
         about = _write_arrays(files, tokenizer, end_token, partial)
@@ -162,8 +163,11 @@ def _write_arrays(
             fix="name another path or column",
         )
     ends = np.cumsum(lengths, dtype=np.int64)
-    np.save(directory / "ends.npy", ends)
-    np.save(directory / "hashes.npy", np.array(hashes, dtype=np.uint32))
+    for name, array in (("ends.npy", ends), ("hashes.npy", np.array(hashes, dtype=np.uint32))):
+        with (directory / name).open("wb") as file:
+            np.save(file, array)
+            file.flush()
+            os.fsync(file.fileno())
     hasher.update(ends.tobytes())
     return {
         "name": files.name,
