@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
+from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 from etude.errors import StoreError
 from etude.records import BlobRef, Trajectory
 from etude.store.blobs import MemoryBlobs
-from etude.store.bundles import pack_trajectory, unpack_trajectory
+from etude.store.bundles import MAGIC, pack_trajectory, unpack_trajectory
 from tests.store.builders import make_trajectory, same, trajectories
 
 LIMIT = 1 << 24
@@ -86,3 +88,14 @@ def test_what_unpacks_to_more_than_is_taken_is_refused_unread() -> None:
     trajectory, blobs = routed()
     with pytest.raises(StoreError, match="more than is taken"):
         unpack_trajectory(pack_trajectory(trajectory, blobs.get), 100)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b"[" * 100_000, b'{"lengths": [1000000000000000000000], "blobs": [[null, null]]}'],
+    ids=["depth", "length"],
+)
+def test_lengths_and_depths_beyond_all_bounds_are_refused(header: bytes) -> None:
+    content = zstandard.compress(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(StoreError, match="no whole session"):
+        unpack_trajectory(MAGIC + blake3(content).digest() + content, LIMIT)

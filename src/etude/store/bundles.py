@@ -28,6 +28,10 @@ _DIGEST_BYTES = 32
 _LENGTH_BYTES = 8
 _LEVEL = 3
 _TOKEN_TYPES = (("tokens", np.dtype("<i4")), ("sampled", np.dtype("bool")), ("logprobs", np.dtype("<f4")))
+_DAMAGE = (
+    zstandard.ZstdError, ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError
+)  # fmt: skip
+"""What reading raises for bytes that `pack_trajectory` has not packed."""
 
 GetBlob = Callable[[BlobRef], NDArray[Any]]
 PutBlob = Callable[[NDArray[Any]], BlobRef]
@@ -109,7 +113,7 @@ def unpack_trajectory(data: bytes, max_bytes: int) -> Bundle:
                 fix="clusters.max_result_bytes",
             )
         return _read(zstandard.ZstdDecompressor().decompress(packed, max_output_size=max_bytes))
-    except (zstandard.ZstdError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except _DAMAGE as error:
         raise _damaged(str(error)) from error
 
 
