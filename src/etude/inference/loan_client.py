@@ -137,8 +137,9 @@ class LoanHandle:
     async def _renew(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
-            with contextlib.suppress(InfrastructureError):  # whoever calls next learns of it
-                await self._pulse()
+            # Whoever calls next learns of it. An answer that stays away must not keep the next from being asked.
+            with contextlib.suppress(InfrastructureError):
+                await self._ask_json("pulse", {}, within_s=every_s)
 
     # ---- HTTP -----------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import pickle
 import threading
 import time
@@ -13,11 +14,13 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from fastapi import FastAPI
 
 from etude.errors import PartLostError, SamplerError, WeightUpdateError
 from etude.inference import Answer, Engine
 from etude.inference.exchange import Event
 from etude.inference.loan_client import LoanEndedError, LoanHandle
+from etude.inference.router.server.fake_replica import running_server
 from etude.inference.server.checkpoints import checkpoint_manifest
 from etude.inference.server.engine_thread import EngineThread
 from etude.inference.server.loans import LoanDesk, fetch_from_store
@@ -183,6 +186,41 @@ def test_a_borrower_that_lives_keeps_the_replica(
 
     asyncio.run(run())
     assert standing(served)["state"] == "home"
+
+
+def test_a_renewal_that_is_not_answered_does_not_keep_the_next_ones_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("etude.inference.loan_client._RENEWALS", 600.0)
+    app, pulses, is_renewed = FastAPI(), itertools.count(1), asyncio.Event()
+
+    @app.post("/loan/begin")
+    async def _begin() -> dict[str, float]:
+        return {"lease_s": 60.0}
+
+    @app.post("/loan/poll")
+    async def _poll() -> None:
+        await asyncio.Event().wait()
+
+    @app.post("/loan/pulse")
+    async def _pulse() -> dict[str, float]:
+        if next(pulses) == 1:
+            await asyncio.Event().wait()
+        is_renewed.set()
+        return {}
+
+    async def run() -> None:
+        async with running_server(app) as url:
+            handle = LoanHandle(url, "token", "store")
+            polled = asyncio.create_task(handle.call("poll"))
+            await handle.call("begin")
+            renewed = asyncio.create_task(is_renewed.wait())
+            await asyncio.wait((polled, renewed), return_when=asyncio.FIRST_COMPLETED)
+            handle.kill()
+            await asyncio.gather(polled, return_exceptions=True)
+            assert renewed.done(), "as long as it takes to give up a call that is not answered, none came"
+
+    asyncio.run(run())
 
 
 def test_a_borrower_that_falls_silent_loses_the_replica(served: Served, store: RunStore) -> None:
