@@ -62,8 +62,8 @@ class History:
         return sorted(found, key=lambda kept: kept.number)
 
     def add(self, directory: Path) -> None:
-        """Moves a checkpoint in. One without a state, from which nothing could go on, is deleted, and one whose
-        state cannot be read any more put aside."""
+        """Moves a checkpoint in. One without a state, from which nothing could go on, is deleted; one whose
+        state cannot be read any more is put aside."""
         try:
             state = read_state(directory)
         except CheckpointError:
