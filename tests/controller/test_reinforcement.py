@@ -1,4 +1,5 @@
 import asyncio
+import math
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,12 @@ def test_no_steps_only_bring_the_weights_into_service(tmp_path: Path) -> None:
 
 def test_the_worst_parity_is_reported(tmp_path: Path) -> None:
     world = World(tmp_path, parity=[0.25, 0.5, 0.125])
+    world.run(3)
+    assert world.loop.parity == {"k3": 0.25, "max_abs_dlogp": 0.5}
+
+
+def test_a_step_without_finite_parity_leaves_a_report_that_can_be_written(tmp_path: Path) -> None:
+    world = World(tmp_path, parity=[math.inf, 0.5, math.nan])
     world.run(3)
     assert world.loop.parity == {"k3": 0.25, "max_abs_dlogp": 0.5}
 

@@ -13,6 +13,7 @@ nor where the parts run. Nothing is saved with weights that did not pass the par
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -207,8 +208,10 @@ class ReinforcementLoop:
         self.times.rollout_s += batch.rollout_s
         self.times.train_s += trained["train_s"]
         self.times.train_tokens += trained["train_tokens"]
-        self.parity["k3"] = max(self.parity["k3"], trained.get("parity_k3", 0.0))
-        self.parity["max_abs_dlogp"] = max(self.parity["max_abs_dlogp"], trained.get("parity_max", 0.0))
+        for name, told in (("k3", "parity_k3"), ("max_abs_dlogp", "parity_max")):
+            value = trained.get(told, 0.0)
+            if math.isfinite(value):  # the report's JSON has no other numbers; the step's own row tells it
+                self.parity[name] = max(self.parity[name], value)
 
     def _report(self, step: int, batch: Batch, trained: Mapping[str, float]) -> None:
         groups = batch.collected
