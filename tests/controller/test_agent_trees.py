@@ -11,6 +11,7 @@ from etude.controller.agent import trees
 from etude.controller.agent.changes import FileChange, TurnChange, combined
 from etude.controller.agent.trees import DirectoryTree
 from etude.errors import ConfigError, UserError
+from etude.observe import files
 from etude.records import ToolErrorClass, ToolResult
 
 
@@ -107,6 +108,22 @@ def test_nothing_is_written_outside_of_the_directory_or_through_links(root: Path
         asyncio.run(tree.remove(path))
     assert asyncio.run(tree.read(path)) is None
     assert not (root.parent / "outside.py").exists()
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o600])
+def test_a_file_has_its_permissions_from_the_moment_that_it_is_there(
+    mode: int, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody may look in between, and whoever is killed there leaves it as it is to be."""
+    (root / "src" / "a.py").chmod(mode)
+    modes: list[int] = []
+
+    def see(folder: Path) -> None:
+        modes.append((folder / "a.py").stat().st_mode & 0o7777)
+
+    monkeypatch.setattr(files, "sync_directory", see)
+    asyncio.run(DirectoryTree(root).write("src/a.py", b"b\n"))
+    assert modes == [mode] and (root / "src" / "a.py").read_bytes() == b"b\n"
 
 
 def test_a_file_keeps_its_permissions_and_empty_folders_go(root: Path) -> None:

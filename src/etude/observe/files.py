@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes, mode: int | None = None) -> None:
     """Replaces `path` with `data`: a temporary file beside it, fsync, rename, fsync of the folder.
 
-    Several threads and processes may write one path; the last one counts.
+    `mode`: its permissions from the beginning; those of any new file unless they are given. Several threads
+    and processes may write one path; the last one counts.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         with temporary.open("wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -244,9 +244,7 @@ class DirectoryTree:
         try:
             mode = place.stat().st_mode & 0o7777 if place.exists() else None
             place.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(place, data)
-            if mode is not None:
-                place.chmod(mode)
+            write_bytes(place, data, mode)
         except OSError as error:
             raise UserError("cannot be written", field=path, received=str(error)) from error
 
