@@ -9,7 +9,7 @@ from etude.agent.index.templates import TemplateIndexes
 from etude.agent.index.trees import IndexProgress, TreeIndex
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.tools.ports import GrepRequest
-from etude.errors import ConfigError, ToolArgumentError
+from etude.errors import ConfigError, SandboxError, ToolArgumentError
 from etude.sandbox.errors import DiffTooLargeError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
@@ -98,6 +98,50 @@ def test_the_harness_s_own_files_are_not_indexed(tmp_path):
         await sandbox.files.write(".etude/history/001.md", "tally of old\n")
         search.changed_somewhere()
         assert found(await search.grep(GrepRequest("of old"))) == []
+
+    with_search(tmp_path, use)
+
+
+@pytest.mark.parametrize("failure", [SandboxError("the line broke"), asyncio.CancelledError()])
+def test_an_edit_that_could_not_be_read_at_once_is_read_by_the_next_search(tmp_path, failure):
+    async def use(sandbox, search):
+        read = sandbox.files.read
+
+        async def breaks(path, limit):
+            sandbox.files.read = read
+            raise failure
+
+        await sandbox.files.write("lib/tally.py", "tally = 1\n")
+        search.changed("lib/tally.py")
+        sandbox.files.read = breaks
+        with pytest.raises(type(failure)):
+            await search.grep(GrepRequest("tally = 1"))
+        assert found(await search.grep(GrepRequest("tally = 1"))) == [("lib/tally.py", 1)]
+
+    with_search(tmp_path, use)
+
+
+def test_what_was_put_back_before_an_index_came_is_put_back_in_the_other_one(tmp_path):
+    async def use(sandbox, search):
+        class GrepLate:
+            grep = staticmethod(lambda: None)
+
+            def grep_overlay(self):
+                return self.grep()
+
+            def semantic_overlay(self):
+                return search._indexes.semantic_overlay()
+
+        indexes = GrepLate()
+        late = WorkspaceSearch(sandbox, indexes)
+        late.changed_somewhere()
+        await sandbox.files.write("lib/tags.py", "marmalade = 1\n")
+        assert "marmalade" in (await late.semantic("marmalade", 1)).hits[0].text
+        await sandbox.files.write("lib/tags.py", FILES["lib/tags.py"])
+        indexes.grep = search._indexes.grep_overlay
+        assert found(await late.grep(GrepRequest("marmalade"))) == []
+        assert not any("marmalade" in hit.text for hit in (await late.semantic("marmalade", 9)).hits)
+        late.close()
 
     with_search(tmp_path, use)
 

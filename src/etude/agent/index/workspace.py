@@ -108,14 +108,20 @@ class WorkspaceSearch:
         """Brings the overlays up to date; False where the changes are too many to be carried."""
         async with self._refreshing:
             if self._commands_ran:
-                self._changed.clear()
                 try:
-                    await self._take_diff(await self._sandbox.diff())
+                    differing = await self._sandbox.diff()
                 except DiffTooLargeError:
                     return False
+                await self._take_diff(differing)
+                self._changed.difference_update(differing)
             while self._changed:
                 path = self._changed.pop()
-                self._take(path, await self._content(path))
+                try:
+                    content = await self._content(path)
+                except BaseException:
+                    self._changed.add(path)
+                    raise
+                self._take(path, content)
         return True
 
     async def _take_diff(self, differing: Mapping[str, bytes | None]) -> None:

@@ -178,6 +178,22 @@ def test_a_closed_overlay_leaves_no_files(shared: GrepIndex) -> None:
     assert not mirror.exists()
 
 
+def test_an_overlay_that_is_closed_in_a_search_is_left_whole_for_it(tmp_path: Path) -> None:
+    async def searched() -> None:
+        tree = make_tree(tmp_path / "tree")
+        overlay = (await GrepIndex.build(tree, tmp_path / "index")).live_overlay()
+        make_tree(tree, {"src/main.py": b"new_name = 1\n", "fresh/new.py": b"new_name = 2\n"})
+        overlay.touch("src/main.py")
+        overlay.touch("fresh")
+        searching = asyncio.ensure_future(overlay.search(GrepQuery("new_name")))
+        await asyncio.sleep(0)  # it looks which of the new files count
+        overlay.close()
+        assert list((await searching).matches) == judged(tree, GrepQuery("new_name"))
+        assert overlay.mirror is None
+
+    asyncio.run(searched())
+
+
 NAMES = st.sampled_from(
     [
         "setup.py",

@@ -11,6 +11,7 @@ import pytest
 from grep_builders import judged, make_tree
 
 from etude.agent.index.grep import GrepIndex, GrepQuery, Watcher
+from etude.agent.index.grep.inotify import Inotify
 
 QUERIES = [GrepQuery("rename_"), GrepQuery("new_name"), GrepQuery("e"), GrepQuery("new_name", path="src")]
 
@@ -115,6 +116,21 @@ def test_lost_events_cost_a_comparison_and_no_matches(tmp_path: Path) -> None:
             watcher.close()
 
     asyncio.run(watched())
+
+
+def test_a_directory_that_is_watched_under_its_new_name_first_stays_watched(tmp_path: Path) -> None:
+    """A comparison of the tree may find it there before the event of its move is read."""
+    inotify = Inotify(bytes(make_tree(tmp_path)))
+    try:
+        assert inotify.watch(b"") and inotify.watch(b"src") and inotify.watch(b"src/util")
+        move("src", "lib")(tmp_path)
+        assert inotify.watch(b"lib") and inotify.watch(b"lib/util")
+        assert {event.path for event in inotify.drain()} == {b"src", b"lib"}
+        for path in ("lib/a.py", "lib/util/b.py"):
+            write(path)(tmp_path)
+        assert {event.path for event in inotify.drain()} == {b"lib/a.py", b"lib/util/b.py"}
+    finally:
+        inotify.close()
 
 
 def test_folding_takes_changes_into_the_index_and_goes_on_watching(tmp_path: Path) -> None:

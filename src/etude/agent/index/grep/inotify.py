@@ -71,6 +71,8 @@ class Inotify:
             if code in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP):
                 return False
             raise _failure(code, "fs.inotify.max_user_watches")
+        if number in self._paths:  # it was moved here, and the event that tells so is still queued
+            del self._watches[self._paths[number]]
         self._paths[number] = directory
         self._watches[directory] = number
         return True

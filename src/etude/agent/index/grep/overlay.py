@@ -115,9 +115,9 @@ class Overlay:
 
     async def search(self, query: GrepQuery) -> GrepResult:
         """As `GrepIndex.search`, on the tree with these edits."""
-        await self.settle()
         self._searches += 1
         try:
+            await self.settle()
             if self._rules_edited and not self.live and any(not glob.startswith("!") for glob in query.globs):
                 return await self._search_links(query)
             return await self._searcher.search(query, self)
