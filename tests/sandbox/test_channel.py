@@ -87,6 +87,31 @@ def output(pid: int) -> dict[str, Any]:
     return {"event": "output", "id": 0, "pid": pid, "fd": 1}
 
 
+def test_a_request_has_the_time_of_those_before_it_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen searches at once, each of which takes as long as one may, make no sandbox a lost one."""
+
+    async def scenario(channel: Channel, theirs: socket.socket) -> None:
+        loop, passed_s = asyncio.get_running_loop(), 0.0
+        clock = loop.time
+        monkeypatch.setattr(loop, "time", lambda: clock() + passed_s)
+        asked = [asyncio.ensure_future(channel.request({"op": "grep"}, b"", 600.0)) for _ in range(3)]
+        for number, answer in enumerate(asked, 1):
+            await asyncio.sleep(0.01)
+            passed_s += 400.0
+            await asyncio.sleep(0.01)
+            assert not channel.closed
+            theirs.send(pack({"id": number}, b"found"))
+            assert (await answer)[1] == b"found"
+        # One that is asked alone has its own time only.
+        late = asyncio.ensure_future(channel.request({"op": "grep"}, b"", 600.0))
+        await asyncio.sleep(0.01)
+        passed_s += 601.0
+        with pytest.raises(SandboxError, match="no answer within 600 s"):
+            await late
+
+    on_line(scenario)
+
+
 def test_a_listener_that_raises_loses_nobody_an_answer() -> None:
     async def scenario(channel: Channel, theirs: socket.socket) -> None:
         raised: list[str] = []

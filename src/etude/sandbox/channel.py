@@ -51,6 +51,7 @@ class Channel:
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._unsent = bytearray()
         self._next_id = first_id
+        self._num_requests = 0
         self._end: str | None = None
         self._lent: list[int] | None = None
         self._wants_pid = False
@@ -68,10 +69,18 @@ class Channel:
         return self._end is not None
 
     async def request(self, header: Header, payload: bytes, deadline_s: float) -> Answer:
-        """Sends a request and waits for its answer. Raises SandboxError."""
+        """Sends a request and waits for its answer. Raises SandboxError.
+
+        `deadline_s`: for this request, and as much for each that still waits before it: the server inside
+        does them one after the other.
+        """
         header["id"] = request_id = self.next_id()
         self._send(pack(header, payload))
-        return await self.answer(request_id, deadline_s)
+        self._num_requests += 1
+        try:
+            return await self.answer(request_id, deadline_s * self._num_requests)
+        finally:
+            self._num_requests -= 1
 
     def next_id(self) -> int:
         """An id for a request that the caller sends on its own."""
