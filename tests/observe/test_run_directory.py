@@ -1,4 +1,5 @@
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,14 @@ def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     assert raised.value.field == "name"
     assert "--resume" in str(raised.value)
     assert RunDirectory.open(tmp_path / "runs" / "demo").config.seed == 0
+
+
+def test_what_a_killed_process_of_the_same_number_left_is_not_in_the_way(tmp_path: Path) -> None:
+    """In a container it is the same number again."""
+    left = tmp_path / "runs" / f".demo.{os.getpid()}.tmp" / "trajectories"
+    left.mkdir(parents=True)
+    assert RunDirectory.create(config_in(tmp_path)).trajectories.is_dir()
+    assert not left.exists()
 
 
 def test_a_directory_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ class RunDirectory:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             check_resources(parent)
+            shutil.rmtree(building, ignore_errors=True)  # of a killed process that had this one's number
             building.mkdir()
             cls(building)._fill(config)
             building.rename(path)
