@@ -137,7 +137,7 @@ class LoanHandle:
     async def _renew(self, every_s: float) -> None:
         while True:
             await asyncio.sleep(every_s)
-            # Whoever calls next learns of it. An answer that stays away must not keep the next from being asked.
+            # Whoever calls next learns of it. One that is not answered must not keep the next back.
             with contextlib.suppress(InfrastructureError):
                 await self._ask_json("pulse", {}, within_s=every_s)
 

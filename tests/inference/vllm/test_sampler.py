@@ -260,6 +260,28 @@ async def test_an_update_that_vllm_gets_wrong_leaves_the_old_version_serving(
 
 
 @asynchronous
+async def test_an_update_that_the_end_overtakes_is_refused_and_begins_nothing_again(tmp_path: Path) -> None:
+    setting, is_loading, is_ended = Setting(tmp_path), asyncio.Event(), asyncio.Event()
+
+    async def load(*_: Any, **__: Any) -> Any:
+        is_loading.set()
+        await is_ended.wait()
+        raise SamplerError("vLLM does not answer")
+
+    async with setting.sampler as sampler:
+        await setting.serve(setting.manifests[0])
+        await sampler.stage(setting.manifests[1])
+        client = await sampler.replica.client()
+        client.call_workers = load
+        updating = asyncio.create_task(sampler.activate(setting.manifests[1].version))
+        await is_loading.wait()
+    is_ended.set()
+    with pytest.raises(WeightUpdateError, match="in service is None"):
+        await updating
+    assert setting.server.engine is None
+
+
+@asynchronous
 async def test_no_token_of_refused_weights_is_handed_out(tmp_path: Path) -> None:
     wrong = Probe.of(MODELS[2])
     async with served(tmp_path) as setting:

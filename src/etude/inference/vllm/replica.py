@@ -218,7 +218,7 @@ class Replica:
                 await self._client.set_weight_version(activation.label)
             await self._verify(self._client, staged, activation)
         except EtudeError as error:
-            activation.verdict.set_result(False)
+            self.history.refuse_open()
             with contextlib.suppress(EtudeError):  # kept in _failure, for those who ask
                 await self._go_back()
             return error
@@ -317,7 +317,7 @@ class Replica:
         """After a refused update: the server begins again with what was served before."""
         reason = "the update failed"
         await self._take_down(reason)
-        if self._served is not None:
+        if self._served is not None and self._failure is None:  # else it was closed meanwhile
             await self._begin_again(self._served, reason)
 
     async def _take_down(self, reason: str) -> None:
