@@ -137,6 +137,25 @@ def test_waiting_for_more_ends_with_the_deadline_or_at_once_when_stopped(
     assert names(stream.take(1, append)) == ["g1"]
 
 
+class _SlowLog(TrajectoryLog):
+    """A log that takes its time."""
+
+    def read_part(self, name: str) -> list[Group]:
+        time.sleep(0.5)
+        return super().read_part(name)
+
+
+def test_reading_a_long_log_is_no_waiting_at_its_end(tmp_path: Path, rollouts: Rollouts) -> None:
+    log = _SlowLog(tmp_path)
+    log.append([group_of(rollouts, 0)])
+
+    def append() -> bool:
+        TrajectoryLog(tmp_path).append([group_of(rollouts, 1)])
+        return False
+
+    assert names(stream_over(log, wait_s=0.3).take(2, append)) == ["g0", "g1"]
+
+
 def test_a_part_that_is_damaged_is_refused_by_name(tmp_path: Path, rollouts: Rollouts) -> None:
     TrajectoryLog(tmp_path).append([group_of(rollouts, 0)])
     (part,) = tmp_path.glob("*.parquet")

@@ -81,10 +81,12 @@ class RecordedStream:
         """
         taken: list[Group] = []
         before = self.state_dict()
-        deadline_s = time.monotonic() + self._config.stream.wait_s
+        deadline_s: float | None = None
         while len(taken) < num_groups:
             group = self._next()
             if group is None:
+                if deadline_s is None:  # the log ends here: what was read up to here took time, too
+                    deadline_s = time.monotonic() + self._config.stream.wait_s
                 if time.monotonic() >= deadline_s:
                     break
                 if stop():
@@ -92,6 +94,7 @@ class RecordedStream:
                     return []
                 time.sleep(_POLL_S)
                 continue
+            deadline_s = None
             reason = self._reason(group)
             if reason is not None:
                 self.passed[reason] += 1
