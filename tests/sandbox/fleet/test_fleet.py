@@ -450,6 +450,26 @@ def test_forks_stay_until_the_host_is_full_and_then_move():
     with_fleet(hosts, scenario)
 
 
+def test_a_fork_that_is_cancelled_while_copies_move_leaves_none_anywhere():
+    hosts = {"a": FakeHost(), "b": FakeHost()}
+
+    async def scenario(fleet: Fleet) -> None:
+        box = await fleet.create(FILES, BIG)
+        home = box.id.split(":")[0]
+        away = "b" if home == "a" else "a"
+        hosts[away].create_s = 600.0
+        forking = asyncio.ensure_future(box.fork(5))
+        await asyncio.sleep(1.0)
+        assert len(hosts[home].live) == 6
+        forking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await forking
+        assert places(fleet) == {home: 1, away: 0}
+        assert (len(hosts[home].live), len(hosts[away].live)) == (1, 0)
+
+    with_fleet(hosts, scenario)
+
+
 def test_forks_that_cannot_move_are_errors_in_their_places():
     hosts = {"a": SleeplessHost(), "b": SleeplessHost()}
 

@@ -6,6 +6,7 @@ import asyncio
 
 from etude.errors import InfrastructureError, SandboxError
 from etude.sandbox.arguments import check_count
+from etude.sandbox.copies import gather_copies
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fleet.hosts import Placement
 from etude.sandbox.fleet.registry import Registry
@@ -29,35 +30,32 @@ async def fork_sandbox(registry: Registry, sandbox: FleetSandbox, count: int) ->
         for place in used:
             registry.scheduler.cancel(place.ticket)
         raise
-    settled = iter(
-        await asyncio.gather(
-            *(_settle(registry, sandbox, place, copy) for place, copy in zip(used, copies, strict=True))
-        )
-    )
+    settling = [_settle(registry, sandbox, place, copy) for place, copy in zip(used, copies, strict=True)]
+    settled = iter(await gather_copies(settling))
     return [_no_room(sandbox.id) if place is None else next(settled) for place in places]
 
 
 async def _settle(
     registry: Registry, source: FleetSandbox, place: Placement, copy: Sandbox | SandboxError
-) -> Sandbox | SandboxError:
-    """A copy on the host for which it was planned."""
+) -> Sandbox:
+    """A copy on the host for which it was planned. Raises SandboxError."""
     if isinstance(copy, SandboxError):
         registry.scheduler.cancel(place.ticket)
-        return copy
+        raise copy
     host = source.host
     try:
         if place.host != source.host.name:
             copy = await _move(source, copy, registry, place)
         host = registry.placed(place)
         registry.scheduler.confirm(place.ticket, f"{host.name}:{copy.id}", registry.clock())
-    except SandboxMissingError:
+    except SandboxMissingError as error:
         # The target died in between, and took its reservations along.
-        return host.lost()
+        raise host.lost() from error
     except InfrastructureError as error:
         registry.scheduler.cancel(place.ticket)
         if isinstance(error, SandboxError):
-            return error
-        return SandboxError(str(error), field="sandbox", received=source.id)
+            raise
+        raise SandboxError(str(error), field="sandbox", received=source.id) from error
     except BaseException:
         registry.scheduler.cancel(place.ticket)
         raise
