@@ -1,11 +1,13 @@
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
 
+from etude.agent.index.grep.manifest import writing
 from etude.agent.index.opening import new_indexes
 from etude.agent.index.semantic import HashingEmbedder
-from etude.agent.index.templates import TemplateIndexes
+from etude.agent.index.templates import TemplateIndexes, lay_out
 from etude.agent.index.trees import IndexProgress, TreeIndex
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.agent.tools.ports import GrepRequest
@@ -211,6 +213,49 @@ def test_an_index_is_built_once(tmp_path):
     embedded = Counting.texts
     assert first == with_search(tmp_path, use, Counting())
     assert Counting.texts - embedded <= 2  # the questions alone
+
+
+def test_an_index_that_another_process_builds_is_waited_for(tmp_path):
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "a.py").write_text("tally = 1\n")
+
+    async def use():
+        index = TreeIndex(tmp_path / "tree", tmp_path / "state", "key", HashingEmbedder())
+        try:
+            with writing(tmp_path / "state" / "grep" / "key"):
+                await index.start()
+                ready = asyncio.ensure_future(index.ready())
+                await asyncio.wait([ready], timeout=0.5)
+            async with asyncio.timeout(60):
+                await ready
+            assert index.grep_overlay() is not None
+        finally:
+            await index.close()
+
+    asyncio.run(use())
+
+
+def test_a_tree_that_two_processes_lay_out_at_once_is_whole(tmp_path):
+    plain = Template(FILES)
+    other = threading.Thread(target=lay_out, args=(plain, tmp_path))
+
+    class Slow:
+        digest = plain.digest
+
+        @property
+        def contents(self):
+            return self
+
+        def items(self):
+            for number, item in enumerate(plain.contents.items()):
+                if number == 1:
+                    other.start()
+                    other.join(0.5)  # waits for us, as it should; the draft is in its way otherwise
+                yield item
+
+    tree = lay_out(Slow(), tmp_path)  # pyright: ignore[reportArgumentType]
+    other.join()
+    assert {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()} == set(FILES)
 
 
 def test_kinds_of_indexes_have_names(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -101,15 +102,18 @@ class _Lazy:
 def lay_out(template: Template, directory: Path) -> Path:
     """The template's files below `directory`, whole or not at all. Raises OSError."""
     target = directory / template.digest
-    if target.exists():
-        return target
-    draft = directory / f".{template.digest}.new"
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir(parents=True)
-    for path, content in template.contents.items():
-        file = draft / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-    with contextlib.suppress(FileExistsError):
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / ".lock").open("w") as lock:
+        # One process at a time: whose draft is there otherwise has died.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():
+            return target
+        draft = directory / f".{template.digest}.new"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir()
+        for path, content in template.contents.items():
+            file = draft / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
         draft.rename(target)
     return target

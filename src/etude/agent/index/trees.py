@@ -14,6 +14,7 @@ from etude.errors import StoreError
 from etude.sandbox.interface import Sandbox
 
 _GREP, _SEMANTIC = "grep", "semantic"
+_LOOK_S = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +94,26 @@ class TreeIndex:
             self._semantic = None
 
     async def _build(self, progress: Callable[[IndexProgress], None]) -> None:
-        if self._grep is None:
-            self._grep_folder.parent.mkdir(parents=True, exist_ok=True)
-            self._grep = await grep.GrepIndex.build(
-                self._root,
-                self._grep_folder,
-                key=self._grep_key,
-                no_ignore=True,
-                progress=lambda told: progress(IndexProgress(_GREP, told.done_files, told.num_files)),
-            )
+        while self._grep is None:
+            try:
+                self._grep = await self._build_grep(progress)
+            except grep.IndexBusyError:  # another process builds the same
+                await asyncio.sleep(_LOOK_S)
+                with contextlib.suppress(StoreError):
+                    self._grep = grep.GrepIndex.open(self._grep_folder, key=self._grep_key)
         assert self._semantic is not None
         await self._semantic.update(
             lambda told: progress(IndexProgress(f"{_SEMANTIC}: {told.stage}", told.done, told.total))
+        )
+
+    async def _build_grep(self, progress: Callable[[IndexProgress], None]) -> grep.GrepIndex:
+        self._grep_folder.parent.mkdir(parents=True, exist_ok=True)
+        return await grep.GrepIndex.build(
+            self._root,
+            self._grep_folder,
+            key=self._grep_key,
+            no_ignore=True,
+            progress=lambda told: progress(IndexProgress(_GREP, told.done_files, told.num_files)),
         )
 
 

@@ -2,7 +2,7 @@
 
 from etude.agent.index.grep.builder import Progress
 from etude.agent.index.grep.index import GrepIndex
-from etude.agent.index.grep.manifest import index_key
+from etude.agent.index.grep.manifest import IndexBusyError, index_key
 from etude.agent.index.grep.overlay import Overlay
 from etude.agent.index.grep.query import GrepMatch, GrepMatches, GrepQuery, GrepResult
 from etude.agent.index.grep.watch import Watcher
@@ -13,6 +13,7 @@ __all__ = [
     "GrepMatches",
     "GrepQuery",
     "GrepResult",
+    "IndexBusyError",
     "Overlay",
     "Progress",
     "Watcher",

@@ -34,6 +34,7 @@ from etude.errors import ConfigError, StoreError
 
 __all__ = [
     "Contents",
+    "IndexBusyError",
     "Manifest",
     "SegmentEntry",
     "index_key",
@@ -47,6 +48,10 @@ _NAME = "manifest.json"
 _TRIES = 5
 _OURS = re.compile(r"\.?(segment|tree|ranks|manifest)[-.][\w.-]+")
 """Names that may be removed: whoever names a directory with other things in it shall not lose them."""
+
+
+class IndexBusyError(ConfigError):
+    """Another process writes the index just now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +183,13 @@ def open_contents(into: Path) -> Contents:
 
 @contextmanager
 def writing(into: Path) -> Iterator[None]:
-    """The right to change the index, one process at a time. Raises ConfigError if another has it."""
+    """The right to change the index, one process at a time. Raises IndexBusyError if another has it."""
     into.mkdir(parents=True, exist_ok=True)
     with (into / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ConfigError(
+            raise IndexBusyError(
                 "is being written by another process", field="index", received=str(into), fix="wait for it"
             ) from error
         yield
