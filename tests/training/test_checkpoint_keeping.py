@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -196,6 +197,29 @@ def test_older_ones_that_rot_end_no_run(tmp_path: Path) -> None:
         keeper.flush()
         assert [kept.step for kept in History(tmp_path / "latest").entries()] == [2, 3]
     assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["latest"]
+
+
+def test_what_a_network_file_system_keeps_of_open_files_is_deleted_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rmdir, refused = os.rmdir, []
+
+    def refuse_once(path: Any, **more: Any) -> None:
+        if not refused:
+            refused.append(path)
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        rmdir(path, **more)
+
+    with _keeper(tmp_path, keep_last=1) as keeper:
+        keeper.save(None, _state(1))
+        keeper.flush()
+        monkeypatch.setattr(os, "rmdir", refuse_once)
+        keeper.save(None, _state(2))
+        keeper.flush()
+        assert refused and len(History(tmp_path / "latest").entries()) == 1
+        keeper.save(None, _state(3))
+        keeper.flush()
+    assert History(tmp_path / "latest").entries() == []
 
 
 def test_nothing_whole_is_refused_as_often_as_it_is_asked_for(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ Only whole checkpoints come into the history, by a rename; what is deleted is ne
 
 from __future__ import annotations
 
+import errno
 import re
 import shutil
 from collections import Counter
@@ -91,7 +92,7 @@ class History:
         wanted = {kept.path for kept in keep}
         for kept in entries:
             if kept.path not in wanted:
-                shutil.rmtree(kept.path)
+                _delete(kept.path)
 
 
 def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Path | None:
@@ -131,6 +132,16 @@ def _tell(flaws: list[FileFlaw], found: Path | None, metrics: MetricSink, observ
     state = read_state(found) if found is not None else None
     step = int((state or {}).get("step", 0))
     metrics.write(KIND, step, {reason: float(number) for reason, number in counts.items()})
+
+
+def _delete(path: Path) -> None:
+    """What a network file system keeps of open files, such as the state that a run went on from, stays until
+    the next save."""
+    try:
+        shutil.rmtree(path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EBUSY):
+            raise
 
 
 def _put_aside(path: Path, target: Path) -> None:
