@@ -69,6 +69,20 @@ def test_weights_that_are_published_again_lie_as_they_lay(tmp_path: Path) -> Non
     assert not list(tmp_path.glob(".*")), "what a killed writer left is gone"
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "etude.json"])
+def test_weights_that_are_damaged_are_whole_when_they_are_published_again(name: str, tmp_path: Path) -> None:
+    model = tiny_model(0)
+    weights = ModelSnapshots(SnapshotDirectory(tmp_path), model)
+    tensors = dict(model.named_parameters())
+    manifest = weights.publish(PolicyVersion("run", 0), tensors)
+    file = open_snapshot(manifest).directory / name
+    file.write_bytes(file.read_bytes()[:100])  # as a machine may leave it that stops
+    with pytest.raises(WeightUpdateError, match="publish the current version again"):
+        open_snapshot(manifest)
+    assert weights.publish(PolicyVersion("run", 0), tensors) == manifest
+    assert open_snapshot(manifest).probe is not None
+
+
 def test_what_a_store_holds_is_written_here_under_the_version_of_the_store(tmp_path: Path) -> None:
     model, store = tiny_model(3), MemoryWeights()
     rounded = {name: tensor.detach().to(torch.bfloat16) for name, tensor in model.named_parameters()}

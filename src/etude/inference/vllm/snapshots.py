@@ -60,7 +60,7 @@ class SnapshotDirectory:
         self, version: PolicyVersion, write: Callable[[Path], None], probe: Probe | None = None
     ) -> WeightManifest:
         """Writes a version with `write(directory)` and names it; its version carries the weights' digest. The
-        same weights published again are left as they lie: somebody may be reading them.
+        same weights published again are left as they lie, if they are whole: somebody may be reading them.
 
         Raises StoreError if it cannot be written; nothing half-written is left.
         """
@@ -76,9 +76,10 @@ class SnapshotDirectory:
             name = f"{version.lineage}-{version.step:08d}-{described.version.digest[:16]}"
             final = self._root / name
             manifest = WeightManifest(described.version, described.tensors, _SCHEME + str(final))
-            if final.exists():
+            if _is_whole(manifest, final):
                 os.utime(final)  # it is the newest again
             else:
+                shutil.rmtree(final, ignore_errors=True)
                 (partial / _RECORD).write_text(_dump(manifest, probe), encoding="utf-8")
                 partial.rename(final)
         except OSError as error:
@@ -131,6 +132,17 @@ def open_snapshot(manifest: WeightManifest) -> Snapshot:
                 fix="publish a version from before the training diverged",
             )
     return Snapshot(directory, manifest, probe)
+
+
+def _is_whole(manifest: WeightManifest, directory: Path) -> bool:
+    """Whether a published directory is there, and has outlived whatever stopped the machine since."""
+    if not directory.exists():
+        return False
+    try:
+        open_snapshot(manifest)
+    except WeightUpdateError:
+        return False
+    return True
 
 
 def check_same_shapes(served: WeightManifest, staged: WeightManifest) -> None:
