@@ -332,6 +332,18 @@ def test_a_store_without_room_loses_nothing(tmp_path: Path) -> None:
         assert told.json()["sampled_tokens"] == len(answer_tokens("Done."))
 
 
+def test_a_session_that_cannot_be_kept_is_not_begun(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError("the disk is full")
+
+    with served.control() as client, monkeypatch.context() as patched:
+        patched.setattr("os.fdatasync", full)
+        assert client.post("/sessions", json={"task": "t"}).status_code == 503
+        assert len(served.recordings) == 0
+        patched.undo()
+        assert client.post("/sessions", json={"task": "t"}).status_code == 201
+
+
 def test_a_sampler_that_never_answers_ends_at_its_deadline(tmp_path: Path) -> None:
     from etude.environment.recording import Serving
 

@@ -14,6 +14,7 @@ from etude.environment.recording.fields import SamplingDefaults
 from etude.environment.recording.server.requests import body_of, recordings_of, tenant_of
 from etude.environment.recording.sessions import RecordingLimits
 from etude.environment.recording.spec import SessionSpec
+from etude.errors import StoreError
 from etude.records import RewardBreakdown, SamplingParams, Status, TrajectoryId
 from etude.tokens.chat.fields import flag, integer, number, text, unsupported, wrong
 
@@ -41,7 +42,11 @@ async def create(request: Request) -> Response:
     tenant, recordings = tenant_of(request), recordings_of(request)
     spec = _spec(await body_of(request), recordings.limits)
     session = recordings.create(tenant, spec)
-    await session.journal.sync()
+    try:
+        await session.journal.sync()
+    except StoreError:  # else nobody knows its id, and its trajectory cannot be begun again
+        await recordings.delete(tenant, session.id)
+        raise
     base = f"{str(request.base_url).rstrip('/')}/s/{session.id}"
     row = {"id": session.id, "key": session.key, "openai_base_url": f"{base}/v1", "anthropic_base_url": base}
     return JSONResponse({**row, "trajectory": str(spec.trajectory_id)}, 201)
