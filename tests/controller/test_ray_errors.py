@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 pytest.importorskip("ray")
@@ -9,7 +13,8 @@ pytest.importorskip("ray")
 from ray.core.generated.common_pb2 import ActorDiedErrorContext  # pyright: ignore[reportAttributeAccessIssue]
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from etude.controller.ray import words_of
+from etude.config import ClusterConfig
+from etude.controller.ray import RayExecutor, words_of
 from etude.errors import SamplerError
 
 
@@ -36,3 +41,16 @@ def test_of_a_process_that_died_it_is_told_what_ray_knows() -> None:
 
 def test_long_words_are_cut() -> None:
     assert len(words_of(raised(ValueError("x" * 10_000)))) < 600
+
+
+def test_a_ray_that_does_not_start_leaves_no_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**named: Any) -> None:
+        raise RuntimeError("no port is free")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("ray.init", fail)
+    with pytest.raises(RuntimeError, match="no port"), RayExecutor(ClusterConfig()):
+        raise AssertionError("it began")
+    assert not list(tmp_path.iterdir())

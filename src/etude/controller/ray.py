@@ -180,13 +180,17 @@ class RayExecutor:
                 ray.init(address=settings.address, **quiet)
                 return self
             self._directory = Path(tempfile.mkdtemp(prefix="etude-ray-"))
-            ray.init(
-                num_cpus=self._num_cpus,
-                include_dashboard=False,
-                object_store_memory=settings.object_store_bytes,
-                _temp_dir=str(self._directory),
-                **quiet,
-            )
+            try:
+                ray.init(
+                    num_cpus=self._num_cpus,
+                    include_dashboard=False,
+                    object_store_memory=settings.object_store_bytes,
+                    _temp_dir=str(self._directory),
+                    **quiet,
+                )
+            except BaseException:  # nobody leaves what was not entered
+                self.__exit__()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
