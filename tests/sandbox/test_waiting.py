@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 from etude.sandbox.inside.processes import Process
 from etude.sandbox.inside.waiting import MOST_WAITING_S, extension_s
 from etude.sandbox.interface import Sandbox
-from tests.sandbox.scenes import in_sandbox
+from etude.sandbox.machine import MachineSandbox
+from tests.sandbox.scenes import becomes_true, in_sandbox
 
 BUSY = """
 import os, time
@@ -106,3 +108,27 @@ def test_what_computes_for_ever_ends_soon_after_its_time(tmp_path: Path) -> None
         assert again.timed_out
 
     in_sandbox(tmp_path, scenario, {"tests/test_busy.py": BUSY.format(core=0, seconds=1000)})
+
+
+def test_time_for_which_a_sandbox_stands_still_is_no_time_of_its_commands(tmp_path: Path) -> None:
+    """For a copy of its files, which may take long."""
+
+    async def scenario(sandbox: Sandbox) -> None:
+        assert isinstance(sandbox, MachineSandbox)
+        session = await sandbox.create_session()
+        cmd = "touch begun-$$; sleep 1; echo done"
+        running = asyncio.gather(
+            sandbox.commands.run(cmd, timeout_s=5.0), sandbox.run_in_session(session, cmd, timeout_s=5.0)
+        )
+
+        async def have_begun() -> bool:
+            return len(await sandbox.files.list()) == 2
+
+        assert await becomes_true(have_begun)
+        async with sandbox.standing_still():
+            await asyncio.sleep(5.5)
+        for result in await running:
+            assert (result.timed_out, result.stdout) == (False, "done\n")
+            assert 0.0 <= result.duration_s < 5.5
+
+    in_sandbox(tmp_path, scenario)

@@ -181,6 +181,12 @@ class Job:
     waiting: list[int] = field(default_factory=list)
     """Requests that wait for the end of a background job."""
 
+    def put_off(self, since_s: float, now_s: float) -> None:
+        """It stood still in between: that does not count as its time."""
+        stood_s = now_s - max(since_s, self.start_s)
+        self.start_s += stood_s
+        self.deadline_s += stood_s
+
 
 def start_job(
     child: Child,

@@ -70,6 +70,8 @@ class Running:
         self._next_watch_s = 0.0
         self._reaped: dict[int, int] = {}
         self._stopped: set[int] = set()
+        self._frozen_s: float | None = None
+        """Since when everything stands still."""
         self._muted: list[Output] = []
         wire.on_drained = self._listen_again
         self.operations: dict[str, Callable[[Header, bytes], Answer | None]] = {
@@ -91,7 +93,7 @@ class Running:
 
     def timeout_ms(self) -> float | None:
         """How long the loop may sleep."""
-        if not self._has_children:
+        if not self._has_children or self._frozen_s is not None:
             return None
         deadlines = [self._next_watch_s] if self._settings.watch_memory else []
         deadlines += [job.deadline_s for job in self._jobs.values()]
@@ -113,7 +115,8 @@ class Running:
         """Reaps, enforces deadlines and memory, answers what has ended."""
         if not self._has_children and not self._reaped:
             return
-        now_s = time.monotonic()  # before the look at who has ended: whoever ends in between was in time
+        # Before the look at who has ended: whoever ends in between was in time.
+        now_s = time.monotonic() if self._frozen_s is None else self._frozen_s
         self._reap()
         ended, self._reaped = self._reaped, {}
         if self._settings.watch_memory and self._has_children and now_s >= self._next_watch_s:
@@ -386,11 +389,19 @@ class Running:
     # Standing still, for a copy
 
     def _freeze(self, header: Header, payload: bytes) -> Answer:
-        """Everything but this server stands still until `thaw`."""
+        """Everything but this server stands still until `thaw`, the time of what runs too."""
+        if self._frozen_s is None:
+            self._frozen_s = time.monotonic()
         self._stopped |= stop_all(self._processes) if self._has_children else set[int]()
         return {}, b""
 
     def _thaw(self, header: Header, payload: bytes) -> Answer:
+        since_s, self._frozen_s = self._frozen_s, None
+        if since_s is not None:
+            now_s = time.monotonic()
+            for job in self._jobs.values():
+                job.put_off(since_s, now_s)
+            self._sessions.put_off(since_s, now_s)
         resume_all(self._stopped)
         self._stopped = set()
         return {}, b""

@@ -100,6 +100,11 @@ class Sessions:
                 shell.cancelled = True
                 shell.deadline_s = now_s
 
+    def put_off(self, since_s: float, now_s: float) -> None:
+        """All stood still in between: that does not count as their commands' time."""
+        for shell in self._shells.values():
+            shell.put_off(since_s, now_s)
+
     def end_all(self) -> None:
         """Answers for every shell as killed; the processes are dead already."""
         for shell in list(self._shells.values()):

@@ -126,6 +126,15 @@ class Shell:
             self._poll.unregister(descriptor)
             self._watches_stdin = False
 
+    def put_off(self, since_s: float, now_s: float) -> None:
+        """It stood still in between: that does not count as the present command's time."""
+        stood_s = now_s - max(since_s, self._start_s)
+        self._start_s += stood_s
+        self._killed_s += stood_s
+        self._kill_at_s += stood_s
+        if not self.cancelled:
+            self.deadline_s += stood_s
+
     def next_deadline_s(self) -> float:
         """When `expire` wants to be asked again."""
         return min(self.deadline_s, self._kill_at_s)
