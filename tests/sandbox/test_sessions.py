@@ -464,3 +464,15 @@ def test_two_commands_at_once_in_one_session_are_refused_by_the_server(tmp_path:
         assert (await task).stdout == "one\n"
 
     in_sandbox(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("cmd", ["echo \ud800", "echo a\0b"])
+def test_a_command_that_is_no_text_is_refused_and_the_session_goes_on(tmp_path: Path, cmd: str) -> None:
+    async def scenario(s: Sandbox) -> None:
+        session = await s.create_session()
+        with pytest.raises(ToolArgumentError):
+            await s.run_in_session(session, cmd, 60.0)
+        (result,) = await say(s, session, "echo on")
+        assert result.stdout == "on\n"
+
+    in_sandbox(tmp_path, scenario)

@@ -131,6 +131,7 @@ class Sessions:
         shell = self._shells.get(header["session"])
         if shell is None:
             raise Fault(*_ended(header["session"]))
+        check_texts([header["cmd"]], ())
         before = self._processes.table()
         if shell.cancelled:
             shell.queue.append((header, before))
