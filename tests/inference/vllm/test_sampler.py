@@ -161,6 +161,27 @@ async def test_an_abort_ends_a_message_with_what_was_sampled(tmp_path: Path) -> 
             check(reader)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@asynchronous
+async def test_an_abort_that_overtakes_its_request_ends_it_all_the_same(
+    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.inference.vllm.sampler._ABORT_AGAIN_S", 0.02)
+    async with served(tmp_path) as setting:
+        setting.engine.was_aborted.clear()
+        setting.engine.faults.add("abort_overtakes")
+        reader = setting.reader()
+        asked = asyncio.create_task(
+            reader.ask(setting.sampler, [1, 2, 3], max_tokens=250, streaming=streaming)
+        )
+        while not setting.sampler.replica.requests:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        setting.sampler.abort(f"{reader.id}:1")
+        await asyncio.wait_for(asked, 60)
+        assert reader.chunks[-1].finish == "abort"
+        assert sum(reader.sampled) < 250
+
+
 @asynchronous
 async def test_a_deadline_aborts(tmp_path: Path) -> None:
     async with served(tmp_path) as setting:

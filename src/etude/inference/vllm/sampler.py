@@ -33,6 +33,7 @@ from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, Wei
 
 DRAIN_S = 30.0
 """How long requests in flight are waited for at the end."""
+_ABORT_AGAIN_S = 0.5
 
 
 class VllmSampler:
@@ -248,8 +249,11 @@ class VllmSampler:
     async def _abort(self, running: Running) -> None:
         with contextlib.suppress(SamplerError):
             client = await self.replica.client()
-            # vLLM puts a word of its own before the names of these requests.
-            await client.abort(f"generate-tokens-{running.name}")
+            # Again and again: the first may overtake the request on its way, and is then ignored.
+            while running.name in self.replica.requests:
+                # vLLM puts a word of its own before the names of these requests.
+                await client.abort(f"generate-tokens-{running.name}")
+                await asyncio.sleep(_ABORT_AGAIN_S)
 
     async def _take_routes(self, client: VllmClient, name: str) -> Routes | None:
         abilities = self.replica.abilities

@@ -14,7 +14,9 @@ import torch
 from etude.model import PackedAttention
 from etude.model.loading import AnyModel, load_any_model
 
-Fault = Literal["load_fails", "loads_nothing", "loads_half", "abort_midway", "dies_when_sampling"]
+Fault = Literal[
+    "load_fails", "loads_nothing", "loads_half", "abort_midway", "dies_when_sampling", "abort_overtakes"
+]
 _STEP_S = 0.002
 _FLOOR = -9999.0
 
@@ -48,6 +50,8 @@ class FakeEngine:
         self.faults: set[Fault] = set()
         """What goes wrong from now on."""
         self.jobs: dict[str, Job] = {}
+        self.was_aborted = asyncio.Event()
+        """Set by the first abort, of whatever it was."""
         self.resets = 0
         self.pauses = 0
         self.loads: list[str] = []
@@ -79,6 +83,7 @@ class FakeEngine:
 
     def abort(self, name: str) -> None:
         """Ends a request; unknown ones are ignored."""
+        self.was_aborted.set()
         job = self.jobs.get(name)
         if job is not None:
             self._finish(job, "abort")

@@ -94,6 +94,8 @@ def build_app(engine: FakeEngine) -> FastAPI:
     @app.post("/inference/v1/generate")
     async def _generate(request: Request) -> Response:
         document = await request.json()
+        if "abort_overtakes" in engine.faults:
+            await engine.was_aborted.wait()
         job = engine.submit(document)
         if document.get("stream"):
             return StreamingResponse(_events(engine, job), media_type="text/event-stream")
