@@ -231,7 +231,7 @@ from etude.sandbox.inside.faults import Fault
 
 def what_becomes_of(operation):
     try:
-        with server._time_limit():
+        with server._time_limit(0.05):
             operation()
     except Fault:
         return "fault"
@@ -242,7 +242,6 @@ def work():
         pass
 
 signal.signal(signal.SIGALRM, server._on_alarm)
-server.FILE_OPERATION_S = 0.05
 print(what_becomes_of(lambda: time.sleep(0.3)), what_becomes_of(work))
 server.FILE_OPERATION_WALL_S = 0.1
 print(what_becomes_of(lambda: time.sleep(600)))

@@ -34,7 +34,7 @@ from etude.sandbox.inside.processes import NamespaceProcesses, Table, UserProces
 from etude.sandbox.inside.processor_time import ProcessorWatch
 from etude.sandbox.inside.running import Settings
 from etude.sandbox.inside.seccomp import build_filter
-from etude.sandbox.inside.server import Answer, Server
+from etude.sandbox.inside.server import FILE_OPERATION_WALL_S, Answer, Server
 from etude.sandbox.inside.watch import Watch
 
 _libc = ctypes.CDLL(None)
@@ -305,6 +305,7 @@ def main(arguments: list[str]) -> None:
     is_init = os.getpid() == 1
     processes = AgentProcesses(options.uid) if options.uid is not None else NamespaceProcesses()
     assert is_init or options.uid is not None, "without a user of their own, commands need a pid namespace"
+    has_own_kernel = options.line != "stdio"
     settings = Settings(
         options.memory_bytes,
         options.cpu_s,
@@ -312,6 +313,8 @@ def main(arguments: list[str]) -> None:
         uid=options.uid,
         open_files=options.open_files,
         watch_memory=False,
+        # A kernel of its own counts what the host's processors do for others as time of whoever runs here.
+        file_operation_s=FILE_OPERATION_WALL_S if has_own_kernel else Settings.file_operation_s,
     )
     for program in filters() if options.filter else ():
         os.register_at_fork(after_in_child=partial(kernel.install_filter, program))
@@ -337,9 +340,9 @@ def main(arguments: list[str]) -> None:
     server = GuestServer(
         reader, writer, workspace, processes, settings, greet=greet, extra=extra, watches=watches
     )
-    if options.line == "stdio":
+    if not has_own_kernel:
         _close_log()
-    server.serve(returning=options.line != "stdio")
+    server.serve(returning=has_own_kernel)
 
 
 if __name__ == "__main__":

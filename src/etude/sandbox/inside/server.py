@@ -28,10 +28,8 @@ from etude.sandbox.inside.processes import Processes
 from etude.sandbox.inside.running import Running, Settings
 from etude.sandbox.inside.wire import Wire
 
-FILE_OPERATION_S = 2.0
-"""Processor time that one file operation may take; a regular expression can ask for any amount."""
 FILE_OPERATION_WALL_S = 20.0
-"""What it may take on a machine that is busy with other things; its owner waits for longer."""
+"""What a file operation may take on a machine that is busy with other things; its owner waits for longer."""
 TOGETHER_BYTES = 4 << 20
 """Once files that are asked for together hold so much, the rest is left to another request."""
 ABSENCE_MS = 10.0
@@ -67,6 +65,7 @@ class Server:
         self._running = Running(self._wire, self._poll, processes, settings, workspace.root)
         self._scratch = scratch
         self._greet = greet
+        self._file_operation_s = settings.file_operation_s
         self._forwarder: Forwarder | None = None
         self._file_operations: dict[str, Operation] = {
             "read": self._read,
@@ -138,7 +137,7 @@ class Server:
         operation = header["op"]
         try:
             if operation in self._file_operations:
-                with _time_limit():
+                with _time_limit(self._file_operation_s):
                     answer = self._file_operations[operation](header, payload)
             elif operation in self._owners_operations:
                 # These have no limit but their owner's patience: a `hello` that ended halfway would hold all
@@ -275,10 +274,10 @@ def _set_alarm() -> None:
 
 
 @contextmanager
-def _time_limit() -> Iterator[None]:
+def _time_limit(processor_s: float) -> Iterator[None]:
     """Raises Fault in the block once it has taken too long."""
     global _deadlines_s
-    _deadlines_s = (time.process_time() + FILE_OPERATION_S, time.monotonic() + FILE_OPERATION_WALL_S)
+    _deadlines_s = (time.process_time() + processor_s, time.monotonic() + FILE_OPERATION_WALL_S)
     _set_alarm()
     try:
         yield

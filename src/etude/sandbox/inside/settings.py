@@ -29,6 +29,8 @@ class Settings:
     """Whether the watchdog bounds memory; not needed where the kernel does."""
     sockets: SocketMemory | None = None
     """What counts the buffers of sockets; None where something else bounds them."""
+    file_operation_s: float = 2.0
+    """Processor time that one file operation may take; a regular expression can ask for any amount."""
 
     def environment(self, home: str, extra: dict[str, str]) -> dict[str, str]:
         """The environment of a command: ours, the image's over it, the caller's over both."""
