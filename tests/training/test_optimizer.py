@@ -167,6 +167,17 @@ def test_the_offending_batch_is_kept_and_only_the_newest_few(tmp_path: Path) -> 
     assert {path.suffix for path in (tmp_path / "offending").iterdir()} == {".pt"}
 
 
+def test_a_disk_without_room_costs_the_batch_and_not_the_run(tmp_path: Path) -> None:
+    (tmp_path / "offending").touch()  # no directory can be made there
+    model = nn.Linear(2, 2)
+    offending = OffendingBatches(tmp_path / "offending")
+    optimizer = Optimizer(model, OptimizerConfig(), 10, offending=offending)
+    model.weight.grad = torch.full((2, 2), float("nan"))
+    with pytest.warns(UserWarning, match="is not kept"):
+        optimizer.step(lambda: {"tokens": torch.tensor([1])})
+    assert (optimizer.num_taken, optimizer.num_skipped, model.weight.grad) == (1, 1, None)
+
+
 def test_a_good_batch_is_never_described() -> None:
     model = nn.Linear(2, 2)
     model.weight.grad = torch.ones(2, 2)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from etude.observe.files import write_bytes
 
 
 class OffendingBatches:
@@ -20,16 +24,21 @@ class OffendingBatches:
 
     def save(self, step: int, norm: float, batch: Mapping[str, Any]) -> Path | None:
         """Keeps `batch` (tensors and plain values, for `torch.load(..., weights_only=True)`) with the
-        gradient's norm; returns where, or None where nothing is to be kept. Raises OSError."""
+        gradient's norm; returns where. None where nothing is to be kept, or where nothing can be: a disk
+        that is full costs the diagnosis, told by a warning, and not the run."""
         if self._keep < 1:
             return None
-        self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / f"step-{step:07d}-rank-{self._rank}.pt"
-        partial = path.with_suffix(".partial")
-        torch.save({"step": step, "grad_norm": norm, **batch}, partial)
-        partial.replace(path)
-        for old in self.kept()[: -self._keep]:
-            old.unlink()
+        data = io.BytesIO()
+        torch.save({"step": step, "grad_norm": norm, **batch}, data)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, data.getvalue())
+            for old in self.kept()[: -self._keep]:
+                old.unlink()
+        except OSError as error:
+            warnings.warn(f"the batch of a skipped update is not kept: {error}", stacklevel=2)
+            return None
         return path
 
     def kept(self) -> list[Path]:

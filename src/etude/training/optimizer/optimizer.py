@@ -65,8 +65,7 @@ class Optimizer:
         """Clips and applies the gradients; returns their norm before clipping.
 
         States that were offloaded come back. A step whose gradient is not finite changes nothing and is
-        counted in `num_skipped`; what `describe` says of its batch is kept. Raises OSError if that cannot be
-        written.
+        counted in `num_skipped`; what `describe` says of its batch is kept.
         """
         self._states.fetch()
         self._ranks.reduce_gradients(self._model)
