@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +184,27 @@ def test_a_replica_that_fails_is_left_alone_for_a_while_and_longer_each_time(
         asyncio.run(body())
     finally:
         desk._open_store = open_store
+
+
+def test_what_ends_the_search_for_replicas_keeps_none_of_them_from_going_home(
+    replicas: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_full = asyncio.Event()
+
+    async def fail() -> None:
+        is_full.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def body() -> None:
+        async with running(replicas[:1], tmp_path) as run:
+            await run.hand("lend", replicas[0], pool="rollout")
+            await until(lambda: run.pool.num_lent == 1)
+            monkeypatch.setattr(run.pool, "_look", fail)
+            await is_full.wait()
+
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(body())
+    assert state_of(replicas[0]) == "home"
 
 
 def test_a_replica_of_another_version_that_says_other_things_of_itself_is_refused(

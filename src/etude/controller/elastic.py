@@ -113,8 +113,7 @@ class ElasticPool:
     async def __aexit__(self, *_: object) -> None:
         assert self._task is not None
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait([self._task])
         for one in self._held.values():
             one.over.set()
         try:
@@ -123,6 +122,8 @@ class ElasticPool:
             with contextlib.suppress(httpx.HTTPError):  # else the replicas go home by themselves
                 await self._http.delete(self._path)
             await self._http.aclose()
+        if not self._task.cancelled():
+            self._task.result()  # which failed
 
     @property
     def num_lent(self) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import errno
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,23 @@ def test_a_worker_that_joins_takes_the_place_of_one_that_was_given_up(tmp_path: 
         assert (await session).reward is not None
         await joining
         await workers.shutdown()
+
+    asyncio.run(run())
+
+
+def test_a_disk_that_is_full_for_a_while_keeps_no_worker_from_joining_and_is_written_to_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(standing: Mapping[str, Any]) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def run() -> None:
+        async with pooled(tmp_path, num_free=2) as pool:
+            with monkeypatch.context() as disk:
+                disk.setattr(pool.files, "tell", full)
+                pool.files.ask(2)
+                await until(lambda: ("worker-1", "joined") in pool.events())
+            await until(lambda: pool.up == ["worker-0", "worker-1"])
 
     asyncio.run(run())
 

@@ -81,6 +81,8 @@ class WorkerPool:
         self._resumes_s = 0.0
         """When joining is tried again, after a failure."""
         self._told: dict[str, Any] = {}
+        self._is_told = True
+        """Whether that could be written."""
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -184,14 +186,18 @@ class WorkerPool:
         del self._members[member.name]
 
     def _tell(self, wanted: WantedWorkers) -> None:
-        """Writes down what there is, where that has changed."""
+        """Writes down what there is, where that has changed or could not be written before."""
         standing = {
             "wanted": wanted,
             "workers": {one.name: self._state_of(one) for one in self._members.values()},
         }
-        if standing != self._told:
+        if standing != self._told or not self._is_told:
             self._told = standing
-            self._files.tell(standing)
+            try:
+                self._files.tell(standing)
+                self._is_told = True
+            except OSError:  # a full disk keeps no worker from coming or going
+                self._is_told = False
 
     def _state_of(self, member: _Member) -> str:
         if not member.is_joined:
