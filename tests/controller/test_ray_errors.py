@@ -43,9 +43,11 @@ def test_long_words_are_cut() -> None:
     assert len(words_of(raised(ValueError("x" * 10_000)))) < 600
 
 
-def test_a_ray_that_does_not_start_leaves_no_directory(
+def test_a_ray_that_does_not_start_leaves_no_directory_nor_does_one_that_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "ray-etude-killed" / "session").mkdir(parents=True)
+
     def fail(**named: Any) -> None:
         raise RuntimeError("no port is free")
 

@@ -15,7 +15,6 @@ import inspect
 import json
 import os
 import pickle
-import shutil
 import signal
 import tempfile
 import traceback
@@ -33,6 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from etude.config import ClusterConfig
 from etude.controller.ray_checks import bundle_of, check_address, check_room, told
 from etude.errors import EtudeError, PartLostError, ResourceError
+from etude.observe.scratch import scratch_directory, sweep
 from etude.protocols import Resources
 
 T = TypeVar("T")
@@ -46,6 +46,8 @@ _MANY = 10_000
 """Calls that may be under way at once: an engine has one for every client, and few others."""
 _LONGEST_WORDS = 500
 """Characters of what Ray says of an error."""
+_SCRATCH = "ray-etude-"
+"""What the names of Ray's directories begin with."""
 _GRACE_S = 10.0
 """How long a part may take to close what it has opened."""
 
@@ -169,7 +171,7 @@ class RayExecutor:
         self._group: PlacementGroup | None = None
         self._rooms: dict[str, PlacementGroup] = {}
         """Of parts that were thought of later."""
-        self._directory: Path | None = None
+        self._scratch = contextlib.ExitStack()
 
     def __enter__(self) -> RayExecutor:
         settings = self._settings
@@ -179,13 +181,15 @@ class RayExecutor:
                 check_address(settings)
                 ray.init(address=settings.address, **quiet)
                 return self
-            self._directory = Path(tempfile.mkdtemp(prefix="etude-ray-"))
+            root = Path(tempfile.gettempdir())
+            sweep(root, _SCRATCH)  # what killed runs have left
+            directory = self._scratch.enter_context(scratch_directory(root, _SCRATCH))
             try:
                 ray.init(
                     num_cpus=self._num_cpus,
                     include_dashboard=False,
                     object_store_memory=settings.object_store_bytes,
-                    _temp_dir=str(self._directory),
+                    _temp_dir=str(directory),
                     **quiet,
                 )
             except BaseException:  # nobody leaves what was not entered
@@ -199,8 +203,7 @@ class RayExecutor:
         if self._group is not None:
             _remove(self._group)
         ray.shutdown()
-        if self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._scratch.close()
 
     @property
     def nodes(self) -> frozenset[str]:
