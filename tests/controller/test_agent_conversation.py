@@ -15,6 +15,7 @@ import pytest
 from etude.agent import LocalWorkspace, ScriptedSampler, ToolContext, run_session
 from etude.agent.session import AgentSession
 from etude.controller.agent.approval import Approver
+from etude.controller.agent.changes import TurnChange
 from etude.controller.agent.events import CallDone, Ended, FilesChanged, Noted, Said
 from etude.controller.agent.folders import SessionFolder, list_sessions
 from etude.errors import ConfigError, SamplerError, StoreError
@@ -440,6 +441,14 @@ def test_a_session_in_use_is_refused(root: Path) -> None:
                     pass
 
     run(go())
+
+
+def test_changes_of_a_long_session_stay_in_order(tmp_path: Path) -> None:
+    folder = SessionFolder.create(tmp_path, tmp_path, {}, "ask")
+    for number in (10_000, 9_999, 2):
+        folder.save_change(TurnChange(number, number, 1, ()))
+    assert [change.number for change in folder.changes()] == [2, 9_999, 10_000]
+    assert folder.next_number() == 10_001
 
 
 def test_too_large_a_change_is_told_and_nothing_is_written(root: Path) -> None:

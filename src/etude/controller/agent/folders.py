@@ -146,7 +146,7 @@ class SessionFolder:
     def changes(self) -> list[TurnChange]:
         """What each turn changed, in order. Raises StoreError for a damaged file."""
         found: list[TurnChange] = []
-        for path in sorted((self.path / "changes").glob("[0-9]*.json")):
+        for path in sorted((self.path / "changes").glob("[0-9]*.json"), key=lambda path: int(path.stem)):
             try:
                 found.append(TurnChange.from_dict(json.loads(path.read_text(encoding="utf-8"))))
             except (OSError, ValueError, KeyError, TypeError) as error:
