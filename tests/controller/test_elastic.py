@@ -190,6 +190,7 @@ def test_what_ends_the_search_for_replicas_keeps_none_of_them_from_going_home(
     replicas: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_full = asyncio.Event()
+    runs: list[Run] = []
 
     async def fail() -> None:
         is_full.set()
@@ -199,12 +200,15 @@ def test_what_ends_the_search_for_replicas_keeps_none_of_them_from_going_home(
         async with running(replicas[:1], tmp_path) as run:
             await run.hand("lend", replicas[0], pool="rollout")
             await until(lambda: run.pool.num_lent == 1)
+            runs.append(run)
             monkeypatch.setattr(run.pool, "_look", fail)
             await is_full.wait()
 
     with pytest.raises(OSError, match="No space left"):
         asyncio.run(body())
     assert state_of(replicas[0]) == "home"
+    assert runs[0].proxy.loans is not None
+    assert not runs[0].proxy.loans.books.borrowers
 
 
 def test_a_replica_of_another_version_that_says_other_things_of_itself_is_refused(
