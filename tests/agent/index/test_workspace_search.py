@@ -215,6 +215,35 @@ def test_an_index_is_built_once(tmp_path):
     assert Counting.texts - embedded <= 2  # the questions alone
 
 
+def test_indexes_that_no_session_uses_are_closed_and_opened_again(tmp_path):
+    templates = [Template({"a.py": f"tally = {number}\n"}) for number in range(5)]
+
+    async def tallied(indexes, template):
+        sandbox = await MemoryBackend().create(template)
+        search = indexes.search(template, sandbox)
+        await indexes.ready(template)
+        assert found(await search.grep(GrepRequest("tally"))) == [("a.py", 1)]
+        assert (await search.semantic("tally", 1)).hits[0].text in template.contents["a.py"].decode()
+        return search
+
+    async def use():
+        indexes = TemplateIndexes(tmp_path, HashingEmbedder(), most_idle=1)
+        used = await tallied(indexes, templates[0])
+        for template in templates[1:]:
+            search = await tallied(indexes, template)
+            search.close()
+            search.close()
+            assert indexes.num_open <= 2, "that which is in use, and the last one"
+        assert found(await used.grep(GrepRequest("tally"))) == [("a.py", 1)]
+        again = await tallied(indexes, templates[1])
+        used.close()
+        again.close()
+        assert indexes.num_open == 1
+        await indexes.close()
+
+    asyncio.run(use())
+
+
 def test_an_index_that_another_process_builds_is_waited_for(tmp_path):
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "a.py").write_text("tally = 1\n")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,26 +19,45 @@ from etude.sandbox.interface import Sandbox
 from etude.sandbox.template import Template
 
 Report = Callable[[str], None]
+_MOST_IDLE = 32
+"""Templates whose indexes stay open though no session uses them: each has files open and mapped."""
 
 
 class TemplateIndexes:
     """Code indexes by template, for all sessions of one process. For one event loop.
 
     A template's files are laid out once below `state`, so that nobody's edits reach what is indexed. A build
-    that fails is reported once, and its sessions search by their sandboxes.
+    that fails is reported once, and its sessions search by their sandboxes. What no session has used for
+    the longest time is closed, and opened again by the next one.
     """
 
     def __init__(
-        self, state: Path, embedder: semantic.Embedder | None, report: Report = lambda words: None
+        self,
+        state: Path,
+        embedder: semantic.Embedder | None,
+        report: Report = lambda words: None,
+        most_idle: int = _MOST_IDLE,
     ) -> None:
+        """`most_idle`: templates that stay open without a session."""
         self._state = state
+        self._most_idle = most_idle
         self._embedder = embedder
         self._report = report
         self._trees: dict[str, _Lazy] = {}
+        """By the template's digest; what was used last comes last."""
+        self._num_users: Counter[str] = Counter()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def num_open(self) -> int:
+        """Templates whose indexes are open."""
+        return len(self._trees)
 
     def search(self, template: Template, sandbox: Sandbox) -> WorkspaceSearch:
-        """A view for a session whose sandbox started from `template`. Returns at once."""
-        return WorkspaceSearch(sandbox, self._lazy(template))
+        """A view for a session whose sandbox started from `template`, until it is closed. Returns at once."""
+        digest = template.digest
+        self._num_users[digest] += 1
+        return WorkspaceSearch(sandbox, self._lazy(template), lambda: self._release(digest))
 
     async def ready(
         self, template: Template, progress: Callable[[IndexProgress], None] | None = None
@@ -50,12 +70,22 @@ class TemplateIndexes:
         trees, self._trees = self._trees, {}
         for lazy in trees.values():
             await lazy.close()
+        await asyncio.gather(*self._closing)
 
     def _lazy(self, template: Template) -> _Lazy:
-        lazy = self._trees.get(template.digest)
+        lazy = self._trees.pop(template.digest, None)
         if lazy is None:
-            lazy = self._trees[template.digest] = _Lazy(template, self._state, self._embedder, self._report)
+            lazy = _Lazy(template, self._state, self._embedder, self._report)
+        self._trees[template.digest] = lazy
         return lazy
+
+    def _release(self, digest: str) -> None:
+        self._num_users -= Counter([digest])
+        idle = [one for one, lazy in self._trees.items() if not self._num_users[one] and not lazy.is_building]
+        for one in idle[: max(0, len(idle) - self._most_idle)]:
+            closing = asyncio.create_task(self._trees.pop(one).close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
 
 class _Lazy:
@@ -68,6 +98,10 @@ class _Lazy:
         self._report = report
         self._progress: Callable[[IndexProgress], None] = lambda progress: None
         self._starting = asyncio.create_task(self._start(template, state, embedder))
+
+    @property
+    def is_building(self) -> bool:
+        return not self._starting.done() or (self._tree is not None and self._tree.is_building)
 
     def grep_overlay(self) -> GrepOverlay | None:
         return None if self._tree is None else self._tree.grep_overlay()

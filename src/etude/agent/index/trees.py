@@ -58,6 +58,11 @@ class TreeIndex:
         self._building = asyncio.create_task(self._build(progress or _ignore))
 
     @property
+    def is_building(self) -> bool:
+        """Whether something is not built yet, and still may be."""
+        return self._building is not None and not self._building.done()
+
+    @property
     def _grep_key(self) -> str:
         return grep.index_key(self._key, no_ignore=True)
 

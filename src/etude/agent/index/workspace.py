@@ -9,7 +9,7 @@ a diff, the sandbox searches by itself: the matches are the same.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import xxhash
@@ -41,7 +41,11 @@ class WorkspaceSearch:
     search.
     """
 
-    def __init__(self, sandbox: Sandbox, indexes: Overlays) -> None:
+    def __init__(
+        self, sandbox: Sandbox, indexes: Overlays, on_close: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_close`: called when it is closed for the first time."""
+        self._on_close: Callable[[], None] | None = on_close
         self._sandbox = sandbox
         self._indexes = indexes
         self._matching: grep.Overlay | None = None
@@ -91,9 +95,12 @@ class WorkspaceSearch:
         return CodeHits(tuple(hits), result.complete and current)
 
     def close(self) -> None:
-        """Removes what the overlays keep on disk."""
+        """Removes what the overlays keep on disk, and needs the indexes no longer. Idempotent."""
         if self._matching is not None:
             self._matching.close()
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            on_close()
 
     def _attach(self) -> None:
         """Takes overlays of indexes that are there now; they have missed what was changed so far."""
