@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from etude.sandbox.inside.unlocking import open_unlocked
 from etude.sandbox.interface import Sandbox
 from tests.sandbox.backends import with_sandbox
 
@@ -108,6 +109,25 @@ def test_a_plain_users_sandboxes_see_it_too(backend: str, tmp_path: Path) -> Non
     command = [interpreter, "-B", "-c", PLAIN_USER, backend]
     done = subprocess.run(command, **plain, text=True, timeout=600, check=False)
     assert done.stdout == "all seen\n", done.stderr
+
+
+def test_a_file_that_is_removed_while_it_is_unlocked_is_read_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("one")
+    folder = os.open(tmp_path, os.O_PATH | os.O_DIRECTORY)
+    calls = iter([False, True])
+
+    def opening() -> int:
+        if not next(calls):
+            raise PermissionError
+        descriptor = os.open(tmp_path / "a", os.O_RDONLY)
+        (tmp_path / "a").unlink()
+        return descriptor
+
+    try:
+        with os.fdopen(open_unlocked("a", folder, opening)) as file:
+            assert file.read() == "one"
+    finally:
+        os.close(folder)
 
 
 def _open_to_all(path: Path) -> bool:

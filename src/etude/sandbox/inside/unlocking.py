@@ -10,6 +10,7 @@ What belongs to somebody else cannot be unlocked, nor could the agent have read 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Callable
@@ -71,4 +72,6 @@ def open_unlocked(name: str, folder: int, opening: Callable[[], int]) -> int:
             os.chmod(name, mode | _READ, dir_fd=folder)
             return opening()
         finally:
-            os.chmod(name, mode, dir_fd=folder)
+            # As above: whoever removed it meanwhile must not have us lose what was opened.
+            with contextlib.suppress(OSError):
+                os.chmod(name, mode, dir_fd=folder)
