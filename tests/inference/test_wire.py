@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
+from xxhash import xxh3_64_intdigest
 
 from etude.errors import PrefixMissError, SamplerError, WeightUpdateError
 from etude.inference import wire
@@ -124,6 +126,13 @@ def test_damage_is_noticed(data: st.DataObject) -> None:
         del message[data.draw(st.integers(0, len(message) - 1)) :]
     with pytest.raises(wire.DamagedMessageError):
         wire.unpack_commands(bytes(message))
+
+
+def test_a_shape_beyond_all_bounds_is_damage() -> None:
+    head = json.dumps({"arrays": [["int32", [1 << 40, 1 << 40]]], "content": None}).encode()
+    body = wire._HEAD.pack(wire.MAGIC, wire.FORMAT_VERSION, len(head)) + head
+    with pytest.raises(wire.DamagedMessageError, match="cut"):
+        wire.unpack(body + wire._CHECKSUM.pack(xxh3_64_intdigest(body)))
 
 
 @pytest.mark.parametrize("content", [None, [["stream", {"id": 1}]], [["shout", "s"]], [["open", 1]], [[1]]])

@@ -9,6 +9,7 @@ Arrays lie behind the head in their order, in C order and little-endian; in the 
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
@@ -72,7 +73,7 @@ def _unpack(data: bytes) -> tuple[Any, list[Array]]:
         if name not in _DTYPES or len(shape) > _MAX_RANK or any(type(n) is not int or n < 0 for n in shape):
             raise ValueError(f"an array of {name} {shape}")
         dtype = np.dtype(name)
-        size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        size = dtype.itemsize * math.prod(shape)
         if place + size > end:
             raise ValueError("arrays are cut")
         found = np.frombuffer(data, dtype.newbyteorder("<"), size // dtype.itemsize, place)
