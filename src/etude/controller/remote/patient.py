@@ -19,12 +19,28 @@ from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores
 _PAUSE_S = 0.05
 
 
+class _Wait:
+    """How long a request may still wait for an engine: what it queued and was sampled for before it first had
+    none does not count."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._deadline: float | None = None
+
+    @property
+    def deadline(self) -> float:
+        """In the time of the loop; set when it is asked for the first time."""
+        if self._deadline is None:
+            self._deadline = asyncio.get_running_loop().time() + self._patience_s
+        return self._deadline
+
+
 class PatientSampler:
     """Implements Sampler over engines that come and go: requests wait until one is there. For one event
     loop."""
 
     def __init__(self, patience_s: float) -> None:
-        """`patience_s`: how long a request waits for an engine."""
+        """`patience_s`: how long a request waits for an engine, from the first one on that it lost."""
         self._engines: dict[str, RemoteEngine] = {}
         """All that were ever added, by name. One that has left is away, and may come back."""
         self._routed = RoutedSampler({})
@@ -77,7 +93,7 @@ class PatientSampler:
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
         """See Sampler.stream. An engine that is taken away in good order, as one that was borrowed is,
         ends its requests with `abort`: their tokens are kept, and the rest is sampled elsewhere."""
-        deadline = asyncio.get_running_loop().time() + self._patience_s
+        wait = _Wait(self._patience_s)
         left = request
         self._going[request.id] = request.session_id
         try:
@@ -95,7 +111,7 @@ class PatientSampler:
                 except SamplerError as error:
                     if kept or not _is_of_engine(error):
                         raise
-                    await self._wait_for_one(deadline, error)
+                    await self._wait_for_one(wait, error)
         finally:
             self._going.pop(request.id, None)
 
@@ -106,7 +122,7 @@ class PatientSampler:
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
         """See Sampler.score."""
-        deadline = asyncio.get_running_loop().time() + self._patience_s
+        wait = _Wait(self._patience_s)
         while True:
             self._joined.clear()
             try:
@@ -114,21 +130,21 @@ class PatientSampler:
             except SamplerError as error:
                 if not _is_of_engine(error):
                     raise
-                await self._wait_for_one(deadline, error)
+                await self._wait_for_one(wait, error)
 
     def abort(self, request_id: str) -> None:
         """See Sampler.abort."""
         self._going.pop(request_id, None)
         self._routed.abort(request_id)
 
-    async def _wait_for_one(self, deadline: float, error: SamplerError) -> None:
+    async def _wait_for_one(self, wait: _Wait, error: SamplerError) -> None:
         """Waits until an engine has come back since `_joined` was cleared, or one is there unnoticed."""
         serving = {name: one.current() for name, one in self._engines.items()}
         there = {name: version for name, version in serving.items() if version is not None}
         for name, version in there.items():
             self.engine_ready(name, version)  # the router had put it aside for a failure
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout_at(wait.deadline):
                 if there:
                     await asyncio.sleep(_PAUSE_S)  # it may fail each time
                 else:
