@@ -16,6 +16,7 @@ from etude.environment.verdicts import Grader
 from etude.errors import SandboxError, TaskError
 from etude.records import Task
 from etude.sandbox.fake import MemoryBackend, MemorySandbox
+from etude.sandbox.faulty import FaultyBackend
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
 from tests.sandbox.backends import with_backend
@@ -170,6 +171,19 @@ def test_tasks_of_one_name_have_verdicts_of_their_own() -> None:
         return [(await grader.grade(task, sandbox)).passed for task in (TARGET, other, TARGET)]
 
     assert asyncio.run(scenario()) == [False, True, False]
+
+
+def test_a_sandbox_that_fails_fails_no_session_that_only_waited_for_its_verdict() -> None:
+    async def scenario() -> list[Verdict | BaseException]:
+        backend = FaultyBackend(MemoryBackend(), {"run_probes": 2})
+        grader = Grader(backend)
+        sandbox = await backend.create(Template(TARGET.files | SOLVED))
+        grades = (grader.grade(TARGET, sandbox) for _ in range(4))
+        return await asyncio.gather(*grades, return_exceptions=True)
+
+    found = asyncio.run(scenario())
+    assert sum(isinstance(one, SandboxError) for one in found) == 2
+    assert len([one for one in found if isinstance(one, Verdict)]) == 2
 
 
 def test_judging_that_fails_when_nobody_waits_any_more_is_no_loose_error() -> None:

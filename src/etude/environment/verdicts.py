@@ -22,7 +22,7 @@ from etude.environment.grading import (
     judge_changes,
 )
 from etude.environment.rewards.review import review_changes
-from etude.errors import AgentError
+from etude.errors import AgentError, SandboxError
 from etude.records import Task
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import Resources
@@ -33,7 +33,8 @@ _MAX_KEPT = 4096
 class Grader:
     """Grades, and remembers the verdicts on the changes that were last asked for.
 
-    Who asks for changes that are being judged waits for that verdict. Failures are never remembered.
+    Who asks for changes that are being judged waits for that verdict. Failures are never remembered, nor
+    shared: whoever waited for one then judges by itself.
     """
 
     def __init__(
@@ -63,16 +64,19 @@ class Grader:
             return Verdict(False, 0, count_hidden_tests(task), str(error), time.perf_counter() - began)
         key = (_judge_digest(task), _digest(changes))
         judging = self._verdicts.get(key)
+        is_anothers = judging is not None
         if judging is None:
             judging = asyncio.create_task(self._judge(task, changes))
             judging.add_done_callback(_hear)
             self._remember(key, judging)
         try:
             return await asyncio.shield(judging)
-        except BaseException:
+        except BaseException as error:
             if self._verdicts.get(key) is judging:
                 del self._verdicts[key]
-            raise
+            if not (is_anothers and isinstance(error, SandboxError)):
+                raise
+        return await self._judge(task, changes)
 
     async def _judge(self, task: Task, changes: Mapping[str, bytes | None]) -> Verdict:
         verdict = await judge_changes(task, changes, self._backend, self._limits, self._timeout_s)
