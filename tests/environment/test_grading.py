@@ -177,7 +177,7 @@ def test_a_sandbox_that_fails_fails_no_session_that_only_waited_for_its_verdict(
     async def scenario() -> list[Verdict | BaseException]:
         backend = FaultyBackend(MemoryBackend(), {"run_probes": 2})
         grader = Grader(backend)
-        sandbox = await backend.create(Template(TARGET.files | SOLVED))
+        sandbox = await backend.create(Template({**TARGET.files, **SOLVED}))
         grades = (grader.grade(TARGET, sandbox) for _ in range(4))
         return await asyncio.gather(*grades, return_exceptions=True)
 
