@@ -128,8 +128,8 @@ class LoanHandle:
         answer = await self._ask("score", wire.pack_question(tokens, version), within_s=None)
         return wire.unpack_scores(answer.content)
 
-    async def _pulse(self, within_s: float = _SILENT_S) -> dict[str, float]:
-        return await self._ask_json("pulse", {}, within_s)
+    async def _pulse(self) -> dict[str, float]:
+        return await self._ask_json("pulse", {})
 
     async def _end(self) -> None:
         await self._ask("end", b"")
@@ -139,7 +139,7 @@ class LoanHandle:
             await asyncio.sleep(every_s)
             # Whoever calls next learns of it. One that is not answered must not keep the next back.
             with contextlib.suppress(InfrastructureError):
-                await self._pulse(every_s)
+                await self._ask_json("pulse", {}, within_s=every_s)
 
     # ---- HTTP -----------------------------------------------------------------------------------
 
