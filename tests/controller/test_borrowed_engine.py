@@ -12,7 +12,7 @@ from etude.inference.exchange import Event
 from etude.inference.loan_client import LoanEndedError
 from etude.records import SampleChunk
 from tests.environment.recording.recording_builders import qwen_tokenizer
-from tests.inference.server.lending import NUMERICS, RunStore, lendable, rollout
+from tests.inference.server.lending import NUMERICS, RunStore, lendable, rollout, until_renewed
 from tests.inference.server.serving import ADMIN
 
 
@@ -46,6 +46,23 @@ def test_no_other_call_says_that_a_loan_has_ended_before_its_tokens_are_told(
                 await asked
             chunks = [item for _, item in events if isinstance(item, SampleChunk)]
             assert chunks[-1].finish in ("abort", "length", "stop")
+            await engine.stop()
+
+    asyncio.run(run())
+    store.close()
+
+
+def test_an_engine_on_loan_renews_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.inference.loan_client._RENEWALS", 600.0)
+    store = RunStore(tmp_path)
+
+    async def run() -> None:
+        with lendable() as served, served.http(ADMIN) as http:
+            lent = http.post("/admin/loan", json={"borrower": "run", "lease_s": 60.0}).json()
+            needs = Needs(NUMERICS, qwen_tokenizer().digest, 100)
+            engine = BorrowedEngine(served.url, lent["token"], store.url, needs)
+            await engine.call("begin")
+            await until_renewed(served, 3)
             await engine.stop()
 
     asyncio.run(run())

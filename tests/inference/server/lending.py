@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -24,7 +25,7 @@ from etude.model import LanguageModel, build_model
 from etude.records import PolicyVersion, SampleRequest, SamplingParams, WeightManifest
 from etude.weights import MemoryWeights, open_publisher
 from tests.environment.recording.recording_builders import qwen_tokenizer
-from tests.inference.server.serving import ADMIN, Served, qwen_model, serving
+from tests.inference.server.serving import ADMIN, Served, qwen_model, serving, wait_for
 from tests.model.builders import small_config
 
 CONTEXT = 599
@@ -117,6 +118,21 @@ def borrow(served: Served, store: str, lease_s: float = 60.0) -> LoanHandle:
         answer = http.post("/admin/loan", json={"borrower": "run", "lease_s": lease_s})
     assert answer.status_code == 201, answer.text
     return LoanHandle(served.url, answer.json()["token"], store)
+
+
+def desk_of(served: Served) -> LoanDesk:
+    """The server's own side of its loans."""
+    assert served.state.loans is not None
+    return served.state.loans
+
+
+async def until_renewed(served: Served, times: int) -> None:
+    """Returns when the loan under way has been renewed so often."""
+    loan = desk_of(served).loan
+    assert loan is not None
+    for _ in range(times):
+        before = loan.renewed_s
+        await asyncio.to_thread(wait_for, lambda before=before: loan.renewed_s > before)
 
 
 def standing(served: Served) -> dict[str, Any]:

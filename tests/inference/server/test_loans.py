@@ -23,7 +23,7 @@ from etude.inference.loan_client import LoanEndedError, LoanHandle
 from etude.inference.router.server.fake_replica import running_server
 from etude.inference.server.checkpoints import checkpoint_manifest
 from etude.inference.server.engine_thread import EngineThread
-from etude.inference.server.loans import LoanDesk, fetch_from_store
+from etude.inference.server.loans import fetch_from_store
 from etude.model.huggingface import save_model
 from etude.model.scoring import score_sequences
 from etude.protocols import KvPolicy
@@ -33,11 +33,13 @@ from tests.inference.server.lending import (
     HOME,
     RunStore,
     borrow,
+    desk_of,
     lendable,
     make_model,
     rollout,
     standing,
     tensors_of,
+    until_renewed,
 )
 from tests.inference.server.serving import ADMIN, Served, wait_for
 
@@ -81,11 +83,6 @@ def chunks_of(events: list[Event], request: str) -> list[SampleChunk]:
 def num_decoded(served: Served) -> int:
     assert isinstance(served.state.sampler, EngineThread)
     return served.state.sampler.service.counters.decode_tokens
-
-
-def desk_of(served: Served) -> LoanDesk:
-    assert served.state.loans is not None
-    return served.state.loans
 
 
 def test_a_lent_replica_samples_with_the_runs_weights_bit_for_bit_and_comes_home(
@@ -175,11 +172,7 @@ def test_a_borrower_that_lives_keeps_the_replica(
     async def run() -> None:
         handle = borrow(served, store.url, lease_s=60.0)
         await handle.call("begin")
-        loan = desk_of(served).loan
-        assert loan is not None
-        for _ in range(3):
-            renewed_s = loan.renewed_s
-            await asyncio.to_thread(wait_for, lambda before=renewed_s: loan.renewed_s > before)
+        await until_renewed(served, 3)
         await handle.stop()
         with pytest.raises(PartLostError, match="let go"):
             await handle.call("pulse")
