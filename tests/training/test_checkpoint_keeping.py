@@ -26,6 +26,7 @@ from etude.training.checkpoints import (
     find_flaws,
     find_resumable,
     load_checkpoint,
+    load_state,
     save_checkpoint,
 )
 from etude.training.checkpoints.files import DIGESTS
@@ -141,6 +142,22 @@ def test_the_last_whole_one_is_found_and_others_are_counted_by_reason(tmp_path: 
     assert _steps(tmp_path) == [1, 4]
 
 
+def test_what_a_killed_save_had_replaced_is_found_where_the_newer_one_is_damaged(tmp_path: Path) -> None:
+    metrics, latest = MemorySink(), tmp_path / "latest"
+    with _keeper(tmp_path, keep_last=3) as keeper:
+        for step in (1, 2):
+            keeper.save(small_model(step), _state(step))
+    save_checkpoint(latest, small_model(3), _state(3), retire=lambda _: None)  # killed before it retired 2
+    (latest / "state.pt").write_bytes(b"")
+    assert find_resumable(latest, metrics, SilentObserver()) == latest
+    assert metrics.rows == [{"kind": "resume", "step": 2, "skipped_damaged": 1}]
+    assert _steps(tmp_path) == [1, 2]
+    assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["latest"]
+    with _keeper(tmp_path, keep_last=3) as keeper:
+        keeper.save(small_model(4), _state(4))
+    assert _steps(tmp_path) == [1, 2, 4]
+
+
 def _save_until_killed(directory: Path, num_syncs: int) -> None:
     """Saves step after step, and dies at the n-th sync of a file, in the thread that writes."""
     left, fsync = [num_syncs], os.fsync
@@ -197,6 +214,13 @@ def test_older_ones_that_rot_end_no_run(tmp_path: Path) -> None:
         keeper.flush()
         assert [kept.step for kept in History(tmp_path / "latest").entries()] == [2, 3]
     assert [path.name for path in (tmp_path / "damaged").iterdir()] == ["latest"]
+
+
+def test_a_score_that_is_no_number_takes_no_better_ones_place(tmp_path: Path) -> None:
+    with _keeper(tmp_path, keep_last=1, keep_best=1) as keeper:
+        for step, score in enumerate((0.9, float("nan"), 0.1, float("nan"), 0.2), 1):
+            keeper.save(None, _state(step, score=score))
+    assert [kept.step for kept in History(tmp_path / "latest").entries()] == [1]
 
 
 def test_what_a_network_file_system_keeps_of_open_files_is_deleted_later(
@@ -277,3 +301,28 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_run(small_disk: Path, room
         keeper.flush()
     assert _steps(small_disk)[-1] == 4
     assert [row for row in metrics.rows if "failed_disk_full" in row]
+
+
+def test_a_disk_too_full_for_the_history_ends_no_run_and_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, is_full = Path.mkdir, [True]
+
+    def mkdir_if_there_is_room(path: Path, *arguments: Any, **more: Any) -> None:
+        if path.name == "history" and is_full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        mkdir(path, *arguments, **more)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_if_there_is_room)
+    with _keeper(tmp_path, keep_last=4) as keeper:
+        for step in (1, 2):
+            keeper.save(None, _state(step))
+            keeper.flush()
+        keeper.save(None, _state(3))
+        with pytest.raises(ResourceError, match="disk is full"):
+            keeper.flush()
+        is_full[0] = False
+        keeper.save(None, _state(4))
+        keeper.flush()
+    steps = [kept.step for kept in History(tmp_path / "latest").entries()]
+    assert steps == [1, 2] and (load_state(tmp_path / "latest") or {})["step"] == 4

@@ -72,10 +72,10 @@ def write_whole(
         with full_disk_named(directory):
             fill(begin(directory))
             seal(partial_of(directory))
+            commit(directory, retire)
     except BaseException:
         shutil.rmtree(partial_of(directory), ignore_errors=True)
         raise
-    commit(directory, retire)
 
 
 def begin(directory: Path) -> Path:
@@ -101,8 +101,11 @@ def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
 
 
 def commit(directory: Path, retire: Callable[[Path], object] = shutil.rmtree) -> None:
-    """Gives a sealed directory its name; what had it before goes to `retire`, under another name."""
-    partial, old = partial_of(directory), _old_of(directory)
+    """Gives a sealed directory its name; what had it before goes to `retire`, under another name.
+
+    Where the disk is too full to retire it, it stays under that name for the next save to retire.
+    """
+    partial, old = partial_of(directory), old_of(directory)
     while True:
         if directory.exists():
             if old.exists():  # a save was killed before it retired that
@@ -116,12 +119,16 @@ def commit(directory: Path, retire: Callable[[Path], object] = shutil.rmtree) ->
                 raise
     _sync(directory.parent)
     if old.exists():
-        retire(old)
+        try:
+            retire(old)
+        except OSError as error:
+            if not is_full_disk(error):
+                raise
 
 
 def recover(directory: Path) -> None:
     """Puts back the older checkpoint if a save was killed between its two renames."""
-    old = _old_of(directory)
+    old = old_of(directory)
     if old.exists() and not directory.exists():
         try:
             old.rename(directory)
@@ -133,6 +140,11 @@ def recover(directory: Path) -> None:
 def partial_of(directory: Path) -> Path:
     """Where `directory` is while it is being written; left behind by a process that was killed."""
     return directory.with_name(f".{directory.name}.partial")
+
+
+def old_of(directory: Path) -> Path:
+    """Where the older checkpoint is once `directory` is to be replaced, until it is retired."""
+    return directory.with_name(f".{directory.name}.old")
 
 
 def find_flaws(directory: Path, part: int = 0, num_parts: int = 1) -> list[FileFlaw]:
@@ -197,10 +209,6 @@ def full_disk_named(directory: Path) -> Iterator[None]:
             received=str(directory),
             fix="free some space, or keep fewer: checkpoint.keep_last, checkpoint.keep_every_steps",
         ) from error
-
-
-def _old_of(directory: Path) -> Path:
-    return directory.with_name(f".{directory.name}.old")
 
 
 def digest_of(path: Path) -> str:

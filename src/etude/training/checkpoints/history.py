@@ -10,6 +10,7 @@ Only whole checkpoints come into the history, by a rename; what is deleted is ne
 from __future__ import annotations
 
 import errno
+import math
 import re
 import shutil
 from collections import Counter
@@ -19,7 +20,7 @@ from pathlib import Path
 from etude.config import CheckpointConfig
 from etude.errors import CheckpointError
 from etude.observe import MetricSink, Observer
-from etude.training.checkpoints.files import FileFlaw, Flaw, find_flaws, partial_of, recover
+from etude.training.checkpoints.files import FileFlaw, Flaw, find_flaws, old_of, partial_of, recover
 from etude.training.checkpoints.saving import read_state
 
 HISTORY, DAMAGED = "history", "damaged"
@@ -38,12 +39,13 @@ class Kept:
     step: int
 
     def score(self) -> float | None:
-        """What it was saved with; more is better. None as well where it cannot be read any more."""
+        """What it was saved with; more is better. None as well where that is no finite number, which says
+        nothing of what is better, and where it cannot be read any more."""
         try:
             score = (read_state(self.path) or {}).get("score")
         except CheckpointError:
             return None
-        return None if score is None else float(score)
+        return None if score is None or not math.isfinite(score) else float(score)
 
 
 class History:
@@ -96,13 +98,15 @@ class History:
 
 
 def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Path | None:
-    """The newest whole checkpoint, of `latest` and its history; None if nothing was saved yet.
+    """The newest whole checkpoint, of `latest`, what it had replaced when a save was killed, and its history;
+    None if nothing was saved yet.
 
     Reads all of it. Those passed over are told, counted by reason in the metrics, and moved to `damaged`.
     Raises CheckpointError if there are some and none is whole: starting over would lose what they hold.
     """
     recover(latest)
-    candidates = [latest] if latest.exists() else []
+    replaced = old_of(latest)
+    candidates = [path for path in (latest, replaced) if path.exists()]
     candidates += [kept.path for kept in reversed(History(latest).entries())]
     flaws: list[FileFlaw] = []
     damaged: list[Path] = []
@@ -122,6 +126,9 @@ def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Pat
         _tell(flaws, found, metrics, observer)
     for path in damaged:
         _put_aside(path, latest.with_name(DAMAGED) / path.name)
+    if found == replaced:
+        recover(latest)
+        return latest
     return found
 
 

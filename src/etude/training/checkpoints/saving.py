@@ -123,7 +123,7 @@ def _save_shards(
     def finish(digests: Mapping[str, str]) -> None:
         with full_disk_named(directory):
             seal(partial, digests)
-        commit(directory, retire)
+            commit(directory, retire)
 
     try:
         together(group, prepare if is_first else _nothing)
