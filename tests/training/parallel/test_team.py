@@ -79,6 +79,16 @@ def test_every_rank_does_what_the_lead_does_and_an_error_of_all_ends_nothing(tea
 
 
 @pytest.mark.slow
+def test_what_ranks_have_told_each_other_is_not_kept_for_good(team: Team[Any]) -> None:
+    def num_kept_after(num_calls: int) -> int:
+        for _ in range(num_calls):
+            team.call(Counter.add, 1)
+        return team._seat.store.num_keys()
+
+    assert num_kept_after(4) == num_kept_after(20)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_of_one_rank_ends_the_team(team: Team[Any], rank: int) -> None:
     began = time.monotonic()

@@ -107,9 +107,13 @@ class _Seat(Generic[T]):
             self.wait_for(f"here/{rank}", rank, _START_S, processes)
 
     def announce(self, what: str) -> None:
-        """The lead's word that something comes next."""
+        """The lead's word that something comes next. What was said of the command before the last one is
+        forgotten: every rank has answered for the last one since, so nobody reads it any more."""
         self.number += 1
         self.store.set(f"{self.number}/next", what)
+        if self.number > 2:
+            for name in ("next", *range(self.config.ranks)):
+                self.store.delete_key(f"{self.number - 2}/{name}")
 
     def run(self, command: _Command) -> Any:
         """Does what the command says, and tells the others how it went."""
