@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +18,7 @@ import zstandard
 
 from etude.config import SourceConfig
 from etude.errors import ConfigError, ResourceError
+from etude.observe.scratch import scratch_directory
 from etude.tokens.training import END_TOKEN
 from etude.training.pretraining.corpora import Corpus, open_corpus
 from etude.training.pretraining.infilling import Infilling
@@ -214,6 +218,30 @@ def test_what_a_killed_tokenisation_left_is_in_nobodys_way(tmp_path: Path) -> No
     (made,) = (tmp_path / "cache").iterdir()
     made.rename(made.with_name(f".{made.name}.{os.getpid()}.partial"))  # of a process that had our number
     assert _open(path).digest == first.digest
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from etude.training.pretraining import corpora
+from tests.training.pretraining.test_corpora import _open
+corpora.write_json = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+_open(Path(sys.argv[1]))
+"""
+
+
+def test_what_a_killed_tokenisation_left_goes_with_the_next_and_that_of_a_live_one_stays(
+    tmp_path: Path,
+) -> None:
+    path, cache = write_jsonl(tmp_path / "a.jsonl", list(TEXTS)), tmp_path / "cache"
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(path)], env=os.environ | {"PYTHONPATH": paths}, check=False
+    )
+    assert killed.returncode == -signal.SIGKILL and len(list(cache.iterdir())) == 1
+    with scratch_directory(cache, ".code-") as alive:
+        assert len(_open(path)) == len(TEXTS)
+        assert alive.exists() and len(list(cache.iterdir())) == 2, "the corpus, and what is being written"
 
 
 def test_copies_are_on_the_same_side_of_what_is_held_out(tmp_path: Path) -> None:

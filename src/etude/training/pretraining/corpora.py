@@ -7,7 +7,7 @@
         corpus.json   what it is, and the BLAKE3 of the first two
 
 A corpus is written beside its name and renamed when whole, so a killed tokenisation leaves nothing that could
-be read. Files that change get another digest, and so another corpus.
+be read, and the source's next one removes it. Files that change get another digest, and so another corpus.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
-import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +28,7 @@ from numpy.typing import NDArray
 from etude.errors import ConfigError
 from etude.observe import write_json
 from etude.observe.files import sync_directory
+from etude.observe.scratch import scratch_directory, sweep
 from etude.tokens.tokenizer import Tokenizer
 from etude.training.pretraining.reading import Raw, ReadingReport, SourceFiles
 
@@ -115,9 +114,12 @@ def _open(name: str, directory: Path) -> Corpus:
 
 
 def _write(files: SourceFiles, tokenizer: Tokenizer, end_token: int | None, directory: Path) -> None:
-    partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}.partial")
-    partial.mkdir(parents=True)
-    try:
+    cache, prefix = directory.parent, f".{files.name}-"
+    cache.mkdir(parents=True, exist_ok=True)
+    sweep(cache, prefix)
+    with scratch_directory(cache, prefix) as scratch:
+        partial = scratch / directory.name
+        partial.mkdir()
         about = _write_arrays(files, tokenizer, end_token, partial)
         write_json(partial / "corpus.json", about)
         try:
@@ -125,9 +127,7 @@ def _write(files: SourceFiles, tokenizer: Tokenizer, end_token: int | None, dire
         except OSError:
             if not directory.exists():  # another process may have been quicker
                 raise
-        sync_directory(directory.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        sync_directory(cache)
 
 
 def _write_arrays(
