@@ -16,7 +16,7 @@ from etude.controller.sessions import SessionReader, atif_messages, split_heldou
 from etude.controller.sft import check_sft, fine_tune
 from etude.errors import ConfigError
 from etude.model import build_model
-from etude.observe import RunDirectory, SilentObserver
+from etude.observe import RunDirectory, SilentObserver, read_metrics
 from etude.records import RewardBreakdown
 from etude.store import TrajectoryLog, trajectory_to_atif
 from etude.tokens.tokenizer import Tokenizer
@@ -193,7 +193,8 @@ def _config(directory: Path, tokenizer: Tokenizer, **changes: Any) -> RunConfig:
         for number in range(30)
     ]
     path = _write_chats(directory / "chats.jsonl", chats)
-    section = {"num_steps": 12, "tokens_per_step": 256, "pool_tokens": 256, "heldout_every_steps": 0}
+    section: dict[str, Any] = {"num_steps": 12, "tokens_per_step": 256, "pool_tokens": 256}
+    section["heldout_every_steps"] = 0
     section["sources"] = {"own": {"path": str(path), "heldout_share": 0.2}}
     section["optimizer"] = {"learning_rate": 0.01}
     return parse_config(
@@ -216,6 +217,20 @@ def test_fine_tuning_lowers_the_held_out_loss_on_what_agents_write(
     report = fine_tune(config, RunDirectory.create(config), SilentObserver(), False, make_shelf)
     assert report["heldout_after"]["own"]["loss"] < 0.8 * report["heldout_before"]["own"]["loss"]
     assert report["sources"]["own"]["documents"] + 1 < 30, "some are held out"
+
+
+def test_a_held_out_loss_that_is_no_number_ends_no_run(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """That of texts to learn from, in which no agent wrote anything."""
+    texts = _write_chats(
+        tmp_path / "texts.jsonl", [[{"role": "user", "content": f"add {number}"}] for number in range(30)]
+    )
+    sources = {"texts": {"path": str(texts), "heldout_share": 0.2}}
+    config = _config(tmp_path, tokenizer, sources=sources, observation_weight=0.5)
+    run = RunDirectory.create(config)
+    report = fine_tune(config, run, SilentObserver(), False, make_shelf)
+    assert report["steps"] == 12 and report["heldout_after"] == {"texts": {}}
+    assert run.read_json(run.report_file) == {**report, "complete": True}
+    assert "nan" in [row["loss"] for row in read_metrics(run.metrics_file) if row["kind"] == "heldout"]
 
 
 def test_a_model_and_sources_must_be_named(tmp_path: Path, tokenizer: Tokenizer) -> None:

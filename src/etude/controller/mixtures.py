@@ -5,6 +5,7 @@ held-out loss -> steps, with the held-out loss now and then -> held-out loss -> 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -171,12 +172,13 @@ class _Training:
             add_draft_layers(self.drafts, directory)
 
     def _measure(self, trainer: AnyNextTokenTrainer) -> dict[str, dict[str, float]]:
-        """Held-out losses in nats per token, by source."""
+        """Held-out losses in nats per token, by source, as far as they are finite: the report's JSON has no
+        other numbers, and the row of metrics tells them."""
         measured: dict[str, dict[str, float]] = {}
         for name, kinds in self.heldout(self._window).items():
             losses = {kind: trainer.evaluate(documents) for kind, documents in kinds.items() if documents}
             if losses:
-                measured[name] = losses
+                measured[name] = {kind: loss for kind, loss in losses.items() if math.isfinite(loss)}
                 row = {"name": name, **losses, "window": self._window, "wall_s": self.stop.elapsed_s}
                 self.metrics.write(HELDOUT, trainer.num_steps_taken, row)
         return measured
