@@ -149,3 +149,20 @@ def test_folding_takes_changes_into_the_index_and_goes_on_watching(tmp_path: Pat
             watcher.close()
 
     asyncio.run(watched())
+
+
+def test_folding_twice_at_once_is_folding_twice(tmp_path: Path) -> None:
+    async def watched() -> None:
+        tree = make_tree(tmp_path / "tree")
+        watcher = await Watcher.start(await GrepIndex.build(tree, tmp_path / "index"))
+        try:
+            write("src/main.py")(tree)
+            write("fresh/new.py")(tree)
+            assert await asyncio.gather(watcher.fold(), watcher.fold()) == [2, 0]
+            write("fresh/newer.py")(tree)
+            for query in QUERIES:
+                assert list((await watcher.search(query)).matches) == judged(tree, query), query
+        finally:
+            watcher.close()
+
+    asyncio.run(watched())

@@ -35,6 +35,7 @@ class Watcher:
         self._overlay: Overlay = index.live_overlay()
         self._meanwhile: set[str] | None = None
         self._lock = asyncio.Lock()
+        self._folding = asyncio.Lock()
         self.rescans = 0
         """How often lost events made a comparison of the whole tree necessary."""
 
@@ -69,7 +70,11 @@ class Watcher:
 
     async def fold(self) -> int:
         """Takes the changes into the index itself; returns how many files were read. Searches go on
-        meanwhile."""
+        meanwhile; another call waits for its turn."""
+        async with self._folding:
+            return await self._fold()
+
+    async def _fold(self) -> int:
         async with self._lock:
             await self._refresh()
             self._meanwhile = set()
