@@ -14,6 +14,7 @@ from etude.errors import ConfigError, ResourceError, SandboxError
 from etude.sandbox.errors import SandboxMissingError, SnapshotError, TemplateError, Unsupported
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
+from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Network, Resources
 from tests.sandbox.scenes import (
@@ -432,5 +433,52 @@ def test_a_fork_server_that_died_is_ours_even_after_the_agent_ran_out_of_memory(
         os.kill(clone.server.pid, signal.SIGKILL)
         assert await becomes_true(lambda: not clone.server.alive)
         assert backend.agents_doing(sandbox) is None
+
+    on_backend(tmp_path, scenario)
+
+
+def test_a_kill_that_is_cancelled_halfway_frees_everything_all_the_same(tmp_path: Path) -> None:
+    """It is known no more by then: nobody else would delete the snapshot in which it slept."""
+
+    async def scenario(backend: ForkServerBackend) -> None:
+        sandbox = await backend.create(Template(FILES))
+        await sandbox.pause("filesystem")
+        stop, begun, go_on = backend.stop, asyncio.Event(), asyncio.Event()
+
+        async def slow(stopped: MachineSandbox) -> None:
+            begun.set()
+            await go_on.wait()
+            await stop(stopped)
+
+        backend.stop = slow  # type: ignore[method-assign]
+        killing = asyncio.ensure_future(sandbox.kill())
+        await begun.wait()
+        killing.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await killing
+        assert list((tmp_path / "snapshots").iterdir()) == []
+
+    on_backend(tmp_path, scenario)
+
+
+def test_a_sandbox_that_is_killed_just_as_it_wakes_wakes_without_a_mishap(tmp_path: Path) -> None:
+    async def scenario(backend: ForkServerBackend) -> None:
+        sandbox = await backend.create(Template(FILES))
+        await sandbox.pause("filesystem")
+        attached, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(woken: MachineSandbox) -> None:
+            attached.set()
+            await go_on.wait()
+
+        backend.connect_network = slow  # type: ignore[method-assign]
+        waking = asyncio.ensure_future(sandbox.resume())
+        await attached.wait()
+        await sandbox.kill()
+        go_on.set()
+        await waking
+        assert (await sandbox.get_info()).state == "killed"
 
     on_backend(tmp_path, scenario)

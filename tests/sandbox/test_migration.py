@@ -6,13 +6,17 @@ import asyncio
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from etude.errors import SandboxError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend
+from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.migration import MOVING, SNAPSHOTS, clear_litter
 from etude.sandbox.template import Template
 from tests.sandbox.scenes import becomes_true, on_backend, open_local
@@ -66,6 +70,24 @@ def kill_in(stage: str, here: Path, there: Path) -> None:
             child.kill()
         assert said == "there\n"
     assert child.returncode == -signal.SIGKILL
+
+
+@contextmanager
+def hanging_deletion(backend: ForkServerBackend) -> Iterator[asyncio.Event]:
+    """Snapshots are deleted only once the block has ended. Yields what is set when one is to be."""
+    begun, go_on, delete = asyncio.Event(), asyncio.Event(), backend.delete_snapshot
+
+    async def hang(snapshot: str) -> None:
+        begun.set()
+        await go_on.wait()
+        await delete(snapshot)
+
+    backend.delete_snapshot = hang  # type: ignore[method-assign]
+    try:
+        yield begun
+    finally:
+        backend.delete_snapshot = delete  # type: ignore[method-assign]
+        go_on.set()
 
 
 async def only_make_one(backend: ForkServerBackend) -> None:
@@ -146,32 +168,66 @@ def test_a_move_leaves_nothing_on_either_side(tmp_path: Path) -> None:
     on_backend(tmp_path / "here", scenario)
 
 
-@pytest.mark.parametrize("side", ["here", "there"])
-def test_a_move_that_is_cancelled_in_its_last_step_leaves_no_sandbox_over_there(
-    tmp_path: Path, side: str
+def test_a_move_that_is_cancelled_while_its_copy_in_transit_is_deleted_goes_on_where_it_was(
+    tmp_path: Path,
 ) -> None:
-    """Where it arrives the copy in transit is deleted; where it came from the one in which it slept."""
-
     async def scenario(backend: ForkServerBackend) -> None:
         there = open_local(tmp_path / "there")
-        begun, last = asyncio.Event(), there if side == "there" else backend
-        delete = last.delete_snapshot
-
-        async def hang(snapshot: str) -> None:
-            begun.set()
-            await asyncio.sleep(600)
-
         sandbox = await backend.create(Template({"f": "x"}))
-        last.delete_snapshot = hang  # type: ignore[method-assign]
-        moving = asyncio.ensure_future(sandbox.migrate(there))
-        await begun.wait()
-        last.delete_snapshot = delete  # type: ignore[method-assign]
-        moving.cancel()
+        with hanging_deletion(there) as begun:
+            moving = asyncio.ensure_future(sandbox.migrate(there))
+            await begun.wait()
+            moving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await moving
         assert await there.list() == []
-        if side == "there":
-            assert await sandbox.files.read("f") == b"x"
+        assert await sandbox.files.read("f") == b"x"
+        await there.close()
+
+    on_backend(tmp_path / "here", scenario)
+
+
+def test_a_move_that_is_cancelled_while_its_source_is_ended_has_happened(tmp_path: Path) -> None:
+    """There is no way back by then: to give up the sandbox over there would end both."""
+
+    async def scenario(backend: ForkServerBackend) -> None:
+        there = open_local(tmp_path / "there")
+        sandbox = await backend.create(Template({"f": "x"}))
+        with hanging_deletion(backend) as begun:
+            moving = asyncio.ensure_future(sandbox.migrate(there))
+            await begun.wait()
+            moving.cancel()
+            await asyncio.sleep(0)
+        moved = await moving
+        assert await moved.files.read("f") == b"x"
+        assert [info.id for info in await there.list()] == [moved.id]
+        assert await backend.list() == []
+        await there.close()
+        assert entries(tmp_path / "here") == entries(tmp_path / "there") == []
+
+    on_backend(tmp_path / "here", scenario)
+
+
+def test_a_sandbox_that_is_killed_while_it_falls_asleep_for_a_move_says_so(tmp_path: Path) -> None:
+    async def scenario(backend: ForkServerBackend) -> None:
+        there = open_local(tmp_path / "there")
+        sandbox = await backend.create(Template({"f": "x"}))
+        stop, begun, go_on = backend.stop, asyncio.Event(), asyncio.Event()
+
+        async def slow_at_first(stopped: MachineSandbox) -> None:
+            if not begun.is_set():
+                begun.set()
+                await go_on.wait()
+            await stop(stopped)
+
+        backend.stop = slow_at_first  # type: ignore[method-assign]
+        moving = asyncio.ensure_future(sandbox.migrate(there))
+        await begun.wait()
+        await sandbox.kill()
+        go_on.set()
+        with pytest.raises(SandboxError, match="killed"):
+            await moving
+        assert await there.list() == await backend.list() == []
         await there.close()
 
     on_backend(tmp_path / "here", scenario)

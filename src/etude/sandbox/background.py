@@ -7,6 +7,16 @@ from collections.abc import Coroutine
 from typing import Any
 
 
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits `work`; a cancelled caller waits for its end all the same. For what must not stop halfway."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+
+
 class Background:
     """Tasks that somebody waits for in the end."""
 

@@ -22,12 +22,13 @@ from typing import Any
 
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox.arguments import check_life
+from etude.sandbox.background import to_the_end
 from etude.sandbox.channel import Channel
 from etude.sandbox.copies import gather_copies
 from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
-from etude.sandbox.migration import abilities_of, default_state_directory, or_killed, transfer
+from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, transfer
 from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.refusals import (
@@ -149,6 +150,8 @@ class MachineBackend(SnapshotKeeper):
         behind."""
         self._live[sandbox.id] = sandbox
         try:
+            # Once more: it may have been closed since the start was asked for.
+            self._check_accepting()
             await self._attach(sandbox, start(sandbox, *arguments))
         except BaseException:
             await asyncio.shield(self.kill(sandbox))
@@ -223,6 +226,9 @@ class MachineBackend(SnapshotKeeper):
         if timer is not None:
             timer.cancel()
         sandbox.detach("killed")
+        await to_the_end(self._free(sandbox))
+
+    async def _free(self, sandbox: MachineSandbox) -> None:
         await self.stop(sandbox)
         saved = self._asleep.pop(sandbox.id, None)
         if saved is not None:
@@ -250,7 +256,7 @@ class MachineBackend(SnapshotKeeper):
                     )
                 self._asleep[sandbox.id] = info.id
                 sandbox.detach("paused")
-                await self.stop(sandbox)
+                await to_the_end(self.stop(sandbox))
 
     async def resume(self, sandbox: MachineSandbox) -> None:
         """See Sandbox.resume."""
@@ -265,8 +271,8 @@ class MachineBackend(SnapshotKeeper):
                 sandbox.detach("paused" if sandbox.id in self._live else "killed")
                 await asyncio.shield(self.stop(sandbox))
                 raise
-            del self._asleep[sandbox.id]
-            await self.delete_snapshot(saved)
+            if self._asleep.pop(sandbox.id, None) is not None:  # else it was killed meanwhile
+                await self.delete_snapshot(saved)
 
     async def snapshot(
         self, sandbox: MachineSandbox, kind: SnapshotKind | None, name: str | None
@@ -301,7 +307,11 @@ class MachineBackend(SnapshotKeeper):
         remaining_s = None if sandbox.expires_s is None else max(0.1, sandbox.expires_s - time.time())
         check_move(self.capabilities(), await abilities_of(target))
         await self._fall_asleep(sandbox, "filesystem", temporary=True)
-        saved = self._asleep[sandbox.id]
+        saved = self._asleep.get(sandbox.id)
+        if saved is None:
+            raise SandboxError(
+                "the sandbox was killed while it went to sleep", field="sandbox", received=sandbox.id
+            )
         shares = isinstance(target, MachineBackend) and target.snapshots.root == self.snapshots.root
         try:
             moved = await transfer(
@@ -310,7 +320,7 @@ class MachineBackend(SnapshotKeeper):
         except BaseException:
             await asyncio.shield(self.resume(sandbox))
             raise
-        return await or_killed(moved, self.kill(sandbox))
+        return await in_place_of(moved, self.kill(sandbox))
 
     def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None:
         """See Sandbox.set_timeout."""
@@ -344,10 +354,13 @@ class MachineBackend(SnapshotKeeper):
     def _expire(self, sandbox: MachineSandbox) -> None:
         self.spawn(self.kill(sandbox))
 
-    def _check(self, spec: Spec) -> None:
-        """Refuses what this backend or this host cannot give."""
+    def _check_accepting(self) -> None:
         if self._closed:
             raise SandboxError("the backend is closed", field="sandbox.backend", received=self.name)
+
+    def _check(self, spec: Spec) -> None:
+        """Refuses what this backend or this host cannot give."""
+        self._check_accepting()
         able = self.capabilities()
         if spec.network.allow and not able.network:
             raise self.unsupported("network")

@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from etude.sandbox.errors import SnapshotError
 from etude.sandbox.interface import Sandbox, SandboxBackend
@@ -86,7 +86,7 @@ async def transfer(
 
 
 async def or_killed(moved: Sandbox, last: Awaitable[None]) -> Sandbox:
-    """A sandbox that has moved, after the last step of its move. If that fails or is cancelled the sandbox is
+    """A sandbox that has moved, after a last step of its move. If that fails or is cancelled the sandbox is
     killed: nobody would ever know of it."""
     try:
         await last
@@ -94,6 +94,24 @@ async def or_killed(moved: Sandbox, last: Awaitable[None]) -> Sandbox:
         await asyncio.shield(moved.kill())
         raise
     return moved
+
+
+async def in_place_of(moved: Sandbox, ending: Coroutine[Any, Any, None]) -> Sandbox:
+    """A sandbox that has moved, once its source, which `ending` ends, has gone. If that fails it is killed.
+
+    A caller that is cancelled meanwhile gets it all the same: there is no way back any more, and a move that
+    has happened is not to end both sides.
+    """
+    return await or_killed(moved, past_cancelling(ending))
+
+
+async def past_cancelling(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits `work` to its end, also in a task that is cancelled, which hears nothing of it."""
+    task = asyncio.ensure_future(work)
+    while not task.done():
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.wait((task,))
+    task.result()
 
 
 def clear_litter(state: Path) -> None:

@@ -272,3 +272,37 @@ def test_the_api_s_order_is_kept(tmp_path: Path) -> None:
             assert caught.value.status == 400
 
     play(tmp_path, scenario)
+
+
+def test_a_kill_that_is_cancelled_halfway_leaves_nothing(tmp_path: Path) -> None:
+    async def scenario(backend: FirecrackerBackend) -> None:
+        sandbox = await backend.create(Template(FILES), SMALL)
+        killing = asyncio.ensure_future(sandbox.kill())
+        await asyncio.sleep(0)
+        killing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await killing
+        assert backend._work is not None
+        assert [path.name for path in backend._work.path.glob("*/*")] == []
+
+    play(tmp_path, scenario)
+
+
+def test_a_backend_that_is_closed_while_a_sandbox_is_asked_for_says_so(tmp_path: Path) -> None:
+    async def scenario(backend: FirecrackerBackend) -> None:
+        asked, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow() -> None:
+            asked.set()
+            await go_on.wait()
+
+        backend._clear_litter = slow  # type: ignore[method-assign]
+        creating = asyncio.ensure_future(backend.create(Template(FILES), SMALL))
+        await asked.wait()
+        await backend.close()
+        go_on.set()
+        with pytest.raises(SandboxError, match="the backend is closed"):
+            await creating
+        assert await backend.list() == []
+
+    play(tmp_path, scenario)

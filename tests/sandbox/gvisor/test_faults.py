@@ -196,3 +196,16 @@ def test_a_closed_backend_makes_nothing(tmp_path: Path) -> None:
         assert not backend.state.exists()
 
     asyncio.run(scenario())
+
+
+def test_a_kill_that_is_cancelled_halfway_leaves_nothing() -> None:
+    async def scenario(backend: GvisorBackend) -> None:
+        sandbox = await made(backend)
+        killing = asyncio.ensure_future(sandbox.kill())
+        await asyncio.sleep(0)
+        killing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await killing
+        assert nothing_runs(backend)
+
+    with_gvisor(scenario, fault="")

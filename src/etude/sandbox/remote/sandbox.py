@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from etude.errors import SandboxError
 from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.migration import abilities_of, default_state_directory, or_killed, transfer
+from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, transfer
 from etude.sandbox.refusals import check_move
 from etude.sandbox.remote.commands import RemoteCommands
 from etude.sandbox.remote.connection import Connection
@@ -153,7 +153,7 @@ class RemoteSandbox:
             value, _ = await self._line.long("POST", f"{self._base}/migrate", header=header)
             self._owner.forget(self.id)
             return target.adopt(value["id"])
-        return await or_killed(await self._copy_to(target), self.kill())
+        return await in_place_of(await self._copy_to(target), self.kill())
 
     async def kill(self) -> None:
         """See Sandbox.kill."""

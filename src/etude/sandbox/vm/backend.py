@@ -24,7 +24,7 @@ from etude.sandbox.installing import install_template
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
-from etude.sandbox.migration import or_killed
+from etude.sandbox.migration import in_place_of
 from etude.sandbox.reaping import WorkDirectory
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft, this_machine
 from etude.sandbox.types import Capabilities, SnapshotKind
@@ -33,7 +33,7 @@ from etude.sandbox.vm.image import VmImage, find_image, images_directory
 from etude.sandbox.vm.migration import Offer, Step, Ticket, mirror_disk, send_memory, take_back
 from etude.sandbox.vm.probe import choose_accelerator
 from etude.sandbox.vm.qemu import Hardware, qemu_version
-from etude.sandbox.vm.state import Machine, start_machine, to_the_end
+from etude.sandbox.vm.state import Machine, start_machine
 from etude.sandbox.vm.templates import WarmTemplates
 
 INSTALL_S = 120.0
@@ -133,7 +133,7 @@ class VmBackend(MachineBackend):
         """See MachineBackend.stop."""
         machine = self._machines.pop(sandbox.id, None)
         if machine is not None:
-            await to_the_end(machine.close())
+            await machine.close()
 
     async def close(self) -> None:
         """See SandboxBackend.close."""
@@ -227,7 +227,7 @@ class VmBackend(MachineBackend):
                 raise
         arrived = target._machines[moved.id]
         self.last_move = Move(time.monotonic() - start_s, _time_of("RESUME", arrived, 0) - stop_s)
-        return await or_killed(moved, self.kill(sandbox))
+        return await in_place_of(moved, self.kill(sandbox))
 
     # Moves, for whoever carries tickets between hosts
 

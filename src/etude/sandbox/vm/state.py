@@ -13,12 +13,13 @@ import asyncio
 import errno
 import os
 import shutil
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import ParamSpec
 
 from etude.errors import SandboxError
+from etude.sandbox.background import to_the_end
 from etude.sandbox.channel import Channel
 from etude.sandbox.machine import greeting
 from etude.sandbox.vm.image import VmImage
@@ -28,16 +29,6 @@ from etude.sandbox.vm.qemu import Hardware, Qemu
 RAM, DISK, DEVICES = "ram", "disk", "devices"
 HELLO_S = 60.0
 Arguments = ParamSpec("Arguments")
-
-
-async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Awaits `work`; a cancelled caller waits for its end all the same. For what must not stop halfway."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.gather(task, return_exceptions=True)
-        raise
 
 
 async def in_thread(
