@@ -7,6 +7,7 @@ import json
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,10 @@ import pytest
 from etude.errors import SandboxError
 from etude.sandbox.channel import Channel
 from etude.sandbox.inside.frames import Header, Unpacker, pack
+from etude.sandbox.machine import MachineSandbox, Spec
+from etude.sandbox.machine_backend import MachineBackend
 from etude.sandbox.outputs import Outputs
+from etude.sandbox.template import Template
 
 
 def on_line(scenario: Callable[[Channel, socket.socket], Awaitable[None]], first_id: int = 1) -> None:
@@ -167,3 +171,26 @@ def test_early_output_is_kept_for_the_latest_commands_only() -> None:
     for pid in range(1, 1001):
         outputs.on_event(output(pid), b"x")
     assert [pid for pid in range(1, 1001) if heard_of(outputs, pid)] == list(range(985, 1001))
+
+
+def test_the_time_for_which_a_sandbox_is_copied_does_not_count_for_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy may take longer than the command may: its sandbox was taken for lost."""
+    monkeypatch.setattr("etude.sandbox.machine.OPERATION_S", 0.05)
+    monkeypatch.setattr("etude.sandbox.machine.MOST_WAITING_S", 0.05)
+
+    async def scenario(channel: Channel, theirs: socket.socket) -> None:
+        sandbox = MachineSandbox(MachineBackend(tmp_path), "one", Spec(Template()))
+        sandbox.attach(channel)
+        job = asyncio.ensure_future(sandbox.job({"op": "command", "timeout_s": 0.0}))
+        await asyncio.sleep(0)
+        with sandbox.closed():
+            await asyncio.sleep(0.5)
+            assert not channel.closed
+            theirs.send(pack({"id": 1}, b"late"))
+            assert (await job)[1] == b"late"
+        with pytest.raises(SandboxError, match="no answer within"):
+            await sandbox.job({"op": "command", "timeout_s": 0.0})
+
+    on_line(scenario)

@@ -19,6 +19,8 @@ _CREDENTIALS = struct.Struct("iII")
 READY = 0
 """Id of the answer that a sandbox sends unasked once it serves."""
 _MAX_FAILURE_CHARS = 4000
+_LOOK_S = 0.1
+"""Shortest time between two looks at a deadline that was put off."""
 
 
 class Channel:
@@ -87,10 +89,13 @@ class Channel:
         self._next_id += 1
         return self._next_id - 1
 
-    async def answer(self, request_id: int, deadline_s: float | None) -> Answer:
+    async def answer(
+        self, request_id: int, deadline_s: float | None, standing_s: Callable[[], float] = lambda: 0.0
+    ) -> Answer:
         """Waits for the answer with the given id. Raises SandboxError after `deadline_s` seconds.
 
         A sandbox that lets the deadline pass is taken for lost. None: the caller has a deadline of its own.
+        `standing_s`: for how long the sandbox has stood still so far; what is added meanwhile does not count.
         """
         if self._end is not None:
             raise SandboxError(self._end, field="sandbox", received=self.name)
@@ -98,7 +103,7 @@ class Channel:
         self._waiting[request_id] = future
         timer = None
         if deadline_s is not None:
-            timer = self._loop.call_later(deadline_s, self.close, f"no answer within {deadline_s:g} s")
+            timer = _Deadline(deadline_s, standing_s, self.close)
         try:
             header, payload = await future
         finally:
@@ -221,3 +226,27 @@ class Channel:
             future = self._waiting.get(header.get("id", READY))
             if future is not None and not future.done():
                 future.set_result((header, payload))
+
+
+class _Deadline:
+    """Calls `close` after so many seconds, in which those do not count that `standing_s` gains."""
+
+    def __init__(
+        self, deadline_s: float, standing_s: Callable[[], float], close: Callable[[str], None]
+    ) -> None:
+        self._deadline_s = deadline_s
+        self._standing_s = standing_s
+        self._close = close
+        self._loop = asyncio.get_running_loop()
+        self._start_s = self._loop.time() - standing_s()
+        self._timer = self._loop.call_later(deadline_s, self._look)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        left_s = self._start_s + self._deadline_s + self._standing_s() - self._loop.time()
+        if left_s <= 0:
+            self._close(f"no answer within {self._deadline_s:g} s")
+        else:
+            self._timer = self._loop.call_later(max(left_s, _LOOK_S), self._look)

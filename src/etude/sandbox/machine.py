@@ -10,8 +10,8 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,6 +23,7 @@ from etude.sandbox.commands import ChannelCommands, ChannelShells
 from etude.sandbox.egress import Egress
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxLostError, SandboxStateError, fault_error
 from etude.sandbox.files import ChannelFiles
+from etude.sandbox.gate import Gate
 from etude.sandbox.inside.frames import MAX_PAYLOAD_BYTES, Header
 from etude.sandbox.inside.waiting import MOST_WAITING_S
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
@@ -107,8 +108,7 @@ class MachineSandbox:
         self._owner = owner
         self._channel: Channel | None = None
         self._outputs = Outputs()
-        self._gate = asyncio.Event()
-        self._num_closings = 0
+        self._gate = Gate()
         self._egress: Egress | None = None
 
     @property
@@ -126,7 +126,7 @@ class MachineSandbox:
         channel.on_event = self._on_event
         channel.on_close = self._on_close
         self.state = "running"
-        self._open_gate()
+        self._gate.open()
 
     def _on_close(self, reason: str) -> None:
         """The line has ended. If nobody here ended it, the machine is lost."""
@@ -152,22 +152,11 @@ class MachineSandbox:
         if self._channel is not None:
             self._channel.close(f"the sandbox is {state}")
         self._channel = None
-        self._open_gate()
+        self._gate.open()
 
-    @contextmanager
-    def closed(self) -> Iterator[None]:
+    def closed(self) -> AbstractContextManager[None]:
         """In the block nothing new is asked of the sandbox: whoever wants to waits."""
-        self._num_closings += 1
-        self._gate.clear()
-        try:
-            yield
-        finally:
-            self._num_closings -= 1
-            self._open_gate()
-
-    def _open_gate(self) -> None:
-        if not self._num_closings:
-            self._gate.set()
+        return self._gate.closed()
 
     @property
     def channel(self) -> Channel:
@@ -232,7 +221,7 @@ class MachineSandbox:
         try:
             channel.send(header, payload)
             most_s = header["timeout_s"] + MOST_WAITING_S + OPERATION_S
-            answer, data = await channel.answer(request_id, most_s)
+            answer, data = await channel.answer(request_id, most_s, self._gate.closed_s)
         except asyncio.CancelledError:
             if not channel.closed:
                 channel.send({"op": "cancel", "target": request_id})
