@@ -23,12 +23,11 @@ from etude.sandbox.inside.jobs import (
     start_job,
     tests_child,
 )
+from etude.sandbox.inside.memory_watch import MemoryWatch
 from etude.sandbox.inside.processes import (
     Processes,
     families,
     kill_all_but,
-    own_bytes,
-    proportional_bytes,
     reap,
     resume_all,
     stop_all,
@@ -38,8 +37,6 @@ from etude.sandbox.inside.settings import Settings, check_texts
 from etude.sandbox.inside.waiting import extension_s
 from etude.sandbox.inside.wire import Wire
 
-WATCH_S = 0.1
-"""How often the memory of running processes is looked at."""
 MAX_RESULT_BYTES = 4 << 20
 _INSIST_S, _INSIST_PAUSE_S = 20.0, 0.002
 """How long, and how often, a child is started again: killed processes count until they have been reaped."""
@@ -67,7 +64,7 @@ class Running:
         self._ended = EndedCommands()
         self._sessions = Sessions(wire, poll, processes, settings, self._limits, root, self)
         self._has_children = False
-        self._next_watch_s = 0.0
+        self._memory = MemoryWatch(processes, settings)
         self._reaped: dict[int, int] = {}
         self._stopped: set[int] = set()
         self._frozen_s: float | None = None
@@ -95,7 +92,7 @@ class Running:
         """How long the loop may sleep."""
         if not self._has_children or self._frozen_s is not None:
             return None
-        deadlines = [self._next_watch_s] if self._settings.watch_memory else []
+        deadlines = [self._memory.next_s] if self._settings.watch_memory else []
         deadlines += [job.deadline_s for job in self._jobs.values()]
         deadlines += self._sessions.deadlines_s()
         until_s = min(deadlines, default=float("inf"))
@@ -119,8 +116,8 @@ class Running:
         now_s = time.monotonic() if self._frozen_s is None else self._frozen_s
         self._reap()
         ended, self._reaped = self._reaped, {}
-        if self._settings.watch_memory and self._has_children and now_s >= self._next_watch_s:
-            self._next_watch_s = now_s + WATCH_S
+        if self._settings.watch_memory and self._has_children and now_s >= self._memory.next_s:
+            self._memory.put_off(now_s)
             self._watch_memory()
         for job in list(self._jobs.values()):
             if job.pid in ended:
@@ -223,7 +220,7 @@ class Running:
     def note_child(self, now_s: float) -> None:
         """See Jobs.note_child."""
         self._has_children = True
-        self._next_watch_s = now_s + WATCH_S
+        self._memory.put_off(now_s)
 
     def _read_output(self, job: Job, descriptor: int) -> None:
         if job.input is not None and descriptor == job.input.descriptor:
@@ -315,26 +312,10 @@ class Running:
         self._reap()
 
     def _watch_memory(self) -> None:
-        most, with_shared = self._settings.memory_bytes, not self._settings.has_groups
-        table = self._processes.table()
-        # The quick count takes what forks share for each one's own, and each socket for a full one: it only
-        # tells when to look closely.
-        sockets = self._settings.sockets
-        quick_bytes = own_bytes(table, with_shared)
-        if quick_bytes + (sockets.most_bytes() if sockets else 0) <= most:
-            return
-        start_s = time.monotonic()
-        used_bytes = sockets.held_bytes() if sockets else 0
-        if quick_bytes + used_bytes > most:
-            used_bytes += proportional_bytes(table, with_shared)
-        if used_bytes <= most:
-            # Forks that share much are looked at closely all the time: at most a tenth of it.
-            end_s = time.monotonic()
-            self._next_watch_s = end_s + max(WATCH_S, 9 * (end_s - start_s))
-            return
-        self._processes.kill_all()
-        for job in [*self._jobs.values(), *self._sessions.shell_jobs()]:
-            job.memory_exceeded = True
+        if self._memory.is_exceeded():
+            self._processes.kill_all()
+            for job in [*self._jobs.values(), *self._sessions.shell_jobs()]:
+                job.memory_exceeded = True
 
     # Background commands
 
