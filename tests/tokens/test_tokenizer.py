@@ -148,3 +148,29 @@ def test_added_tokens_that_are_not_special_decode_as_text_and_are_never_encoded(
     assert size not in tokenizer.encode("<think>")
     decomposed = "e\u0301"
     assert tokenizer.decode(tokenizer.encode(decomposed)) == decomposed
+
+
+def test_ids_that_pad_a_models_vocabulary_beyond_the_tokenizers_stand_for_no_bytes():
+    tokenizer = small_tokenizer()
+    ids = tokenizer.encode("a b").tolist()
+    ids[1:1] = [tokenizer.vocab_size, tokenizer.vocab_size + 300]
+    assert tokenizer.decode(ids) == tokenizer.decode(np.array(ids), skip_control=True) == "a b"
+    assert tokenizer.pieces(ids) == ["a b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer.json", b'{"model"', "not JSON"),
+        ("tokenizer.json", b"[]", "not a JSON object"),
+        ("tokenizer.json", b"\xff\xfe", "not UTF-8"),
+        ("tokenizer.json", b'{"model": {"type": "BPE"}, "decoder": {"type": "ByteLevel"}}', "cannot be read"),
+        ("tokenizer_config.json", b'{"eos_', "not JSON"),
+    ],
+)
+def test_damaged_files_are_refused_by_name(tmp_path, name, content, message):
+    small_tokenizer().save(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as caught:
+        Tokenizer.load(tmp_path)
+    assert name in (caught.value.fix or "")

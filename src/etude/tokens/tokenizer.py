@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tokenizers
@@ -49,7 +49,7 @@ class Tokenizer:
         added = parsed.get("added_tokens") or []
         self._added = {token["content"]: int(token["id"]) for token in added}
         self._control = {int(token["id"]): Control(token["content"]) for token in added if token["special"]}
-        self._plain = tokenizers.Tokenizer.from_str(json.dumps(_without_added_tokens(parsed)))
+        self._plain = _build(json.dumps(_without_added_tokens(parsed)))
         self._bytes = _byte_table(self._plain.get_vocab(with_added_tokens=False), self._added)
         self._byte_ids = {piece[0]: index for index, piece in enumerate(self._bytes) if len(piece) == 1}
         self._cache: dict[str, NDArray[np.int32]] = {}
@@ -115,7 +115,7 @@ class Tokenizer:
     def decode_bytes(self, ids: Sequence[int] | NDArray[np.int32], skip_control: bool = False) -> bytes:
         """The exact bytes that the tokens stand for; a control token stands for its name."""
         table = self._bytes
-        listed = ids.tolist() if isinstance(ids, np.ndarray) else ids
+        listed = self._known(ids)
         if skip_control:
             control = self._control
             return b"".join([table[index] for index in listed if index not in control])
@@ -145,7 +145,7 @@ class Tokenizer:
         control, table = self._control, self._bytes
         pieces: list[bytes | Control] = []
         run: list[bytes] = []
-        for index in ids.tolist() if isinstance(ids, np.ndarray) else ids:
+        for index in self._known(ids):
             name = control.get(index)
             if name is None and tags:
                 name = tags.get(index)
@@ -183,7 +183,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads a Hugging Face directory. Raises ConfigError if there is no `tokenizer.json`."""
+        """Reads a Hugging Face directory. Raises ConfigError if there is no whole `tokenizer.json`."""
         path = directory / TOKENIZER_FILE
         if not path.is_file():
             raise ConfigError(
@@ -193,11 +193,16 @@ class Tokenizer:
                 fix="name a directory that holds a tokenizer.json",
             )
         config_path = directory / CONFIG_FILE
-        config = json.loads(config_path.read_text(encoding="utf-8")) if config_path.is_file() else {}
-        return cls(path.read_text(encoding="utf-8"), config)
+        config = _parse_json(_read_text(config_path), CONFIG_FILE) if config_path.is_file() else {}
+        return cls(_read_text(path), config)
 
     def __reduce__(self) -> tuple[type[Tokenizer], tuple[str, dict[str, Any]]]:
         return Tokenizer, (self._definition, self._config)
+
+    def _known(self, ids: Sequence[int] | NDArray[np.int32]) -> list[int]:
+        """Without ids beyond the vocabulary: models that pad theirs can sample them, they are no bytes."""
+        size = len(self._bytes)
+        return [index for index in (ids.tolist() if isinstance(ids, np.ndarray) else ids) if index < size]
 
     def _encode_escaped(self, text: str) -> NDArray[np.int32]:
         """Encodes text with lone surrogates: escaped bytes one token each, what else is invalid as `?`."""
@@ -221,11 +226,28 @@ class Tokenizer:
                 )
 
 
-def _parse(definition: str) -> dict[str, Any]:
+def _read_text(path: Path) -> str:
     try:
-        parsed = json.loads(definition)
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"not UTF-8: {error}", field="tokenizer", received=str(path), fix=f"use a whole {path.name}"
+        ) from None
+
+
+def _parse_json(text: str, name: str) -> dict[str, Any]:
+    """The object that a file of this name holds."""
+    try:
+        parsed = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"not JSON: {error}", field="tokenizer", fix="use a whole tokenizer.json") from None
+        raise ConfigError(f"not JSON: {error}", field="tokenizer", fix=f"use a whole {name}") from None
+    if not isinstance(parsed, dict):
+        raise ConfigError("not a JSON object", field="tokenizer", fix=f"use a whole {name}")
+    return cast(dict[str, Any], parsed)
+
+
+def _parse(definition: str) -> dict[str, Any]:
+    parsed = _parse_json(definition, TOKENIZER_FILE)
     decoder = parsed.get("decoder") or {}
     if decoder.get("type") != "ByteLevel" or (parsed.get("model") or {}).get("type") != "BPE":
         raise ConfigError(
@@ -235,6 +257,17 @@ def _parse(definition: str) -> dict[str, Any]:
             fix="use a model whose tokenizer.json has a ByteLevel decoder",
         )
     return parsed
+
+
+def _build(definition: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(definition)
+    except Exception as error:  # the Rust side raises nothing more precise
+        raise ConfigError(
+            f"cannot be read: {error}",
+            field="tokenizer",
+            fix=f"use a {TOKENIZER_FILE} that tokenizers {tokenizers.__version__} reads",
+        ) from error
 
 
 def _without_added_tokens(parsed: Mapping[str, Any]) -> dict[str, Any]:
