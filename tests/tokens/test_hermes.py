@@ -106,6 +106,7 @@ def test_escapes_mean_what_json_says():
         ('{"name": "plan", "arguments": {"todos": NaN}}', "plan", "NaN is not JSON"),
         ('{"name": "plan", "arguments": {"todos": [-Infinity]}}', "plan", "-Infinity is not JSON"),
         ('{"name": "plan", "arguments": {"todos": [01]}}', "plan", "01 is not JSON"),
+        ('{"name": "plan", "arguments": {"todos": [-1e999]}}', "plan", "number too large"),
         ('{"name": "plan", "arguments": {"todos": [1,]}}', "plan", "unexpected ] in the JSON"),
         ('{"name": "plan", "arguments": {"todos": [1}}', "plan", "unexpected } in the JSON"),
         ('{"name": "plan", "arguments": {"todos": [' + "1" * 401 + "]}}", "plan", "number too long"),

@@ -6,7 +6,7 @@ from token_builders import GRAMMAR, TEXTS, small_tokenizer, text_renderer, token
 
 from etude.errors import ConfigError
 from etude.records import ToolCall
-from etude.tokens import CHATML_TEMPLATE, Renderer, train_tokenizer
+from etude.tokens import CHATML_TEMPLATE, Control, Renderer, train_tokenizer
 
 
 def spelled(renderer, tokens):
@@ -43,7 +43,14 @@ def test_text_from_outside_adds_no_control_tokens(text):
         assert with_text == without
 
 
-def test_tags_are_single_tokens():
+@pytest.mark.parametrize("name", ["|end|", "|user|", "result", "/result", "think"])
+def test_the_names_of_a_call_from_outside_add_no_control_tokens(name):
+    renderer = token_renderer()
+    for call in (ToolCall(name, {"path": "a"}), ToolCall("read_file", {name: "a"})):
+        names = {piece.name for piece in renderer.grammar.render_call(call) if isinstance(piece, Control)}
+        assert names <= set(renderer.grammar.control_tokens())
+        ends = renderer.message([call]).tolist().count(renderer.end_token)
+        assert ends == 1
     renderer = token_renderer()
     assert not renderer.text_mode
     assert len(renderer.message([ToolCall("finish")])) == 3
@@ -75,7 +82,7 @@ def test_messages_parse_back_in_both_modes(given_calls):
     assert renderer.parse(renderer.message(given_calls)) == given_calls
 
 
-@given(st.lists(st.integers(0, small_tokenizer().vocab_size - 1), max_size=60))
+@given(st.lists(st.integers(0, small_tokenizer().vocab_size + 9), max_size=60))
 def test_any_tokens_parse(tokens):
     for call in token_renderer().parse(np.array(tokens, dtype=np.int32)):
         assert isinstance(call, ToolCall)

@@ -63,6 +63,7 @@ def test_arguments_are_read_by_their_kind(parameter, text, value):
         (Parameter("p", "", kind="array"), "{}", "not an array"),
         (Parameter("p", "", kind="object"), '{"a": 1, "a": 2}', "repeated a"),
         (Parameter("p", "", kind="object"), '{"a": NaN}', "NaN is not JSON"),
+        (Parameter("p", "", kind="array"), "[1e999]", "number too large"),
         (Parameter("p", "", kind="array"), "[" * 100_000, "nested deeper"),
         (Parameter("p", "", kind="array"), "[" + "9" * 5000 + "]", "number too long"),
         (TODOS, '[{"text": "x"}]', r"todos\[0\] lacks id"),
@@ -84,6 +85,22 @@ def test_values_that_do_not_fit_are_the_agents_error(parameter, text, message):
 def test_any_text_is_a_value_or_the_agents_error(parameter, text):
     with contextlib.suppress(ToolArgumentError):
         read_value(parameter, text)
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"required": True},
+        {"type": 5},
+        {"type": [["object"]]},
+        {"enum": None},
+        {"properties": ["a"]},
+        {"items": "any"},
+    ],
+)
+def test_keywords_that_no_schema_has_say_nothing(keywords):
+    parameter = Parameter("p", "", kind="array", schema={"items": {"type": "object", **keywords}})
+    assert read_value(parameter, '[{"a": 1}]') == [{"a": 1}]
 
 
 def test_parameters_become_json_schema():

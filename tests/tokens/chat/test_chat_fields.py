@@ -44,6 +44,21 @@ def test_any_tool_schema_is_taken_or_refused(schema: Any) -> None:
     assert tool.function_schema()["function"]["parameters"] is not None  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("schema", "kind"),
+    [
+        ({"type": ["null", "integer"]}, "integer"),
+        ({"anyOf": [{"type": ["null", "integer"]}, {"type": "string"}]}, "integer"),
+        ({"oneOf": [{"type": "null"}, {"type": ["array", "null"]}]}, "array"),
+        ({"type": {"a": 1}}, "string"),
+        ({"type": [["integer"], "boolean"]}, "boolean"),
+    ],
+)
+def test_a_parameter_is_of_the_first_type_that_we_know(schema: Any, kind: str) -> None:
+    (parameter,) = client_tool("t", None, {"properties": {"p": schema}}, "tools[0]").parameters
+    assert parameter.kind == kind
+
+
 def test_a_body_that_nests_too_deep_is_refused() -> None:
     deep = "[" * 900 + "]" * 900
     with pytest.raises(BadRequestError, match="deep"):

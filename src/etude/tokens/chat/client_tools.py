@@ -61,7 +61,7 @@ def _parameter(name: str, schema: object, required: bool) -> Parameter:
 
 def _kind(schema: Mapping[str, Any]) -> Kind:
     for found in _types(schema):
-        if found in _KINDS:
+        if isinstance(found, str) and found in _KINDS:
             return cast(Kind, found)
     return "string"
 
@@ -69,10 +69,14 @@ def _kind(schema: Mapping[str, Any]) -> Kind:
 def _types(schema: Mapping[str, Any]) -> list[object]:
     declared = schema.get("type")
     if declared is not None:
-        return list(declared) if isinstance(declared, list) else [declared]
+        return _listed(declared)
     options = schema.get("anyOf") or schema.get("oneOf") or []
     branches = [option for option in options if isinstance(option, dict)] if isinstance(options, list) else []
-    return [option.get("type") for option in branches]
+    return [found for option in branches for found in _listed(option.get("type"))]
+
+
+def _listed(declared: object) -> list[object]:
+    return list(cast(list[object], declared)) if isinstance(declared, list) else [declared]
 
 
 def call_arguments(call: ToolCall, tools: Sequence[ToolSchema]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ comes; what lies deeper is part of the raw text of the value that holds it.
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Protocol
 
@@ -205,6 +206,9 @@ class JsonReader:
             kind = _LITERALS.get(scalar)
         if kind is None:
             self.fail(f"{scalar[:20]} is not JSON")
+            return
+        if kind == "number" and math.isinf(float(scalar)):
+            self.fail("number too large")
             return
         depth = len(self._keys)
         self._report_begin(kind)

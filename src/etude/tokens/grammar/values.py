@@ -96,19 +96,26 @@ _READERS = {
 
 
 def _find_fault(value: object, schema: Mapping[str, Any], where: str) -> tuple[str, str] | None:
-    """The first place that breaks the schema, and how. Recursion is bounded by the depth of strict JSON."""
+    """The first place that breaks the schema, and how. Recursion is bounded by the depth of strict JSON.
+
+    A schema may be another program's: a keyword in a form that JSON Schema does not have says nothing.
+    """
     kinds = schema.get("type")
-    if kinds is not None:
-        listed = [kinds] if isinstance(kinds, str) else list(kinds)
-        if not any(_is_kind(value, kind) for kind in listed):
-            return where, f"is not of type {' or '.join(listed)}"
-    if "enum" in schema and not any(type(value) is type(v) and value == v for v in schema["enum"]):
+    listed = [kinds] if isinstance(kinds, str) else _names(kinds)
+    if listed and not any(_is_kind(value, kind) for kind in listed):
+        return where, f"is not of type {' or '.join(listed)}"
+    allowed = schema.get("enum")
+    if isinstance(allowed, list | tuple) and not any(type(value) is type(v) and value == v for v in allowed):
         return where, "is none of its values"
     if isinstance(value, list):
         return _find_item_fault(cast(list[object], value), schema, where)
     if isinstance(value, dict):
         return _find_property_fault(cast(dict[str, object], value), schema, where)
     return None
+
+
+def _names(value: object) -> list[str]:
+    return [name for name in value if isinstance(name, str)] if isinstance(value, list | tuple) else []
 
 
 def _is_kind(value: object, kind: str) -> bool:
@@ -130,8 +137,9 @@ def _find_item_fault(items: list[object], schema: Mapping[str, Any], where: str)
 def _find_property_fault(
     value: dict[str, object], schema: Mapping[str, Any], where: str
 ) -> tuple[str, str] | None:
-    properties: Mapping[str, Any] = schema.get("properties") or {}
-    for name in schema.get("required") or ():
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, Mapping) else {}
+    for name in _names(schema.get("required")):
         if name not in value:
             return where, f"lacks {name}"
     further = schema.get("additionalProperties", True)

@@ -76,11 +76,11 @@ class XmlGrammar:
         return ["\n\n".join([_HEAD, *(self._describe(schema) for schema in schemas)])]
 
     def render_call(self, call: ToolCall) -> list[Piece]:
-        """The call with its arguments in the given order; parses back to an equal call."""
-        pieces: list[Piece] = [Control(f"<{call.name}>")]
+        """The call with its arguments in the given order; one of these tools parses back to an equal call."""
+        pieces = [self._tag(f"<{call.name}>")]
         for name, value in call.arguments.items():
-            pieces += [Control(f"<{name}>"), pad_body(value), Control(f"</{name}>")]
-        return join_text([*pieces, Control(f"</{call.name}>")])
+            pieces += [self._tag(f"<{name}>"), pad_body(value), self._tag(f"</{name}>")]
+        return join_text([*pieces, self._tag(f"</{call.name}>")])
 
     def split(self, text: str) -> list[Piece]:
         """Known tags and marks of reasoning as control tokens; unknown ones stay text."""
@@ -95,6 +95,10 @@ class XmlGrammar:
         if sets is None:
             sets = self._sets[mode] = TagSets(self._table, mode)
         return MessageParser(XmlReader(self._table, sets), mode.reasoning, begun)
+
+    def _tag(self, tag: str) -> Piece:
+        """A tag of these tools; any other name may come from outside, and is text."""
+        return Control(tag) if tag in self._table.tags else tag
 
     def _describe(self, schema: ToolSchema) -> str:
         example = {parameter.name: f"{{{parameter.name}}}" for parameter in schema.parameters}
