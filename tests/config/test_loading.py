@@ -165,6 +165,8 @@ def test_impossible_values_are_refused_by_field(override: str, field: str) -> No
         (("model.experts_per_token=9",), "experts_per_token: must be at most num_experts=8"),
         (("agent.max_tokens=2000",), "agent.max_tokens: must be at most model.max_positions"),
         (("agent.max_message_tokens=640", "agent.max_tokens=640"), "agent.max_message_tokens: must be under"),
+        (("agent.summary_at_tokens=560",), "agent.summary_at_tokens: must leave 193 of agent.max_tokens=640"),
+        (("elastic.hours=09:00-09:00",), "hours: must begin and end at different times"),
         (("engine.drafts=mtp",), "speculative_tokens: must be 1 or more with drafts"),
         (("engine.kernels=native", "engine.cache_dtype=bfloat16"), "cache_dtype: native kernels hold"),
         (("rl.updates_per_step=13",), "updates_per_step: must be at most groups_per_step=12"),

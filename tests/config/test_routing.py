@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from etude.config import RouterConfig, load_section
@@ -43,6 +43,7 @@ _LOAD = '[[lending.by_load]]\nlender = "a"\nborrower = "b"\nbusy_tokens = {}\nid
         ("[arms]\n'run@7' = nan", r"arms\.run@7.*finite"),
         (_WINDOW.format("b", "24:00"), r"lending\.windows\.0.*start: must be HH:MM"),
         (_WINDOW.format("b", "6:00"), "start: must be HH:MM"),
+        (_WINDOW.format("b", "06:00"), "end: must be another time than start=06:00"),
         (_WINDOW.format("a", "22:00"), "another pool"),
         (_LOAD.format(10), "idle_tokens: must be less than busy_tokens"),
         (_WINDOW.format("b", "22:00") + _LOAD.format(30), "not both"),
@@ -59,6 +60,7 @@ def test_mistakes_are_named(tmp_path: Path, text: str, message: str) -> None:
 @given(st.times(), st.times())
 def test_times_of_the_day_are_seconds(start: object, end: object) -> None:
     texts = [format(one, "%H:%M") for one in (start, end)]
+    assume(texts[0] != texts[1])
     window = LendingWindowConfig(lender="a", borrower="b", count=1, start=texts[0], end=texts[1])
     for text, seconds in zip(texts, (window.start_s, window.end_s), strict=True):
         assert seconds == 60 * (60 * int(text[:2]) + int(text[3:]))

@@ -20,7 +20,7 @@ from etude.controller.compute import (
     settle_evaluation,
 )
 from etude.controller.starting import check_start
-from etude.errors import ConfigError, ResourceError, StoreError, UserError
+from etude.errors import ConfigError, ResourceError, StoreError, TaskError, UserError
 from etude.inference.native import load_library
 from etude.model import LanguageModel
 from etude.model.language_model import block_of
@@ -87,8 +87,19 @@ def test_what_would_end_a_run_at_once_is_refused_before_it_has_a_directory(
         with pytest.raises(ConfigError) as caught:
             check_start(RunConfig.model_validate(section))
         assert caught.value.field == field
+    for trails, field in (
+        ({"trail_lengths": [9, 3]}, "tasks.trail_lengths"),
+        ({"trail_lengths_at_end": [9, 3]}, "tasks.trail_lengths_at_end"),
+        ({"trail_heldout_lengths": [40, 5000]}, "tasks.trail_heldout_lengths"),
+    ):
+        with pytest.raises(TaskError) as refused:
+            check_start(RunConfig.model_validate({"tasks": {"family": "trails", **trails}}))
+        assert refused.value.field == field
     with pytest.raises(StoreError, match=r"weights\.url"):
         check_start(RunConfig.model_validate({"weights": {"url": "ftpx://nowhere"}}))
+    borrowing = {"router": "http://h:1", "token": f"file:{tmp_path / 'missing'}"}
+    with pytest.raises(ConfigError, match=r"elastic\.token"):
+        check_start(RunConfig.model_validate({"weights": {"url": str(tmp_path)}, "elastic": borrowing}))
     check_start(RunConfig())
 
 

@@ -126,6 +126,18 @@ def test_directories_without_enough_tasks_are_refused(tmp_path: Path, made: str,
         open_family(epoch_config(tmp_path, directory))
 
 
+@pytest.mark.parametrize("section", ["directory", "heldout_directory"])
+def test_two_tasks_of_one_id_are_refused_before_anything_is_trained(
+    tmp_path: Path, tasks: Path, section: str
+) -> None:
+    for name in ("one", "copy", "other"):
+        write_harbor(TaskGenerator(0, "train").task(int(name == "other")), tmp_path / "twice" / name)
+    directories = {"directory": str(tasks), section: str(tmp_path / "twice")}
+    with pytest.raises(TaskError, match=f"another task of tasks.{section} has this id") as caught:
+        open_family(tiny_config(tmp_path, tasks={"family": "directory", **directories}))
+    assert caught.value.received == TaskGenerator(0, "train").task(0).id
+
+
 def test_epochs_need_tasks_that_end_and_a_directory_a_family(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="generated tasks never end"):
         tiny_config(tmp_path, rl={"curriculum": {"epochs": 1}})

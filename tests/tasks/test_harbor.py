@@ -143,6 +143,7 @@ def _link(name: str, target: str) -> Callable[[Path], None]:
             lambda directory: (directory / "solution/files/x").write_bytes(b"\xff") and None,
             "solution/files/x",
         ),
+        (_write("tests/hidden/test_\udcff.py", b""), "a name in tests/hidden"),
     ],
 )
 def test_a_bad_directory_is_named_with_field_and_fix(

@@ -43,6 +43,8 @@ class ElasticConfig(Section):
             raise ValueError(f"router: must be http://HOST:PORT, received {self.router!r}")
         if self.hours and not _HOURS.fullmatch(self.hours):
             raise ValueError(f"hours: must be HH:MM-HH:MM, received {self.hours!r}")
+        if self.hours and self.hours[:5] == self.hours[6:]:
+            raise ValueError(f"hours: must begin and end at different times, received {self.hours!r}")
         if self.idle_tokens and self.idle_tokens >= self.busy_tokens:
             raise ValueError(
                 f"idle_tokens: must be less than busy_tokens={self.busy_tokens:g}, received "

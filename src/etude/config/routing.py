@@ -46,6 +46,8 @@ class LendingWindowConfig(Section):
         for name, value in (("start", self.start), ("end", self.end)):
             if not _DAY_TIME.fullmatch(value):
                 raise ValueError(f"{name}: must be HH:MM, received {value!r}")
+        if self.start == self.end:
+            raise ValueError(f"end: must be another time than start={self.start}, received {self.end!r}")
         return self
 
     @property

@@ -231,6 +231,8 @@ class RunConfig(Section):
                 f"agent.max_message_tokens: must be under agent.max_tokens={self.agent.max_tokens}, "
                 f"received {self.agent.max_message_tokens}"
             )
+        if self.agent.summary_at_tokens:
+            self._check_summaries()
         return self
 
     @property
@@ -238,6 +240,17 @@ class RunConfig(Section):
         """Whether trainer and engine work at once: over Ray in processes of their own, in threads of this one
         where replicas are borrowed. Else they take turns."""
         return self.executor == "ray" or bool(self.elastic.router)
+
+    def _check_summaries(self) -> None:
+        agent = self.agent
+        kept = agent.max_message_tokens
+        if agent.max_summaries:  # what asks for one has a token at least; sessions count its words
+            kept += agent.max_summary_tokens + 1
+        if agent.summary_at_tokens + kept > agent.max_tokens:
+            raise ValueError(
+                f"agent.summary_at_tokens: must leave {kept} of agent.max_tokens={agent.max_tokens} for a "
+                f"message and a summary, received {agent.summary_at_tokens}"
+            )
 
     def _check_vllm_replicas(self) -> None:
         vllm = self.engine.vllm

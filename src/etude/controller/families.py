@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, cast
@@ -19,7 +20,7 @@ from etude.rollout.epochs import EpochSource
 from etude.tasks.frozen import evaluation_tasks
 from etude.tasks.generator import SPLITS, Split, TaskGenerator
 from etude.tasks.harbor import read_harbor
-from etude.tasks.trails import TrailGenerator
+from etude.tasks.trails import TrailGenerator, check_lengths
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document
@@ -107,7 +108,10 @@ class _Trails:
     splits: Sequence[str] = ("heldout", "heldout_family")
 
     def __init__(self, config: RunConfig) -> None:
+        for length in config.tasks.trail_heldout_lengths:
+            check_lengths("tasks.trail_heldout_lengths", (length, length))
         self._config = config
+        self.source()  # checks the other lengths
 
     def train_tokenizer(self, observer: Observer) -> Tokenizer:
         return train_trail_tokenizer(self._config)
@@ -146,7 +150,17 @@ def _read_tasks(directory: Path, field: str) -> list[Task]:
             received=str(directory),
             fix="`etude tasks export` shows what one looks like",
         )
-    return [read_harbor(path) for path in found]
+    tasks = [read_harbor(path) for path in found]
+    num_of_id = Counter(task.id for task in tasks)
+    for path, task in zip(found, tasks, strict=True):
+        if num_of_id[task.id] > 1:
+            raise TaskError(
+                f"another task of {field} has this id",
+                field=f"{path / 'task.toml'}: id",
+                received=task.id,
+                fix="give each its own",
+            )
+    return tasks
 
 
 def _held_apart(tasks: Sequence[Task], share: float) -> tuple[list[Task], list[Task]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from etude.config import RunConfig
+from etude.config.secrets import read_secret
 from etude.controller.arrangement import check_executor
 from etude.controller.backends import check_run_backend
 from etude.controller.clusters.runner import check_clusters
@@ -34,6 +35,8 @@ def check_start(config: RunConfig) -> None:
         check_run_backend(config.sandbox)
     check_store(config.weights)
     check_clusters(config.clusters)
+    if config.elastic.router:
+        read_secret(config.elastic.token, "elastic.token")
     if config.executor == "ray":
         check_executor(config)
     if config.engine.backend == "vllm":

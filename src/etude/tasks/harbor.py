@@ -94,7 +94,8 @@ def read_harbor(directory: Path) -> Task:
     """Reads a Harbor task directory. Round trip: equal to what was written, but for `directory`.
 
     Raises TaskError, with the file or key and a fix, for a missing file, broken TOML, a value of the
-    wrong type, a path or link that leads out of the directory, or a file that is not UTF-8 text.
+    wrong type, a path or link that leads out of the directory, or a file that is not UTF-8 text, by its
+    contents or its name.
     """
     instruction = _text(directory, "instruction.md").removesuffix("\n")
     table = _parse_toml(_text(directory, "task.toml"))
@@ -217,6 +218,8 @@ def _tree(directory: Path, folder: str) -> dict[str, str]:
     paths = sorted(
         path.relative_to(top).as_posix() for path in top.rglob("*") if path.is_symlink() or path.is_file()
     )
+    for path in paths:
+        _encoded(path, f"a name in {folder}")
     return {path: _text(directory, f"{folder}/{path}") for path in paths}
 
 

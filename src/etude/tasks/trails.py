@@ -38,9 +38,9 @@ class TrailGenerator:
         lengths_at_end: tuple[int, int] | None = None,
         grow_over: int = 1,
     ) -> None:
-        _check_lengths("tasks.trail_lengths", lengths)
+        check_lengths("tasks.trail_lengths", lengths)
         if lengths_at_end is not None:
-            _check_lengths("tasks.trail_lengths_at_end", lengths_at_end)
+            check_lengths("tasks.trail_lengths_at_end", lengths_at_end)
         self.seed = seed
         self.split = split
         self.lengths = lengths
@@ -60,7 +60,8 @@ class TrailGenerator:
         return make_trail(identity, min(int(drawn), longest), self.split, rng)
 
 
-def _check_lengths(field: str, lengths: tuple[int, int]) -> None:
+def check_lengths(field: str, lengths: tuple[int, int]) -> None:
+    """Raises TaskError for lengths, shortest and longest, that make no trail."""
     if not _SHORTEST <= lengths[0] <= lengths[1] <= _NUM_NAMES:
         raise TaskError(
             "trails cannot have these lengths",
