@@ -243,6 +243,24 @@ def test_only_calls_that_would_run_and_write_are_asked_about():
     assert stage.outputs(read("a"), ToolCall("zap"), wrong, write("a", "x"))[3] == "x"
 
 
+@pytest.mark.parametrize("path", ["a:b.py", "a:/b", "todo:"])
+def test_a_path_with_a_colon_is_a_path(path):
+    async def approve(call):
+        return "not this one"
+
+    stage = Stage(approve=approve)
+    assert stage.outputs(write(path, "x")) == ["error: not this one"]
+    stage = Stage()
+    stage.write.delay_s = 0.01
+    assert stage.outputs(write(path, "x"), read("."), write(path, "y"), read(path)) == [
+        "x",
+        "nothing",
+        "xy",
+        "xy",
+    ]
+    assert [what for what, _ in stage.log] == ["begin", "end"] * 4
+
+
 def test_cancelling_a_turn_ends_its_calls_first():
     stage = Stage()
     stage.read.delay_s = 10.0

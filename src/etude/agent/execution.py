@@ -22,6 +22,7 @@ from etude.agent.tools.interface import (
     ToolContext,
     failure,
     how_together,
+    is_path,
     shorten,
     shown,
 )
@@ -114,7 +115,7 @@ class _Plan:
     @property
     def needs_approval(self) -> bool:
         """Whether it writes to the workspace or runs something there; lists of its own are its own matter."""
-        return any(":" not in path for path in self.access.writes)
+        return any(is_path(entry) for entry in self.access.writes)
 
 
 @dataclass(slots=True, eq=False)

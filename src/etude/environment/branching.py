@@ -13,6 +13,7 @@ from typing import Any
 from etude.agent import ToolContext, execute_calls
 from etude.agent.simulated_user import SimulatedUser
 from etude.agent.tools import Tool
+from etude.agent.tools.interface import is_path
 from etude.environment.history import Difference, History, differences
 from etude.errors import AgentError, InfrastructureError, SandboxError
 from etude.records import ToolCall
@@ -150,6 +151,6 @@ def may_change(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> bool:
         tool = tools.get(call.name)
         if tool is None or call.error is not None:
             continue
-        if any(":" not in path for path in tool.access(call.arguments).writes):
+        if any(is_path(entry) for entry in tool.access(call.arguments).writes):
             return True
     return False

@@ -1,6 +1,7 @@
 import asyncio
 
-from tool_scenes import in_local
+import pytest
+from tool_scenes import in_local, in_memory
 
 from etude.agent import ToolLimits
 from etude.agent.tools.output_files import OUTPUTS
@@ -215,6 +216,18 @@ def test_forms_that_do_not_fit_are_refused_in_few_words():
 
     for message, output in terminal(scenario).items():
         assert output == f"error: {message}"
+
+
+@pytest.mark.parametrize("arguments", [{"command": "ls", "id": " "}, {"id": "1", "stdin": ""}])
+def test_whatever_runs_something_is_asked_about(arguments):
+    async def approve(call):
+        return "not this one"
+
+    async def scenario(call, context):
+        return await call(**arguments)
+
+    asked = in_memory([Terminal()], scenario, approve=approve)
+    assert (asked.output, asked.error) == ("error: not this one", ToolErrorClass.USER_ABORTED)
 
 
 def test_the_agents_own_harm_to_the_outputs_is_an_outcome():

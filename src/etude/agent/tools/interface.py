@@ -48,7 +48,8 @@ class ToolLimits:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What one call reads and writes: workspace paths (`.` is all of it), or names such as `todo:`.
+    """What one call reads and writes: workspace paths (`.` is all of it), or names that end with a colon,
+    such as `todo:`.
 
     Two calls conflict where one writes what the other reads or writes, a directory standing for all below.
     Calls that do not conflict may run at the same time.
@@ -158,13 +159,20 @@ def writes_path(arguments: Arguments, name: str = "path") -> Access:
 
 
 def accessed_path(path: str) -> str:
-    """The path in the form that `Access` compares; the whole workspace where the path makes no sense."""
+    """The path in the form that `Access` compares; the whole workspace where the path makes no sense, and
+    where it could be taken for a name."""
     if len(path) > _PATH_CHARACTERS:
         return "."
     try:
-        return normal_path(path.strip())
+        found = normal_path(path.strip())
     except AgentError:
         return "."
+    return found if is_path(found) else "."
+
+
+def is_path(entry: str) -> bool:
+    """Whether an entry of `Access` is a path, not a name such as `todo:`; a path may hold a colon too."""
+    return not entry.endswith(":")
 
 
 def integer(arguments: Arguments, name: str, default: int | None = None) -> int:
@@ -197,6 +205,6 @@ def _overlap(first: frozenset[str], second: frozenset[str]) -> bool:
 
 
 def _holds(directory: str, path: str) -> bool:
-    if ":" in directory or ":" in path:
+    if not (is_path(directory) and is_path(path)):
         return directory == path
     return directory in (".", path) or path.startswith(directory + "/")

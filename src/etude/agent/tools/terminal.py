@@ -66,8 +66,9 @@ class Terminal:
         self._longest_s = longest_s
 
     def access(self, arguments: Arguments) -> Access:
-        only_looks = arguments.get("id") and not arguments.get("stdin") and not arguments.get("kill")
-        return _LOOKS if only_looks else _RUNS
+        # As `run` reads them: a blank id is none, and an empty line of input is one.
+        looks = arguments.get("id", "").strip() and "stdin" not in arguments and not arguments.get("kill")
+        return _LOOKS if looks else _RUNS
 
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
         _check_form(arguments)

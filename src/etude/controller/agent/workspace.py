@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from etude.agent import LocalWorkspace, ToolContext
-from etude.agent.tools.interface import Access
+from etude.agent.tools.interface import Access, is_path
 from etude.controller.agent.changes import TurnChange
 from etude.controller.agent.events import CallDone, CallRuns, CallsMade, FilesChanged, Noted, OnAgentEvent
 from etude.controller.agent.folders import SessionFolder
@@ -103,4 +103,4 @@ class MirroredWorkspace:
             tool = None if call.error else self.context.tools.get(call.name)
             access = tool.access(call.arguments) if tool is not None else Access()
             paths |= access.reads | access.writes
-        return sorted(path for path in paths if path != "." and ":" not in path)
+        return sorted(path for path in paths if path != "." and is_path(path))
