@@ -153,6 +153,8 @@ def test_replacing_lines_agrees_with_list_slices(before, new, data):
 
 def test_line_ends_stay_as_the_file_has_them():
     assert replace_lines("a\r\nb\r\n", 1, 1, "c\nd") == "c\r\nd\r\nb\r\n"
+    assert replace_lines("a\r\nb", 2, 2, "c") == "a\r\nc"
+    assert replace_lines("a\r\nb", 3, 3, "c") == "a\r\nb\r\nc\r\n"
     assert replace_lines("a\nb", 2, 2, "c") == "a\nc"
     assert replace_lines("a", 2, 2, "b") == "a\nb\n"
     assert replace_lines("", 1, 1, "b") == "b\n"

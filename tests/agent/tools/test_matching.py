@@ -119,6 +119,25 @@ def test_all_places_are_replaced_on_demand():
     assert replaced("a", "a", "b", replace_all="maybe")[0] == "error: replace_all must be true or false"
 
 
+def test_a_character_that_looks_like_several_is_found_whole_or_not_at_all():
+    assert replaced("wait\u2026\n", "wait...", "go") == ("ok, matched apart from look-alikes", "go\n")
+    for part in ("wait..", "t.", "..\n"):
+        shown, after = replaced("wait\u2026\n", part, "go")
+        assert shown.startswith("error: old not found") and after == "wait\u2026\n"
+
+
+def test_a_line_of_other_blanks_is_indented_as_the_file_is():
+    assert replaced("a\n\t\u00a0\nb\n", "  \u00a0\n", "  x\n") == (
+        "ok, matched apart from indentation",
+        "a\n\tx\nb\n",
+    )
+
+
+def test_what_would_grow_too_large_is_refused_before_it_is_made():
+    content = "a" * (1 << 20)
+    assert replaced(content, "a", content, replace_all="true") == ("error: file too large", content)
+
+
 def test_crlf_files_keep_their_line_ends():
     assert replaced(b"a\r\nb\r\nc\r\n", "a\nb", "x\ny\nz") == ("ok", b"x\r\ny\r\nz\r\nc\r\n")
     assert replaced(b"a\r\nb \r\n", "a\nb\n", "x\n") == ("ok, matched apart from trailing blanks", b"x\r\n")

@@ -72,6 +72,12 @@ def test_a_diff_of_crlf_texts_applies_with_and_without_its_carriage_returns(firs
         assert applied(before, patch.replace("\r\n", "\n")) == after
 
 
+def test_a_hunk_that_only_adds_to_a_crlf_file_may_name_its_carriage_returns():
+    patch = "--- a/f\n+++ b/f\n@@ -1,0 +2 @@\n+x"
+    for end in ("\n", "\r\n"):
+        assert applied("a\r\nb\r\n", patch + end) == "a\r\nx\r\nb\r\n"
+
+
 @given(st.lists(st.integers(0, 29), min_size=1, max_size=5, unique=True), st.integers(-9, 9), st.data())
 @settings(max_examples=100, deadline=None)
 def test_wrong_line_numbers_and_counts_do_no_harm_where_lines_are_unique(changed, shift, data):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from etude.agent.tools.interface import Access, Arguments, ToolContext, integer, writes_path
-from etude.agent.tools.text_file import read_text, refuse_large, writable_path, write_text
+from etude.agent.tools.matching import with_line_ends
+from etude.agent.tools.text_file import line_end, read_text, refuse_large, writable_path, write_text
 from etude.errors import ToolArgumentError
 from etude.records import ToolResult
 from etude.tokens.grammar import Parameter, ToolSchema
@@ -39,7 +40,7 @@ class EditLines:
         start = integer(arguments, "start")
         end = integer(arguments, "end", start)
         text = arguments["text"]
-        refuse_large(text, path, context)
+        refuse_large(len(text), path, context)
         before = await read_text(path, context)
         after = replace_lines(before, start, end, text)
         facts = {"kind": "edit", "path": path, "line": start, "changed": after != before}
@@ -51,7 +52,8 @@ class EditLines:
 
 def replace_lines(content: str, start: int, end: int, text: str) -> str:
     """`content` with lines start..end (from 1, inclusive) replaced. Raises ToolArgumentError."""
-    lines = content.split("\n")
+    end_line = line_end(content)
+    lines = content.split(end_line)
     closed = lines[-1] == ""
     if closed:
         lines.pop()
@@ -60,8 +62,6 @@ def replace_lines(content: str, start: int, end: int, text: str) -> str:
     appending = start == len(lines) + 1
     if not appending and not start <= end <= len(lines):
         raise ToolArgumentError(f"end must be {start} to {len(lines)}", field="end", received=end)
-    new = text.split("\n") if text else []
-    if lines and lines[0].endswith("\r"):
-        new = [line.removesuffix("\r") + "\r" for line in new]
-    lines[start - 1 : end] = new
-    return "\n".join(lines) + ("\n" if lines and (closed or appending) else "")
+    (text,) = with_line_ends(content, text)
+    lines[start - 1 : end] = text.split(end_line) if text else []
+    return end_line.join(lines) + (end_line if lines and (closed or appending) else "")

@@ -43,7 +43,7 @@ def apply_hunks(content: str, hunks: Sequence[Hunk], path: str) -> Applied:
         result += file.lines[done:at]
         first_line = first_line or len(result) + 1 + _kept_before(hunk)
         done = at + len(hunk.old)
-        result += _written(hunk, file.lines[at:done])
+        result += _written(hunk, file.lines[at:done], crlf)
     result += file.lines[done:]
     # Where a file's last line had no newline, it may no longer be the last.
     text = "".join(line if line.endswith("\n") else line + "\n" for line in result[:-1]) + "".join(
@@ -152,12 +152,13 @@ def _places(lines: list[str], wanted: list[str]) -> list[int]:
     return places
 
 
-def _written(hunk: Hunk, present: list[str]) -> list[str]:
-    """The hunk's new lines; those that are kept as the file has them."""
+def _written(hunk: Hunk, present: list[str], crlf: bool) -> list[str]:
+    """The hunk's new lines; those that are kept as the file has them. `crlf`: carriage returns are added to
+    all of them later, and those that a hunk without old lines has of its own are the same."""
     old = iter(present)
     written: list[str] = []
     for mark, text in hunk.lines:
-        line = text if mark == "+" else next(old)
+        line = (text.replace("\r\n", "\n") if crlf else text) if mark == "+" else next(old)
         if mark != "-":
             written.append(line)
     return written

@@ -113,8 +113,13 @@ def _alike_places(content: str, old: str, new: str) -> tuple[Place, ...]:
     wanted = _look_alike(old)
     if not wanted.strip():
         return ()
-    found = ((starts[at], starts[at + len(wanted)]) for at in _positions(alike, wanted))
-    return tuple(Place(start, end, new) for start, end in found)
+    places: list[Place] = []
+    for at in _positions(alike, wanted):
+        end = at + len(wanted)
+        # Not a part of one that looks like several, such as a dot of an ellipsis.
+        if (at == 0 or starts[at - 1] < starts[at]) and starts[end - 1] < starts[end]:
+            places.append(Place(starts[at], starts[end], new))
+    return tuple(places)
 
 
 _STAGES: tuple[tuple[str, Callable[[str], str]], ...] = (
@@ -160,7 +165,7 @@ def _line_starts(lines: list[str]) -> list[int]:
 
 def _indented(new: str, wanted: list[str], present: list[str]) -> str:
     """The new text, indented by what the file's first line has more, or less, than the one asked for."""
-    first = next(number for number, line in enumerate(wanted) if line.strip())
+    first = next(number for number, line in enumerate(wanted) if line.strip(_BLANKS))
     asked, there = _indentation(wanted[first]), _indentation(present[first])
     if asked == there:
         return new

@@ -53,10 +53,11 @@ class SearchReplace:
         replace_all = flag(arguments, "replace_all")
         if not old:
             raise ToolArgumentError("old is empty", field="old")
-        refuse_large(new, path, context)
+        refuse_large(len(new), path, context)
         before = await read_text(path, context)
         if replace_all and (count := before.count(with_line_ends(before, old)[0])):
             old, new = with_line_ends(before, old, new)
+            refuse_large(len(before) + count * (len(new) - len(old)), path, context)
             after = before.replace(old, new)
             done = "ok" if count == 1 else f"ok, {count} places"
             return await _write(path, before, after, before.index(old), done, context)

@@ -84,16 +84,16 @@ async def write_text(path: str, text: str, context: ToolContext) -> None:
 
 def encoded(text: str, path: str, context: ToolContext) -> bytes:
     """What `read_text` gave and an edit changed, as bytes. Raises ToolArgumentError for too many."""
-    refuse_large(text, path, context)
+    refuse_large(len(text), path, context)
     data = text.encode("utf-8", "surrogateescape")
     if len(data) > context.limits.file_bytes:
         raise ToolArgumentError("file too large", field="path", received=path)
     return data
 
 
-def refuse_large(text: str, path: str, context: ToolContext) -> None:
-    """Raises ToolArgumentError for a text that no file may hold, before it is copied for the first time."""
-    if len(text) > context.limits.file_bytes:
+def refuse_large(num_characters: int, path: str, context: ToolContext) -> None:
+    """Raises ToolArgumentError for a text that no file may hold, before it is made or copied."""
+    if num_characters > context.limits.file_bytes:
         raise ToolArgumentError("file too large", field="path", received=path)
 
 
