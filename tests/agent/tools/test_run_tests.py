@@ -144,4 +144,7 @@ def test_no_report_is_worth_an_exception(data):
 
 def test_reports_with_entities_are_refused():
     assert parse_junit(b'<!DOCTYPE x [<!ENTITY a "b">]><testsuites></testsuites>') is None
+    late = '<?x <testsuite ?><!DOCTYPE x [<!ENTITY a "b">]><testsuites>&a;</testsuites>'
+    assert parse_junit(late.encode()) is None
+    assert parse_junit(late.replace("<?x <testsuite ?>", "").encode("utf-16")) is None
     assert parse_junit(b"<other/>") is None
