@@ -155,6 +155,7 @@ def test_changes_add_up() -> None:
     [
         (None, b"", "Empty file a added\n"),
         (b"\0", b"\1\0", "Binary file a changed\n"),
+        (b"a\n\x0c\nb\r\n", b"a\n\x0c\nc\r\n", "--- a/a\n+++ b/a\n@@ -1,3 +1,3 @@\n a\n \x0c\n-b\r\n+c\r\n"),
         (b"x", None, "--- a/a\n+++ /dev/null\n@@ -1 +0,0 @@\n-x\n\\ No newline at end of file\n"),
     ],
 )

@@ -32,8 +32,8 @@ class FileChange:
         a = "/dev/null" if self.before is None else f"a/{self.path}"
         b = "/dev/null" if self.after is None else f"b/{self.path}"
         lines = difflib.unified_diff(
-            old.splitlines(keepends=True)[:_NUM_DIFF_LINES],
-            new.splitlines(keepends=True)[:_NUM_DIFF_LINES],
+            _lines(old)[:_NUM_DIFF_LINES],
+            _lines(new)[:_NUM_DIFF_LINES],
             a,
             b,
         )
@@ -44,7 +44,7 @@ class FileChange:
     @property
     def counts(self) -> tuple[int, int]:
         """Lines added, lines removed."""
-        lines = self.diff().splitlines()[2:]
+        lines = self.diff().split("\n")[2:]
         return sum(line[:1] == "+" for line in lines), sum(line[:1] == "-" for line in lines)
 
 
@@ -127,6 +127,12 @@ def _text(data: bytes | None) -> str | None:
         return None if b"\0" in data else data.decode("utf-8")
     except UnicodeDecodeError:
         return None
+
+
+def _lines(text: str) -> list[str]:
+    """With their newlines; nothing else ends a line, as nowhere in a patch."""
+    lines = [line + "\n" for line in text.split("\n")]
+    return [*lines[:-1], *([last] if (last := lines[-1][:-1]) else [])]
 
 
 def _packed(data: bytes | None) -> str | None:
