@@ -1,5 +1,6 @@
 """`etude agent` in the terminal, as a user runs it."""
 
+import io
 import json
 import os
 import pty
@@ -12,9 +13,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from etude.cli import app
+from etude.cli.agent_terminal import TerminalFace
+from etude.controller.agent.events import CallDone
+from etude.records import ToolCall, ToolResult
 from etude.sandbox.backends import open_backend
 from tests.cli.agent_scripts import (
     FINISH,
@@ -80,6 +85,16 @@ def test_one_instruction_shows_its_changes_and_writes_them_only_when_asked(root:
     assert tally(root) == TALLY
     assert agent(root, SESSION, "--instruction", "fix it", "--apply").exit_code == 0
     assert tally(root) == MENDED
+
+
+def test_characters_that_no_terminal_has_are_shown_all_the_same() -> None:
+    written = io.BytesIO()
+    with io.TextIOWrapper(written, "utf-8") as file:
+        face = TerminalFace(console := Console(file=file, width=80), console)
+        call = ToolCall("read_file", {"path": "half \ud83d, byte \udcff"})
+        face.emit(CallDone(1, 0, call, ToolResult("é")))
+        file.flush()
+        assert written.getvalue().decode() == "✓ read_file half \ufffd, byte \ufffd\n  é\n"
 
 
 def test_events_are_lines_of_json_that_end_with_the_result(root: Path) -> None:

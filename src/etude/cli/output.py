@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 # C0 and C1 controls but tab and newline, each as its picture or as a replacement character.
 _VISIBLE = {code: 0x2400 + code for code in range(32) if code not in (9, 10)}
 _VISIBLE |= {127: 0x2421, **dict.fromkeys(range(128, 160), 0xFFFD)}
+# Halves of characters and bytes of names that are no text: no terminal's encoding has them.
+_VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
 
 
 def output_console() -> Console:
