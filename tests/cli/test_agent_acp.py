@@ -7,7 +7,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -397,6 +397,26 @@ def test_an_editor_that_sends_nonsense_is_told_and_served_on(root: Path) -> None
     assert by_id[2]["error"]["code"] == -32602
     assert "error" in by_id[3]
     assert by_id[4]["result"]["agentCapabilities"]["loadSession"] is True
+
+
+class Gone:
+    """A writer whose reader has left."""
+
+    def write(self, data: bytes) -> None:
+        pass
+
+    async def drain(self) -> None:
+        raise BrokenPipeError
+
+
+def test_an_editor_that_leaves_upon_nonsense_has_gone() -> None:
+    async def go() -> dict[str, Any] | None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(b"no json\n[]\n")
+        reader.feed_eof()
+        return await LineTransport(reader, cast(Any, Gone())).receive()
+
+    assert asyncio.run(go()) is None
 
 
 def test_a_model_that_is_none_is_refused_before_the_editor_is_served(root: Path) -> None:

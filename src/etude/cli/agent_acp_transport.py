@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -61,7 +62,8 @@ class LineTransport:
         self._writer.close()
 
     async def _refuse(self, code: int, words: str) -> None:
-        await self.send({"jsonrpc": "2.0", "id": None, "error": {"code": code, "message": words}})
+        with contextlib.suppress(ConnectionError):  # what the editor sent before it left is read nevertheless
+            await self.send({"jsonrpc": "2.0", "id": None, "error": {"code": code, "message": words}})
 
 
 def _is_sound(message: dict[str, Any]) -> bool:
