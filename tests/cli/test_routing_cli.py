@@ -125,6 +125,8 @@ def test_a_server_that_is_not_there_is_named() -> None:
         (("--config", "/nowhere/at/all.toml"), "config"),
         (("--lend", "serve,serve,1,22:00-06:00"), "--lend"),
         (("--lend", "a,b,1,22:00-06:00", "--lend-by-load", "a,b,1,3-9"), "--lend-by-load"),
+        (("--replica", ""), "url"),
+        (("--replica", "http://h:1", "--pool", ""), "pool"),
         (("--replica", "http://h:1", "--arm", "run@1"), "--arm"),
         (("--replica", "http://h:1", "--arm", "run@1=-2"), "--arm"),
         (("--replica", "http://h:1", "--host", "0.0.0.0"), "host"),

@@ -16,7 +16,7 @@ from etude.cli.serving_options import (
     CertificateOption,
     KeyOption,
 )
-from etude.config import RouterConfig, load_section
+from etude.config import RouterConfig, load_section, parse_section
 from etude.config.routing import LendingLoadConfig, LendingWindowConfig
 from etude.config.secrets import read_secret
 from etude.errors import UserError
@@ -183,14 +183,14 @@ def _replica_token(path: Path | None) -> str:
 
 
 def _changed(config: RouterConfig, given: Mapping[str, Any]) -> RouterConfig:
-    """`config` with the options that were given in place of its values."""
+    """`config` with the options that were given in place of its values. Raises ConfigError."""
     tree = config.model_dump()
     for name, value in given.items():
         if isinstance(value, dict) and name != "arms":
             tree[name] |= {inner: one for inner, one in value.items() if one is not None}
         elif value is not None:
             tree[name] = value
-    return RouterConfig.model_validate(tree)
+    return parse_section(RouterConfig, tree)
 
 
 def _replicas(texts: list[str]) -> list[dict[str, str]]:

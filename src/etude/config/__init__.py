@@ -8,7 +8,15 @@ from etude.config.clusters import ClustersConfig
 from etude.config.elastic import ElasticConfig
 from etude.config.engine import EngineConfig
 from etude.config.forks import ForkConfig, ForkTurn
-from etude.config.loading import drop_key, dump_config, load_config, load_section, parse_config, read_toml
+from etude.config.loading import (
+    drop_key,
+    dump_config,
+    load_config,
+    load_section,
+    parse_config,
+    parse_section,
+    read_toml,
+)
 from etude.config.midtraining import MidtrainConfig
 from etude.config.model import ModelConfig, TokenizerConfig
 from etude.config.monitors import MonitorConfig
@@ -100,5 +108,6 @@ __all__ = [
     "load_config",
     "load_section",
     "parse_config",
+    "parse_section",
     "read_toml",
 ]

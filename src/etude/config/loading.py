@@ -80,8 +80,13 @@ def parse_config(tree: Mapping[str, Any]) -> RunConfig:
 
 def load_section(kind: type[AnySection], path: Path) -> AnySection:
     """A file that holds a `kind` and nothing of a run. Raises ConfigError."""
+    return parse_section(kind, read_toml(path))
+
+
+def parse_section(kind: type[AnySection], tree: Tree) -> AnySection:
+    """A `kind` of plain values. Raises ConfigError."""
     try:
-        return kind.model_validate(read_toml(path))
+        return kind.model_validate(tree)
     except ValidationError as error:
         raise _explain(error, kind) from None
 
