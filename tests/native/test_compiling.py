@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,9 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workshop:
         ("echo 'cc: fatal error: Killed signal terminated program cc1' >&2; exit 1", 60, "Killed"),
         ("echo 'cc1: out of memory allocating 65536 bytes' >&2; exit 1", 60, "out of memory"),
         ("echo 'one.s: No space left on device' >&2; exit 1", 60, "No space left"),
+        ("echo 'one.s: Disk quota exceeded' >&2; exit 1", 60, "Disk quota exceeded"),
+        ("echo 'cc: vfork: Resource temporarily unavailable' >&2; exit 1", 60, "temporarily unavailable"),
+        ('[ "$LC_ALL" = C ] && echo Killed >&2 || echo Abgebrochen >&2; exit 1', 60, "Killed"),
     ],
 )
 def test_a_compiler_that_lacks_something_is_not_asked_for_code_for_any_processor(
@@ -81,6 +85,28 @@ def test_a_compiler_that_does_not_know_this_processor_compiles_for_any(workshop:
     assert workshop.compile() == 1, "loaded, not compiled again"
     assert list(workshop.cache.iterdir()) == made
     assert len(workshop.calls) == num_calls
+
+
+@needs_compiler
+@pytest.mark.parametrize("left", [b"", b"no library"])
+def test_what_a_crash_left_of_a_library_is_compiled_again(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, left: bytes
+) -> None:
+    workshop.compiler(f'exec {find_compiler_without_cc()} "$@"')
+    workshop.compile()
+    (made,) = workshop.cache.iterdir()
+    # At another place: this process has the first one loaded.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    (tmp_path / "other" / "etude").mkdir(parents=True)
+    (tmp_path / "other" / "etude" / made.name).write_bytes(left)
+    assert workshop.compile() == 1
+
+
+def test_a_compiler_that_cannot_be_run_is_a_resource_that_lacks(workshop: Workshop) -> None:
+    workshop.compiler("")
+    Path(os.environ["CC"]).write_bytes(b"of another kind of machine")
+    with pytest.raises(ResourceError, match="Exec format error"):
+        workshop.compile()
 
 
 def find_compiler_without_cc() -> str:

@@ -34,8 +34,11 @@ _FLAGS = (
     "-ffp-contract=off",  # what is fused is said in the source: copies of a loop must not differ
 )
 _TARGETS = ("-march=native", "-mcpu=native", None)
-_SHORTAGES = ("Killed", "Terminated", "out of memory", "annot allocate memory", "No space left")
-"""What compilers say that were ended, or that lacked memory or room on the disk."""
+_SHORTAGES = (
+    *("Killed", "Terminated", "out of memory", "annot allocate memory", "Resource temporarily unavailable"),
+    *("No space left", "Disk quota exceeded"),
+)
+"""What compilers say that were ended, or that lacked memory, a process or room on the disk."""
 _TIMEOUT_S = 900.0
 """Some seconds where nothing else runs."""
 
@@ -64,12 +67,13 @@ def compile_library(
         raise _failure("no C compiler was found", os.environ.get("CC"), field, fix)
     sources = sorted([*directory.glob("*.c"), *directory.glob("*.h")])
     every_flag = (*_FLAGS, *flags)
-    target = _cache_directory() / f"{directory.name}-{_key(compiler, every_flag, sources)}.so"
     try:
+        target = _cache_directory() / f"{directory.name}-{_key(compiler, every_flag, sources)}.so"
         with _locked(target.parent):
-            if not target.exists():
-                units = [path for path in sources if path.suffix == ".c"]
-                _compile([*compiler, *every_flag], units, target, timeout_s)
+            with contextlib.suppress(OSError):  # there is none, or what is left of one
+                return ctypes.CDLL(str(target))
+            units = [path for path in sources if path.suffix == ".c"]
+            _compile([*compiler, *every_flag], units, target, timeout_s)
     except (_CompilerFailure, OSError) as failure:
         raise _failure(f"compiling failed: {failure}", shlex.join(compiler), field, fix) from failure
     try:
@@ -96,7 +100,10 @@ def _compile(command: Sequence[str], sources: Sequence[Path], target: Path, time
                 if processor is None:
                     raise
             else:
-                (Path(directory) / target.name).replace(target)
+                made = Path(directory) / target.name
+                with made.open("rb") as file:
+                    os.fsync(file.fileno())
+                made.replace(target)
                 return
 
 
@@ -129,8 +136,11 @@ def _locked(directory: Path) -> Iterator[None]:
 
 def _run(command: Sequence[str], timeout_s: float) -> None:
     """Runs the compiler. Raises _CompilerFailure if it refuses, OSError if it cannot be run to its end."""
+    english = {**os.environ, "LC_ALL": "C"}  # the language of `_SHORTAGES`
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=english
+        )
     except subprocess.TimeoutExpired as error:
         raise TimeoutError(f"{command[0]} took more than {timeout_s:g} s") from error
     if done.returncode == 0:
