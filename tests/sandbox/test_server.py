@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ from etude.sandbox.server import Limits, read_token, sandbox_routes, serve
 from etude.sandbox.server import state as server_state
 from etude.sandbox.server import streams as server_streams
 from etude.sandbox.server.metrics import Metrics
-from etude.sandbox.server.process import is_loopback
+from etude.sandbox.server.process import Draining, DrainingServer, is_loopback
 from etude.sandbox.server.streams import BUFFER_BYTES, OutputBuffer
 from etude.sandbox.template import Template
 from etude.sandbox.wire_types import FRAMES
@@ -784,3 +785,49 @@ def test_without_its_libraries_the_error_names_the_extra() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stdout == "pip install 'etude[serve]'\n"
+
+
+def draining_server(is_busy: Callable[[], Awaitable[bool]], drain_s: float) -> DrainingServer:
+    config = uvicorn.Config(lambda scope: None, log_level="warning")
+    return DrainingServer(config, "one", Draining("things", drain_s, lambda: None, is_busy))
+
+
+@pytest.mark.parametrize("error", [SandboxLostError("the host is away"), ZeroDivisionError()])
+def test_a_server_that_cannot_tell_what_it_holds_ends_all_the_same(error: Exception) -> None:
+    async def fails() -> bool:
+        raise error
+
+    server = draining_server(fails, 0.2)
+    with contextlib.suppress(ZeroDivisionError):
+        asyncio.run(server._drain())
+    assert server.should_exit
+
+
+def test_a_server_whose_backend_does_not_answer_ends_all_the_same() -> None:
+    async def hangs() -> bool:
+        await asyncio.sleep(600)
+        return True
+
+    server = draining_server(hangs, 0.2)
+    asyncio.run(server._drain())
+    assert server.should_exit
+
+
+def test_a_server_that_nobody_listens_to_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever started it, and read what it said, is gone."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    asked: list[bool] = []
+
+    async def is_busy() -> bool:
+        asked.append(True)
+        return len(asked) < 2
+
+    with os.fdopen(writing, "w", buffering=1) as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        server = draining_server(is_busy, 60.0)
+        asyncio.run(server._drain())
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            stderr.close()
+    assert server.should_exit and len(asked) == 2

@@ -28,7 +28,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, InfrastructureError
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.server.app import build_app
 from etude.sandbox.server.state import Limits, ServerState
@@ -368,12 +368,21 @@ class DrainingServer(uvicorn.Server):
             f"ending once its {draining.held} have, in {draining.drain_s:g} s at the latest; "
             "a second signal does not wait",
         )
-        loop = asyncio.get_running_loop()
-        end_s = loop.time() + draining.drain_s
-        while loop.time() < end_s and await draining.is_busy():  # noqa: ASYNC110
-            # What is held ends in many places, none of which knows of this.
-            await asyncio.sleep(_LOOK_S)
-        self.should_exit = True
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(draining.drain_s):
+                    while await self._is_busy():  # noqa: ASYNC110
+                        # What is held ends in many places, none of which knows of this.
+                        await asyncio.sleep(_LOOK_S)
+        finally:
+            self.should_exit = True
+
+    async def _is_busy(self) -> bool:
+        """Whether something is held; for what cannot be asked it is taken to be so."""
+        try:
+            return await self._draining.is_busy()
+        except InfrastructureError:
+            return True
 
 
 def _url(scheme: str, listener: socket.socket) -> str:
@@ -382,5 +391,6 @@ def _url(scheme: str, listener: socket.socket) -> str:
 
 
 def _say(name: str, words: str) -> None:
-    """Not by way of a log: whoever starts a server waits for this."""
-    print(f"{name}: {words}", file=sys.stderr, flush=True)
+    """Not by way of a log: whoever starts a server waits for this, if they are still there."""
+    with contextlib.suppress(OSError):
+        print(f"{name}: {words}", file=sys.stderr, flush=True)
