@@ -461,3 +461,12 @@ def test_the_changes_of_an_overlay_become_a_layer(tmp_path: Path) -> None:
     view = ImageView([store.path(lower), store.path(changes)])
     names = [b"/".join(found.parts).decode() for found in view.walk(()) if found.parts]
     assert names == ["etc", "etc/kept", "twin", "var", "var/new"]
+
+
+def test_directories_that_no_entry_names_count_too(store: LayerStore) -> None:
+    """Few entries with deep paths would else make as many directories as a disk has room for."""
+    deep = [file_member("/".join(f"{number}" for _ in range(20)), b"") for number in range(3)]
+    with pytest.raises(TemplateError, match="more than 30 entries"):
+        store.add_tar(io.BytesIO(tar_bytes(*deep)), max_entries=30)
+    assert store.list() == []
+    store.add_tar(io.BytesIO(tar_bytes(*deep)), max_entries=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import io
 import json
 import shutil
@@ -11,6 +12,7 @@ import struct
 import subprocess
 import tarfile
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ from etude.sandbox.types import Resources
 from etude.sandbox.vm.cpio import DIRECTORY, FILE, pack_cpio
 from etude.sandbox.vm.erofs import BLOCK_BYTES, Node, write_erofs
 from etude.sandbox.vm.guest_boot import init_script, lasting_bounds, machine_archive
-from etude.sandbox.vm.image import FIX, build_image, build_tree, find_image, images_directory
+from etude.sandbox.vm.image import FIX, VmImage, build_image, build_tree, find_image, images_directory
 from etude.sandbox.vm.packages import host_sources
 
 NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\0"), min_size=1, max_size=40)
@@ -264,3 +266,30 @@ def test_a_damaged_image_is_refused(tmp_path: Path) -> None:
     (directory.parent / "current").write_text("../../etc\n")
     with pytest.raises(TemplateError, match="damaged"):
         find_image(tmp_path)
+
+
+def test_building_a_damaged_image_anew_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built is the same to the byte, and so has the same name."""
+    digest = "ab" * 20
+
+    def write(archive: Path, target: Path, codename: str, packages: Sequence[str]) -> dict[str, Any]:
+        (target / "kernel").write_bytes(b"kernel")
+        files = {"kernel": hashlib.blake2b(b"kernel", digest_size=20).hexdigest()}
+        manifest = {"format": 1, "digest": digest, "files": files}
+        (target / "manifest.json").write_text(json.dumps(manifest))
+        return manifest
+
+    monkeypatch.setattr("etude.sandbox.vm.image.fetch_packages", lambda *given: None)
+    monkeypatch.setattr("etude.sandbox.vm.image._write_image", write)
+
+    def build() -> VmImage:
+        return asyncio.run(build_image(tmp_path, codename="bookworm", sources=["deb http://d bookworm main"]))
+
+    image = build()
+    kept = image.directory.stat().st_ino
+    assert build().directory.stat().st_ino == kept
+    image.kernel.write_bytes(b"kernal")
+    with pytest.raises(TemplateError, match="build it anew"):
+        find_image(tmp_path)
+    assert build().kernel.read_bytes() == b"kernel"
+    assert sorted(path.name for path in image.directory.parent.iterdir()) == [digest, "current"]

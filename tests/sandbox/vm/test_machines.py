@@ -186,3 +186,24 @@ def test_torn_templates_are_not_whole(tmp_path: Path) -> None:
         (key / name).write_bytes(saved)
     (key / templates.MANIFEST).write_text("{}")
     assert not templates._is_whole(key)
+
+
+def made_template(directory: Path, key: str, state: bytes) -> Path:
+    """A finished template for a key, of which nobody knows yet."""
+    directory.mkdir()
+    for name in (templates.RAM, templates.DISK, templates.DEVICES):
+        (directory / name).write_bytes(state)
+    templates._finish(directory, key)
+    return directory
+
+
+def test_a_template_that_another_process_has_warmed_meanwhile_stays_as_it_is(tmp_path: Path) -> None:
+    """Machines may just be starting from it: their memory and their devices must be of one guest."""
+    key = "ab" * 20
+    templates._publish(made_template(tmp_path / "one", key, b"first"), tmp_path / key)
+    templates._publish(made_template(tmp_path / "two", key, b"second"), tmp_path / key)
+    assert (tmp_path / key / templates.RAM).read_bytes() == b"first"
+    (tmp_path / key / templates.DISK).write_bytes(b"torn")
+    templates._publish(tmp_path / "two", tmp_path / key)
+    assert (tmp_path / key / templates.RAM).read_bytes() == b"second"
+    assert templates._is_whole(tmp_path / key)

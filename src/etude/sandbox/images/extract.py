@@ -57,6 +57,8 @@ class Extractor:
         self._parent: tuple[Parts, int] | None = None
         self._directories: dict[Parts, int] = {}
         self._whiteouts: set[Parts] = set()
+        self._num_implied = 0
+        """Directories that no entry names: each costs as much as one, and an entry may need hundreds."""
 
     def run(self, reader: TarReader) -> Contents:
         """Extracts every entry. Blocks."""
@@ -64,7 +66,7 @@ class Extractor:
         try:
             for entry in reader:
                 contents.num_entries += 1
-                if contents.num_entries > self._max_entries:
+                if contents.num_entries + self._num_implied > self._max_entries:
                     raise self._refusal(entry, f"more than {self._max_entries} entries")
                 contents.num_left_out += entry.kind == "other"
                 contents.size_bytes += entry.size_bytes
@@ -140,6 +142,7 @@ class Extractor:
                 ) from error  # fmt: skip
             os.unlink(name, dir_fd=parent)
             os.mkdir(name, dir_fd=parent)
+        self._num_implied += 1
         here = os.open(name, _OPEN_DIRECTORY, dir_fd=parent)
         self._set_directory(parts, here, Entry(name, "dir", 0o755))
         return here

@@ -118,7 +118,9 @@ def _build_image(
         fetch_packages(packages, codename, sources or host_sources(codename), archive, EPOCH_S)
         manifest = _write_image(archive, making, codename, packages)
         digest = str(manifest["digest"])
-        if not (directory / digest).exists():
+        if not _is_whole(state, digest):
+            # Or damaged: whoever heard that was told to build it anew, which gives the same digest.
+            shutil.rmtree(directory / digest, ignore_errors=True)
             making.rename(directory / digest)
         _set_current(directory, digest)
     finally:
@@ -147,6 +149,14 @@ def find_image(state: Path, digest: str | None = None) -> VmImage:
         if not path.is_file() or _file_digest(path) != expected:
             raise _damaged(digest, f"{name} does not have its digest")
     return VmImage(digest, directory / digest, manifest)
+
+
+def _is_whole(state: Path, digest: str) -> bool:
+    try:
+        find_image(state, digest)
+    except TemplateError:
+        return False
+    return True
 
 
 def _damaged(digest: str | None, reason: str) -> TemplateError:

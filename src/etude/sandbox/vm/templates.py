@@ -98,11 +98,7 @@ class WarmTemplates:
                     channel.close("the template is warmed")
                     await asyncio.shield(qemu.kill())
             await in_thread(_finish, making, key)
-            target = self._root / key
-            shutil.rmtree(target, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                # Another process was faster: its template is as good.
-                making.rename(target)
+            await in_thread(_publish, making, self._root / key)
         finally:
             shutil.rmtree(making, ignore_errors=True)
 
@@ -173,6 +169,18 @@ def _finish(directory: Path, key: str) -> None:
     files = {name: _digest(directory / name) for name in (RAM, DISK, DEVICES)}
     text = json.dumps({"format": FORMAT, "key": key, "files": files}, indent=1)
     (directory / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def _publish(directory: Path, target: Path) -> None:
+    """Gives a finished template its place, unless another process was faster: its template is as good, and
+    machines may just be starting from it, which need all three files of one guest."""
+    with contextlib.suppress(OSError):
+        directory.rename(target)
+        return
+    if not _is_whole(target):
+        shutil.rmtree(target, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            directory.rename(target)
 
 
 def _is_whole(directory: Path) -> bool:
