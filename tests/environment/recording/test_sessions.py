@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -348,7 +348,7 @@ def test_a_sampler_that_never_answers_ends_at_its_deadline(tmp_path: Path) -> No
     from etude.environment.recording import Serving
 
     class Silent(TellingSampler):
-        async def stream(self, request: Any) -> Any:
+        async def stream(self, request: Any) -> AsyncIterator[Any]:
             await asyncio.sleep(3600)
             yield
 
@@ -435,3 +435,49 @@ def test_what_was_acknowledged_survives_a_kill_and_a_drained_server_ends_by_itse
 def test_the_store_is_one_for_all_tenants_but_their_sessions_are_apart(tmp_path: Path) -> None:
     recordings: Recordings = make_recordings(TellingSampler(lambda context: "Done."), tmp_path)
     assert recordings.tenant_of(TOKEN) == "team" and recordings.tenant_of("other-token") == "others"
+
+
+class ShutSampler(SlowSampler):
+    """Fails to close a session."""
+
+    def close(self, session_id: str) -> None:
+        raise StoreError(f"{session_id} cannot be closed", field="sampler")
+
+
+def test_a_session_that_cannot_be_stopped_keeps_no_other_from_being_left(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        recordings = make_recordings(ShutSampler(replies([])), tmp_path)
+        for index in (0, 1):
+            spec = replace(SPEC, trajectory_id=TrajectoryId("r", "t", 0, 0, index))
+            recordings.create("team", spec).service._opened.add("a")
+        with pytest.raises(StoreError, match="cannot be closed"):
+            await recordings.close()
+        # Their journals are free: they were locked.
+        later = make_recordings(SlowSampler(replies([])), tmp_path)
+        assert later.recover() == 2
+        await later.close()
+
+    asyncio.run(scenario())
+
+
+def test_sessions_are_left_side_by_side(tmp_path: Path) -> None:
+    """Each may take long to stop."""
+
+    async def scenario() -> None:
+        sampler = SlowSampler(replies([]))
+        recordings = make_recordings(sampler, tmp_path)
+        stopping = asyncio.Event()
+
+        async def waits_for_the_other() -> None:
+            await stopping.wait()
+
+        async def tells_the_other() -> None:
+            stopping.set()
+
+        for index, work in enumerate((waits_for_the_other, tells_the_other)):
+            spec = replace(SPEC, trajectory_id=TrajectoryId("r", "t", 0, 0, index))
+            recordings.create("team", spec).service.tasks.add(asyncio.ensure_future(work()))
+        async with asyncio.timeout(60):
+            await recordings.close()
+
+    asyncio.run(scenario())

@@ -5,13 +5,10 @@
 """
 
 from etude.environment.recording.fields import SamplingDefaults
+from etude.environment.recording.limits import RecordingLimits
 from etude.environment.recording.service import AnswerService, Ask, Serving
 from etude.environment.recording.session_map import MapLimits, SessionMap
-from etude.environment.recording.sessions import (
-    RecordedSession,
-    RecordingLimits,
-    Recordings,
-)
+from etude.environment.recording.sessions import RecordedSession, Recordings
 from etude.environment.recording.spec import SessionSpec
 from etude.tokens.chat.shelf import RendererShelf
 

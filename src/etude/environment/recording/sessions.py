@@ -17,7 +17,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,9 +32,10 @@ from etude.environment.recording.errors import (
     SessionEndedError,
 )
 from etude.environment.recording.journal import SessionJournal
+from etude.environment.recording.limits import RecordingLimits
 from etude.environment.recording.recovery import LIVE, find_sessions, session_document
 from etude.environment.recording.service import AnswerService, Serving
-from etude.environment.recording.session_map import MapLimits, SessionMap
+from etude.environment.recording.session_map import SessionMap
 from etude.environment.recording.spec import SessionSpec
 from etude.protocols import Sampler
 from etude.records import Group, RewardBreakdown, Status, Trajectory
@@ -43,20 +44,6 @@ from etude.store.trajectories import TrajectoryLog
 from etude.tokens.chat.shelf import RendererShelf
 
 _MAX_ENDED = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class RecordingLimits:
-    """What a server takes from its clients."""
-
-    body_bytes: int = 64 << 20
-    sessions_per_tenant: int = 1024
-    requests_per_session: int = 64
-    """At the same time."""
-    idle_s: float = 3600.0
-    """A session that nobody uses for so long is ended as an infrastructure failure."""
-    session: MapLimits = field(default_factory=MapLimits)
-    default_max_tokens: int = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -354,14 +341,20 @@ class Recordings:
         return num_ended
 
     async def close(self) -> None:
-        """Stops all sampling. What was not finished stays in its journal, for the next server."""
+        """Stops all sampling. What was not finished stays in its journal, for the next server. Every session
+        is tried; raises the first failure."""
         self.draining = True
-        for session in list(self._sessions.values()):
-            self._forget(session)
-            try:
-                await session.service.stop()
-            finally:
-                session.journal.close()
+        leaving = [self._leave(session) for session in self._sessions.values()]
+        for result in await asyncio.gather(*leaving, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _leave(self, session: RecordedSession) -> None:
+        self._forget(session)
+        try:
+            await session.service.stop()
+        finally:
+            session.journal.close()
 
     def _is_live(self, session: RecordedSession) -> bool:
         return session.state == "live" and session.id in self._sessions

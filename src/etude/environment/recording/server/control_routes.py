@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse, Response
 
 from etude.environment.names import check_run_name, check_task_name
 from etude.environment.recording.fields import SamplingDefaults
+from etude.environment.recording.limits import RecordingLimits
 from etude.environment.recording.server.requests import body_of, recordings_of, tenant_of
-from etude.environment.recording.sessions import RecordingLimits
 from etude.environment.recording.spec import SessionSpec
 from etude.errors import StoreError
 from etude.records import RewardBreakdown, SamplingParams, Status, TrajectoryId
