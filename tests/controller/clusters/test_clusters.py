@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -15,7 +16,7 @@ import pytest
 from etude.controller.clusters.client import ControlLostError
 from etude.controller.clusters.wire import Makings
 from etude.errors import ConfigError, PartLostError
-from etude.records import Status, Trajectory
+from etude.records import Status, Trajectory, TrajectoryId
 from tests.controller.clusters.playing import Link, NoWeights, SlowRunner, World, manifest_at, version_at
 from tests.environment.playing import SOLVES, TASK, new_environment, run_episode, scripted
 from tests.store.builders import same
@@ -444,5 +445,31 @@ def test_a_cluster_that_is_ended_just_as_it_is_about_to_beat_ends(tmp_path: Path
                 task.cancel()
                 await asyncio.wait({task}, timeout=60)
                 assert task.done()
+
+    go(scenario())
+
+
+def test_a_session_that_is_withdrawn_while_it_is_written_does_not_stay(tmp_path: Path) -> None:
+    """No trajectory log would ever have it, so nothing would remove it."""
+
+    async def scenario() -> None:
+        async with World(tmp_path).open() as world:
+            put, begun, go_on = world.inbox.put, threading.Event(), threading.Event()
+
+            def slowly(identity: TrajectoryId, data: bytes) -> None:
+                begun.set()
+                go_on.wait(60)
+                put(identity, data)
+
+            world.inbox.put = slowly  # type: ignore[method-assign]
+            world.join()
+            session = asyncio.create_task(world.session())
+            await world.until(begun.is_set)
+            session.cancel()
+            await world.until(lambda: world.control.board.counts.withdrawn == 1)
+            go_on.set()
+            await world.until(lambda: world.control.board.counts.late == 1)
+            assert len(world.inbox) == 0
+            assert list((tmp_path / "inbox").iterdir()) == []
 
     go(scenario())

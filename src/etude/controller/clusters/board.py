@@ -53,6 +53,8 @@ class Episode:
     lease: Lease | None = None
     """The newest."""
     ended: bool = False
+    withdrawn: bool = False
+    """It was wanted no more before it had come."""
     cause: str = ""
     """Of its last failure."""
     avoids: str = ""
@@ -128,6 +130,7 @@ class Board:
         if episode.ended:
             return
         self.counts.withdrawn += 1
+        episode.withdrawn = True
         self._end(episode)
 
     def lapse(self) -> list[Episode]:

@@ -318,9 +318,12 @@ class Control:
             self._report(self.board.give_back(lease, trajectory.cause))
             self._tell()
             return {"standing": "failed"}
+        episode = lease.episode
         await self._intake.keep(bundle, data)
         standing, lease = self.board.standing(lease_id)  # meanwhile it may have come twice, or be withdrawn
         if lease is None:
+            if episode.withdrawn:
+                await self._intake.drop(trajectory.id)
             return self._unwanted(standing)
         wanted = self._wanted.pop(id(lease.episode), None)
         self.board.keep(lease)

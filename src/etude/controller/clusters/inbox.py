@@ -69,7 +69,7 @@ class Inbox:
             return unpack_trajectory(path.read_bytes(), self._max_bytes)
         except (StoreError, OSError):
             self.num_damaged += 1
-            self._forget(identity)
+            self.forget(identity)
             return None
 
     def sweep(self, is_logged: Callable[[TrajectoryId], bool]) -> None:
@@ -78,9 +78,10 @@ class Inbox:
             held = list(self._held)
         for identity in held:
             if is_logged(identity):
-                self._forget(identity)
+                self.forget(identity)
 
-    def _forget(self, identity: TrajectoryId) -> None:
+    def forget(self, identity: TrajectoryId) -> None:
+        """Lets go of a session."""
         with self._lock:
             path = self._held.pop(identity, None)
         if path is not None:

@@ -10,6 +10,7 @@ from etude.controller.clusters.announced import AnnouncedWeights
 from etude.controller.clusters.board import Lease
 from etude.controller.clusters.inbox import Inbox
 from etude.errors import StoreError
+from etude.records import TrajectoryId
 from etude.store.bundles import Bundle, unpack_trajectory
 from etude.weights.folders import Folder, open_folder
 
@@ -86,6 +87,10 @@ class Intake:
             raise UnwrittenSessionError(
                 error.message, field=error.field, received=error.received, fix=error.fix
             ) from error
+
+    async def drop(self, identity: TrajectoryId) -> None:
+        """Lets go of a session that was kept, and will never be in the trajectory log."""
+        await asyncio.to_thread(self._inbox.forget, identity)
 
     def _damaged(self, error: StoreError) -> DamagedSessionError:
         self.traffic.damaged += 1
