@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -215,3 +215,30 @@ def test_a_tokenizer_is_used_where_the_snapshot_has_one(tmp_path: Path) -> None:
     assert "--skip-tokenizer-init" in server_arguments(tmp_path, 1)
     (tmp_path / "tokenizer.json").write_text("{}")
     assert "--skip-tokenizer-init" not in server_arguments(tmp_path, 1)
+
+
+def test_who_has_the_number_of_a_server_that_is_gone_is_left_alone(tmp_path: Path) -> None:
+    class Gone:
+        """A process that ended long ago."""
+
+        returncode = 0
+        stdin = None
+
+        def __init__(self, pid: int) -> None:
+            self.pid = pid
+
+        def send_signal(self, number: int) -> None:
+            raise ProcessLookupError
+
+        async def wait(self) -> int:
+            return 0
+
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as stranger:
+        try:
+            server = ManagedServer(Path(sys.executable))
+            server._process = cast("Any", Gone(stranger.pid))
+            asyncio.run(server.stop())
+            with pytest.raises(subprocess.TimeoutExpired):
+                stranger.wait(0.5)
+        finally:
+            stranger.kill()

@@ -176,9 +176,7 @@ class ManagedServer:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.stop_timeout_s):
                 await process.wait()
-        # The group outlives its leader while a worker hangs.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process)
         await process.wait()
         if process.stdin is not None:
             process.stdin.close()
@@ -231,6 +229,13 @@ class ExternalServer:
         finally:
             await client.close()
         return "does not answer"
+
+
+def _kill_group(leader: asyncio.subprocess.Process) -> None:
+    """The group outlives its leader while a worker hangs; who then has the leader's number is a stranger."""
+    if leader.returncode is None or not Path(f"/proc/{leader.pid}").exists():
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(leader.pid, signal.SIGKILL)
 
 
 def server_arguments(directory: Path, port: int) -> list[str]:
