@@ -107,3 +107,21 @@ def test_cancelling_a_call_is_no_loss_of_the_part() -> None:
         assert await handle.call("add", 1) == 1
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("first", ["kill", "cancel"])
+def test_whoever_is_cancelled_while_the_part_is_killed_is_cancelled(first: str) -> None:
+    async def run() -> None:
+        class Waiting(Part):
+            async def wait(self) -> None:
+                await asyncio.Event().wait()
+
+        handle = await LocalExecutor().spawn(Waiting, [], "a")
+        waiting = asyncio.ensure_future(handle.call("wait"))
+        await asyncio.sleep(0)
+        for end in (handle.kill, waiting.cancel) if first == "kill" else (waiting.cancel, handle.kill):
+            end()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(run())

@@ -105,6 +105,23 @@ def test_a_cancelled_call_is_cancelled_in_the_part_and_the_part_goes_on() -> Non
     asyncio.run(body())
 
 
+@pytest.mark.parametrize("first", ["kill", "cancel"])
+def test_whoever_is_cancelled_while_the_part_is_killed_is_cancelled(first: str) -> None:
+    async def body() -> None:
+        executor = ThreadExecutor()
+        handle = await executor.spawn(Part)
+        part: Part = handle._part
+        waiting = asyncio.ensure_future(handle.call("wait"))
+        await asyncio.to_thread(part.begun.wait, 20.0)
+        for end in (handle.kill, waiting.cancel) if first == "kill" else (waiting.cancel, handle.kill):
+            end()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await executor.shutdown()
+
+    asyncio.run(body())
+
+
 def test_a_part_that_cannot_be_made_raises_and_leaves_no_thread() -> None:
     async def body() -> None:
         def make() -> Any:

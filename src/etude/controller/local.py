@@ -56,12 +56,16 @@ class LocalHandle(Generic[T]):
             running.cancel()
 
     async def _unless_killed(self, answer: Awaitable[Any]) -> Any:
+        caller = asyncio.current_task()
+        assert caller is not None, "it is awaited"
+        num_cancelled = caller.cancelling()
         running = asyncio.ensure_future(answer)
         self._running.add(running)
         try:
             return await running
         except asyncio.CancelledError:
-            self._check_alive()
+            if caller.cancelling() == num_cancelled:  # it is not the caller who is to end
+                self._check_alive()
             raise
         finally:
             self._running.discard(running)

@@ -92,13 +92,17 @@ class ThreadHandle(Generic[T]):
 
     async def _within(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Runs in the part's loop; cancelled there if it is cancelled here."""
+        caller = asyncio.current_task()
+        assert caller is not None, "it is awaited"
+        num_cancelled = caller.cancelling()
         call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
         try:
             return await call
         except asyncio.CancelledError:
-            self._check_alive()
+            if caller.cancelling() == num_cancelled:  # it is not the caller who is to end
+                self._check_alive()
             raise
 
     async def _computed(self, work: Callable[[], Any]) -> Any:
