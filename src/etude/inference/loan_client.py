@@ -16,7 +16,7 @@ import httpx
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.errors import InfrastructureError, PartLostError, SamplerError
+from etude.errors import EtudeError, InfrastructureError, PartLostError, SamplerError
 from etude.inference import wire
 from etude.inference.exchange import Command, Event
 from etude.inference.headers import CLIENT_HEADER
@@ -65,6 +65,9 @@ class LoanHandle:
         """See Handle.call. Raises LoanEndedError once the replica was called home."""
         if self._dead:
             raise PartLostError("was let go", field=self.url)
+        caller = asyncio.current_task()
+        assert caller is not None, "it is awaited"
+        num_cancelled = caller.cancelling()
         task = asyncio.ensure_future(getattr(self, f"_{method}")(*arguments, **named))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
@@ -72,7 +75,7 @@ class LoanHandle:
             return await task
         except asyncio.CancelledError:
             task.cancel()
-            if self._dead:
+            if self._dead and caller.cancelling() == num_cancelled:  # it is not the caller who is to end
                 raise PartLostError("was let go", field=self.url) from None
             raise
 
@@ -138,13 +141,13 @@ class LoanHandle:
         while True:
             await asyncio.sleep(every_s)
             # Whoever calls next learns of it. One that is not answered must not keep the next back.
-            with contextlib.suppress(InfrastructureError):
+            with contextlib.suppress(EtudeError):
                 await self._ask_json("pulse", {}, within_s=every_s)
 
     # ---- HTTP -----------------------------------------------------------------------------------
 
     async def _ask_json(self, what: str, body: dict[str, Any], within_s: float | None = _SILENT_S) -> Any:
-        return (await self._send(what, {"json": body}, within_s, "")).json()
+        return self._read(await self._send(what, {"json": body}, within_s, ""))
 
     async def _ask(
         self, what: str, body: bytes, within_s: float | None = _SILENT_S, client: str = ""
@@ -165,12 +168,26 @@ class LoanHandle:
         if answer.is_success:
             return answer
         if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
-            raise wire.read_error(answer.json()["error"])
+            row = self._read(answer).get("error")
+            if isinstance(row, dict) and "kind" in row:
+                raise wire.read_error(row)
         if answer.status_code == httpx.codes.GONE:
             raise LoanEndedError("the replica was called home", field=self.url)
         raise SamplerError(
             "a borrowed replica refuses", field=self.url, received=f"{answer.status_code} {answer.text[:300]}"
         )
+
+    def _read(self, answer: httpx.Response) -> dict[str, Any]:
+        """An answer's JSON. Raises SamplerError where it is none: something in between has answered."""
+        try:
+            document = answer.json()
+        except ValueError:
+            document = None
+        if not isinstance(document, dict):
+            raise SamplerError(
+                "a borrowed replica does not answer with JSON", field=self.url, received=answer.text[:300]
+            )
+        return document
 
     def _open(self) -> httpx.AsyncClient:
         if self._http is None:

@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
 
 from etude.errors import PartLostError, SamplerError, WeightUpdateError
 from etude.inference import Answer, Engine
@@ -212,6 +213,53 @@ def test_a_renewal_that_is_not_answered_does_not_keep_the_next_ones_back(
             handle.kill()
             await asyncio.gather(polled, return_exceptions=True)
             assert renewed.done(), "as long as it takes to give up a call that is not answered, none came"
+
+    asyncio.run(run())
+
+
+def test_an_answer_of_something_in_between_does_not_end_the_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.inference.loan_client._RENEWALS", 6000.0)
+    app, pulses, is_renewed = FastAPI(), itertools.count(), asyncio.Event()
+    strange = (Response("<html>back soon</html>"), JSONResponse({"detail": "no"}, 422), JSONResponse([1]))
+
+    @app.post("/loan/begin")
+    async def _begin() -> dict[str, float]:
+        return {"lease_s": 60.0}
+
+    @app.post("/loan/pulse")
+    async def _pulse() -> Response:
+        number = next(pulses)
+        if number < len(strange):
+            return strange[number]
+        is_renewed.set()
+        return JSONResponse({})
+
+    async def run() -> None:
+        async with running_server(app) as url:
+            handle = LoanHandle(url, "token", "store")
+            await handle.call("begin")
+            async with asyncio.timeout(60):
+                await is_renewed.wait()
+            handle.kill()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("first", ["kill", "cancel"])
+def test_whoever_is_cancelled_while_the_replica_is_let_go_is_cancelled(first: str) -> None:
+    class Waiting(LoanHandle):
+        async def _wait(self) -> None:
+            await asyncio.Event().wait()
+
+    async def run() -> None:
+        handle = Waiting("http://127.0.0.1:9", "token", "store")
+        waiting = asyncio.ensure_future(handle.call("wait"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        for end in (handle.kill, waiting.cancel) if first == "kill" else (waiting.cancel, handle.kill):
+            end()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
 
     asyncio.run(run())
 
