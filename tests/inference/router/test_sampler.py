@@ -27,6 +27,7 @@ class Replica(ScriptedSampler):
         self.version = version
         self.break_after: int | None = None
         self.refuses_weights = False
+        self.breaks_at_activation = False
         self.staged: PolicyVersion | None = None
 
     async def stream(self, request: SampleRequest) -> AsyncIterator[SampleChunk]:
@@ -46,6 +47,8 @@ class Replica(ScriptedSampler):
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
         assert self.staged == version
+        if self.breaks_at_activation:
+            raise SamplerError("the engine has failed")
         self.version = version
 
     def current(self) -> PolicyVersion | None:
@@ -225,7 +228,7 @@ def test_versions_pin_requests() -> None:
         ):
             session = f"s{number}"
             routed.open(session)
-            await ask(routed, request(session, number, **options))
+            await ask(routed, request(session, number, None, **options))
             assert home(replicas, session) == expected
         routed.open("last")
         with pytest.raises(NoReplicaError):
@@ -250,6 +253,75 @@ def test_weights_reach_all_and_one_that_missed_them_serves_nothing() -> None:
         await routed.stage(WeightManifest(V1, (), "memory:x"))
         await routed.activate(V1)
         assert all(replica.ready for replica in routed.router.replicas.values())
+
+    run(body())
+
+
+def test_a_replica_that_fails_at_the_activation_serves_nothing_until_it_has_a_version() -> None:
+    async def body() -> None:
+        replicas, routed = three()
+        replicas["b"].breaks_at_activation = True
+        await routed.stage(WeightManifest(V2, (), "memory:x"))
+        await routed.activate(V2)
+        assert routed.current() == V2
+        for number in range(6):
+            routed.open(f"s{number}")
+            await ask(routed, request(f"s{number}", number))
+        assert replicas["b"].requests == [], "it has the old version"
+        assert replicas["c"].requests
+        replicas["b"].breaks_at_activation = False
+        await routed.stage(WeightManifest(V1, (), "memory:x"))
+        await routed.activate(V1)
+        assert all(replica.ready for replica in routed.router.replicas.values())
+
+    run(body())
+
+
+def test_an_activation_that_all_fail_at_leaves_the_old_version_in_service() -> None:
+    async def body() -> None:
+        replicas, routed = three()
+        for replica in replicas.values():
+            replica.breaks_at_activation = True
+        await routed.stage(WeightManifest(V2, (), "memory:x"))
+        with pytest.raises(WeightUpdateError, match="no replica could serve"):
+            await routed.activate(V2)
+        assert routed.current() == V1
+        routed.open("s")
+        assert (await ask(routed, request("s", 0))).finish == "stop"
+
+    run(body())
+
+
+def test_an_activation_that_is_cancelled_leaves_no_two_versions_in_service() -> None:
+    class Slow(Replica):
+        async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
+            await asyncio.Event().wait()
+
+    async def body() -> None:
+        replicas = {"a": Replica(), "b": Slow(), "c": Replica()}
+        routed = RoutedSampler(replicas)
+        await routed.stage(WeightManifest(V2, (), "memory:x"))
+        activating = asyncio.create_task(routed.activate(V2))
+        while replicas["a"].version != V2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        activating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await activating
+        ready = {name for name, replica in routed.router.replicas.items() if replica.ready}
+        assert {replicas[name].version for name in ready} == {routed.current()} == {V2}
+
+    run(body())
+
+
+def test_a_session_that_is_closed_while_it_is_answered_leaves_nothing_behind() -> None:
+    async def body() -> None:
+        _, routed = three()
+        routed.open("s")
+        chunks = routed.stream(request("s", 0))
+        await anext(chunks)
+        routed.close("s")
+        assert [chunk.finish async for chunk in chunks][-1] is not None
+        assert routed._lengths == {}
 
     run(body())
 

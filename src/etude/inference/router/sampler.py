@@ -119,7 +119,9 @@ class RoutedSampler:
                         generated += len(chunk.tokens)
                         self.router.progress(request.id, generated)
                         if chunk.finish is not None:
-                            held = self._lengths[request.session_id] = self._length(request) + generated
+                            held = self._length(request) + generated
+                            if request.session_id in self._open:  # else it was closed meanwhile
+                                self._lengths[request.session_id] = held
                             self.members.served(name)
                         yield chunk
                 return
@@ -172,20 +174,35 @@ class RoutedSampler:
         self._staged = {manifest.version: {name for name in names if name not in causes}}
 
     async def activate(self, version: PolicyVersion, kv: KvPolicy = "keep") -> None:
-        """See WeightSink.activate. A replica that did not stage the version serves nothing until it has one.
+        """See WeightSink.activate. A replica that did not stage the version, or cannot put it into service,
+        serves nothing until it has one.
 
-        Raises WeightUpdateError for a version that was not staged.
+        Raises WeightUpdateError for a version that was not staged, and where no replica could serve it.
         """
         staged = self._staged.pop(version, None)
         if staged is None:
             raise WeightUpdateError("version is not staged", field="version", received=str(version))
-        for name in list(self.members.members):
-            if name in staged:
-                await self._replicas[name].activate(version, kv)
-                self.members.answered(name, self._clock, str(version))
-            else:
-                self.members.answered(name, self._clock, None)
-        self._current = version
+        replicas = {name: self._replicas[name] for name in self.members.members if name in staged}
+        served: set[str] = set()
+        cause: InfrastructureError | None = None
+        try:
+            for name, replica in replicas.items():
+                try:
+                    await replica.activate(version, kv)
+                except InfrastructureError as error:
+                    cause = error
+                else:
+                    served.add(name)
+                    self.members.answered(name, self._clock, str(version))
+        finally:  # even where it was cancelled: no two versions stay in service
+            if served:
+                self._current = version
+                for name in self.members.members.keys() - served:
+                    self.members.answered(name, self._clock, None)
+        if not served:
+            raise WeightUpdateError(
+                "no replica could serve the version", field="version", received=f"{version}: {cause}"
+            )
 
     def current(self) -> PolicyVersion | None:
         """See WeightSink.current: the version that was activated last."""
