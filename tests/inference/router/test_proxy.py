@@ -13,12 +13,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import Response
 from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError
 from etude.inference.router import HealthConfig
-from etude.inference.router.pools import Lender, LendingWindow
+from etude.inference.router.members import MemberState
+from etude.inference.router.pools import Lender, LendingWindow, Move
 from etude.inference.router.server import Proxy, ProxyConfig, ReplicaAddress, build_app
 from etude.inference.router.server.events import EventGuard
 from etude.inference.router.server.fake_replica import FakeReplica, fake_replica, running_server
@@ -301,6 +304,57 @@ def test_a_replica_that_fails_before_it_answers_is_not_noticed_by_the_client(
             assert response.status_code == 200
             assert response.headers["x-etude-replica"] != home
             assert "w" in response.text
+
+    run(body())
+
+
+def _unreadable() -> Response:
+    return Response(
+        b"no gzip at all", headers={"content-encoding": "gzip", "content-type": "application/json"}
+    )
+
+
+def test_a_probe_whose_answer_cannot_be_read_is_a_failure() -> None:
+    async def body() -> None:
+        app = FastAPI()
+        app.add_api_route("/ready", _unreadable, methods=["GET"])
+        async with setting([FakeReplica()]) as one, running_server(app) as url:
+            name = one.proxy.join(ReplicaAddress(url))
+            while one.proxy.members.members[name].state is not MemberState.EJECTED:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert "DecodingError" in one.proxy.members.members[name].cause
+
+    run(body())
+
+
+def test_an_answer_that_cannot_be_read_is_asked_for_elsewhere() -> None:
+    async def body() -> None:
+        app = FastAPI()
+        app.add_api_route("/ready", lambda: {"version": "fake@0"}, methods=["GET"])
+        app.add_api_route("/v1/chat/completions", _unreadable, methods=["POST"])
+        async with setting([FakeReplica()]) as one, running_server(app) as url:
+            one.proxy.join(ReplicaAddress(url))
+            await one.ready(2)
+            answers = [await one.chat(f"s{number}") for number in range(4)]
+            assert {answer.status_code for answer in answers} == {200}
+            assert one.proxy.router.num_in_flight == 0
+
+    run(body())
+
+
+def test_a_defect_in_the_rules_of_lending_does_not_end_the_probes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etude.inference.router.server.health._AGAIN_S", 0.0)
+
+    class Defective(Lender):
+        def moves(self, *_: Any, **__: Any) -> list[Move]:
+            raise ArithmeticError("as never should be")
+
+    async def body() -> None:
+        async with setting([], lender=Defective()) as one:
+            await asyncio.sleep(0.1)
+            async with fake_replica(FakeReplica()) as url:
+                one.proxy.join(ReplicaAddress(url))
+                await one.ready(1)
 
     run(body())
 

@@ -4,6 +4,7 @@ background task."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import Any
 
@@ -11,8 +12,11 @@ import httpx
 
 from etude.inference.router.server.proxy import Proxy
 
+_log = logging.getLogger("etude.inference.router")
 _TICK_S = 0.05
 _EXPIRE_S = 1.0
+_AGAIN_S = 1.0
+"""After a defect of ours."""
 
 
 async def watch(proxy: Proxy) -> None:
@@ -23,21 +27,25 @@ async def watch(proxy: Proxy) -> None:
         while True:
             now_s = time.monotonic()
             probing = {name: task for name, task in probing.items() if not task.done()}
-            for name in proxy.members.due(now_s):
-                if name not in probing:
-                    probing[name] = asyncio.create_task(probe(proxy, name))
-            for name in proxy.members.sweep():
-                proxy.addresses.pop(name, None)
-            loads = proxy.loans.books.loads() if proxy.loans is not None else None
-            every = proxy.router.replicas.values()
-            for move in proxy.lender.moves(every, now_s, proxy.day(), loads):
-                proxy.router.lend(move.replica, move.pool)
-                proxy.metrics.count("etude_router_moves", pool=move.pool)
-            if proxy.loans is not None:
-                proxy.loans.tick(now_s)
-            if now_s - expired_s >= _EXPIRE_S:
-                proxy.router.expire(now_s)
-                expired_s = now_s
+            try:
+                for name in proxy.members.due(now_s):
+                    if name not in probing:
+                        probing[name] = asyncio.create_task(probe(proxy, name))
+                for name in proxy.members.sweep():
+                    proxy.addresses.pop(name, None)
+                loads = proxy.loans.books.loads() if proxy.loans is not None else None
+                every = proxy.router.replicas.values()
+                for move in proxy.lender.moves(every, now_s, proxy.day(), loads):
+                    proxy.router.lend(move.replica, move.pool)
+                    proxy.metrics.count("etude_router_moves", pool=move.pool)
+                if proxy.loans is not None:
+                    proxy.loans.tick(now_s)
+                if now_s - expired_s >= _EXPIRE_S:
+                    proxy.router.expire(now_s)
+                    expired_s = now_s
+            except Exception as error:  # or nobody would see any more which replicas are gone
+                _log.error("the router's tables could not be brought up to date", exc_info=error)
+                await asyncio.sleep(_AGAIN_S)
             await asyncio.sleep(_TICK_S)
     finally:
         for task in probing.values():
@@ -51,7 +59,7 @@ async def probe(proxy: Proxy, name: str) -> None:
     try:
         async with asyncio.timeout(proxy.members.config.timeout_s):
             response = await proxy.http.get(address.url.rstrip("/") + "/ready")
-    except (TimeoutError, httpx.TransportError) as error:
+    except (TimeoutError, httpx.RequestError) as error:
         cause = f"{type(error).__name__}: {error}"
         fatal = isinstance(error, httpx.ConnectError)
         proxy.members.failed(name, time.monotonic(), cause, fatal=fatal)
@@ -69,7 +77,7 @@ async def probe(proxy: Proxy, name: str) -> None:
 def _document(response: httpx.Response) -> dict[str, Any]:
     try:
         found = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

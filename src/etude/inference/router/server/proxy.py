@@ -244,7 +244,7 @@ class Proxy:
             raise ReplicaSlowError(
                 "the replica sent nothing in time", field="answer_s", received=self.config.answer_s
             ) from error
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             self._fail(name, error)
             failed[name] = type(error).__name__
         finally:
@@ -289,7 +289,7 @@ class Proxy:
                         self.router.progress(opened.ask.id, guard.num_events)
                         yield whole
                 cut = "" if guard.ended else "the stream ended without its last event"
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 cut = "" if guard.ended else str(error) or type(error).__name__
             if cut:
                 self._fail(opened.replica, cut)
@@ -319,7 +319,7 @@ class Proxy:
         url = self.addresses[name].url.rstrip("/") + target
         try:
             return await self.http.get(url, headers=list(_sendable(headers)))
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             self._fail(name, error)
             raise ReplicaLostError(
                 "the replica that has this answer is gone", received=name, fix="send the request again"
