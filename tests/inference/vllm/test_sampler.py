@@ -25,7 +25,8 @@ class Setting:
     """A sampler, its fake server, and three published versions."""
 
     def __init__(self, root: Path, **options: Any) -> None:
-        self.server = FakeServer(loads_at_start=options.pop("loads_at_start", True))
+        make_server: type[FakeServer] = options.pop("server", FakeServer)
+        self.server = make_server(loads_at_start=options.pop("loads_at_start", True))
         self.root = SnapshotDirectory(root, keep=8)
         self.manifests = [publish(self.root, model, step) for step, model in MODELS.items()]
         self.sampler = VllmSampler(Replica(self.server, **options))
@@ -183,6 +184,51 @@ async def test_an_abort_that_overtakes_its_request_ends_it_all_the_same(
 
 
 @asynchronous
+async def test_an_abort_while_there_is_no_server_ends_the_request_before_it_is_sent(tmp_path: Path) -> None:
+    async with served(tmp_path) as setting:
+        reader = setting.reader()
+        await reader.ask(setting.sampler, [1, 2, 3])
+        started = len(setting.server.starts)
+        settled = setting.sampler.replica._settled
+        settled.clear()  # as while weights are exchanged, or the server begins again
+        asked = asyncio.create_task(reader.ask(setting.sampler, [4], max_tokens=250))
+        await asyncio.sleep(0)
+        setting.sampler.abort(f"{reader.id}:2")
+        async with asyncio.timeout(60):
+            await asked
+        assert [(chunk.finish, len(chunk.tokens)) for chunk in reader.chunks] == [("abort", 0)]
+        settled.set()
+        again = setting.reader("again")
+        await again.ask(setting.sampler, [1, 2])
+        assert again.chunks[-1].finish == "length"
+        assert len(setting.server.starts) == started and not setting.sampler._waiting
+
+
+@asynchronous
+async def test_time_that_a_request_waited_for_the_server_counts_for_its_deadline(tmp_path: Path) -> None:
+    async with served(tmp_path) as setting:
+        loop, ends = asyncio.get_running_loop(), list[float]()
+        call_at = loop.call_at
+
+        def note(when: float, callback: Any, *arguments: Any, **options: Any) -> asyncio.TimerHandle:
+            if callback == setting.sampler.abort:
+                ends.append(when)
+            return call_at(when, callback, *arguments, **options)
+
+        loop.call_at = note  # type: ignore[method-assign]
+        reader = setting.reader()
+        settled = setting.sampler.replica._settled
+        settled.clear()
+        asked = asyncio.create_task(reader.ask(setting.sampler, [1, 2], deadline_s=1000.0))
+        await asyncio.sleep(0)
+        waits_since = loop.time()
+        await asyncio.sleep(0.05)
+        settled.set()
+        await asked
+        assert ends and max(ends) <= waits_since + 1000.0
+
+
+@asynchronous
 async def test_a_deadline_aborts(tmp_path: Path) -> None:
     async with served(tmp_path) as setting:
         reader = setting.reader()
@@ -239,6 +285,20 @@ async def test_requests_in_flight_go_on_through_an_update_and_say_which_version_
             assert oldest == steps, "all keys were computed again"
             check(reader)
         assert setting.engine.resets == 1
+
+
+@asynchronous
+async def test_how_far_requests_were_at_an_update_is_forgotten_with_them(tmp_path: Path) -> None:
+    async with served(tmp_path) as setting:
+        reader = setting.reader()
+        asked = asyncio.create_task(reader.ask(setting.sampler, [1, 2, 3], max_tokens=100))
+        await setting.sampling(1)
+        await setting.serve(setting.manifests[1])
+        history = setting.sampler.replica.history
+        assert [len(activation.progress) for activation in history._order] == [0, 1]
+        await asked
+        check(reader)
+        assert [len(activation.progress) for activation in history._order] == [0, 0]
 
 
 @asynchronous
@@ -300,6 +360,78 @@ async def test_an_update_that_the_end_overtakes_is_refused_and_begins_nothing_ag
     with pytest.raises(WeightUpdateError, match="in service is None"):
         await updating
     assert setting.server.engine is None
+
+
+@asynchronous
+async def test_a_server_that_begins_again_while_it_is_closed_is_not_left_behind(tmp_path: Path) -> None:
+    is_starting, is_ended = asyncio.Event(), asyncio.Event()
+
+    class Slow(FakeServer):
+        async def start(self, directory: Path) -> str:
+            url = await FakeServer.start(self, directory)
+            if len(self.starts) > 1:
+                is_starting.set()
+                await is_ended.wait()
+            return url
+
+    setting = Setting(tmp_path, server=Slow)
+    async with setting.sampler as sampler:
+        await setting.serve(setting.manifests[0])
+        wrong = publish(setting.root, MODELS[1], 7, Probe.of(MODELS[2]))
+        await sampler.stage(wrong)
+        updating = asyncio.create_task(sampler.activate(wrong.version))
+        async with asyncio.timeout(60):
+            await is_starting.wait()
+    is_ended.set()
+    with pytest.raises(WeightUpdateError, match="in service is None"):
+        await updating
+    assert setting.server.engine is None
+    assert len(setting.server.starts) == 2
+
+
+@asynchronous
+async def test_a_server_that_is_closed_while_it_begins_again_is_not_begun_once_more(tmp_path: Path) -> None:
+    setting, is_checking = Setting(tmp_path), asyncio.Event()
+    replica = setting.sampler.replica
+    verify = replica._verify
+
+    async def verify_later(*arguments: Any) -> None:
+        if len(setting.server.starts) > 1:
+            is_checking.set()
+            await setting.server._ended.wait()
+        await verify(*arguments)
+
+    replica._verify = verify_later  # type: ignore[method-assign]
+    async with setting.sampler:
+        await setting.serve(setting.manifests[0])
+        setting.server.die()
+        async with asyncio.timeout(60):
+            await is_checking.wait()
+    async with asyncio.timeout(60):
+        while len(asyncio.all_tasks()) > 1:  # noqa: ASYNC110 (nobody tells of what was left behind)
+            await asyncio.sleep(0.01)
+    assert len(setting.server.starts) == 2
+    assert setting.server.engine is None
+
+
+@asynchronous
+async def test_a_server_that_cannot_be_watched_counts_as_gone(tmp_path: Path) -> None:
+    fails = asyncio.Event()
+
+    class Unwatched(FakeServer):
+        async def wait_for_end(self) -> str:
+            await fails.wait()
+            raise OSError("no log")
+
+    setting = Setting(tmp_path, server=Unwatched)
+    async with setting.sampler as sampler:
+        await setting.serve(setting.manifests[0])
+        fails.set()
+        async with asyncio.timeout(60):
+            while sampler.failure is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        with pytest.raises(SamplerError, match="no log"):
+            await setting.reader().ask(sampler, [1, 2])
 
 
 @asynchronous

@@ -85,6 +85,11 @@ class History:
             label, start = activation.label, at
         return [*spans, Span(label, start, num_sampled)]
 
+    def forget(self, request: str, began: int) -> None:
+        """The request has ended. `began`: as in `spans`."""
+        for activation in self._order[began:]:
+            activation.progress.pop(request, None)
+
     def oldest(self, since: int, activation: Activation) -> PolicyVersion:
         """The oldest version whose keys a token of `activation` saw, in a session that began at place
         `since`: the one then in force, or the last after which all keys were computed again."""

@@ -253,7 +253,8 @@ class Replica:
             raise WeightUpdateError("vLLM cannot load the weights", field="vllm", received=answer)
         self._held = snapshot
         self.times = UpdateTimes(load_s=float(answer["load_s"]))
-        return {str(name): int(count) for name, count in answer["progress"].items()}
+        progress = {str(name): int(count) for name, count in answer["progress"].items()}
+        return {name: count for name, count in progress.items() if name in self.requests}
 
     async def _verify(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
         """Raises WeightUpdateError unless vLLM computes what a freshly loaded model does."""
@@ -306,6 +307,8 @@ class Replica:
                 await self._load(client, snapshot)
                 await client.reset_prefix_cache()
                 await client.resume()
+            if self._failure is not None:
+                raise SamplerError("vLLM was stopped while it started")
         except BaseException:
             await client.close()
             await self._server.stop()
@@ -336,6 +339,8 @@ class Replica:
         """Raises what failed last when it failed too often; then nothing will be served."""
         failure: EtudeError = SamplerError("vLLM went down", received=reason)
         for _ in range(self._most_restarts):
+            if self._failure is not None:  # it was closed meanwhile
+                break
             self.restarts += 1
             try:
                 await self._start(snapshot)
@@ -348,11 +353,20 @@ class Replica:
             except EtudeError as error:
                 await self._take_down(str(error))
                 failure = error
-        self._failure = failure
+        self._failure = self._failure or failure
         self._serving.set()  # wakes those who wait, who then find the failure
         raise failure
 
     async def _watch(self) -> None:
+        try:
+            await self._begin_again_when_gone()
+        except Exception as error:  # whatever it is: nobody may wait for ever
+            failure = SamplerError("vLLM cannot be watched over", received=repr(error))
+            self._failure = self._failure or failure
+            await self._take_down(str(failure))
+            self._serving.set()  # wakes those who wait, who then find the failure
+
+    async def _begin_again_when_gone(self) -> None:
         """Begins again when the server has gone by itself."""
         client = self._client
         reason = await self._server.wait_for_end()

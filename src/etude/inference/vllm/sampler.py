@@ -61,6 +61,8 @@ class VllmSampler:
         self._on_end = on_end
         self._is_draining = False
         self._sessions = Sessions()
+        self._waiting: dict[str, asyncio.Timeout] = {}
+        """By request, while there is no server to send it to; not of one that was aborted."""
         self._running: dict[str, Running] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
@@ -128,6 +130,11 @@ class VllmSampler:
 
     def abort(self, request_id: str) -> None:
         """See Sampler.abort."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            if not waiting.expired():
+                waiting.reschedule(0.0)
+            return
         running = self._running.get(request_id)
         if running is None or running.aborted.is_set():
             return
@@ -156,7 +163,13 @@ class VllmSampler:
         A stream that is not read to its end aborts its request.
         """
         check_request(request, self._has_tokenizer)
-        client, abilities = await self._ready(request)
+        deadline_s = request.deadline_s
+        until = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
+        ready = await self._ready(request, until)
+        if ready is None:
+            yield self._nothing(request)
+            return
+        client, abilities = ready
         if request.version is not None:
             self._check_version(request.version, is_minimum=request.version_is_minimum)
         session = self._sessions.begin(request, abilities.vocab_size, abilities.max_tokens)
@@ -165,7 +178,7 @@ class VllmSampler:
         self._add(running)
         is_answered = False
         try:
-            async with contextlib.aclosing(self._answer(running, client, abilities)) as chunks:
+            async with contextlib.aclosing(self._answer(running, client, abilities, until)) as chunks:
                 async for chunk in chunks:
                     is_answered = chunk.finish is not None
                     yield chunk
@@ -184,32 +197,51 @@ class VllmSampler:
     def _remove(self, running: Running) -> None:
         self._running.pop(running.request.id, None)
         self.replica.requests.discard(running.name)
+        running.history.forget(running.name, running.began)
         if not self._running:
             self._idle.set()
 
-    async def _ready(self, request: SampleRequest) -> tuple[VllmClient, Abilities]:
-        """The server, while no weights are exchanged. Raises SamplerError if there is none, or none before
-        the deadline."""
+    def _nothing(self, request: SampleRequest) -> SampleChunk:
+        """The answer to a request that was aborted before it was sent: its session is as before. Raises
+        SamplerError where there have been no weights yet."""
+        history = self.replica.history
+        if not len(history):
+            raise SamplerError("the request was aborted before there were weights", received=request.id)
+        version, nothing = history.last.version, np.zeros(0, dtype=np.int32)
+        return SampleChunk(nothing, nothing.astype(np.float32), version, version, finish="abort")
+
+    async def _ready(
+        self, request: SampleRequest, until: float | None
+    ) -> tuple[VllmClient, Abilities] | None:
+        """The server, while no weights are exchanged; None for a request that was aborted meanwhile. Raises
+        SamplerError if there is none, or none before the deadline, `until` by the loop's clock."""
         try:
-            async with asyncio.timeout(request.deadline_s):
+            async with asyncio.timeout_at(until) as waiting:
+                self._waiting[request.id] = waiting
                 client = await self.replica.client()
                 await self.replica.settled(client)
         except TimeoutError:
+            if request.id not in self._waiting:
+                return None
             raise SamplerError(
                 "vLLM was not ready before the deadline", field="deadline_s", received=request.deadline_s
             ) from None
+        finally:
+            is_aborted = self._waiting.pop(request.id, None) is None
+        if is_aborted:
+            return None
         if self._is_draining:
             raise SamplerError("vLLM is being stopped", fix="ask another replica")
         assert self.replica.abilities is not None
         return client, self.replica.abilities
 
     async def _answer(
-        self, running: Running, client: VllmClient, abilities: Abilities
+        self, running: Running, client: VllmClient, abilities: Abilities, until: float | None
     ) -> AsyncGenerator[SampleChunk]:
         deadline: asyncio.TimerHandle | None = None
         request = running.request
-        if request.deadline_s is not None:
-            deadline = asyncio.get_running_loop().call_later(request.deadline_s, self.abort, request.id)
+        if until is not None:
+            deadline = asyncio.get_running_loop().call_at(until, self.abort, request.id)
         try:
             finish: Finish | None = None
             pending: list[SampleChunk] = []
