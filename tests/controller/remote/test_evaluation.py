@@ -1,8 +1,11 @@
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from etude.config import ClusterConfig
 from etude.controller.local import LocalHandle
 from etude.controller.remote.evaluation import EvaluationBeside
 from etude.controller.remote.evaluation_part import EvaluationPart, Judged
@@ -28,6 +31,7 @@ class Judge:
         self.asked: list[int] = []
         self.may_end = asyncio.Event()
         self.error: Exception | None = None
+        self.dies: Callable[[], None] = lambda: None
 
     async def begin(self) -> Build:
         return BUILD
@@ -37,6 +41,7 @@ class Judge:
 
     async def judge(self, manifest: WeightManifest, tasks: Sequence[Task]) -> Judged:
         self.asked.append(manifest.version.step)
+        self.dies()
         await self.may_end.wait()
         if self.error is not None:
             raise self.error
@@ -47,8 +52,10 @@ class Judge:
 class Bench:
     """An EvaluationBeside over judges of this process."""
 
-    def __init__(self, every_steps: int) -> None:
+    def __init__(self, every_steps: int, settings: ClusterConfig = FAST) -> None:
         self.handles: list[LocalHandle[Judge]] = []
+        self.are_mortal = False
+        """Whether judges that are made from now on die when they are asked."""
         self.metrics, self.observer = MemorySink(), RecordingObserver()
         self.journal = FaultJournal(self.metrics, self.observer)
         self.step = 0
@@ -58,15 +65,17 @@ class Bench:
             [TASK],
             every_steps,
             lambda: WeightManifest(PolicyVersion("run", self.step), (), ""),
-            FAST,
+            settings,
             self.journal,
-            NodeHealth(FAST, self.journal),
+            NodeHealth(settings, self.journal),
             self.metrics,
             self.observer,
         )
 
     async def _spawn(self, avoid: frozenset[str]) -> Handle[Any]:
         self.handles.append(LocalHandle(Judge(), name="evaluation"))
+        if self.are_mortal:
+            self.handles[-1].part.dies = self.handles[-1].kill
         return self.handles[-1]
 
     def look_at(self, *steps: int) -> None:
@@ -118,13 +127,36 @@ def test_an_evaluation_whose_process_dies_is_begun_anew() -> None:
     asyncio.run(run())
 
 
-def test_an_evaluation_that_fails_is_counted_and_the_next_one_is_made() -> None:
+def test_an_evaluation_that_no_process_outlives_is_given_up() -> None:
+    async def run() -> None:
+        # None is ever given up: each is counted as healthy before it dies.
+        bench = Bench(every_steps=1, settings=FAST.model_copy(update={"healthy_s": 1e-9}))
+        bench.are_mortal = True
+        await bench.beside.start()
+        bench.look_at(1)
+        await bench.beside.settle()
+        assert len(bench.handles) >= FAST.give_up_after
+        assert bench.journal.counts["evaluation failed"] == 1
+        bench.are_mortal = False
+        bench.look_at(2)
+        settled = asyncio.ensure_future(bench.beside.settle())
+        while not settled.done():
+            bench.handles[-1].part.may_end.set()
+            await asyncio.sleep(0.01)
+        assert [row["step"] for row in bench.judged] == [2]
+        await bench.beside.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("error", [WeightUpdateError("these weights are gone"), ArithmeticError("a defect")])
+def test_an_evaluation_that_fails_is_counted_and_the_next_one_is_made(error: Exception) -> None:
     async def run() -> None:
         bench = Bench(every_steps=1)
         await bench.beside.start()
         judge = bench.handles[0].part
         judge.may_end.set()
-        judge.error = WeightUpdateError("these weights are gone")
+        judge.error = error
         bench.look_at(1)
         await bench.beside.settle()
         judge.error = None

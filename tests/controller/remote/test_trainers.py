@@ -69,14 +69,16 @@ class Counting:
 class World:
     """A supervised trainer and all processes that it had."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, settings: ClusterConfig = FAST) -> None:
         self.parts: list[Counting] = []
+        self.dies_at: str | None = None
+        """Of all of them."""
         self.metrics, self.observer = MemorySink(), RecordingObserver()
         self.journal = FaultJournal(self.metrics, self.observer)
 
         async def spawn(avoid: frozenset[str]) -> Handle[Any]:
             part = Counting(directory)
-            part.handle = LocalHandle(part)
+            part.handle, part.dies_at = LocalHandle(part), self.dies_at
             self.parts.append(part)
             return part.handle
 
@@ -84,9 +86,9 @@ class World:
             spawn,
             lambda ref: pytest.fail("nobody asks for routes"),
             directory / "latest",
-            FAST,
+            settings,
             self.journal,
-            NodeHealth(FAST, self.journal),
+            NodeHealth(settings, self.journal),
             self.metrics,
             self.observer,
         )
@@ -122,6 +124,22 @@ def test_a_new_trainer_has_learnt_what_the_lost_one_had_and_answers_what_that_wa
     assert second.learnt == (["a", "b", "c"] if dies_at == "step" else ["a", "b"])
     assert world.journal.counts == {"lost": 1, "restarted": 1}
     assert "trainer: at step 2 again, 1 trained once more" in world.observer.lines
+
+
+def test_a_call_that_no_process_outlives_is_given_up_and_says_whose(tmp_path: Path) -> None:
+    async def run() -> World:
+        # None is ever given up: each is counted as healthy before it dies.
+        world = World(tmp_path, FAST.model_copy(update={"healthy_s": 1e-9}))
+        world.dies_at = "publish"
+        await world.trainer.start()
+        await world.train("a")
+        with pytest.raises(PartLostError, match=r"trainer: .*`publish` 4 times"):
+            await world.trainer.call("publish")
+        await world.trainer.stop()
+        return world
+
+    world = asyncio.run(run())
+    assert len(world.parts) >= FAST.give_up_after
 
 
 def test_outages_of_the_weight_store_are_counted(tmp_path: Path) -> None:

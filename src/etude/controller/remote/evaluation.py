@@ -14,7 +14,7 @@ from etude.config import ClusterConfig
 from etude.controller.remote.evaluation_part import Judged
 from etude.controller.remote.fleet import check_build
 from etude.controller.supervision import FaultJournal, NodeHealth, Spawn, Supervisor
-from etude.errors import InfrastructureError, PartLostError
+from etude.errors import PartLostError
 from etude.inference.exchange import Build
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
@@ -28,7 +28,8 @@ class EvaluationBeside:
     """Judges versions in a supervised process. For one event loop.
 
     One version at a time: what comes into service meanwhile is left out, and said. An evaluation whose
-    process dies is begun anew with the next one; one that fails is said, and training goes on.
+    process dies is begun anew with the next one, up to `give_up_after` times; one that fails is said, and
+    training goes on.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class EvaluationBeside:
         self._build, self._tasks = build, tasks
         self._every_steps, self._serving = every_steps, serving
         self._journal, self._metrics, self._observer = journal, metrics, observer
-        self._patience_s = settings.patience_s
+        self._patience_s, self._give_up_after = settings.patience_s, settings.give_up_after
         self._supervisor = Supervisor(KIND, spawn, self._prepare, settings, journal, nodes)
         self._judging: asyncio.Task[None] | None = None
         self._due_step = every_steps
@@ -88,22 +89,25 @@ class EvaluationBeside:
             await self._judging
 
     async def _judge(self, manifest: WeightManifest, wall_s: float) -> None:
+        try:
+            judged = await self._judged(manifest)
+        except Exception as error:  # whatever it is: the next one may go better
+            self._journal.note(KIND, "evaluation failed", f"{manifest.version}: {error or repr(error)}")
+        else:
+            self._write_down(judged, wall_s)
+
+    async def _judged(self, manifest: WeightManifest) -> Judged:
+        """What becomes of a version. Raises PartLostError where no process lives long enough."""
+        num_lost = 0
         while True:
+            handle = await self._supervisor.ready(self._patience_s)
             try:
-                handle = await self._supervisor.ready(self._patience_s)
-            except PartLostError as error:
-                self._note_failure(manifest, error)
-                return
-            try:
-                judged: Judged = await handle.call("judge", manifest, self._tasks)
+                return await handle.call("judge", manifest, self._tasks)
             except PartLostError as error:
                 self._supervisor.lose(handle, str(error))
-            except InfrastructureError as error:
-                self._note_failure(manifest, error)
-                return
-            else:
-                self._write_down(judged, wall_s)
-                return
+                num_lost += 1
+                if num_lost >= self._give_up_after:
+                    raise
 
     def _write_down(self, judged: Judged, wall_s: float) -> None:
         values = {
@@ -115,9 +119,6 @@ class EvaluationBeside:
         self._metrics.write(KIND, judged.version.step, values)
         told = ", ".join(f"{name} {value:.3f}" for name, value in judged.figures.items())
         self._observer.say(f"evaluation of step {judged.version.step}: {told}")
-
-    def _note_failure(self, manifest: WeightManifest, error: InfrastructureError) -> None:
-        self._journal.note(KIND, "evaluation failed", f"{manifest.version}: {error}")
 
     async def _prepare(self, handle: Handle[None]) -> None:
         check_build(await handle.call("begin"), self._build, KIND)

@@ -151,7 +151,8 @@ class SupervisedTrainer:
         await self._supervisor.start()
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """See Handle.call. Raises PartLostError only when the trainer is started no more."""
+        """See Handle.call. Raises PartLostError only when the trainer is started no more, and when
+        `give_up_after` processes in a row were lost at this very call: the run would not get on."""
         assert not named, "a trainer's arguments go by position"
         async with self._calling:
             if method == "step":
@@ -179,12 +180,21 @@ class SupervisedTrainer:
             self._supervisor.lose(self._supervisor.handle, "was killed")
 
     async def _persist(self, method: str, arguments: tuple[Any, ...]) -> Reply:
+        num_lost = 0
         while True:
             handle = await self._supervisor.ready(self._settings.patience_s)
             try:
                 reply: Reply = await handle.call("do", method, *arguments)
             except PartLostError as error:
                 self._supervisor.lose(handle, str(error))
+                num_lost += 1
+                if num_lost >= self._settings.give_up_after:
+                    raise PartLostError(
+                        f"its process was lost at `{method}` {num_lost} times in a row",
+                        field="trainer",
+                        received=str(error),
+                        fix="mend what the cause says, and go on with --resume",
+                    ) from error
             else:
                 self._write_down(reply)
                 return reply
