@@ -158,12 +158,11 @@ def read_fields(path: Path) -> CheckpointFields:
     ours |= _read_rope(values)
     if architecture == "deepseek_v3":
         ours["q_lora_rank"] = ours["q_lora_rank"] or 0
-    vocab_size = _take(values, "vocab_size")
-    if not isinstance(vocab_size, int) or vocab_size < 1:
-        raise CheckpointError("must be a count", field="config.json: vocab_size", received=vocab_size)
-    return CheckpointFields(
-        _build(ours), vocab_size, _fp8_block(values), int(values.get("num_nextn_predict_layers") or 0)
-    )
+    vocab_size, mtp_layers = _take(values, "vocab_size"), values.get("num_nextn_predict_layers") or 0
+    for name, value, least in (("vocab_size", vocab_size, 1), ("num_nextn_predict_layers", mtp_layers, 0)):
+        if not isinstance(value, int) or value < least:
+            raise CheckpointError("must be a count", field=f"config.json: {name}", received=value)
+    return CheckpointFields(_build(ours), vocab_size, _fp8_block(values), mtp_layers)
 
 
 def _build(ours: dict[str, Any]) -> ModelConfig:
@@ -198,7 +197,8 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
                 received=values[name],
                 fix=f"use a checkpoint with {name}={allowed[0]!r}",
             )
-    kinds = set(values.get("layer_types") or ()) - {"full_attention"}
+    given = values.get("layer_types") or []
+    kinds = {str(kind) for kind in (given if isinstance(given, list) else [given])} - {"full_attention"}
     if kinds:
         raise CheckpointError(
             "is not computed here",
@@ -249,12 +249,13 @@ def _fp8_block(values: Mapping[str, Any]) -> tuple[int, int] | None:
     quantisation = values.get("quantization_config")
     if not quantisation:
         return None
-    block = quantisation.get("weight_block_size")
-    if quantisation.get("quant_method") != "fp8" or not isinstance(block, list) or len(block) != 2:
-        raise CheckpointError(
-            "only 8-bit floats with one scale per block can be read",
-            field="config.json: quantization_config",
-            received=quantisation.get("quant_method"),
-            fix="use the checkpoint in bfloat16",
-        )
-    return int(block[0]), int(block[1])
+    match quantisation:
+        case {"quant_method": "fp8", "weight_block_size": [int(n), int(m)]} if min(n, m) > 0:
+            return n, m
+        case _:
+            raise CheckpointError(
+                "only 8-bit floats with one scale per block can be read",
+                field="config.json: quantization_config",
+                received=quantisation,
+                fix="use the checkpoint in bfloat16",
+            )
