@@ -482,3 +482,27 @@ def test_a_sandbox_that_is_killed_just_as_it_wakes_wakes_without_a_mishap(tmp_pa
         assert (await sandbox.get_info()).state == "killed"
 
     on_backend(tmp_path, scenario)
+
+
+def test_a_sandbox_that_cannot_be_ended_keeps_no_other_from_its_end(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        backend = open_local(tmp_path)
+        stuck, asleep = await backend.create(Template(FILES)), await backend.create(Template(FILES))
+        await asleep.pause("filesystem")
+        stop, delete = backend.stop, backend.delete_snapshot
+
+        async def fails_once(sandbox: MachineSandbox) -> None:
+            await stop(sandbox)
+            if sandbox is stuck:
+                raise SandboxError("it does not end")
+
+        async def slowly(snapshot: str) -> None:
+            await asyncio.sleep(0.1)
+            await delete(snapshot)
+
+        backend.stop, backend.delete_snapshot = fails_once, slowly  # type: ignore[method-assign]
+        with pytest.raises(SandboxError, match="does not end"):
+            await backend.close()
+        assert list((tmp_path / "snapshots").iterdir()) == []
+
+    asyncio.run(scenario())

@@ -756,3 +756,20 @@ def test_what_a_killed_client_left_is_ended_by_the_next_of_its_name_and_nothing_
                 await client.close()
 
     asyncio.run(scene())
+
+
+def test_a_move_whose_copy_here_cannot_be_deleted_leaves_no_sandbox_that_nobody_knows_of() -> None:
+    async def run() -> None:
+        async with remote(MemoryBackend()) as here:
+
+            async def fails(snapshot: str) -> None:
+                raise SandboxLostError("the server is away")
+
+            sandbox, there = await here.create(Template({"a": "1"})), MemoryBackend()
+            here.delete_snapshot = fails  # type: ignore[method-assign]
+            with pytest.raises(SandboxLostError, match="away"):
+                await sandbox.migrate(there)
+            assert not there.live
+            assert await sandbox.files.read("a") == b"1"
+
+    asyncio.run(run())

@@ -207,14 +207,16 @@ class MachineBackend(SnapshotKeeper):
     async def close(self) -> None:
         """See SandboxBackend.close."""
         self._closed = True
-        await asyncio.gather(*(self.kill(sandbox) for sandbox in list(self._live.values())))
-        await asyncio.gather(*(self._give_up(snapshot) for snapshot in list(self._in_transit)))
-        mishap = await self._background.wait()
+        ends = [self.kill(sandbox) for sandbox in self._live.values()]
+        ends += [self._give_up(snapshot) for snapshot in self._in_transit]
+        results = await asyncio.gather(*ends, return_exceptions=True)
+        results.append(await self._background.wait())
         log, self._request_log = self._request_log, None
         if log is not None:
             log.close()
-        if mishap is not None:
-            raise mishap
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
 
     # What sandboxes ask of their backend
 

@@ -306,3 +306,17 @@ def test_a_backend_that_is_closed_while_a_sandbox_is_asked_for_says_so(tmp_path:
         assert await backend.list() == []
 
     play(tmp_path, scenario)
+
+
+def test_a_close_that_reports_a_mishap_leaves_no_directory(tmp_path: Path) -> None:
+    async def mishap() -> None:
+        raise SandboxError("what went wrong beside")
+
+    async def scenario(backend: FirecrackerBackend) -> None:
+        await backend.create(Template(FILES), SMALL)
+        backend.spawn(mishap())
+        with pytest.raises(SandboxError, match="beside"):
+            await backend.close()
+        assert list((tmp_path / "state/firecracker").iterdir()) == []
+
+    play(tmp_path, scenario)

@@ -7,6 +7,7 @@ import os
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +18,7 @@ from etude.sandbox.images.fake import Call, Changes, FakeLayerRunner
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.images.runner import RunResult
 from etude.sandbox.images.stage import DEFAULT_PATH, architecture
+from etude.sandbox.local.runner import SandboxRunner
 from etude.sandbox.template import Image
 from tests.sandbox.images.image_builders import (
     add,
@@ -421,3 +423,43 @@ def test_a_layer_holds_only_what_was_copied_and_the_way_to_it(bench: Bench) -> N
     build = bench.build("FROM base\nWORKDIR /a/b\nCOPY f .", {"f": "1"})
     roots = [tree(path) for path in bench.store.paths(build.image)]
     assert roots[1:] == [{"a": "dir", "a/b": "dir"}, {"a": "dir", "a/b": "dir", "a/b/f": "1"}]
+
+
+def test_a_run_that_is_given_up_while_its_changes_are_packed_leaves_no_archive(tmp_path: Path) -> None:
+    begun, go_on = asyncio.Event(), asyncio.Event()
+
+    class Packing:
+        """A backend whose sandboxes are packed when they are told to be."""
+
+        async def create(self, *given: object) -> Packing:
+            return self
+
+        async def connect(self, sandbox_id: str) -> Packing:
+            return self
+
+        async def save_root(self, sandbox: object, target: Path) -> None:
+            await asyncio.to_thread(target.write_bytes, b"half a layer")
+            begun.set()
+            await go_on.wait()
+
+        async def job(self, header: object) -> tuple[dict[str, Any], bytes]:
+            return {"timed_out": False, "exit_code": 0}, b""
+
+        async def kill(self) -> None:
+            pass
+
+        id = "one"
+        environment: Mapping[str, str] = {}
+
+    async def scenario() -> None:
+        runner = SandboxRunner(cast("Any", Packing()), scratch=tmp_path)
+        running = asyncio.ensure_future(runner.run(Image("i", ()), ["true"], {}, "/", "root", 60.0))
+        await begun.wait()
+        running.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(scenario())
+    assert list(tmp_path.iterdir()) == []

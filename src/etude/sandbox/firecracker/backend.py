@@ -84,10 +84,12 @@ class FirecrackerBackend(MachineBackend):
 
     async def close(self) -> None:
         """See SandboxBackend.close."""
-        await super().close()
-        if self._work is not None:
-            await asyncio.to_thread(self._work.close)
-            self._work = None
+        try:
+            await super().close()
+        finally:
+            if self._work is not None:
+                await asyncio.to_thread(self._work.close)
+                self._work = None
 
     async def migrate(self, sandbox: MachineSandbox, target: SandboxBackend) -> Sandbox:
         """Not offered: Firecracker has no live migration. Export a full snapshot to an equal host instead."""

@@ -160,11 +160,13 @@ class GvisorBackend(MachineBackend):
 
     async def close(self) -> None:
         """See SandboxBackend.close."""
-        await super().close()
-        if self._preparing is not None:
-            await asyncio.wait([self._preparing])
-        if self._work is not None:
-            await asyncio.to_thread(self._work.close)
+        try:
+            await super().close()
+        finally:
+            if self._preparing is not None:
+                await asyncio.wait([self._preparing])
+            if self._work is not None:
+                await asyncio.to_thread(self._work.close)
 
     async def _prepare(self) -> tuple[Path, Runsc]:
         """Finds runsc and makes what all containers share, once. Raises ResourceError."""

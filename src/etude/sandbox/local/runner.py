@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from etude.sandbox.background import to_the_end
 from etude.sandbox.images.runner import RunResult
 from etude.sandbox.inside.namespaces import ROOT_ENVIRONMENT
 from etude.sandbox.local.backend import LocalBackend
@@ -79,5 +80,11 @@ class SandboxRunner:
         os.close(descriptor)
         path = Path(name)
         await asyncio.to_thread(path.unlink)
-        await self._backend.save_root(await self._backend.connect(sandbox_id), path)
+        sandbox = await self._backend.connect(sandbox_id)
+        try:
+            # To the end: else it is written, of whatever size, when its caller has long removed it.
+            await to_the_end(self._backend.save_root(sandbox, path))
+        except BaseException:
+            await asyncio.to_thread(path.unlink, missing_ok=True)
+            raise
         return path

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from etude.errors import SandboxError
+from etude.errors import InfrastructureError, SandboxError
 from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, transfer
+from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, or_killed, transfer
 from etude.sandbox.refusals import check_move
 from etude.sandbox.remote.commands import RemoteCommands
 from etude.sandbox.remote.connection import Connection
@@ -169,14 +170,18 @@ class RemoteSandbox:
         left_s = None if expires_s is None else max(0.001, expires_s - time.time())
         info = await self.create_snapshot("full" if same else "filesystem")
         try:
-            return await transfer(
+            moved = await transfer(
                 lambda file: self._owner.export_snapshot(info.id, file),
                 default_state_directory(),
                 target,
                 left_s,
             )
-        finally:
-            await self._owner.delete_snapshot(info.id)
+        except BaseException:
+            with contextlib.suppress(InfrastructureError):
+                # What went wrong first is what the caller must hear.
+                await self._owner.delete_snapshot(info.id)
+            raise
+        return await or_killed(moved, self._owner.delete_snapshot(info.id))
 
     def _copy(self, row: dict[str, object]) -> Sandbox | SandboxError:
         if "id" in row:

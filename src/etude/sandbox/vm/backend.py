@@ -139,10 +139,12 @@ class VmBackend(MachineBackend):
         """See SandboxBackend.close."""
         for ticket in self.arrivals.tickets:
             await self.abandon(ticket)
-        await super().close()
-        if self._work is not None:
-            self._work.close()
-            self._work = None
+        try:
+            await super().close()
+        finally:
+            if self._work is not None:
+                self._work.close()
+                self._work = None
 
     async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
         """See MachineBackend.save."""
