@@ -371,9 +371,11 @@ class EnvironmentSession:
         if alive:
             await asyncio.wait(alive)
         try:
-            await self.sandbox.kill()
+            try:
+                await self.sandbox.kill()
+            finally:
+                await self.snapshots.release(self.site.backend)
         finally:
-            await self.snapshots.release(self.site.backend)
             if self._search is not None:
                 self._search.close()
             self.events.put("closed")

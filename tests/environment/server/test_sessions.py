@@ -434,6 +434,25 @@ def test_a_snapshot_that_fails_does_not_fail_the_turn() -> None:
     run(scenario)
 
 
+def test_a_session_whose_snapshots_cannot_be_deleted_is_closed_all_the_same() -> None:
+    """Whoever watches it would wait for ever."""
+
+    class Keeping(MemoryBackend):
+        async def delete_snapshot(self, snapshot: str) -> None:
+            raise SandboxError("the host that holds the snapshot is dead")
+
+    async def scenario() -> None:
+        session = begin(new_site(Keeping(), snapshot_every=1))
+        await turn(session, MEND)
+        with pytest.raises(SandboxError, match="is dead"):
+            await session.close()
+        assert session.closed.is_set()
+        async with asyncio.timeout(60):
+            assert [event["event"] async for event in session.events.watch()][-1] == "closed"
+
+    run(scenario)
+
+
 # Events
 
 
