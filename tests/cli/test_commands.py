@@ -1,4 +1,5 @@
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -176,6 +177,20 @@ def test_every_field_of_the_reference_is_documented() -> None:
     rows = [line for line in etude("config", "docs").stdout.splitlines() if line.startswith("| `")]
     assert len(rows) > 60
     assert [row for row in rows if row.rstrip("| ").count("|") < 4] == []
+
+
+@pytest.mark.parametrize("command", [["tasks", "show", "0"], ["config", "docs"]])
+def test_output_that_nobody_reads_is_no_result_and_no_traceback(command: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    line = [sys.executable, "-c", "from etude.cli import main; main()", *command]
+    try:
+        done = subprocess.run(
+            line, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_an_error_of_the_agent_has_no_traceback(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

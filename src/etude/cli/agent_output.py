@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import select
 import sys
 from collections.abc import Callable
 from typing import IO, Any, TextIO, cast
@@ -66,6 +67,16 @@ class Pipe(io.TextIOBase):
                 self._stream.flush()
             except OSError as error:
                 self.leave(error)
+
+    def has_left(self) -> bool:
+        """Whether it is a pipe that nobody reads any more."""
+        try:
+            descriptor = self.fileno()
+        except OSError:
+            return False
+        asked = select.poll()
+        asked.register(descriptor, 0)
+        return any(what & select.POLLERR for _, what in asked.poll(0))
 
     def print_line(self, document: dict[str, Any]) -> None:
         """One JSON object on a line, at once."""

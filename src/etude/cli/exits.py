@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from etude.cli.agent_output import EXIT_CLOSED_PIPE, standard_error, standard_output
 from etude.errors import AgentError, EtudeError, InfrastructureError, UserError
 
 EXIT_MISTAKE = 2
@@ -29,14 +30,32 @@ class ErrorReportingGroup(TyperGroup):
         except InfrastructureError as error:
             print_error(error)
             raise typer.Exit(EXIT_INFRASTRUCTURE) from error
+        except BrokenPipeError as error:
+            gone = [pipe for pipe in (standard_output(), standard_error()) if pipe.has_left()]
+            if not gone:
+                raise
+            for pipe in gone:
+                pipe.leave(error)
+            raise typer.Exit(EXIT_CLOSED_PIPE) from None
         except KeyboardInterrupt:
             error_console().print("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
+class OutputConsole(Console):
+    """Ends the program when its reader has left, but not with rich's 1, which is what some commands find."""
+
+    def on_broken_pipe(self) -> None:
+        """Raises SystemExit."""
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            raise SystemExit(EXIT_CLOSED_PIPE) from None
+
+
 def error_console() -> Console:
     """A console on standard error, made anew so that it follows redirections."""
-    return Console(stderr=True, highlight=False)
+    return OutputConsole(stderr=True, highlight=False)
 
 
 def print_error(error: EtudeError) -> None:

@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from etude.cli.exits import OutputConsole
+
 if TYPE_CHECKING:
     # Heavy at run time: matplotlib comes with it.
     from etude.observe.report import Comparison, Suggestion
@@ -28,7 +30,7 @@ _VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
 
 def output_console() -> Console:
     """A console on standard output, made anew so that it follows redirections."""
-    return Console(highlight=False)
+    return OutputConsole(highlight=False)
 
 
 def shown(text: str, style: str = "") -> Text:
