@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fastapi import FastAPI, Response
 
 from etude.agent.scripted import ScriptedSampler
 from etude.errors import ConfigError
@@ -24,7 +25,8 @@ from etude.inference.load import (
     synthetic_sessions,
 )
 from etude.inference.load.http_target import HttpTarget
-from etude.inference.router.server.fake_replica import FakeReplica, fake_replica
+from etude.inference.load.records import LoadError
+from etude.inference.router.server.fake_replica import FakeReplica, fake_replica, running_server
 
 SHAPE = WorkloadShape(
     num_sessions=6,
@@ -121,6 +123,64 @@ def test_errors_are_counted_by_their_code_and_end_their_session() -> None:
     assert run(failing({"refuse": True})) == {"503 draining": 6}
     assert run(failing({"cut_after": 1})) == {"RemoteProtocolError": 6}
     assert run(failing({"token_s": 60.0}, 0.5)) == {"timeout": 6}
+
+
+def saying(*events: str) -> FastAPI:
+    """A server that answers everything with these events."""
+    app = FastAPI()
+
+    async def answer() -> Response:
+        body = "".join(f"data: {event}\n\n" for event in events)
+        return Response(body.encode(), media_type="text/event-stream")
+
+    app.add_api_route("/v1/chat/completions", answer, methods=["POST"])
+    return app
+
+
+async def load_on(app: FastAPI) -> list[TurnRecord]:
+    async with running_server(app) as url:
+        target = HttpTarget(url, "fake")
+        try:
+            return await run_load(target, SESSIONS)
+        finally:
+            await target.close()
+
+
+@pytest.mark.parametrize(
+    ("event", "errors"),
+    [
+        ('{"error": "the model is overloaded"}', {"error": 6}),
+        ('{"error": {"message": "overloaded", "code": 529}}', {"529": 6}),
+        ("[1]", {"malformed": 6}),
+    ],
+)
+def test_errors_are_counted_in_whatever_form_a_server_tells_them(event: str, errors: dict[str, int]) -> None:
+    assert summarise(run(load_on(saying(event)))).errors == errors
+
+
+def test_text_with_line_separators_is_no_error() -> None:
+    event = {"choices": [{"delta": {"content": "a\u2028b\u0085c"}}], "error": None}
+    records = run(load_on(saying(json.dumps(event, ensure_ascii=False), "[DONE]")))
+    assert summarise(records).errors == {}
+    assert {record.output_tokens for record in records} == {1}
+
+
+def test_a_server_that_does_not_count_its_input_is_not_calibrated_by() -> None:
+    async def body() -> None:
+        event = {"choices": [{"delta": {"content": "a"}}]}
+        async with running_server(saying(json.dumps(event), "[DONE]")) as url:
+            target = HttpTarget(url, "fake")
+            with pytest.raises(LoadError, match=r"usage: .*how many tokens"):
+                await target.calibrate()
+            await target.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "http://host:port", "http://[::1", "ftp://host"])
+def test_an_address_that_is_none_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="is no address"):
+        HttpTarget(url, "fake")
 
 
 def test_nobody_there_is_an_error_of_each_session() -> None:

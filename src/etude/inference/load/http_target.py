@@ -38,8 +38,12 @@ class HttpTarget:
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """`extra`: further fields of every request, such as {"ignore_eos": true} where a server knows it."""
-        parsed = httpx.URL(url)
-        if parsed.scheme not in ("http", "https") or not parsed.host:
+        try:
+            parsed = httpx.URL(url)
+            is_address = parsed.scheme in ("http", "https") and bool(parsed.host)
+        except httpx.InvalidURL:
+            is_address = False
+        if not is_address:
             raise ConfigError("is no address", field="url", received=url, fix="give http://HOST:PORT")
         base = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {key}"} if key is not None else {}
@@ -62,13 +66,21 @@ class HttpTarget:
         await self._http.aclose()
 
     async def calibrate(self) -> float:
-        """Measures words per token; returns it. Raises LoadError where the server does not answer."""
+        """Measures words per token; returns it. Raises LoadError where the server does not answer, or does
+        not count its input."""
         counts: list[int] = []
         for words in (1, 1 + _PROBE_WORDS):
             record = TurnRecord("probe", 0, 0.0)
             await self._ask(self._said_in([_words((0,), words)]), "probe", 1, record, lambda: 0.0)
             counts.append(record.prompt_tokens)
-        self._words_per_token = _PROBE_WORDS / max(1, counts[1] - counts[0])
+        if counts[1] <= counts[0]:
+            raise LoadError(
+                "the server does not say how many tokens its input has",
+                field="usage",
+                received=counts,
+                fix='play recorded sessions with api "tokens", or a server that knows stream_options',
+            )
+        self._words_per_token = _PROBE_WORDS / (counts[1] - counts[0])
         return self._words_per_token
 
     async def turn(self, session: LoadSession, record: TurnRecord, clock: Clock) -> None:
@@ -122,10 +134,15 @@ class HttpTarget:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[str]:
-    """The data of each event."""
-    async for line in response.aiter_lines():
-        if line.startswith("data:"):
-            yield line[5:].strip()
+    """The data of each event. Only a line feed ends a line: text may hold what else Python takes for one."""
+    rest = b""
+    async for piece in response.aiter_bytes():
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].strip().decode(errors="replace")
+    if rest.startswith(b"data:"):
+        yield rest[5:].strip().decode(errors="replace")
 
 
 def _take(data: str, record: TurnRecord, clock: Clock) -> str:
@@ -137,8 +154,11 @@ def _take(data: str, record: TurnRecord, clock: Clock) -> str:
         event = json.loads(data)
     except ValueError as error:
         raise LoadError("an event is no JSON", field="malformed", received=data[:80]) from error
-    if "error" in event:
-        raise LoadError(str(event["error"].get("message")), field=str(event["error"].get("code") or "error"))
+    if not isinstance(event, dict):
+        raise LoadError("an event is no object", field="malformed", received=data[:80])
+    if error := event.get("error"):
+        told = error if isinstance(error, dict) else {"message": error}
+        raise LoadError(str(told.get("message")), field=str(told.get("code") or "error"))
     usage = event.get("usage")
     if isinstance(usage, dict):
         record.prompt_tokens = int(usage.get("prompt_tokens") or 0)
