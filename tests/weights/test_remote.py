@@ -9,13 +9,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI, Response
 
 from etude.errors import StoreError, WeightUpdateError
 from etude.weights import StoreWeights, Subscriber, WeightStore
 from etude.weights.client import RelayFolder
 from etude.weights.folders import DirectoryFolder, MissingError, TakenError, UnavailableError, open_folder
 from etude.weights.relay import Relay
-from etude.weights.server import RelayServer
+from etude.weights.server import RelayServer, ServerThread
 from etude.weights.writer import StoreWriter
 from tests.weights.stores import FAST, assert_is, failing_store, tensors_at, version_at
 
@@ -135,6 +136,14 @@ def test_a_relay_that_is_gone_is_named_and_one_that_comes_back_serves(tmp_path: 
     with pytest.raises((StoreError, WeightUpdateError), match="does not answer"):
         subscriber.fetch(later)
     assert_is(1, subscriber._held.whole)
+
+
+@pytest.mark.parametrize("page", ["<html>welcome</html>", '{"detail": "welcome"}'])
+def test_a_server_that_is_no_relay_is_told(page: str) -> None:
+    app = FastAPI()
+    app.add_api_route("/{path:path}", lambda: Response(page), methods=["GET"])
+    with ServerThread(app) as server, pytest.raises(StoreError, match="answers as no relay"):
+        RelayFolder(server.url).list("commits")
 
 
 def test_a_store_that_fails_behind_a_relay_is_told(tmp_path: Path) -> None:

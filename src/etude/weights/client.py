@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from typing import Any, cast
 from urllib.parse import quote
 
 import httpx
@@ -28,7 +30,18 @@ class RelayFolder:
 
     def list(self, prefix: str) -> list[str]:
         """See Folder.list."""
-        return self._ask("GET", f"/list/{quote(prefix)}").json()
+        response = self._ask("GET", f"/list/{quote(prefix)}")
+        names: Any = None
+        with contextlib.suppress(ValueError):
+            names = response.json()
+        if type(names) is not list:
+            raise StoreError(
+                f"answers as no relay does: {response.text[:300]}",
+                field="weights.url",
+                received=self.url,
+                fix="name a relay, as `etude relay` serves one",
+            )
+        return cast("list[str]", names)
 
     def read(self, name: str) -> bytes:
         """See Folder.read."""
