@@ -186,29 +186,42 @@ def test_a_replica_that_fails_is_left_alone_for_a_while_and_longer_each_time(
         desk._open_store = open_store
 
 
-def test_what_ends_the_search_for_replicas_keeps_none_of_them_from_going_home(
+def test_a_search_for_replicas_that_fails_is_said_and_goes_on(
     replicas: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    is_full = asyncio.Event()
-    runs: list[Run] = []
-
     async def fail() -> None:
-        is_full.set()
         raise OSError(errno.ENOSPC, "No space left on device")
 
     async def body() -> None:
         async with running(replicas[:1], tmp_path) as run:
-            await run.hand("lend", replicas[0], pool="rollout")
+            with monkeypatch.context() as disk:
+                disk.setattr(run.pool, "_look", fail)
+                await until(lambda: run.events() == ["does not lend"])
+                await run.hand("lend", replicas[0], pool="rollout")
             await until(lambda: run.pool.num_lent == 1)
-            runs.append(run)
-            monkeypatch.setattr(run.pool, "_look", fail)
-            await is_full.wait()
 
-    with pytest.raises(OSError, match="No space left"):
-        asyncio.run(body())
+    asyncio.run(body())
     assert state_of(replicas[0]) == "home"
-    assert runs[0].proxy.loans is not None
-    assert not runs[0].proxy.loans.books.borrowers
+
+
+def test_a_defect_with_one_replica_is_told_and_it_is_tried_again(
+    replicas: list[Served], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("etude.controller.elastic._PAUSE_S", 0.05)
+
+    async def fail(*_: Any) -> None:
+        raise ArithmeticError("a defect")
+
+    async def body() -> None:
+        async with running(replicas[:1], tmp_path) as run:
+            with monkeypatch.context() as defect:
+                defect.setattr(run.fleet, "join", fail)
+                await run.hand("lend", replicas[0], pool="rollout")
+                await until(lambda: "failed" in run.events())
+            await until(lambda: run.pool.num_lent == 1)
+
+    asyncio.run(body())
+    assert state_of(replicas[0]) == "home"
 
 
 def test_a_replica_of_another_version_that_says_other_things_of_itself_is_refused(

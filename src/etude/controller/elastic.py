@@ -29,7 +29,7 @@ from etude.config.secrets import bearer, read_secret
 from etude.controller.borrowed_engine import BorrowedEngine, Needs
 from etude.controller.remote.fleet import EngineFleet
 from etude.controller.supervision import FaultJournal
-from etude.errors import ConfigError, EtudeError, UserError
+from etude.errors import ConfigError, UserError
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
 
@@ -122,8 +122,6 @@ class ElasticPool:
             with contextlib.suppress(httpx.HTTPError):  # else the replicas go home by themselves
                 await self._http.delete(self._path)
             await self._http.aclose()
-        if not self._task.cancelled():
-            self._task.result()  # which failed
 
     @property
     def num_lent(self) -> int:
@@ -137,7 +135,11 @@ class ElasticPool:
     async def _run(self) -> None:
         while True:
             self._wake.clear()
-            await self._look()
+            try:
+                await self._look()
+            except Exception as error:  # a full disk, or a defect of ours: it is tried again
+                with contextlib.suppress(Exception):  # and said as soon as it can be
+                    self._note_silence(repr(error))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.poll_s):
                     await self._wake.wait()
@@ -229,22 +231,25 @@ class ElasticPool:
                     self._pause(held.replica)
                 else:
                     await self._let_drain(held, part)
-        except EtudeError as error:
+        except Exception as error:  # whatever it is: the run goes on without this one
             if isinstance(error, UserError):
                 self._refused.add(held.replica)
             else:
                 self._pause(held.replica)
-            self._journal.note(part, "refused" if isinstance(error, ConfigError) else "failed", str(error))
+            event = "refused" if isinstance(error, ConfigError) else "failed"
+            self._journal.note(part, event, str(error) or repr(error))
         finally:
             held.is_ready = False
             over.cancel()
             joining.cancel()
             await asyncio.gather(joining, return_exceptions=True)
-            await self._fleet.leave(part)
-            self._journal.note(part, "left", had_s=self._clock() - began)
-            self._over.add(held.id)
-            del self._held[held.replica]
-            self._wake.set()
+            try:
+                await self._fleet.leave(part)
+                self._journal.note(part, "left", had_s=self._clock() - began)
+            finally:
+                self._over.add(held.id)
+                del self._held[held.replica]
+                self._wake.set()
 
     async def _let_drain(self, held: _Held, part: str) -> None:
         """Sends nothing new there, and takes what was sampled until now."""

@@ -174,6 +174,21 @@ def test_sessions_that_a_worker_cannot_end_in_time_are_handed_on_and_count_once(
     asyncio.run(run())
 
 
+def test_a_defect_in_a_worker_s_leaving_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: Any) -> None:
+        raise ArithmeticError("a defect")
+
+    async def run() -> None:
+        async with pooled(tmp_path, num_workers=2) as pool:
+            monkeypatch.setattr(pool.workers.episodes, "_hear_last", fail)
+            pool.files.ask(1)
+            told = [("worker-1", "did not leave in good order"), ("worker-1", "left")]
+            await until(lambda: pool.events() == told)
+            assert pool.up == ["worker-0"]
+
+    asyncio.run(run())
+
+
 def test_a_worker_that_dies_while_it_drains_loses_nothing(tmp_path: Path) -> None:
     async def run() -> None:
         async with pooled(tmp_path, num_workers=2) as pool:

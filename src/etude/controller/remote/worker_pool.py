@@ -175,6 +175,8 @@ class WorkerPool:
         num_handed_on = 0
         try:
             num_handed_on = await self._episodes.leave(member.name, self._settings.drain_s)
+        except Exception as error:  # whatever it is: it is gone, and another may join
+            self._journal.note(member.name, "did not leave in good order", str(error) or repr(error))
         finally:
             self._forget(member)
         took_s = time.monotonic() - began_s
