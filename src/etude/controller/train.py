@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from etude.controller.rendering import make_renderer
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput, part_seconds
 from etude.controller.training_part import TrainingPaths
+from etude.errors import ResourceError
 from etude.evaluation import Evaluation
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel, load_any_model
@@ -316,16 +318,23 @@ class _Run:
 
     def save_curve(self, name: str, model: AnyModel) -> None:
         """A snapshot for the learning curve, with the wall time at which it was taken."""
-        self._save_model(self.run.checkpoints / CURVE / name, model)
-        self._note_curve(name)
+        with self._noting_curve(name):
+            self._save_model(self.run.checkpoints / CURVE / name, model)
 
     async def save_rl_curve(self, name: str, trainer: Handle[Any]) -> None:
         """The same, of what the trainer holds."""
-        await trainer.call("save_model", self.run.checkpoints / CURVE / name)
-        self._note_curve(name)
+        with self._noting_curve(name):
+            await trainer.call("save_model", self.run.checkpoints / CURVE / name)
 
-    def _note_curve(self, name: str) -> None:
-        self.metrics.write("curve", 0, {"name": name, "wall_s": self.stop.elapsed_s})
+    @contextlib.contextmanager
+    def _noting_curve(self, name: str) -> Iterator[None]:
+        """A full disk costs the snapshot, as it costs a checkpoint, and not the run."""
+        try:
+            yield
+        except ResourceError as error:
+            self.observer.say(f"the snapshot {name} is not kept: {error.message}")
+        else:
+            self.metrics.write("curve", 0, {"name": name, "wall_s": self.stop.elapsed_s})
 
     def _save_model(self, directory: Path, model: AnyModel, tokenizer: Tokenizer | None = None) -> None:
         directory.parent.mkdir(parents=True, exist_ok=True)
