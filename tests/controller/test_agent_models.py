@@ -35,8 +35,9 @@ def etude_tokenizer() -> Tokenizer:
     return byte_tokenizer(XmlGrammar(core_registry().schemas).control_tokens())
 
 
-def small_model(tokenizer: Tokenizer, max_positions: int = 768) -> LanguageModel:
-    model = LanguageModel(SMALL.model_copy(update={"max_positions": max_positions}), tokenizer.vocab_size)
+def small_model(tokenizer: Tokenizer, max_positions: int = 768, num_padding: int = 0) -> LanguageModel:
+    num_rows = tokenizer.vocab_size + num_padding
+    model = LanguageModel(SMALL.model_copy(update={"max_positions": max_positions}), num_rows)
     model.initialise(0)
     return model
 
@@ -59,9 +60,10 @@ def speak(root: Path, choice: ModelChoice) -> tuple[Status, str, np.ndarray]:
     return asyncio.run(go())
 
 
-def test_a_checkpoint_directory_is_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_padding", [0, 61])
+def test_a_checkpoint_directory_is_a_model(tmp_path: Path, num_padding: int) -> None:
     tokenizer, directory = etude_tokenizer(), tmp_path / "checkpoint"
-    save_model(small_model(tokenizer), directory)
+    save_model(small_model(tokenizer, num_padding=num_padding), directory)
     tokenizer.save(directory)
     status, lineage, tokens = speak(tmp_path, ModelChoice(model=str(directory)))
     assert (status, lineage) == (Status.LIMIT, "checkpoint")

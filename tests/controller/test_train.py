@@ -10,7 +10,10 @@ from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from etude.observe.observer import RecordingObserver, SilentObserver
 from etude.store.trajectories import TrajectoryLog
+from etude.tokens import Tokenizer
+from etude.training import load_checkpoint
 from tests.controller.running import collected, final_weights, run_here, tiny_config
+from tests.controller.test_vllm_run import checkpoint, small_model
 
 NUM_SESSIONS = 10
 """Of two steps: two groups, then three, because none of the first were useful."""
@@ -103,6 +106,23 @@ def test_a_run_from_a_given_checkpoint_trains_nothing_before_and_does_so_twice_a
     second, _ = run_here(tiny_config(tmp_path / "b", initial_checkpoint=initial))
     assert collected(first) == collected(second)
     assert final_weights(first) == final_weights(second)
+
+
+def test_a_checkpoint_with_more_rows_than_its_tokenizer_has_tokens_is_sampled_and_trained(
+    tmp_path: Path,
+) -> None:
+    initial = checkpoint(tmp_path / "initial", lambda num_tokens: small_model(num_tokens + 61))
+    config = tiny_config(
+        tmp_path,
+        initial_checkpoint=str(initial),
+        rl={"num_steps": 1, "groups_per_step": 1},
+        evaluation={"num_tasks": 1},
+        parity={"num_sequences": 2, "max_tokens": 64},
+    )
+    run, report = run_here(config)
+    assert report["rl_steps"] == 1
+    num_tokens = Tokenizer.load(initial).vocab_size
+    assert load_checkpoint(run.checkpoints / "final")[0].vocab_size == num_tokens + 61
 
 
 def test_a_run_that_is_out_of_time_ends_with_a_report(

@@ -222,7 +222,7 @@ class EngineChoice:
         cache_dtype = cache_type(self.cache_dtype, place.kernels, place.dtype)
         return Engine(
             config,
-            opened.served.tokenizer.vocab_size,
+            opened.weights.vocab_size,
             self.num_sessions,
             longest,
             PREFILL_TOKENS,

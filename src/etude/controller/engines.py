@@ -18,7 +18,7 @@ from etude.inference.vllm import (
     make_vllm_sampler,
 )
 from etude.model import LanguageModel
-from etude.model.loading import AnyModel, load_any_model
+from etude.model.loading import AnyModel, load_any_model, read_vocab_size
 from etude.observe.machine import available_cores
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 from etude.weights.opening import WeightFetcher
@@ -85,7 +85,7 @@ def make_snapshots(root: Path, tokenizer: Tokenizer, model: AnyModel) -> ModelSn
 def _make_model(config: RunConfig, tokenizer: Tokenizer, model: SampledModel) -> AnyModel:
     dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
     if model.is_own:
-        return LanguageModel(config.model, tokenizer.vocab_size).cast(dtype)
+        return LanguageModel(config.model, _vocab_size(config, tokenizer)).cast(dtype)
     assert config.initial_checkpoint is not None, "whoever has a foreign model says where it lies"
     return load_any_model(Path(config.initial_checkpoint), dtype)
 
@@ -95,7 +95,7 @@ def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:
     place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
     return Engine(
         config.model,
-        tokenizer.vocab_size,
+        _vocab_size(config, tokenizer),
         config.engine.num_slots,
         config.agent.max_tokens + 1,
         config.engine.prefill_tokens,
@@ -111,3 +111,11 @@ def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:
         cache_dtype=config.engine.cache_dtype,
         keep_spare=not config.colocated,
     )
+
+
+def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
+    """Rows of the embedding: of a checkpoint that the run began with, there may be more than tokens."""
+    given = config.initial_checkpoint
+    if given is None or not (Path(given) / "config.json").is_file():
+        return tokenizer.vocab_size
+    return read_vocab_size(Path(given))

@@ -43,6 +43,12 @@ def read_architecture(directory: Path) -> ModelConfig | None:
     return None
 
 
+def read_vocab_size(directory: Path) -> int:
+    """Rows of the embedding of one of our own architectures, which may be more than its tokenizer has tokens.
+    Raises CheckpointError."""
+    return read_fields(directory / "config.json").vocab_size
+
+
 def read_window(directory: Path) -> int:
     """Longest sequence, in tokens, of the model in a Hugging Face directory. Raises CheckpointError."""
     own = read_architecture(directory)

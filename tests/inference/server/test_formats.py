@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,13 @@ import pytest
 from etude.cli.served_model import EngineChoice, OpenedModel, open_checkpoint
 from etude.errors import ResourceError, UserError
 from etude.inference.cache import page_bytes
+from etude.model import build_model
+from etude.model.huggingface import save_model
+from etude.tokens import Tokenizer
 from tests.cli.commands import etude
 from tests.inference.builders import needs_compiler
 from tests.inference.server.checkpoint import write_checkpoint
+from tests.model.builders import small_config
 
 MIB = 1 << 20
 
@@ -33,6 +38,18 @@ def test_the_same_memory_holds_twice_the_tokens_in_bfloat16(opened: OpenedModel)
         choice(cache_bytes=memory, cache_dtype=dtype).make(opened).num_pages for dtype in ("auto", "bfloat16")
     ]
     assert pages == [40, memory // page_bytes(config, "bfloat16")]
+
+
+def test_the_engine_has_all_rows_of_a_padded_vocabulary(tmp_path: Path) -> None:
+    directory = write_checkpoint(tmp_path / "tiny")
+    num_rows = Tokenizer.load(directory).vocab_size + 61
+    model = build_model(small_config(max_positions=600), num_rows)
+    model.initialise(0)
+    save_model(model, directory)
+    assert (
+        choice().make(open_checkpoint(directory, None, ("auto", "auto"), None, 64)).model.vocab_size
+        == num_rows
+    )
 
 
 @needs_compiler

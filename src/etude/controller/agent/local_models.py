@@ -82,7 +82,7 @@ async def open_model(choice: ModelChoice) -> AsyncIterator[Policy]:
     name, weights = directory.name, MemoryWeights()
     engine = Engine(
         model.config,
-        tokenizer.vocab_size,
+        model.vocab_size,
         _NUM_SESSIONS,
         limits.max_tokens + 1,
         _PREFILL_TOKENS,
