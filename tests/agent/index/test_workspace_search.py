@@ -244,6 +244,31 @@ def test_indexes_that_no_session_uses_are_closed_and_opened_again(tmp_path):
     asyncio.run(use())
 
 
+def test_a_build_that_fails_on_its_way_is_told_once_and_the_sandbox_searches(tmp_path):
+    class Full(HashingEmbedder):
+        def embed(self, texts):
+            raise OSError("no room")
+
+    template = Template(FILES)
+
+    async def use():
+        told = asyncio.Queue()
+        indexes = TemplateIndexes(tmp_path, Full(), told.put_nowait)
+        sandbox = await MemoryBackend().create(template)
+        search = indexes.search(template, sandbox)
+        words = await asyncio.wait_for(told.get(), 60)
+        with pytest.raises(OSError, match="no room"):
+            await indexes.ready(template)
+        again = indexes.search(template, sandbox)
+        found_then = found(await again.grep(GrepRequest("tags")))
+        search.close()
+        again.close()
+        await indexes.close()
+        return words, told.empty(), found_then
+
+    assert asyncio.run(use()) == ("no whole code index: no room", True, [("lib/tags.py", 1)])
+
+
 def test_an_index_that_another_process_builds_is_waited_for(tmp_path):
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "a.py").write_text("tally = 1\n")

@@ -97,11 +97,11 @@ class _Lazy:
         self._tree: TreeIndex | None = None
         self._report = report
         self._progress: Callable[[IndexProgress], None] = lambda progress: None
-        self._starting = asyncio.create_task(self._start(template, state, embedder))
+        self._building = asyncio.create_task(self._build(template, state, embedder))
 
     @property
     def is_building(self) -> bool:
-        return not self._starting.done() or (self._tree is not None and self._tree.is_building)
+        return not self._building.done()
 
     def grep_overlay(self) -> GrepOverlay | None:
         return None if self._tree is None else self._tree.grep_overlay()
@@ -111,26 +111,26 @@ class _Lazy:
 
     async def ready(self, progress: Callable[[IndexProgress], None] | None) -> None:
         self._progress = progress or self._progress
-        await asyncio.shield(self._starting)
+        await asyncio.shield(self._building)
         if self._tree is not None:
             await self._tree.ready()
 
     async def close(self) -> None:
-        self._starting.cancel()
+        self._building.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await self._starting
+            await self._building
         if self._tree is not None:
             await self._tree.close()
 
-    async def _start(self, template: Template, state: Path, embedder: semantic.Embedder | None) -> None:
+    async def _build(self, template: Template, state: Path, embedder: semantic.Embedder | None) -> None:
         try:
             root = await asyncio.to_thread(lay_out, template, state / "trees")
             tree = TreeIndex(root, state, template.digest, embedder)
             await tree.start(lambda progress: self._progress(progress))
-        except (EtudeError, OSError) as error:
-            self._report(f"no code index: {error}")
-        else:
             self._tree = tree
+            await tree.ready()
+        except (EtudeError, OSError) as error:
+            self._report(f"no code index: {error}" if self._tree is None else f"no whole code index: {error}")
 
 
 def lay_out(template: Template, directory: Path) -> Path:
