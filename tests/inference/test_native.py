@@ -90,6 +90,26 @@ def test_hidden_states_keys_and_routes_are_those_of_the_module(shape: dict[str, 
         torch.testing.assert_close(caches[1].values, caches[0].values, atol=1e-4, rtol=1e-4)
 
 
+@needs_compiler
+def test_what_is_computed_and_drawn_is_float32_whatever_type_new_tensors_have() -> None:
+    model, params = model_of({}), [SamplingParams(top_p=0.9)] * 2
+
+    def computed() -> list[torch.Tensor]:
+        native = NativeForward(model, cache_for(model))
+        hidden, _ = native(random_sequences([2], VOCAB).take({0: 2}))
+        return [hidden, native.logits(hidden), *native.sample(hidden, params, np.full(2, 0.5))]
+
+    expected, before = computed(), torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = computed()
+    finally:
+        torch.set_default_dtype(before)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
 def alone(model: LanguageModel, sequences: Sequences) -> list[torch.Tensor]:
     """Hidden states of each sequence computed by itself, in one step."""
     fresh = Sequences(sequences.tokens, sequences.seed + 1)

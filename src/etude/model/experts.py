@@ -42,8 +42,8 @@ class _NativeExperts(torch.autograd.Function):
     @staticmethod
     def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gate_up, down, *made = ctx.saved_tensors
-        to_gate_up = torch.empty(gate_up.shape) if ctx.needs_input_grad[1] else None
-        to_down = torch.empty(down.shape) if ctx.needs_input_grad[2] else None
+        to_gate_up = gate_up.new_empty(gate_up.shape) if ctx.needs_input_grad[1] else None
+        to_down = down.new_empty(down.shape) if ctx.needs_input_grad[2] else None
         to_x, to_weights = mixture.mix_backward(
             gradient, mixture.Sorted(*made), gate_up, down, to_gate_up, to_down
         )

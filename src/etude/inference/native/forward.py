@@ -78,7 +78,7 @@ class NativeForward:
     def __call__(self, rows: StepRows) -> tuple[Tensor, Tensor]:
         """See ForwardPass."""
         count = len(rows.tokens)
-        hidden = torch.empty((count, self._model.config.hidden_size))
+        hidden = aligned((count, self._model.config.hidden_size))
         routes = self._empty_routes(self._model.config, count)
         threads = self._threads_for(count * self._weights.work_per_row)
         self._reserve(count, threads, self._weights)
@@ -132,7 +132,7 @@ class NativeForward:
         threads = self._threads_for(count * work)
         self._reserve(count, threads, self._weights)
         self._reserve_sampling(threads)
-        hidden = torch.empty((count, self._model.config.hidden_size))
+        hidden = aligned((count, self._model.config.hidden_size))
         routes = self._empty_routes(self._model.config, steps, count)
         step = self._step(rows, hidden, routes)
         drawn, columns = _Drawn(steps, count, self._model.vocab_size), Columns.of(params)
@@ -245,16 +245,16 @@ class NativeForward:
         vocabulary = ctypes.c_int64(self._model.vocab_size)
         needed = self._library.etude_sample_floats(vocabulary, ctypes.c_int64(threads))
         if len(self._sample_scratch) < needed:
-            self._sample_scratch = torch.empty(needed)
+            self._sample_scratch = aligned((needed,))
 
 
 class _Drawn:
     """Where native code puts what it draws: for each of some steps, of N rows each."""
 
     def __init__(self, steps: int, count: int, vocabulary: int) -> None:
-        self.tokens = torch.empty((steps, count), dtype=torch.int64)
-        self.logprobs = torch.empty((steps, count))
-        self._logits = torch.empty((count, vocabulary))
+        self.tokens = aligned((steps, count), torch.int64)
+        self.logprobs = aligned((steps, count))
+        self._logits = aligned((count, vocabulary))
 
     def native(self, hidden: Tensor, columns: Columns, draws: NDArray[np.float64]) -> Draw:
         """From `hidden` [N, width], with noise `draws` [steps, N]; all must outlive the call that uses it."""

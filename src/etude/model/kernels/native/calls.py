@@ -65,7 +65,7 @@ class _Packed(ctypes.Structure):
 
 def linear(matrix: PackedMatrices, x: Tensor, threads: int) -> Tensor:
     """x [T, inputs] times the first of `matrix` -> [T, outputs]."""
-    out = torch.empty((len(x), matrix.native[0].outputs))
+    out = x.new_empty((len(x), matrix.native[0].outputs))
     rows = _Rows(_LINEAR, len(x), 0, ctypes.addressof(matrix.native), x.data_ptr(), out.data_ptr())
     _run_rows(rows, threads)
     return out
@@ -96,7 +96,7 @@ def choose_tokens(
     keep = distribution is not None
     masses = torch.empty_like(logits) if distribution is None else distribution
     assert masses.is_contiguous()
-    found = tuple(torch.empty(len(logits)) for _ in range(3))
+    found = tuple(logits.new_empty(len(logits)) for _ in range(3))
     addresses = (tensor.data_ptr() for tensor in (logits, tokens, masses, *found))
     choice = _Choice(*logits.shape, keep, *addresses)
     load_library().etude_choice(ctypes.byref(choice), ctypes.c_int64(torch.get_num_threads()))

@@ -67,7 +67,7 @@ def aligned(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tenso
     for size in shape:
         count *= size
     spare = 64 // dtype.itemsize
-    memory = torch.empty(count + spare, dtype=dtype)
+    memory = torch.empty(count + spare, dtype=dtype, device="cpu")
     offset = -memory.data_ptr() % 64 // dtype.itemsize
     return memory[offset : offset + count].view(shape)
 

@@ -61,7 +61,7 @@ class Sorted:
 def sort_copies(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """chosen [T, k] -> `starts` and `places` of Sorted. Raises RouteReplayError where one is no expert."""
     chosen = chosen.contiguous()
-    starts, places = torch.empty(experts + 1, dtype=torch.int64), torch.empty_like(chosen)
+    starts, places = chosen.new_empty(experts + 1), torch.empty_like(chosen)
     call = _Mixture(tokens=chosen.shape[0], top_k=chosen.shape[1], experts=experts)
     call.chosen, call.starts, call.places = chosen.data_ptr(), starts.data_ptr(), places.data_ptr()
     if not load_library().etude_sort_copies(ctypes.byref(call)):
@@ -84,7 +84,7 @@ def mix(
     """
     starts, places = sort_copies(chosen, len(gate_up))
     copies, inner, width = places.numel(), *down.shape[1:]
-    rows, gates, opened = (torch.empty((copies, size)) for size in (width, 1, 2 * inner))
+    rows, gates, opened = (x.new_empty((copies, size)) for size in (width, 1, 2 * inner))
     made = Sorted(starts, places, rows, gates, opened)
     x, gate_up, down, weights = (tensor.contiguous() for tensor in (x, gate_up, down, weights))
     mixed, out = torch.empty_like(rows), torch.empty_like(x)
@@ -111,8 +111,8 @@ def mix_backward(
     back, to_rows, to_opened, to_gates = map(
         torch.empty_like, (made.rows, made.rows, made.opened, made.gates)
     )
-    inner = torch.empty((len(back), down.shape[1]))
-    to_x, to_weights = torch.empty_like(to_out), torch.empty(made.places.shape)
+    inner = back.new_empty((len(back), down.shape[1]))
+    to_x, to_weights = torch.empty_like(to_out), to_out.new_empty(made.places.shape)
     call = _Gradients(_describe(made, gate_up, down))
     call.made.mixed, call.made.out = to_rows.data_ptr(), to_x.data_ptr()
     call.to_out, call.to_weights = to_out.data_ptr(), to_weights.data_ptr()

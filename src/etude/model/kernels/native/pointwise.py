@@ -71,7 +71,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, as_engine: bool = False) 
     square."""
     heads = _by_heads(x)
     weight = weight.contiguous()
-    out, inverse = torch.empty(x.shape), torch.empty(heads.shape[:2])
+    out, inverse = x.new_empty(x.shape), x.new_empty(heads.shape[:2])
     norm = _Norm(*heads.shape, eps, as_engine, _strided(heads))
     norm.weight, norm.inverse, norm.out = weight.data_ptr(), inverse.data_ptr(), out.data_ptr()
     load_library().etude_norm(ctypes.byref(norm), _threads())
@@ -81,8 +81,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, as_engine: bool = False) 
 def rms_norm_backward(to_out: Tensor, x: Tensor, weight: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight."""
     heads, back, weight = _by_heads(x), _by_heads(to_out), weight.contiguous()
-    to_x = torch.empty(x.shape)
-    to_weight = torch.zeros((-(-len(heads) // _CHUNK), len(weight)))
+    to_x = x.new_empty(x.shape)
+    to_weight = x.new_zeros((-(-len(heads) // _CHUNK), len(weight)))
     norm = _Norm(*heads.shape, 0.0, False, _strided(heads), _strided(back))
     norm.weight, norm.inverse = weight.data_ptr(), inverse.data_ptr()
     norm.to_x, norm.to_weight = to_x.data_ptr(), to_weight.data_ptr()
@@ -95,7 +95,7 @@ def rotate(x: Tensor, cosine: Tensor, signed_sine: Tensor, *, backwards: bool = 
     x of what came out."""
     heads, tables = _by_heads(x), [table.contiguous() for table in (cosine, signed_sine)]
     assert all(table.shape == (len(x), 1, x.shape[-1]) for table in tables)
-    out = torch.empty(x.shape)
+    out = x.new_empty(x.shape)
     addresses = (tensor.data_ptr() for tensor in (*tables, out))
     rotation = _Rotation(*heads.shape, backwards, _strided(heads), *addresses)
     load_library().etude_rotation(ctypes.byref(rotation), _threads())
@@ -106,7 +106,7 @@ def silu_gate(gate: Tensor, up: Tensor, scale: Tensor | None = None, *, as_engin
     """silu(gate) * up * scale of each row: gate and up [T, n], scale [T], which the engine does not have."""
     assert scale is None or not as_engine
     gate, up = _alike(gate, up)
-    out = torch.empty(gate.shape)
+    out = gate.new_empty(gate.shape)
     call = _gate(gate, up, scale, out)
     call.as_engine = as_engine
     _run_gate(call)
@@ -120,7 +120,7 @@ def silu_gate_backward(
     `scale` is written to `to_scale` [T]."""
     gate, up = _alike(gate, up)
     to_out, size = to_out.contiguous(), gate.shape[1]
-    out, gradient = torch.empty(gate.shape), torch.empty((len(gate), 2 * size))
+    out, gradient = gate.new_empty(gate.shape), gate.new_empty((len(gate), 2 * size))
     call = _gate(gate, up, scale, out)
     call.to_out, call.to_gate, call.to_stride = to_out.data_ptr(), gradient.data_ptr(), 2 * size
     call.to_up = gradient.data_ptr() + size * gradient.itemsize

@@ -130,7 +130,7 @@ def attend_backward(
     """Gradients of query, key and value from that of `out`; see `attend`."""
     query, key, value = (side_by_side(x) for x in (query, key, value))
     to_out = to_out.contiguous()
-    gradients = tuple(torch.empty(x.shape) for x in (query, key, value))
+    gradients = tuple(x.new_empty(x.shape) for x in (query, key, value))
     flash = _describe(query, key, value, starts)
     flash.out, flash.log_sums, flash.to_out = out.data_ptr(), log_sums.data_ptr(), to_out.data_ptr()
     flash.to_queries, flash.to_keys, flash.to_values = (x.data_ptr() for x in gradients)
