@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from etude.model.kernels.native import calls, find_compiler
+from etude.model.kernels.native import calls, find_compiler, training
 from etude.model.kernels.native.matrices import PackedMatrices, pack
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
@@ -55,6 +59,25 @@ def test_a_forked_process_makes_threads_of_its_own() -> None:
         os.kill(child, 9)
         os.waitpid(child, 0)
     assert done and status == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="this system does not tell")
+def test_memory_of_threads_that_end_is_given_back() -> None:
+    x, starts = torch.randn(512, 1, 2048), np.array([0, 512])
+
+    def held_bytes() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    def attend_in_threads(count: int) -> None:
+        for _ in range(count):
+            thread = threading.Thread(target=training.attend, args=(x, x, x, starts))
+            thread.start()
+            thread.join()
+
+    attend_in_threads(5)
+    before = held_bytes()
+    attend_in_threads(30)  # each takes 8 MiB
+    assert held_bytes() - before < 100 << 20
 
 
 def test_bfloat16_rounds_to_the_nearest_even() -> None:

@@ -9,6 +9,7 @@
 
 #include "products.h"
 
+#include <pthread.h>
 #include <stdlib.h>
 
 #define DEPTH 256               /* terms of a block: what a tile reads of b stays in the nearest cache */
@@ -19,14 +20,23 @@
 
 static _Thread_local float *memory;
 static _Thread_local int64_t memory_floats;
+static pthread_key_t ending; /* has a thread's memory freed when the thread ends */
+static pthread_once_t once = PTHREAD_ONCE_INIT;
+
+static void watch_endings(void)
+{
+    if (pthread_key_create(&ending, free))
+        abort();
+}
 
 float *thread_memory(int64_t floats)
 {
     if (floats > memory_floats || memory_floats > MOST_KEPT) {
+        pthread_once(&once, watch_endings);
         free(memory);
         memory_floats = (floats + 1023) / 1024 * 1024;
         memory = aligned_alloc(64, (size_t)memory_floats * sizeof(float));
-        if (!memory)
+        if (!memory || pthread_setspecific(ending, memory))
             abort(); /* a thread has nobody to tell */
     }
     return memory;
