@@ -13,6 +13,7 @@ from etude.errors import SandboxError
 from etude.sandbox.errors import PathMissingError, SandboxMissingError, Unsupported
 from etude.sandbox.fleet.hosts import Pressure
 from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.migration import in_place_of
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     NO_NETWORK,
@@ -214,6 +215,26 @@ class ImmovableSandboxHost(FakeHost):
 
         async def migrate(target: SandboxBackend) -> Any:
             raise Unsupported("cannot move", field="sandbox")
+
+        sandbox.migrate = migrate
+        return sandbox
+
+
+class SlowlyLeftHost(FakeHost):
+    """Takes long to end what has moved away: a move that is cancelled meanwhile has happened."""
+
+    leave_s = 1.0
+
+    async def create(self, *args: Any, **kwargs: Any) -> Any:
+        sandbox = await super().create(*args, **kwargs)
+
+        async def leave() -> None:
+            await sandbox.kill()
+            await asyncio.sleep(self.leave_s)
+
+        async def migrate(target: SandboxBackend) -> Any:
+            moved = await target.create(Template(dict(sandbox.contents)), sandbox.info.resources)
+            return await in_place_of(moved, leave())
 
         sandbox.migrate = migrate
         return sandbox

@@ -27,7 +27,7 @@ from etude.sandbox.fleet.hosts import Capacity, Pressure
 from etude.sandbox.fleet.registry import FleetConfig
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Resources
-from tests.sandbox.fleet.fakes import FakeHost, ImmovableSandboxHost, SleeplessHost
+from tests.sandbox.fleet.fakes import FakeHost, ImmovableSandboxHost, SleeplessHost, SlowlyLeftHost
 
 GB = 1 << 30
 ROOM = Capacity(64, 4 * GB, 64 * GB)
@@ -411,6 +411,21 @@ def test_a_migration_that_fails_leaves_no_place_taken_on_the_target():
         assert places(fleet) == {"a": 2, "b": 2}
 
     with_fleet({"a": ImmovableSandboxHost(), "b": FakeHost()}, scenario)
+
+
+def test_a_sandbox_whose_source_is_being_ended_at_the_drains_deadline_has_moved():
+    """It is in one place alone by then."""
+
+    async def scenario(fleet: Fleet) -> None:
+        box = await fleet.create(FILES, BIG)
+        report = await fleet.drain("a", deadline_s=0.5)
+        assert report.moved == (box.id,) and report.is_empty
+        assert await box.files.read("a.txt") == b"one"
+        assert places(fleet) == {"a": 0, "b": 1}
+        await box.kill()
+        assert places(fleet) == {"a": 0, "b": 0}
+
+    with_fleet({"a": SlowlyLeftHost(), "b": FakeHost()}, scenario)
 
 
 def test_a_sandbox_that_is_being_started_is_drained_too():

@@ -112,11 +112,11 @@ class _Drainer:
         if late:
             await asyncio.wait(late)
         for task, move in tasks.items():
-            if task.cancelled():
+            if task.cancelled() and move.sandbox not in self.moved:
                 self.failed[move.sandbox] = CapacityError(
                     "not moved before the deadline", field="sandbox", received=move.sandbox
                 )
-            elif (error := task.exception()) is not None:
+            elif not task.cancelled() and (error := task.exception()) is not None:
                 raise error
 
     async def _one(self, move: Move) -> None:
@@ -129,10 +129,7 @@ class _Drainer:
                     self.hibernated.append(move.sandbox)
                     return
                 reason = await self._move(sandbox, placement)
-                if reason is None:
-                    placement = None
-                    self.moved.append(move.sandbox)
-                else:
+                if reason is not None:
                     await self._sleep(sandbox, reason)
         except SandboxMissingError:
             # It ended by itself in the meantime, which empties the host as well.
@@ -140,7 +137,7 @@ class _Drainer:
         except InfrastructureError as error:
             self.failed[move.sandbox] = error
         finally:
-            if placement is not None:
+            if placement is not None and move.sandbox not in self.moved:
                 self._registry.scheduler.cancel(placement.ticket)
 
     async def _handle(self, sandbox_id: str) -> FleetSandbox | None:
@@ -166,7 +163,11 @@ class _Drainer:
             raise
         except (InfrastructureError, Unsupported) as error:
             return error
-        self._registry.moved(sandbox, before, placement)
+        finally:
+            # Also where this was cancelled too late to keep it where it was.
+            if sandbox.host.name != before[0]:
+                self._registry.moved(sandbox, before, placement)
+                self.moved.append(sandbox.id)
         return None
 
     async def _sleep(self, sandbox: FleetSandbox, reason: EtudeError) -> None:

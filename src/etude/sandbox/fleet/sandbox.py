@@ -105,10 +105,18 @@ class FleetSandbox(WrappedSandbox):
             idle.cancel()
             if self._gone is not None:
                 raise self._gone
-            inner = await self.host.call(self.inner.migrate(target.backend), _kill)
-            self.host, self.inner = target, inner
+            await self.host.call(self._move_to(target))
         finally:
             self._settled.set()
+
+    async def _move_to(self, target: FleetHost) -> None:
+        """A move that has happened holds, also where whoever asked for it has been cancelled meanwhile."""
+        source = self.host
+        inner = await self.inner.migrate(target.backend)
+        if source.is_dead or self._gone is not None:
+            await inner.kill()
+            raise self._gone or source.lost(self.id)
+        self.host, self.inner = target, inner
 
     def rebind(self, inner: Sandbox) -> None:
         """The same sandbox by a new handle of the same host."""
