@@ -9,7 +9,7 @@ the protocol, never a reward.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from etude.agent.admission import admit
@@ -51,9 +51,9 @@ class Episode:
         self._reward: float | None = None
         self.episode_id: str | None = None
 
-    async def reset(self, data: Mapping[str, Any]) -> dict[str, Any]:
+    async def reset(self, data: object) -> dict[str, Any]:
         """Ends the episode and begins another. Raises UserError, SandboxError."""
-        named = {name: value for name, value in checked(dict(data), _RESET).items() if value is not None}
+        named = {name: value for name, value in checked(data, _RESET).items() if value is not None}
         await self.close()
         self._max_turns = named.get("max_turns", MAX_TURNS)
         session = await self._open(named.get("task"), named.get("seed"))

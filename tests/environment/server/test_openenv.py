@@ -75,7 +75,8 @@ def test_a_used_up_episode_is_graded_with_its_limit() -> None:
 def test_malformed_calls_are_answers_and_nonsense_is_an_error() -> None:
     async def scenario(socket: Socket) -> None:
         assert (await say(socket, "step", action(READ)))["data"]["code"] == "VALIDATION_ERROR"
-        assert (await say(socket, "reset", {"task": "absent"}))["data"]["code"] == "VALIDATION_ERROR"
+        for wrong in ({"task": "absent"}, 7, [1], "no object"):
+            assert (await say(socket, "reset", wrong))["data"]["code"] == "VALIDATION_ERROR"
         await say(socket, "reset", {})
         step = (await say(socket, "step", {"message": "<read_file><path>a"}))["data"]
         assert step["observation"]["errors"] == ["malformed"]
