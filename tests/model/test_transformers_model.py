@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +14,7 @@ import torch
 from etude.errors import CheckpointError, ConfigError
 from etude.model import LanguageModel
 from etude.model import transformers_model as module
+from etude.model.loading import read_window
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.model.transformers_model import TransformersModel
 from tests.model.transformers_builders import tiny_model
@@ -97,6 +100,27 @@ def test_missing_and_infinite_tensors_are_refused(tmp_path: Path) -> None:
     (tmp_path / "nan" / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match="missing keys"):
         TransformersModel.load(tmp_path / "nan")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_position_embeddings", "long"),
+        ("hidden_act", 7),
+        ("text_config", 1),
+        ("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    ],
+)
+def test_a_config_that_transformers_cannot_make_sense_of_is_refused(
+    tmp_path: Path, field: str, value: object
+) -> None:
+    tiny_model("glm4_moe", 1).save(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(CheckpointError, match="transformers cannot load it"):
+        TransformersModel.load(tmp_path)
+    with contextlib.suppress(CheckpointError):
+        assert read_window(tmp_path) == 1024
 
 
 def test_what_needs_an_architecture_of_our_own_is_refused() -> None:
