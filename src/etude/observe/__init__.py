@@ -5,7 +5,7 @@ The report is in `etude.observe.report`, which alone needs matplotlib.
 
 from etude.observe.behaviour import summarize_behaviour
 from etude.observe.drift import MonitoredSink
-from etude.observe.files import write_bytes, write_json, write_text
+from etude.observe.files import make_directory, write_bytes, write_json, write_text
 from etude.observe.machine import commit, describe_machine, versions
 from etude.observe.metrics import (
     JsonlSink,
@@ -35,6 +35,7 @@ __all__ = [
     "WandbSink",
     "commit",
     "describe_machine",
+    "make_directory",
     "read_metrics",
     "summarize_behaviour",
     "versions",

@@ -45,6 +45,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def make_directory(path: Path) -> None:
+    """Makes a folder, and those above it that are missing, durably: what is written into it later is not lost
+    with its name."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_directory(folder.parent)
+
+
 def sync_directory(path: Path) -> None:
     """Makes creations and renames inside a folder durable."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -13,7 +13,7 @@ from typing import Any
 
 from etude.config import RunConfig, drop_key, dump_config, load_config, parse_config, read_toml
 from etude.errors import EtudeError, ResourceError, RunDirectoryError
-from etude.observe.files import sync_directory, write_json, write_text
+from etude.observe.files import make_directory, sync_directory, write_json, write_text
 from etude.observe.machine import available_memory_bytes, commit, describe_machine, versions
 from etude.observe.metrics import JsonlSink
 
@@ -42,7 +42,7 @@ class RunDirectory:
         if path.exists():
             raise _exists(path)
         try:
-            parent.mkdir(parents=True, exist_ok=True)
+            make_directory(parent)
             check_resources(parent)
             shutil.rmtree(building, ignore_errors=True)  # of a killed process that had this one's number
             building.mkdir()

@@ -12,7 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from etude.errors import StoreError
-from etude.observe import write_bytes
+from etude.observe import make_directory, write_bytes
 from etude.records import BlobRef
 
 FILE_URL = re.compile(r"file:([0-9a-f]{2}/[0-9a-f]{32}\.bin)")
@@ -81,7 +81,7 @@ class FileBlobs:
         path = self._directory / name
         if not path.exists():
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_directory(path.parent)
                 write_bytes(path, kept.tobytes())
             except OSError as error:
                 raise StoreError(

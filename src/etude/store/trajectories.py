@@ -16,7 +16,7 @@ from typing import TypeVar
 import xxhash
 
 from etude.errors import StoreError
-from etude.observe import write_bytes
+from etude.observe import make_directory, write_bytes
 from etude.records import Group, Status, Trajectory, TrajectoryId
 from etude.store.parts import IndexRow, decode_index, decode_part, encode_part, stored_id
 
@@ -66,7 +66,7 @@ class TrajectoryLog:
         number = 1 + (_part_number(parts[-1]) if parts else -1)
         path = self._directory / f"part-{number:08d}-{_digest(data)}.parquet"
         try:
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_directory(self._directory)
             write_bytes(path, data)
         except OSError as error:
             raise StoreError(
