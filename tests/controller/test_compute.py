@@ -83,6 +83,8 @@ def test_what_would_end_a_run_at_once_is_refused_before_it_has_a_directory(
         ({"parallel": {"ranks": 3, "expert": 3}}, "parallel.expert"),
         ({"parallel": {"ranks": 2, "expert": 2}, "model": {"architecture": "qwen3"}}, "parallel.expert"),
         ({"rl": {"reward": {"custom": {"etude.nowhere:term": 1.0}}}}, "rl.reward.custom"),
+        ({"engine": {"cache_tokens": 640}}, "engine.cache_tokens"),
+        ({"engine": {"drafts": "mtp", "speculative_tokens": 2}}, "engine.drafts"),
     ):
         with pytest.raises(ConfigError) as caught:
             check_start(RunConfig.model_validate(section))

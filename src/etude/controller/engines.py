@@ -9,6 +9,7 @@ import torch
 
 from etude.config import RunConfig
 from etude.controller.compute import choose_place, choose_weight_dtype
+from etude.errors import ConfigError
 from etude.inference import Engine, EngineService, choose_drafts, pages_for
 from etude.inference.vllm import (
     FetchedSnapshots,
@@ -88,6 +89,20 @@ def _make_model(config: RunConfig, tokenizer: Tokenizer, model: SampledModel) ->
         return LanguageModel(config.model, _vocab_size(config, tokenizer)).cast(dtype)
     assert config.initial_checkpoint is not None, "whoever has a foreign model says where it lies"
     return load_any_model(Path(config.initial_checkpoint), dtype)
+
+
+def check_engine(config: RunConfig) -> None:
+    """Refuses what `make_engine` would, as far as the configuration says it. Raises ConfigError."""
+    held, longest = config.engine.cache_tokens, config.agent.max_tokens + 1
+    if held and (pages_for(held) or 0) < (pages_for(longest) or 0):
+        raise ConfigError(
+            "has no room for one session at its longest",
+            field="engine.cache_tokens",
+            received=held,
+            fix=f"set it to {longest} or more, or to 0",
+        )
+    if config.initial_checkpoint is None:
+        choose_drafts(config.engine.drafts, config.engine.speculative_tokens, None)
 
 
 def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:

@@ -8,6 +8,7 @@ from etude.controller.arrangement import check_executor
 from etude.controller.backends import check_run_backend
 from etude.controller.clusters.runner import check_clusters
 from etude.controller.compute import choose_device, choose_place, choose_weight_dtype
+from etude.controller.engines import check_engine
 from etude.controller.families import open_family
 from etude.controller.models import settle_model
 from etude.controller.numerics import settle_numerics
@@ -33,6 +34,8 @@ def check_start(config: RunConfig) -> None:
         check_reward(config.rl.reward)
         open_family(config)
         check_run_backend(config.sandbox)
+        if config.engine.backend == "etude":
+            check_engine(config)
     check_store(config.weights)
     check_clusters(config.clusters)
     if config.elastic.router:
