@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -172,3 +174,16 @@ def test_a_missing_result_or_a_foreign_record_fails() -> None:
 def test_files_that_cannot_be_graded_are_the_tasks_fault(text: str) -> None:
     with pytest.raises(TaskError):
         take_apart("t.py", text)
+
+
+@pytest.mark.parametrize("kind", ["set", "dict"])
+def test_numbers_that_all_have_one_hash_are_no_plain_data(kind: str) -> None:
+    """Agents can choose them; a set of all that fit into a report would take many minutes to make."""
+
+    def encoded(step: int) -> Any:
+        numbers = [["int", format(step * number, "x")] for number in range(1, 300)]
+        return [kind, numbers if kind == "set" else [[number, ["none", 0]] for number in numbers]]
+
+    assert isinstance(decode_value(encoded(2**61 - 1)), Opaque)
+    found = decode_value(encoded(2**61))
+    assert isinstance(found, (set, dict)) and set(found) == {2**61 * number for number in range(1, 300)}

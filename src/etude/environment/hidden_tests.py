@@ -10,6 +10,7 @@ forges records must know the values, and has to compute them.
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -19,6 +20,7 @@ from etude.errors import TaskError
 from etude.sandbox.inside.testrunner import OPERATORS, RECORD, Value, failed_comparison
 from etude.sandbox.types import ProbeResult
 
+_MAX_ALIKE = 100
 _SEALED = ("Eq", "NotEq", "Is", "IsNot", "In", "NotIn")
 
 
@@ -238,6 +240,15 @@ def _items(content: Sequence[Value]) -> list[object]:
     return [decode_value(item) for item in content]
 
 
+def _keys(content: Sequence[Value]) -> list[object]:
+    """Items of a set, or keys of a dict. Raises ValueError for many that have one hash, as numbers can be
+    chosen: to put so many together would hold up all sessions for minutes."""
+    keys = _items(content)
+    if max(Counter(map(hash, keys)).values(), default=0) > _MAX_ALIKE:
+        raise ValueError("too many items of one hash")
+    return keys
+
+
 _DECODERS: dict[str, Callable[[Any], object]] = {
     "none": lambda content: None,
     "bool": bool,
@@ -247,7 +258,9 @@ _DECODERS: dict[str, Callable[[Any], object]] = {
     "bytes": bytes.fromhex,
     "list": _items,
     "tuple": lambda content: tuple(_items(content)),
-    "set": lambda content: set(_items(content)),
-    "dict": lambda content: {decode_value(key): decode_value(item) for key, item in content},
+    "set": lambda content: set(_keys(content)),
+    "dict": lambda content: dict(
+        zip(_keys([key for key, _ in content]), _items([item for _, item in content]), strict=True)
+    ),
     "opaque": lambda content: Opaque(str(content)[:60]),
 }
