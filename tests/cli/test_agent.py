@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 from etude.cli import app
 from etude.cli.agent_terminal import TerminalFace
-from etude.controller.agent.events import CallDone
+from etude.controller.agent.events import CallDone, CallRuns, CallsMade
 from etude.records import ToolCall, ToolResult
 from etude.sandbox.backends import open_backend
 from tests.cli.agent_scripts import (
@@ -95,6 +95,22 @@ def test_characters_that_no_terminal_has_are_shown_all_the_same() -> None:
         face.emit(CallDone(1, 0, call, ToolResult("é")))
         file.flush()
         assert written.getvalue().decode() == "✓ read_file half \ufffd, byte \ufffd\n  é\n"
+
+
+def test_calls_of_a_turn_that_was_stopped_are_not_shown_as_running_later() -> None:
+    console = Console(file=(written := io.StringIO()), width=80, force_terminal=True)
+    face = TerminalFace(console, console)
+    calls = tuple(ToolCall("run_command", {"command": name}) for name in ("first", "second"))
+    for position, call in enumerate(calls):
+        face.emit(CallRuns(1, position, call))
+    face.hide_running()
+    written.seek(0)
+    written.truncate()
+    face.emit(CallsMade(2, calls[:1]))
+    face.emit(CallRuns(2, 0, calls[0]))
+    face.emit(CallDone(2, 0, calls[0], ToolResult("done")))
+    face.hide_running()
+    assert "first" in written.getvalue() and "second" not in written.getvalue()
 
 
 def test_events_are_lines_of_json_that_end_with_the_result(root: Path) -> None:

@@ -78,6 +78,13 @@ def test_without_a_server_the_commands_say_how_to_start_one(tmp_path: Path) -> N
     assert "etude sandbox serve" in etude("list", "--state", str(tmp_path), code=2)
 
 
+def test_a_token_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    url, missing = "http://127.0.0.1:1", str(tmp_path / "none")
+    assert "--token-file: cannot be read" in etude("list", "--server", url, "--token-file", missing, code=2)
+    moved = ("migrate", "x", url, "--server", url, "--target-token-file", missing)
+    assert "--target-token-file: cannot be read" in etude(*moved, code=2)
+
+
 @pytest.mark.slow
 def test_a_sandbox_lives_on_the_server_between_commands(server: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("1\n")

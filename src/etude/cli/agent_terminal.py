@@ -56,7 +56,10 @@ class TerminalFace:
         match event:
             case Said():
                 self._say(event)
-            case MessageEnded() | CallsMade():
+            case MessageEnded():
+                self.end_line()
+            case CallsMade():
+                self._running.clear()  # of a turn that was stopped nobody tells the end
                 self.end_line()
             case CallRuns():
                 self._running[event.position] = call_title(event.call)

@@ -81,16 +81,19 @@ def find_server(server: str | None, token_file: Path | None, state: Path | None)
                 fix="start one with `etude sandbox serve`, or name another with --server",
             ) from None
         server, token_file = row["url"], token_file or Path(row["token_file"])
-    if token_file is None:
-        return str(server), None
+    return str(server), token_in(token_file, "--token-file")
+
+
+def token_in(file: Path | None, option: str) -> str | None:
+    """The token in a file that an option names; None without one. Raises UserError."""
+    if file is None:
+        return None
     try:
-        return str(server), token_file.read_text().strip()
-    except OSError as error:
+        return file.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UserError(
-            f"cannot be read: {error.strerror}",
-            field="--token-file",
-            received=str(token_file),
-            fix="name another",
+            f"cannot be read: {reason}", field=option, received=str(file), fix="name another"
         ) from error
 
 

@@ -23,6 +23,7 @@ from etude.cli.sandbox_connection import (
     capabilities_of,
     in_sandbox,
     on_server,
+    token_in,
 )
 from etude.cli.sandbox_options import (
     AllowOption,
@@ -316,11 +317,11 @@ def migrate_command(
     state: StateOption = None,
 ) -> None:
     """Move a sandbox to another server; print its new id."""
+    token = token_in(target_token_file, "--target-token-file")
 
     async def work(found: Sandbox) -> str:
         from etude.sandbox.remote import RemoteBackend
 
-        token = None if target_token_file is None else target_token_file.read_text().strip()
         other = RemoteBackend(target, token)
         try:
             return (await found.migrate(other)).id
