@@ -6,6 +6,7 @@ import torch
 from etude.controller.remote.weights import DirectoryWeights
 from etude.errors import StoreError, WeightUpdateError
 from etude.records import PolicyVersion
+from tests.weights.stores import full_disk
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:
@@ -65,3 +66,12 @@ def test_a_directory_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StoreError, match=r"weights_directory.*cannot be written"):
         DirectoryWeights(tmp_path / "file").publish(PolicyVersion("run", 1), tensors(1.0))
+
+
+def test_a_disk_that_is_full_is_told_and_left_as_it_was(tmp_path: Path) -> None:
+    weights = DirectoryWeights(tmp_path)
+    with full_disk(), pytest.raises(StoreError, match=r"weights_directory.*cannot be written.*too large"):
+        weights.publish(PolicyVersion("run", 1), {"a": torch.zeros(100_000)})
+    assert list(tmp_path.iterdir()) == []
+    manifest = weights.publish(PolicyVersion("run", 1), {"a": torch.zeros(100_000)})
+    assert not weights.fetch(manifest)["a"].any()

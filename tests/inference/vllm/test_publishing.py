@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from etude.errors import WeightUpdateError
+from etude.errors import StoreError, WeightUpdateError
 from etude.inference.vllm import FetchedSnapshots, ModelSnapshots, Probe, SnapshotDirectory, open_snapshot
 from etude.model.loading import AnyModel, load_any_model
 from etude.model.transformers_model import TransformersModel
@@ -17,6 +17,7 @@ from etude.records import PolicyVersion
 from etude.weights import MemoryWeights
 from tests.inference.vllm.builders import tiny_model
 from tests.model import transformers_builders
+from tests.weights.stores import full_disk
 
 
 def tied_glm() -> TransformersModel:
@@ -104,3 +105,11 @@ def test_what_a_store_holds_is_written_here_under_the_version_of_the_store(tmp_p
     np.testing.assert_allclose(snapshot.probe.logprobs, loaded.logprobs, atol=1e-5)
     fetched.close()
     assert not snapshot.directory.exists()
+
+
+def test_a_disk_that_is_full_is_told_and_left_as_it_was(tmp_path: Path) -> None:
+    model = tiny_model(0)
+    snapshots = ModelSnapshots(SnapshotDirectory(tmp_path), model)
+    with full_disk(), pytest.raises(StoreError, match="a snapshot cannot be written"):
+        snapshots.publish(PolicyVersion("run", 1), dict(model.named_parameters()))
+    assert list(tmp_path.iterdir()) == []

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -35,18 +36,19 @@ class DirectoryWeights:
         described = describe_tensors(version, held, "")
         name = f"{version.lineage}-{version.step:08d}-{described.version.digest[:16]}"
         final = self.root / name
+        partial = self.root / f".{name}.{os.getpid()}.partial"
         manifest = WeightManifest(described.version, described.tensors, _SCHEME + str(final))
         try:
             if not self._lies_there(manifest, final):
-                partial = self.root / f".{name}.{os.getpid()}.partial"
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 save_file(held, partial / "model.safetensors")
                 partial.rename(final)
             self._forget_old(final)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in words of its own
+            shutil.rmtree(partial, ignore_errors=True)
             raise StoreError(
-                f"weights cannot be written: {error.strerror}",
+                f"weights cannot be written: {error}",
                 field="cluster.weights_directory",
                 received=str(self.root),
                 fix="free some space, or name another directory",

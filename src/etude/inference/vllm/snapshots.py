@@ -82,7 +82,7 @@ class SnapshotDirectory:
                 shutil.rmtree(final, ignore_errors=True)
                 (partial / _RECORD).write_text(_dump(manifest, probe), encoding="utf-8")
                 partial.rename(final)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in words of its own
             raise StoreError(
                 f"a snapshot cannot be written: {error}", field="snapshots", received=str(self._root)
             ) from error
