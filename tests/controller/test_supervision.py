@@ -277,6 +277,29 @@ def test_waits_double_with_failures_in_a_row_and_never_pass_their_bound(lives: l
         before = backoff.wait_s
 
 
+def test_a_part_that_is_given_up_when_it_has_just_been_prepared_is_ended() -> None:
+    async def run() -> None:
+        bench = Bench()
+        is_prepared, handles = asyncio.Event(), list[Handle[Any]]()
+
+        async def prepare(handle: Handle[Any]) -> None:
+            handles.append(handle)
+            is_prepared.set()
+
+        bench.supervisor._prepare = prepare
+        async with bench.supervisor._changed:  # as of somebody who waits for it and has just been woken
+            starting = asyncio.ensure_future(bench.supervisor.start())
+            await is_prepared.wait()
+            starting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+        await bench.supervisor.close()
+        with pytest.raises(PartLostError, match="was killed"):
+            await handles[0].call("pulse")
+
+    asyncio.run(run())
+
+
 def test_counts_of_earlier_sittings_go_on() -> None:
     counts = {"lost": 2, "restarted": 2}
     metrics = MemorySink()

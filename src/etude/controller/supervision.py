@@ -198,15 +198,15 @@ class Supervisor:
         handle = await self._spawn(self._nodes.avoided())
         try:
             await self._prepare(handle)
+            async with self._changed:
+                self.handle = handle
+                self._lost = asyncio.get_running_loop().create_future()
+                self._changed.notify_all()
         except BaseException as error:
             handle.kill()
             if isinstance(error, EtudeError):
                 self._nodes.failed(handle.node)
             raise
-        async with self._changed:
-            self.handle = handle
-            self._lost = asyncio.get_running_loop().create_future()
-            self._changed.notify_all()
         return handle
 
     async def _watch_over(self, handle: Handle[Any]) -> None:
