@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -182,3 +183,55 @@ def _state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except FileNotFoundError:
         return "Z"
+
+
+JOINED = """
+import os, sys
+from etude.config.parallel import ParallelConfig
+from etude.training.parallel.team import Team
+from tests.training.parallel.test_team import Counter
+if __name__ == "__main__":
+    config = ParallelConfig(ranks=2, timeout_s=60.0)
+    if os.environ["RANK"] == "1":
+        Team.follow(config)
+    else:
+        team = Team.join(config)
+        team.make(Counter, 5)
+        print("made", flush=True)
+        sys.stdin.readline()
+        print(*team.call(Counter.add, 1), flush=True)
+        team.close()
+"""
+
+
+@pytest.mark.slow
+def test_what_stops_a_run_is_for_the_lead_alone_where_torchrun_hands_it_to_all(tmp_path: Path) -> None:
+    script = tmp_path / "joined.py"
+    script.write_text(JOINED)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    known = os.environ | {"PYTHONPATH": paths, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    known |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=known | {"RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        lead, follower = ranks
+        assert lead.stdout is not None and lead.stdout.readline() == "made\n"
+        for number in (signal.SIGINT, signal.SIGTERM):
+            follower.send_signal(number)
+        told, _ = lead.communicate("\n", timeout=DEADLINE_S)
+        assert told == "6 3.0\n"
+        assert [lead.wait(), follower.wait(DEADLINE_S)] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.communicate()

@@ -204,7 +204,11 @@ class Team(Generic[T]):
             store, rank, _ = next(iter(rendezvous("env://")))
             while not store.check([_LEAD]):
                 time.sleep(_POLL_S)
-            _follow(_Seat(config, store, rank, device))
+            seat = _Seat(config, store, rank, device)
+            # torchrun hands what stops a run to every process; the lead ends a step first, and saves.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            _follow(seat)
 
     def make(self, factory: Factory[T], *arguments: Any) -> T:
         """Every rank makes its object: `factory(ranks, *arguments)`. Returns the lead's.
