@@ -65,6 +65,7 @@ class _Packed(ctypes.Structure):
 
 def linear(matrix: PackedMatrices, x: Tensor, threads: int) -> Tensor:
     """x [T, inputs] times the first of `matrix` -> [T, outputs]."""
+    assert x.shape[1] == matrix.native[0].inputs and x.is_contiguous(), "they fit"
     out = x.new_empty((len(x), matrix.native[0].outputs))
     rows = _Rows(_LINEAR, len(x), 0, ctypes.addressof(matrix.native), x.data_ptr(), out.data_ptr())
     _run_rows(rows, threads)
@@ -92,10 +93,11 @@ def choose_tokens(
     """Of rows of logits [N, vocabulary]: the log-probability of each of `tokens` [N] (of `log_softmax`), the
     entropy and the log-sum, [N] each. `distribution` [N, vocabulary], where given, becomes what the logits
     stand for."""
+    assert tokens.dtype == torch.int64 and len(tokens) == len(logits), "one each"
     logits, tokens = logits.contiguous(), tokens.contiguous()
     keep = distribution is not None
     masses = torch.empty_like(logits) if distribution is None else distribution
-    assert masses.is_contiguous()
+    assert masses.is_contiguous() and masses.shape == logits.shape
     found = tuple(logits.new_empty(len(logits)) for _ in range(3))
     addresses = (tensor.data_ptr() for tensor in (logits, tokens, masses, *found))
     choice = _Choice(*logits.shape, keep, *addresses)
@@ -122,6 +124,8 @@ class PackedPages:
 
         Values that are narrower than keys must be the first entries of the only key head.
         """
+        assert len(query) == len(key) == len(value) == len(self._positions), "rows of these sequences"
+        assert query.shape[2] == key.shape[2] and key.shape[1] == value.shape[1], "they fit"
         library = load_library()
         query, key, value = (side_by_side(x) for x in (query, key, value))
         is_prefix = value.shape[2] < key.shape[2]

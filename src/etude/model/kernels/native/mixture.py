@@ -60,6 +60,7 @@ class Sorted:
 
 def sort_copies(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """chosen [T, k] -> `starts` and `places` of Sorted. Raises RouteReplayError where one is no expert."""
+    assert chosen.dtype == torch.int64
     chosen = chosen.contiguous()
     starts, places = chosen.new_empty(experts + 1), torch.empty_like(chosen)
     call = _Mixture(tokens=chosen.shape[0], top_k=chosen.shape[1], experts=experts)
@@ -82,8 +83,10 @@ def mix(
     `as_engine`: with the bits of the engine's pass, which applies the weights behind the second product; else
     they are applied before it, to fewer values.
     """
+    assert len(x) == len(chosen) and chosen.shape == weights.shape, "choices of these rows"
     starts, places = sort_copies(chosen, len(gate_up))
     copies, inner, width = places.numel(), *down.shape[1:]
+    assert x.shape[1] == width and gate_up.shape == (len(down), width, 2 * inner), "they fit"
     rows, gates, opened = (x.new_empty((copies, size)) for size in (width, 1, 2 * inner))
     made = Sorted(starts, places, rows, gates, opened)
     x, gate_up, down, weights = (tensor.contiguous() for tensor in (x, gate_up, down, weights))

@@ -69,6 +69,7 @@ class _Gate(ctypes.Structure):
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, as_engine: bool = False) -> tuple[Tensor, Tensor]:
     """x [T, n] or [T, heads, n], weight [n] -> the norm, and 1 over the root of each row's mean
     square."""
+    assert weight.shape == x.shape[-1:]
     heads = _by_heads(x)
     weight = weight.contiguous()
     out, inverse = x.new_empty(x.shape), x.new_empty(heads.shape[:2])
@@ -144,6 +145,7 @@ def _strided(x: Tensor) -> _Strided:
 
 def _alike(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """Both with rows as far apart and values side by side."""
+    assert gate.shape == up.shape
     if gate.stride() == up.stride() and gate.stride(1) == 1:
         return gate, up
     return gate.contiguous(), up.contiguous()

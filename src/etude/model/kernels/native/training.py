@@ -85,6 +85,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False, as_engine:
     `as_engine`: each value has the bits that the engine's pass gives it; not with `add`.
     """
     assert out.stride(1) == 1, "rows without gaps"
+    assert a.shape[1] == b.shape[0] and out.shape == (a.shape[0], b.shape[1]), "they fit"
     assert not (add and as_engine), "the engine adds a whole sum"
     assert a.shape[1] > 0, "a sum of something"
     product = _Product(
@@ -145,6 +146,8 @@ def side_by_side(x: Tensor) -> Tensor:
 
 
 def _describe(query: Tensor, key: Tensor, value: Tensor, starts: NDArray[np.int64]) -> _Flash:
+    assert len(query) == len(key) == len(value) == starts[-1], "rows of these sequences"
+    assert query.shape[2] == key.shape[2] and key.shape[1] == value.shape[1], "they fit"
     return _Flash(
         len(starts) - 1,
         query.shape[1],
