@@ -13,8 +13,10 @@ from etude.controller.planning.memory import plan_memory
 from etude.controller.starting import check_start
 from etude.errors import ConfigError, ResourceError
 from etude.model import build_model
+from etude.model.loading import load_any_model
 from etude.model.lora import Adapters
 from etude.training.optimizer import Optimizer
+from tests.controller.test_vllm_run import checkpoint, small_model
 
 SUPPOSED = {"device_memory_gb": 1.0, "peak_tflops": 1.0, "bandwidth_gb_per_s": 10.0}
 DENSE = ModelConfig(architecture="qwen3", hidden_size=64, num_layers=2, head_dim=16, intermediate_size=128)
@@ -36,6 +38,13 @@ def test_parameters_are_those_of_the_model_itself(architecture: str) -> None:
     assert sizes.expert_parameters == (routed if config.num_moe_layers else 0)
     expected = sizes.expert_parameters * (1 - config.experts_per_token / config.num_experts)
     assert inactive == pytest.approx(expected, abs=1)
+
+
+def test_a_checkpoint_is_planned_with_all_rows_that_it_has(tmp_path: Path) -> None:
+    initial = checkpoint(tmp_path / "initial", lambda num_tokens: small_model(num_tokens + 61))
+    agent = {"max_tokens": 512, "max_message_tokens": 128}
+    plan = make_plan(planned(initial_checkpoint=str(initial), agent=agent))
+    assert plan.sizes.parameters == sum(one.numel() for one in load_any_model(initial).parameters())
 
 
 def test_products_per_token_are_two_per_weight_and_grow_with_the_context() -> None:

@@ -36,6 +36,8 @@ class SampledModel:
     """Whether it is a mixture of experts."""
     dtype: str
     """In which vLLM computes: its own choice for float32 weights, half precision, is far from the trainer."""
+    vocab_size: int
+    """Rows of its embedding: a checkpoint may have more than its tokenizer has tokens."""
     is_own: bool = True
     """Whether the section `model` describes it; else `initial_checkpoint` does, to vLLM."""
 
@@ -43,12 +45,17 @@ class SampledModel:
     def of(model: AnyModel, dtype: str = "") -> SampledModel:
         """Of a model at hand, or of what is made of it in another `dtype`."""
         own = str(next(model.parameters()).dtype).removeprefix("torch.")
-        return SampledModel(model.num_experts > 0, dtype or own, isinstance(model, LanguageModel))
+        is_own = isinstance(model, LanguageModel)
+        return SampledModel(model.num_experts > 0, dtype or own, model.vocab_size, is_own)
 
     @staticmethod
-    def configured(config: RunConfig) -> SampledModel:
-        """Of one that the section `model` of a settled configuration describes."""
-        return SampledModel(config.model.num_experts > 0, config.dtype)
+    def configured(config: RunConfig, tokenizer: Tokenizer) -> SampledModel:
+        """Of one that the section `model` of a settled configuration describes, where the checkpoint that the
+        run begins with lies, if any. Raises CheckpointError."""
+        given, vocab_size = config.initial_checkpoint, tokenizer.vocab_size
+        if given is not None and (Path(given) / "config.json").is_file():
+            vocab_size = read_vocab_size(Path(given))
+        return SampledModel(config.model.num_experts > 0, config.dtype, vocab_size)
 
 
 def make_vllm(
@@ -63,7 +70,7 @@ def make_vllm(
     of `make_snapshots`, on this machine or where it sees them. `is_supervised`: see make_vllm_sampler."""
 
     def make(root: Path) -> ModelSnapshots:
-        return make_snapshots(root, tokenizer, _make_model(config, tokenizer, model))
+        return make_snapshots(root, tokenizer, _make_model(config, model))
 
     return make_vllm_sampler(
         config.engine.vllm,
@@ -83,10 +90,10 @@ def make_snapshots(root: Path, tokenizer: Tokenizer, model: AnyModel) -> ModelSn
     return ModelSnapshots(SnapshotDirectory(root / "versions", beside=[beside / TOKENIZER_FILE]), model)
 
 
-def _make_model(config: RunConfig, tokenizer: Tokenizer, model: SampledModel) -> AnyModel:
+def _make_model(config: RunConfig, model: SampledModel) -> AnyModel:
     dtype = torch.bfloat16 if model.dtype == "bfloat16" else torch.float32
     if model.is_own:
-        return LanguageModel(config.model, _vocab_size(config, tokenizer)).cast(dtype)
+        return LanguageModel(config.model, model.vocab_size).cast(dtype)
     assert config.initial_checkpoint is not None, "whoever has a foreign model says where it lies"
     return load_any_model(Path(config.initial_checkpoint), dtype)
 
@@ -105,12 +112,12 @@ def check_engine(config: RunConfig) -> None:
         choose_drafts(config.engine.drafts, config.engine.speculative_tokens, None)
 
 
-def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:
+def make_engine(config: RunConfig, tokenizer: Tokenizer, model: SampledModel) -> Engine:
     """The engine of a run, without weights."""
     place = choose_place(config.device, config.dtype, config.engine.kernels, config.numerics)
     return Engine(
         config.model,
-        _vocab_size(config, tokenizer),
+        model.vocab_size,
         config.engine.num_slots,
         config.agent.max_tokens + 1,
         config.engine.prefill_tokens,
@@ -126,11 +133,3 @@ def make_engine(config: RunConfig, tokenizer: Tokenizer) -> Engine:
         cache_dtype=config.engine.cache_dtype,
         keep_spare=not config.colocated,
     )
-
-
-def _vocab_size(config: RunConfig, tokenizer: Tokenizer) -> int:
-    """Rows of the embedding: of a checkpoint that the run began with, there may be more than tokens."""
-    given = config.initial_checkpoint
-    if given is None or not (Path(given) / "config.json").is_file():
-        return tokenizer.vocab_size
-    return read_vocab_size(Path(given))

@@ -94,7 +94,7 @@ def open_blobs(routes: Path | None) -> Blobs:
 async def _open_engine(
     config: RunConfig, tokenizer: Tokenizer, deterministic: bool
 ) -> AsyncIterator[tuple[WeightPublisher, Service]]:
-    engine = make_engine(config, tokenizer)
+    engine = make_engine(config, tokenizer, SampledModel.configured(config, tokenizer))
     delay = config.engine.tool_delay_steps if deterministic else None
     with open_weights(config.weights, in_parts=config.parallel.ranks > 1) as (weights, fetch):
         async with EngineService(engine, fetch, delay) as service:

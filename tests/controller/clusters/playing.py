@@ -136,7 +136,7 @@ class World:
         self.inbox = Inbox(directory / "inbox", self.settings.max_result_bytes)
         self.lines: list[str] = []
         """What the run says of its clusters."""
-        offer = RunOffer("run", "", {}, MAKINGS)
+        offer = RunOffer("run", "", {}, 256, MAKINGS)
         self.control = Control(self.settings, offer, self.inbox, self.lines.append, clock)
         self.blobs = MemoryBlobs()
         self.runner = ClusterRunner(

@@ -38,7 +38,7 @@ def asking(
 
     async def go() -> None:
         inbox = Inbox(directory / "inbox", SETTINGS.max_result_bytes)
-        control = Control(SETTINGS, RunOffer("run", "", {}, MAKINGS), inbox)
+        control = Control(SETTINGS, RunOffer("run", "", {}, 256, MAKINGS), inbox)
         await control.begin()
         transport = httpx.ASGITransport(build_app(control, token))
         try:

@@ -12,6 +12,7 @@ import torch
 
 from etude.config import RunConfig
 from etude.controller.clusters.joining import open_site
+from etude.controller.engines import SampledModel
 from etude.controller.models import settle_model
 from etude.errors import ConfigError
 from etude.model.loading import load_any_model
@@ -45,7 +46,9 @@ def test_weights_of_the_store_are_sampled_under_their_own_version(tmp_path: Path
     async def run(config: RunConfig) -> None:
         with open_publisher(config.weights) as publisher:
             manifest = publisher.publish(PolicyVersion("run", 3), dict(model.named_parameters()))
-        async with open_site(config, tokenizer, "frankfurt") as site:
+        async with open_site(
+            config, tokenizer, SampledModel.configured(config, tokenizer), "frankfurt"
+        ) as site:
             site.check()
             await site.sink.stage(manifest)
             await site.sink.activate(manifest.version)

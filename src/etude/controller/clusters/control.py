@@ -45,6 +45,8 @@ class RunOffer:
     """See `wire.config_document`."""
     tokenizer: Mapping[str, str]
     """Its files, by name."""
+    vocab_size: int
+    """See SampledModel."""
     makings: Makings
 
 
@@ -222,6 +224,7 @@ class Control:
             "name": offer.name,
             "config": offer.config,
             "tokenizer": dict(offer.tokenizer),
+            "vocab_size": offer.vocab_size,
             "makings": dict(offer.makings.parts),
             "lease_s": self.settings.lease_s,
             "poll_s": self.settings.poll_s,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -59,13 +60,13 @@ async def sample(
     if run is None:
         return SamplingCounts()
     with tempfile.TemporaryDirectory(prefix="etude-sample-") as directory:
-        config, tokenizer = _take_over(run, Path(directory), overrides)
+        config, tokenizer, model = take_over(run, Path(directory), overrides)
     store_url = trajectories_url or run["trajectories_url"]
     store = open_folder(store_url) if store_url and run["trajectories_url"] else None
     terms = Terms(run["lease_s"], run["poll_s"], run["max_result_bytes"], store)
     with contextlib.suppress(UnavailableError):  # a relay that is not up yet; a wrong token will not mend
         await unless(draining, asyncio.to_thread(check_reading, config.weights))
-    async with open_site(config, tokenizer, name) as site:
+    async with open_site(config, tokenizer, model, name) as site:
         _check_alike(site.makings, run["makings"], name)
         cluster = SamplingCluster(client, name, site, terms, observer, patience_s, drain_s, mark)
         await cluster.play(draining)
@@ -115,15 +116,16 @@ async def _described(
     return run
 
 
-def _take_over(
+def take_over(
     run: Mapping[str, Any], directory: Path, overrides: Sequence[str]
-) -> tuple[RunConfig, Tokenizer]:
-    """The run's settled configuration with this cluster's own values, and its tokenizer."""
+) -> tuple[RunConfig, Tokenizer, SampledModel]:
+    """The run's settled configuration with this cluster's own values, its tokenizer and its model."""
     try:
         (directory / "run.toml").write_text(run["config"], encoding="utf-8")
         for file, text in run["tokenizer"].items():
             (directory / Path(file).name).write_text(text, encoding="utf-8")
-    except (KeyError, TypeError, AttributeError) as error:
+        vocab_size = int(run["vocab_size"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InfrastructureError(f"the run does not describe itself: {error!r}", field="control") from error
     config = load_config(directory / "run.toml", overrides)
     if not config.weights.read_url and not config.weights.url:
@@ -139,7 +141,9 @@ def _take_over(
             received=config.executor,
             fix="start `etude sample` once for each engine, with names of their own",
         )
-    return settle_numerics(config), Tokenizer.load(directory)
+    config, tokenizer = settle_numerics(config), Tokenizer.load(directory)
+    model = SampledModel.configured(config, tokenizer)
+    return config, tokenizer, dataclasses.replace(model, vocab_size=vocab_size)
 
 
 def _check_alike(own: Makings, of_run: Mapping[str, str], name: str) -> None:
@@ -148,7 +152,9 @@ def _check_alike(own: Makings, of_run: Mapping[str, str], name: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def open_site(config: RunConfig, tokenizer: Tokenizer, name: str) -> AsyncIterator[Site]:
+async def open_site(
+    config: RunConfig, tokenizer: Tokenizer, model: SampledModel, name: str
+) -> AsyncIterator[Site]:
     """Engine and sandboxes of a cluster; stopped on the way out. Nothing is in service yet.
 
     Raises ResourceError, ConfigError where they cannot be had here.
@@ -160,7 +166,7 @@ async def open_site(config: RunConfig, tokenizer: Tokenizer, name: str) -> Async
         limits = EpisodeLimits.from_config(config)
         environment = Environment(backend, renderer, limits, config.rl.reward, blobs.put)
         subscriber = make_subscriber(config.weights)
-        async with _make_service(config, tokenizer, subscriber) as service:
+        async with _make_service(config, tokenizer, model, subscriber) as service:
 
             def check() -> None:
                 if service.failure is not None:
@@ -182,7 +188,9 @@ async def open_site(config: RunConfig, tokenizer: Tokenizer, name: str) -> Async
         await backend.close()
 
 
-def _make_service(config: RunConfig, tokenizer: Tokenizer, subscriber: Subscriber) -> LocalService:
+def _make_service(
+    config: RunConfig, tokenizer: Tokenizer, model: SampledModel, subscriber: Subscriber
+) -> LocalService:
     if config.engine.backend == "vllm":
-        return make_vllm(config, tokenizer, SampledModel.configured(config), subscriber.fetch)
-    return EngineService(make_engine(config, tokenizer), subscriber.fetch, None)
+        return make_vllm(config, tokenizer, model, subscriber.fetch)
+    return EngineService(make_engine(config, tokenizer, model), subscriber.fetch, None)

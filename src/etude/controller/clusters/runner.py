@@ -23,6 +23,7 @@ from etude.config.secrets import read_secret
 from etude.controller.clusters.control import Control, RunOffer, Wanted
 from etude.controller.clusters.inbox import Inbox
 from etude.controller.clusters.wire import Makings, config_document
+from etude.controller.engines import SampledModel
 from etude.controller.orders import Order
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.environment.runners import ForkingRunner
@@ -325,8 +326,10 @@ def check_clusters(settings: ClustersConfig) -> None:
 
 def make_offer(config: RunConfig, renderer: Renderer) -> RunOffer:
     """What clusters are told of a run with this settled configuration."""
-    makings = Makings.of(config, renderer)
-    return RunOffer(config.name, config_document(config), _tokenizer_files(renderer.tokenizer), makings)
+    tokenizer, makings = renderer.tokenizer, Makings.of(config, renderer)
+    sampled = SampledModel.configured(config, tokenizer)
+    document, files = config_document(config), _tokenizer_files(tokenizer)
+    return RunOffer(config.name, document, files, sampled.vocab_size, makings)
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:

@@ -29,7 +29,7 @@ from etude.inference.exchange import Build
 from etude.records import PolicyVersion, SamplingParams, TrajectoryId
 from etude.tokens.renderer import Renderer
 
-API = 2
+API = 3
 """Version of this protocol: both sides refuse another one's."""
 
 _SHARED = ("name", "seed", "num_threads", "device", "dtype", "numerics", "tokenizer", "model", "agent")

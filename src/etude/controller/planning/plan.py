@@ -17,8 +17,7 @@ from etude.controller.planning.memory import MemoryPlan, plan_memory
 from etude.controller.planning.processes import Processes
 from etude.controller.planning.sizes import ModelSizes, measure_sizes
 from etude.errors import ConfigError, ResourceError
-from etude.model.loading import read_architecture
-from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
+from etude.model.loading import read_architecture, read_vocab_size
 from etude.training.parallel.division import check_division
 
 
@@ -158,6 +157,6 @@ def _place(config: RunConfig) -> tuple[Place, torch.device]:
 def _vocab_size(config: RunConfig) -> int:
     if config.plan.vocab_size:
         return config.plan.vocab_size
-    if config.initial_checkpoint and (Path(config.initial_checkpoint) / TOKENIZER_FILE).exists():
-        return Tokenizer.load(Path(config.initial_checkpoint)).vocab_size
+    if config.initial_checkpoint and (Path(config.initial_checkpoint) / "config.json").exists():
+        return read_vocab_size(Path(config.initial_checkpoint))
     return config.tokenizer.vocab_size

@@ -102,8 +102,8 @@ def make_service(
 ) -> LocalService:
     """An engine that fetches what the trainer's process publishes. Arguments: see EnginePart."""
     stored = make_subscriber(config.weights).fetch if config.weights.url else None
+    model = model or SampledModel.configured(config, tokenizer)
     if config.engine.backend == "vllm":
-        model = model or SampledModel.configured(config)
         return make_vllm(config, tokenizer, model, stored, is_supervised=True)
     fetch = stored or DirectoryWeights(weights).fetch
-    return EngineService(make_engine(config, tokenizer), fetch, delay_steps)
+    return EngineService(make_engine(config, tokenizer, model), fetch, delay_steps)
