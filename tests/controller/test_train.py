@@ -133,12 +133,13 @@ def test_a_run_that_is_out_of_time_ends_with_a_report(
     run, report = run_here(config)
     assert len(TrajectoryLog(run.trajectories)) == 0, "no step was begun"
     assert report["heldout_after"] == report["heldout_before"]
-    assert report["rl_steps"] == 0
+    assert (report["rl_steps"], report["out_of_time"]) == (0, True)
     assert report["wall_s"] > 0.001
     assert json.loads(run.report_file.read_text()) == report
     more = config.model_copy(update={"max_wall_s": 0.0})
-    run_here(more, resume=True)
+    _, report = run_here(more, resume=True)
     assert len(TrajectoryLog(run.trajectories)) == NUM_SESSIONS
+    assert not report["out_of_time"]
 
 
 def test_a_finished_run_has_nothing_left_to_do(finished: tuple[RunDirectory, RecordingObserver]) -> None:

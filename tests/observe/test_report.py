@@ -124,3 +124,16 @@ def test_suggestions_follow_from_the_results() -> None:
     assert any("malformed_penalty" in command for command in commands)
     assert any(command.startswith("etude agent --run runs/quickstart") for command in commands)
     assert not any("level_weights" in item.command for item in next_steps({}, "runs/quickstart"))
+
+
+def test_a_run_whose_time_was_up_says_so_and_how_to_go_on() -> None:
+    ended = {"out_of_time": True, "rl_steps": 0, "wall_s": 664.0, "name": "demo"}
+    report = {**finished_report(), **ended}
+    assert "before reinforcement learning, for which no time was left." in headline(report)
+    found = {item.reason: item.command for item in next_steps(report, "runs/demo")}
+    reason = "the time was up after 0 RL steps: go on, with twice as much"
+    assert found[reason] == "make train ARGS='--name demo --resume --set max_wall_s=1400'"
+    assert "train longer" not in found
+    assert "no time" not in headline({**report, "rl_steps": 16})
+    unfinished = {"out_of_time": True, "rl_steps": 0}
+    assert "train longer" in {item.reason for item in next_steps(unfinished, "runs/demo")}

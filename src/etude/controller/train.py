@@ -267,10 +267,12 @@ class _Run:
         self.observer.stage_ends()
         self.report["rl_steps"] = taken
         self.report["tasks_exhausted"] = loop.exhausted
+        is_short = taken < config.rl.num_steps and not loop.exhausted
+        self.report["out_of_time"] = is_short and self.stop.out_of_time
         if taken > loop.first_step or "throughput" not in self.report:
             self.report["throughput"] = self.throughput.to_json()
         write_json(self.run.report_file, self.report)
-        if self.stop.interrupted and taken < config.rl.num_steps and not loop.exhausted:
+        if self.stop.interrupted and is_short:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
 
     async def _take_steps(

@@ -127,9 +127,10 @@ def headline(report: Report) -> str:
         took = (
             f" The whole run took {_duration(report['wall_s'])}." if _is_number(report.get("wall_s")) else ""
         )
+        left = ", for which no time was left" if report.get("out_of_time") and not report["rl_steps"] else ""
         return (
             f"Mends {100 * after.value:.1f} % of the bugs in functions that it never saw; "
-            f"{100 * before.value:.1f} % before reinforcement learning.{took}"
+            f"{100 * before.value:.1f} % before reinforcement learning{left}.{took}"
         )
     if before:
         return f"Before reinforcement learning it mends {100 * before.value:.1f} % of unseen bugs."
@@ -162,7 +163,7 @@ def next_steps(report: Report, run_path: str, program: str = "etude") -> list[Su
             )
         )
     suggestions += [
-        Suggestion("train longer", "make train ARGS='--name longer --set rl.num_steps=200'"),
+        _longer(report),
         Suggestion("see how much is luck: another seed", "make train ARGS='--name seed1 --seed 1'"),
         Suggestion(
             "a control that must not learn",
@@ -170,6 +171,17 @@ def next_steps(report: Report, run_path: str, program: str = "etude") -> list[Su
         ),
     ]
     return suggestions
+
+
+def _longer(report: Report) -> Suggestion:
+    wall_s = report.get("wall_s")
+    if not report.get("out_of_time") or not _is_number(wall_s):
+        return Suggestion("train longer", "make train ARGS='--name longer --set rl.num_steps=200'")
+    twice_s = 200 * math.ceil(wall_s / 100)
+    return Suggestion(
+        f"the time was up after {report['rl_steps']} RL steps: go on, with twice as much",
+        f"make train ARGS='--name {report['name']} --resume --set max_wall_s={twice_s}'",
+    )
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
