@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from etude.errors import PartLostError
+from etude.inference.waiting import ended_by_others
 from etude.protocols import Resources
 
 T = TypeVar("T")
@@ -56,17 +57,11 @@ class LocalHandle(Generic[T]):
             running.cancel()
 
     async def _unless_killed(self, answer: Awaitable[Any]) -> Any:
-        caller = asyncio.current_task()
-        assert caller is not None, "it is awaited"
-        num_cancelled = caller.cancelling()
         running = asyncio.ensure_future(answer)
         self._running.add(running)
         try:
-            return await running
-        except asyncio.CancelledError:
-            if caller.cancelling() == num_cancelled:  # it is not the caller who is to end
-                self._check_alive()
-            raise
+            with ended_by_others(self._check_alive):
+                return await running
         finally:
             self._running.discard(running)
 

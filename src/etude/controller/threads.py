@@ -19,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from etude.errors import PartLostError
+from etude.inference.waiting import ended_by_others
 from etude.protocols import Resources
 
 T = TypeVar("T")
@@ -92,18 +93,11 @@ class ThreadHandle(Generic[T]):
 
     async def _within(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Runs in the part's loop; cancelled there if it is cancelled here."""
-        caller = asyncio.current_task()
-        assert caller is not None, "it is awaited"
-        num_cancelled = caller.cancelling()
         call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        try:
+        with ended_by_others(self._check_alive):
             return await call
-        except asyncio.CancelledError:
-            if caller.cancelling() == num_cancelled:  # it is not the caller who is to end
-                self._check_alive()
-            raise
 
     async def _computed(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)

@@ -20,6 +20,7 @@ from etude.errors import EtudeError, InfrastructureError, PartLostError, Sampler
 from etude.inference import wire
 from etude.inference.exchange import Command, Event
 from etude.inference.headers import CLIENT_HEADER
+from etude.inference.waiting import ended_by_others
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, Scores, WeightManifest
 from etude.weights.documents import manifest_document, version_document
@@ -63,21 +64,19 @@ class LoanHandle:
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """See Handle.call. Raises LoanEndedError once the replica was called home."""
-        if self._dead:
-            raise PartLostError("was let go", field=self.url)
-        caller = asyncio.current_task()
-        assert caller is not None, "it is awaited"
-        num_cancelled = caller.cancelling()
+        self._check_kept()
         task = asyncio.ensure_future(getattr(self, f"_{method}")(*arguments, **named))
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
         try:
-            return await task
-        except asyncio.CancelledError:
+            with ended_by_others(self._check_kept):
+                return await task
+        finally:
             task.cancel()
-            if self._dead and caller.cancelling() == num_cancelled:  # it is not the caller who is to end
-                raise PartLostError("was let go", field=self.url) from None
-            raise
+
+    def _check_kept(self) -> None:
+        if self._dead:
+            raise PartLostError("was let go", field=self.url)
 
     async def stop(self) -> None:
         """See Handle.stop: gives the replica back, if it answers."""
