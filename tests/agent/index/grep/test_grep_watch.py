@@ -133,32 +133,16 @@ def test_a_directory_that_is_watched_under_its_new_name_first_stays_watched(tmp_
         inotify.close()
 
 
-def test_folding_takes_changes_into_the_index_and_goes_on_watching(tmp_path: Path) -> None:
+@pytest.mark.parametrize("read", [[2], [2, 0]], ids=["once", "twice at once"])
+def test_folding_takes_changes_into_the_index_and_goes_on_watching(tmp_path: Path, read: list[int]) -> None:
     async def watched() -> None:
         tree = make_tree(tmp_path / "tree")
         watcher = await Watcher.start(await GrepIndex.build(tree, tmp_path / "index"))
         try:
             write("src/main.py")(tree)
             write("fresh/new.py")(tree)
-            assert await watcher.fold() == 2
+            assert await asyncio.gather(*(watcher.fold() for _ in read)) == read
             assert watcher.num_changed == 0
-            write("fresh/newer.py")(tree)
-            for query in QUERIES:
-                assert list((await watcher.search(query)).matches) == judged(tree, query), query
-        finally:
-            watcher.close()
-
-    asyncio.run(watched())
-
-
-def test_folding_twice_at_once_is_folding_twice(tmp_path: Path) -> None:
-    async def watched() -> None:
-        tree = make_tree(tmp_path / "tree")
-        watcher = await Watcher.start(await GrepIndex.build(tree, tmp_path / "index"))
-        try:
-            write("src/main.py")(tree)
-            write("fresh/new.py")(tree)
-            assert await asyncio.gather(watcher.fold(), watcher.fold()) == [2, 0]
             write("fresh/newer.py")(tree)
             for query in QUERIES:
                 assert list((await watcher.search(query)).matches) == judged(tree, query), query
