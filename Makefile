@@ -4,7 +4,7 @@
 #
 # ARGS is handed on:      make train ARGS='--name longer --set rl.num_steps=200'
 # Another Python:         make test PYTHON=python3.12
-# One test at a time:     make test TEST_WORKERS=0 (else one more than cores, four at most: some wait)
+# One test at a time:     make test TEST_WORKERS=0 (else one for each core, four at most)
 # Another PyTorch build:  make train TORCH_INDEX=URL (its index of wheels, such as the CPU build's)
 
 PYTHON ?= python3
@@ -12,7 +12,9 @@ CONFIG ?= configs/quickstart.toml
 TORCH ?= torch==2.13.0
 TORCH_INDEX ?=
 ARGS ?=
-TEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, (os.cpu_count() or 1) + 1))')
+TEST_WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() or 1))')
+# The files of the tests that run alone: no other is imported for them.
+ALONE := $(shell grep -rl --include="test_*.py" "mark.alone" tests)
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,9 +30,11 @@ train: $(VENV)/.installed-train
 	$(BIN)/etude train --config $(CONFIG) $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m 'not slow and not alone' $(ARGS)
-	@# 5: ARGS names no such test
-	$(BIN)/pytest -m 'alone and not slow' $(ARGS) || test $$? -eq 5
+	@# The second part runs whatever the first one found. 5: ARGS names no such test.
+	@status=0; \
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile -m 'not slow and not alone' $(ARGS) || status=$$?; \
+	$(BIN)/pytest -m 'alone and not slow' $(or $(ARGS),$(ALONE)) || { test $$? -eq 5 || status=1; }; \
+	exit $$status
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check

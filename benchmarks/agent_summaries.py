@@ -13,10 +13,9 @@ from etude.controller.compute import settle_evaluation, use_sampling_threads
 from etude.controller.evaluate import load_policy
 from etude.controller.families import open_family
 from etude.controller.parts import open_parts
-from etude.evaluation.statistics import wilson_interval
+from etude.evaluation import play_sessions, plays_of, wilson_interval
 from etude.observe import RunDirectory
 from etude.records import SamplingParams, Status, Task, Trajectory
-from etude.rollout.collect import run_tasks
 
 
 def measure_summaries(run: Path) -> Figures:
@@ -51,10 +50,10 @@ def _play(run: RunDirectory, config: RunConfig, tasks: list[Task], checkpoint: s
         async with open_parts(config, tokenizer, model) as parts:
             await parts.serve(model, config.name)
             greedy = SamplingParams(temperature=0.0)
-            return await run_tasks(
+            return await play_sessions(
                 parts.environment,
                 parts.service,
-                tasks,
+                plays_of(tasks),
                 checkpoint,
                 config.seed,
                 greedy,

@@ -102,15 +102,13 @@ def midtraining_control(run: RunDirectory, stages: dict[str, float]) -> RunConfi
 
 
 def on_policy_control(run: RunDirectory, stages: dict[str, float]) -> RunConfig:
-    """Rejection sampling step by step from the run's mid-trained weights, for as many seconds as RL took.
-
-    The first evaluation is part of a run's clock, and of this control's.
-    """
+    """Rejection sampling step by step from the run's mid-trained weights, for as many seconds as RL took: a
+    time limit becomes a plan of steps, in which the evaluations are counted."""
     return beside(
         run,
         "on-policy-rejection",
         initial_checkpoint=str(run.checkpoints / MIDTRAINED),
-        max_wall_s=stages["rl_s"] + stages["evaluation_s"] / 3,
+        max_wall_s=stages["rl_s"] + stages["evaluation_s"],
         rl=run.config.rl.model_copy(update={"algorithm": "rejection_sampling"}),
     )
 

@@ -142,18 +142,9 @@ def run_arm(options: argparse.Namespace, seed: int, forks: dict[str, Any]) -> tu
 
 
 def tokens_by_part(log: TrajectoryLog) -> list[float]:
-    """Tokens that were sampled for each step; what a forked session did after its fork counts once."""
-    return [
-        float(
-            sum(
-                member.num_sampled_tokens
-                for group in log.read_part(part)
-                for member in group.members
-                if "continues" not in member.facts
-            )
-        )
-        for part in log.part_names()
-    ]
+    """Tokens that were sampled for each step."""
+    parts = (log.read_part(part) for part in log.part_names())
+    return [float(sum(m.num_sampled_tokens for group in part for m in group.members)) for part in parts]
 
 
 def compare(rows: dict[str, list[dict[str, float]]], curves: dict[str, list[Curve]]) -> Figures:

@@ -22,7 +22,8 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 from common import Figures, print_table, write_result
 
-from etude.controller.evaluate import evaluate_run
+from etude.controller.evaluation import EvaluationRequest, evaluate
+from etude.controller.evaluation_targets import TargetOptions
 from etude.observe import RunDirectory, SilentObserver, read_metrics
 
 SPLIT = "heldout"
@@ -119,7 +120,9 @@ def learning_curve(run: RunDirectory, num_tasks: int) -> list[Point]:
     points: list[Point] = []
     for row in rows:
         if row["kind"] == "curve":
-            measured = evaluate_run(run, SPLIT, num_tasks, str(row["name"]), SilentObserver())
+            options = TargetOptions(checkpoint=str(row["name"]))
+            request = EvaluationRequest(str(run.path), SPLIT, num_tasks, options=options)
+            measured = evaluate(request, SilentObserver()).to_json()
             points.append(_point(str(row["name"]), float(row["wall_s"]), measured))
     evaluations = {row["split"]: float(row["wall_s"]) for row in rows if row["kind"] == "evaluation"}
     points.append(_point("midtrained", evaluations["before"], report["heldout_before"]))
@@ -146,7 +149,7 @@ def plot_curves(curves: dict[str, list[Point]], path: Path) -> None:
         axis.grid(color="#e4e7eb")
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("held-out tasks solved")
-    axes[0].legend(frameon=False, fontsize=8)
+    axes[0].legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(0, -0.2), ncols=4)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 

@@ -26,11 +26,11 @@ from etude.controller.families import open_family
 from etude.controller.models import settle_model
 from etude.controller.remote.arrangement import open_remote
 from etude.controller.training_part import TrainingPaths
+from etude.evaluation import play_sessions, plays_of
 from etude.model.loading import load_any_model
 from etude.observe import MemorySink
 from etude.observe.observer import SilentObserver
 from etude.records import SamplingParams
-from etude.rollout.collect import run_tasks
 from etude.tokens.tokenizer import Tokenizer
 
 _ROOM = {"cpus": 0.25}
@@ -107,8 +107,14 @@ async def _run(executor: Any, config: RunConfig, asked: argparse.Namespace) -> F
         async def run(first: int, count: int) -> int:
             """Runs so many of the tasks; their turns."""
             some = tasks[first : first + count]
-            ran = await run_tasks(
-                parts.environment, parts.service, some, f"s{first}", 0, SamplingParams(), asked.at_once
+            ran = await play_sessions(
+                parts.environment,
+                parts.service,
+                plays_of(some),
+                f"s{first}",
+                0,
+                SamplingParams(),
+                asked.at_once,
             )
             assert all(one.reward is not None for one in ran), "the infrastructure failed"
             return sum(len(one.turns) for one in ran)

@@ -222,10 +222,10 @@ def _updates(groups: Sequence[Group], config: RunConfig) -> tuple[list[list[dict
                 "tokens": torch.tensor(s.tokens, dtype=torch.long),
                 "sampled": torch.tensor(s.sampled),
                 "logprobs": torch.tensor(s.logprobs),
-                "advantages": torch.full((len(s.tokens),), s.advantage),
+                "advantages": torch.from_numpy(s.advantages),
             }
             for s in update
-            if s.advantage != 0.0
+            if s.has_advantage
         ]
         for update in split_updates(intake.groups, rl.loss, rl.updates_per_step)
     ]

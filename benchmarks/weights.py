@@ -1,12 +1,13 @@
 """How small weight updates get, how fast, and how long a replica pauses for one.
 
-    python benchmarks/weights.py [--json FILE] [--words 16777216] [--repeats 5]
+    python benchmarks/weights.py [--json FILE] [--words 16777216] [--repeats 5] [--real-steps 10]
 
 Fixed generator: N(0, 0.02^2) float32 masters rounded to bfloat16, AdamW (0.9, 0.95) on independent Gaussian
 gradients, one step after 20 warm-up steps, at learning rates 1e-6, 3e-6 and 1e-5. The bound is the order-0
 entropy of which words change, given the old exponent, plus that of the integer differences. Beside it: zstd
 of the full tensor, XOR and zstd-1, int32 positions and values, xdelta3 (where it is installed), and updates
-of real runs of ours. Rates are full-model bytes a second on one core, with buffers that are reused.
+of real runs of ours. Rates are full-model bytes in a second of one core's time, with buffers that are reused;
+those beside XOR and zstd-1 are measured in turn with it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
-from common import Figures, print_table, write_result
+from common import Figures, median_ratio, print_table, write_result
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -90,19 +91,50 @@ def bound_bytes(base: Tensor, target: Tensor) -> float:
 
 
 def median_s(work: Callable[[], Any], repeats: int) -> float:
-    """Median of `repeats` runs, after one that warms up."""
-    work()
-    times: list[float] = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
+    """Median processor time of `repeats` runs, after one that warms up."""
+    return statistics.median(alternate_s({"": work}, repeats)[""])
+
+
+def alternate_s(works: dict[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
+    """Processor time of each, on this thread; one run of each in turn, after one that warms up."""
+    times: dict[str, list[float]] = {name: [] for name in works}
+    for repeat in range(repeats + 1):
+        for name, work in works.items():
+            began = time.thread_time()
+            work()
+            if repeat:
+                times[name].append(time.thread_time() - began)
+    return times
+
+
+def xor_zstd(before: NDArray[Any], after: NDArray[Any], out: NDArray[Any]) -> dict[str, Callable[[], Any]]:
+    """XOR and zstd-1 of [num_words] each: encodes; decodes and applies. Both in memory that is there, and the
+    latter also in fresh memory, by zstandard's one-shot call. Nothing is checked."""
+    difference = np.zeros_like(after)
+    compressor, decompressor = zstandard.ZstdCompressor(level=1), zstandard.ZstdDecompressor()
+
+    def encode() -> bytes:
+        return compressor.compress(np.bitwise_xor(before, after, out=difference).data.cast("B"))
+
+    packed = encode()
+
+    def apply() -> NDArray[Any]:
+        data, filled = difference.data.cast("B"), 0
+        with decompressor.stream_reader(packed) as reader:
+            while filled < len(data):
+                filled += reader.readinto(data[filled:])
+        return np.bitwise_xor(before, difference, out=out)
+
+    def apply_fresh() -> NDArray[Any]:
+        return before ^ np.frombuffer(zstandard.decompress(packed), before.dtype)
+
+    assert np.array_equal(apply(), after) and np.array_equal(apply_fresh(), after)
+    return {"xor_encode": encode, "xor_apply": apply, "xor_apply_fresh": apply_fresh}
 
 
 def measure_ours(base: Tensor, target: Tensor, repeats: int) -> Figures:
     """Ratio and rates of whole updates, manifest and checks included, as a publisher and a subscriber have
-    them: the base's digest is known, and the target's buffer is there."""
+    them: the base's digest is known, and the target's buffer is there. Beside XOR and zstd-1, in turn."""
     before, after = {"weight": base}, {"weight": target}
     known = describe_tensors(_VERSION, before, "").version
     named = replace(_VERSION, step=1)
@@ -111,11 +143,22 @@ def measure_ours(base: Tensor, target: Tensor, repeats: int) -> Figures:
         return encode_update(before, after, version=named, base_version=known, overwrite=overwrite)
 
     update, out = encode(), {"weight": torch.zeros_like(target)}
-    encode_s = median_s(encode, repeats)
-    apply_s = median_s(lambda: apply_update(before, update, out=out), repeats)
+    works: dict[str, Callable[[], Any]] = {
+        "encode": encode,
+        "apply": lambda: apply_update(before, update, out=out),
+        "apply_fresh": lambda: apply_update(before, update),
+        **xor_zstd(*(own.view(torch.uint16).numpy().reshape(-1) for own in (base, target, out["weight"]))),
+    }
+    times = alternate_s(works, repeats)
+    encode_s, apply_s = statistics.median(times["encode"]), statistics.median(times["apply"])
     assert torch.equal(out["weight"].view(torch.int16), target.view(torch.int16))
     bound = bound_bytes(base, target)
     return {
+        "encode_vs_xor_zstd_1": median_ratio(times["xor_encode"], times["encode"]),
+        "apply_vs_xor_zstd_1": median_ratio(times["xor_apply"], times["apply"]),
+        "apply_vs_xor_zstd_1_in_fresh_memory": median_ratio(times["xor_apply_fresh"], times["apply_fresh"]),
+        "xor_zstd_1_encode_gb_per_s_core": base.nbytes / statistics.median(times["xor_encode"]) / 1e9,
+        "xor_zstd_1_apply_gb_per_s_core": base.nbytes / statistics.median(times["xor_apply"]) / 1e9,
         "ratio": base.nbytes / len(update),
         "bound_ratio": base.nbytes / bound,
         "entropy_share": bound / len(update),
@@ -291,7 +334,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--words", type=int, default=1 << 24)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--real-steps", type=int, default=10)
+    parser.add_argument("--real-steps", type=int, default=10, help="0: the codec alone")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     figures: Figures = {}
@@ -311,13 +354,16 @@ def main() -> None:
         print_table(f"learning rate {rate}, {2 * arguments.words / 1e6:.0f} MB of bfloat16", ours)
         for peer, values in others.items():
             print_table(peer, values)
-    for name, rate in RATES.items():
-        found = measure_real_run(rate, arguments.real_steps)
-        peers[f"real_run_lr_{name}"] = found
-        figures["ratio_real_run" if name == "3e_6" else f"ratio_real_run_at_lr_{name}"] = found["ratio"]
-    swap = asyncio.run(measure_swap(5))
-    peers["swap"] = swap
-    figures |= {name: swap[name] for name in ("swap_pause_ms", "longest_swap_pause_ms", "decode_step_ms")}
+    for figure in ("encode_vs_xor_zstd_1", "apply_vs_xor_zstd_1", "apply_vs_xor_zstd_1_in_fresh_memory"):
+        figures[figure] = min(peers[f"lr_{name}"]["etude"][figure] for name in RATES)
+    if arguments.real_steps:
+        for name, rate in RATES.items():
+            found = measure_real_run(rate, arguments.real_steps)
+            peers[f"real_run_lr_{name}"] = found
+            figures["ratio_real_run" if name == "3e_6" else f"ratio_real_run_at_lr_{name}"] = found["ratio"]
+        swap = asyncio.run(measure_swap(5))
+        peers["swap"] = swap
+        figures |= {name: swap[name] for name in ("swap_pause_ms", "longest_swap_pause_ms", "decode_step_ms")}
     print_table("figures", figures)
     if arguments.json:
         write_result(arguments.json, figures, peers)

@@ -86,6 +86,31 @@ def test_calls_above_the_limit_get_one_error():
     assert session.next_action() == RunCalls((TEST, TEST, ToolCall("run_tests", error="more than 2 calls")))
 
 
+def test_a_turn_knows_the_tokens_of_its_malformed_calls():
+    broken = "<read_file><path>a</read_file>"
+    limits = SessionLimits(max_calls_per_turn=3)
+
+    def found(*parts, limits=limits):
+        """Text of each span, which begins and ends within the message."""
+        session = new_session(limits)
+        say(session, *parts)
+        (turn,) = session.turns
+        tokens = session.recording.tokens
+        assert all(turn.start <= start < end <= turn.end for start, end in turn.malformed)
+        return [renderer().tokenizer.decode(tokens[start:end]) for start, end in turn.malformed]
+
+    assert found("let me see", READ) == []
+    (span,) = found("let me see ", broken, READ)
+    assert span.startswith("<read_file>") and "see" not in span and "tally" not in span
+    end = renderer().template.end.name
+    assert found("hm, nothing to do") == [end], "the decision to stop without a call"
+    late = renderer().tokenizer.decode(renderer().message([TEST, TEST])).removesuffix(end)
+    assert found(*[TEST] * 5) == [late], "calls above the limit, which get one error"
+    session = new_session()
+    say(session, TEST, FINISH, READ)
+    assert len(session.turns[0].malformed) == 1, "a call after the end"
+
+
 def test_limits_end_the_session_with_their_name():
     turns = new_session(SessionLimits(max_turns=1))
     say(turns, READ)

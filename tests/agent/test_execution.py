@@ -6,7 +6,7 @@ from random import Random
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent import ToolContext, ToolLimits, execute_calls
@@ -108,7 +108,6 @@ turns = st.lists(st.one_of(st.builds(read, paths), st.builds(write, paths, words
 
 
 @given(turns, st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
 def test_a_turn_has_the_outcome_of_its_calls_one_after_the_other(calls, seed):
     alone = Stage()
     expected = [alone.outputs(call)[0] for call in calls]

@@ -62,6 +62,7 @@ def test_any_text_can_be_read(page):
     assert "\0" not in text and isinstance(title, str)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "trap", ["<!", "<!--", "<a b='", "<a '>", "<a '\"'>", "</", "<pre>", "<a ", "<title>", "&a"]
 )

@@ -22,7 +22,7 @@ from agent_builders import (
     renderer,
     script_of,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent import (
@@ -301,7 +301,6 @@ def test_merged_chunks_say_the_same(parts):
     assert flat(merged) == flat(chunks)
 
 
-@settings(max_examples=30)
 @given(st.text(max_size=30), st.sampled_from([None, *ToolErrorClass]), st.booleans())
 def test_inputs_survive_json(text, error, finished):
     result = ToolResult(text, error, finished, 0.25, {"kind": "edit", "line": 3, "changed": True})
@@ -342,6 +341,7 @@ asyncio.run(run())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killing", [2, 9, 14])
 def test_a_session_killed_at_any_point_goes_on(tmp_path, killing):
     path = tmp_path / "s.jsonl"

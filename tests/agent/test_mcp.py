@@ -153,6 +153,7 @@ def test_calls_that_conflict_keep_their_order_and_others_do_not_wait():
     assert shown == "1\tx" and not is_error and order.index("a") < len(order) - 1
 
 
+@pytest.mark.slow
 def test_our_tools_are_served_over_standard_input_and_output(tmp_path):
     script = tmp_path / "serve.py"
     script.write_text(CHILD)

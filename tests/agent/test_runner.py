@@ -217,6 +217,7 @@ def test_chunks_are_shown_as_they_come():
     assert tokens == renderer().message([FINISH]).tolist()
 
 
+@pytest.mark.slow
 def test_many_sessions_share_one_loop():
     async def run():
         sessions = [new_session() for _ in range(50)]

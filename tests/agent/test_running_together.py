@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.sandbox.scenes import in_sandbox
 
@@ -158,7 +158,6 @@ CALLS = st.one_of(
 
 
 @given(st.lists(CALLS, max_size=8), st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
 def test_a_turn_has_the_outcome_of_its_calls_one_after_the_other(calls: list[ToolCall], seed: int) -> None:
     alone, world = World(), World()
     expected = [play(alone, call, together=False)[0] for call in calls]

@@ -91,6 +91,7 @@ def test_large_pages_and_packed_bombs_are_bounded():
     assert len(fetch({"/": bomb}, limits=WebLimits(page_bytes=20_000)).text) == 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page", "message"),
     [
@@ -126,6 +127,7 @@ def test_servers_that_fail_are_never_an_answer(page, message):
         fetch({"/": page}, limits=WebLimits(fetch_s=0.5 if page is None else 60))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "url",
     [

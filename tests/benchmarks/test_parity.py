@@ -57,6 +57,7 @@ def test_answers_are_partners_of_the_prompt() -> None:
     assert not np.array_equal(given, parity_learning.prompts(3, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["svg", "png"])
 def test_the_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
     both = {"sampled": FIGURES, "sampled, routes replayed": {**FIGURES, "k3": 0.0}}

@@ -1,5 +1,6 @@
 """`etude agent` in the terminal, as a user runs it."""
 
+import asyncio
 import io
 import json
 import os
@@ -17,7 +18,8 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from etude.cli import app
-from etude.cli.agent_terminal import TerminalFace
+from etude.cli.agent_input import Lines
+from etude.cli.agent_terminal import TerminalFace, TerminalUser
 from etude.controller.agent.events import CallDone, CallRuns, CallsMade
 from etude.records import ToolCall, ToolResult
 from etude.sandbox.backends import open_backend
@@ -113,6 +115,32 @@ def test_calls_of_a_turn_that_was_stopped_are_not_shown_as_running_later() -> No
     assert "first" in written.getvalue() and "second" not in written.getvalue()
 
 
+def test_what_happens_during_a_question_is_shown_after_its_answer() -> None:
+    """Two commands at once: the first ends while the person is asked about the second."""
+
+    class Typed(Lines):
+        async def read(self) -> str | None:
+            face.emit(CallDone(1, 0, ToolCall("run_command", {"command": "first"}), ToolResult("done")))
+            return "y"
+
+    console = Console(file=(written := io.StringIO()), width=80)
+    face = TerminalFace(console, console)
+    tests = ToolCall("run_tests", {"paths": '["tests/test_a.py", "tests/test_b.py::test_c"]'})
+    assert asyncio.run(TerminalUser(face, Typed()).allow(tests)) == "once"
+    assert written.getvalue() == (
+        "run_tests tests/test_a.py tests/test_b.py::test_c\n  tests/test_a.py\n  tests/test_b.py::test_c\n"
+        "allow? [y]es, [n]o, [a]lways ✓ run_command first\n  done\n"
+    )
+
+
+def test_arrays_of_a_call_are_arrays_for_programs(root: Path) -> None:
+    lints = {"name": "read_lints", "arguments": {"paths": '["lib/tally.py"]'}}
+    done = agent(root, [[lints, READ], [FINISH]], "-p", "look", "--json", "--tools", "full")
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    made = next(event["calls"] for event in events if event["event"] == "calls")
+    assert [call["arguments"] for call in made] == [{"paths": ["lib/tally.py"]}, READ["arguments"]]
+
+
 def test_events_are_lines_of_json_that_end_with_the_result(root: Path) -> None:
     done = agent(root, SESSION, "-p", "fix it", "--json", "--apply")
     events = [json.loads(line) for line in done.stdout.splitlines()]
@@ -184,6 +212,7 @@ def wait_for(condition, what: str, timeout_s: float = 60.0) -> None:
 SLEEP = {"name": "run_command", "arguments": {"command": "touch begun; sleep 60"}}
 
 
+@pytest.mark.slow
 @needs_sandboxes
 def test_a_killed_agent_is_taken_up_with_its_work(root: Path) -> None:
     """kill -9 while a command runs: the edits of finished turns stay, and the command runs again."""
@@ -202,7 +231,7 @@ def test_a_killed_agent_is_taken_up_with_its_work(root: Path) -> None:
     (root / "repo" / "go_on").touch()
     done = ran(root, "--resume", "last", "--json", stdin="/quit\n")
     assert done.exit_code == 0, done.stderr
-    assert "going on" in done.stderr
+    assert "continuing" in done.stderr
     events = [json.loads(one) for one in done.stdout.splitlines()]
     results = [event["result"]["output"].strip() for event in events if event["event"] == "call_ended"]
     assert results == ["1", ""]
@@ -210,6 +239,7 @@ def test_a_killed_agent_is_taken_up_with_its_work(root: Path) -> None:
     assert len(session_folders(root)) == 1
 
 
+@pytest.mark.slow
 @needs_sandboxes
 def test_an_interrupt_stops_the_agent_and_not_the_program(root: Path) -> None:
     """At a terminal: Ctrl-C while a command runs, then more words, then Ctrl-C at the prompt."""
@@ -244,6 +274,7 @@ def test_an_interrupt_stops_the_agent_and_not_the_program(root: Path) -> None:
         os.close(master)
 
 
+@pytest.mark.slow
 @needs_sandboxes
 def test_an_interrupt_ends_one_instruction_with_130(root: Path) -> None:
     script = write_script(root / "script.json", [[SLEEP], [FINISH]])
@@ -276,7 +307,7 @@ def test_an_interrupt_ends_one_instruction_with_130(root: Path) -> None:
         (["--model", ".", "--approve", "yolo"], "no such mode"),
         (["--model", ".", "--approve", "ask", "--apply"], "--apply"),
         (["--script", "none.json"], "is no script"),
-        (["--model", ".", "--tool-calls", "spoken"], "no such way"),
+        (["--model", ".", "--tool-calls", "spoken"], "is not a valid choice"),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_a_fix(root: Path, arguments: list[str], said: str) -> None:

@@ -181,6 +181,7 @@ def test_calls_are_told_with_their_kinds_places_and_diffs(root: Path) -> None:
     asyncio.run(go())
     started = {update["tool_call_id"]: update for update in editor.told("tool_call")}
     assert [started[key]["kind"] for key in ("1.0", "1.2", "2.0")] == ["read", "think", "edit"]
+    assert started["1.2"]["raw_input"] == {"todos": json.loads(todos)}, "an array, and not its text"
     assert started["2.0"]["locations"] == [{"path": str(root / "repo" / "lib" / "tally.py"), "line": 2}]
     updates = editor.told("tool_call_update")
     last = {update["tool_call_id"]: update["status"] for update in updates if "status" in update}
@@ -277,6 +278,7 @@ def test_modes_and_commands(root: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 @needs_sandboxes
 def test_a_cancelled_prompt_ends_as_such_and_the_session_goes_on(root: Path) -> None:
     editor = Editor()
@@ -351,7 +353,7 @@ def test_what_an_editor_asks_wrongly_is_answered_with_an_error(root: Path) -> No
             picture = acp.image_block("aaaa", "image/png")
             prompt = connection.prompt(session_id=session.session_id, prompt=[picture])
             await refused(prompt, -32602, "cannot be read")
-            await refused(say(connection, session, "  "), -32602, "says nothing")
+            await refused(say(connection, session, "  "), -32602, "is empty")
             await connection.cancel(session_id="none")
             assert await say(connection, session, "finish") == "end_turn"
             await refused(say(connection, session, "the script is at its end"), -32603, "no more messages")
@@ -359,6 +361,7 @@ def test_what_an_editor_asks_wrongly_is_answered_with_an_error(root: Path) -> No
     asyncio.run(go())
 
 
+@pytest.mark.slow
 def test_an_editor_that_sends_nonsense_is_told_and_served_on(root: Path) -> None:
     script = write_script(root / "script.json", [[FINISH]])
     nonsense = [
@@ -419,6 +422,7 @@ def test_an_editor_that_leaves_upon_nonsense_has_gone() -> None:
     assert asyncio.run(go()) is None
 
 
+@pytest.mark.slow
 def test_a_model_that_is_none_is_refused_before_the_editor_is_served(root: Path) -> None:
     line = command("--acp", "--model", str(root), "--backend", "memory")
     done = subprocess.run(line, input=b"", capture_output=True, timeout=300, env=environment(root))

@@ -54,4 +54,4 @@ def test_the_limits_on_the_page_are_those_there_are() -> None:
     assert f"{trees.MAX_BYTES >> 20} MiB or\n  {trees.MAX_FILES:,} files" in PAGE
     assert f"| {EXIT_UNFINISHED} | it came to a limit |" in PAGE
     assert f"| {EXIT_KEPT_BACK} | the agent finished, and something was kept back" in PAGE
-    assert f"| {EXIT_CLOSED_PIPE} | whoever read the output has left" in PAGE
+    assert f"| {EXIT_CLOSED_PIPE} | the reader of the output has closed it" in PAGE

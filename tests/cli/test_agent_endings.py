@@ -119,6 +119,7 @@ def test_a_locked_file_loses_nothing(root: Path) -> None:
     assert (root / "repo" / "new.txt").read_text() == "new\n"
 
 
+@pytest.mark.slow
 @needs_sandboxes
 def test_changes_that_are_too_large_are_no_success(root: Path) -> None:
     large = shell("echo x > small.txt; head -c 40000000 /dev/zero > large.bin")
@@ -131,6 +132,7 @@ def test_changes_that_are_too_large_are_no_success(root: Path) -> None:
     assert (root / "repo" / "small.txt").read_text() == "x\n"
 
 
+@pytest.mark.slow
 @needs_sandboxes
 @pytest.mark.parametrize(("more", "until"), [(["--json"], '"changed"'), ([], "+    total = 0")])
 def test_a_closed_pipe_ends_it_quietly_with_everything_kept(root: Path, more: list[str], until: str) -> None:
@@ -159,6 +161,7 @@ def test_a_closed_pipe_ends_it_quietly_with_everything_kept(root: Path, more: li
     assert 1 < result_of(done)["turns"] < 62
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "status", "said"),
     [
@@ -220,7 +223,7 @@ def test_an_option_that_a_session_cannot_take_is_refused(
 def test_an_impossible_temperature_is_refused_at_once(root: Path, value: str) -> None:
     done = agent(root, [[FINISH]], "-p", "x", "--temperature", value)
     assert done.exit_code == 2
-    assert "--temperature: is no temperature" in done.stderr
+    assert "--temperature: is not a valid temperature" in done.stderr
     assert f"received: {float(value)!r}" in done.stderr
     assert "fix: give 0" in done.stderr
     assert session_folders(root) == []
@@ -229,7 +232,7 @@ def test_an_impossible_temperature_is_refused_at_once(root: Path, value: str) ->
 def test_an_instruction_that_says_nothing_is_refused(root: Path) -> None:
     done = agent(root, [[FINISH]], "-p", " ")
     assert done.exit_code == 2
-    assert "says nothing" in done.stderr
+    assert "is empty" in done.stderr
 
 
 def test_the_whole_machine_is_refused_with_a_way_out(root: Path) -> None:

@@ -94,12 +94,12 @@ def test_a_run_is_shown_and_its_damage_found(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["checkpoint", "verify", str(run), "--json"])
     assert result.exit_code == 2
     assert json.loads(result.stdout)[1]["state"] == "damaged"
-    assert "begin another run; what is whole can still be used: final" in _words(result.stderr)
+    assert "start another run; these checkpoints are intact and can be used: final" in _words(result.stderr)
     save_checkpoint(
         run / "checkpoints" / "history" / "step-6", load_model(source), {"stage": "rl", "step": 6}
     )
     result = CliRunner().invoke(app, ["checkpoint", "verify", str(run)])
-    assert "--resume goes on from one that is whole, by itself: history/step-6" in _words(result.stderr)
+    assert "--resume continues from an intact checkpoint by itself: history/step-6" in _words(result.stderr)
     assert "in a run, --resume" in _words(
         CliRunner().invoke(app, ["checkpoint", "verify", str(run / "checkpoints" / "latest")]).stderr
     )

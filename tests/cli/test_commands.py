@@ -2,19 +2,24 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import etude as package
+from etude.cli import doctor_parts
 from etude.config import parse_config
+from etude.controller.evaluation import EvaluationRequest
 from etude.errors import ToolArgumentError
+from etude.evaluation import EvaluationResult, ModeResult, session_figures
 from etude.observe import Observer, RunDirectory
 from etude.store import TrajectoryLog, trajectory_from_atif
 from etude.tasks.harbor import read_harbor
-from tests.cli.commands import etude, stand_in
-from tests.observe.report_data import finished_report, write_finished_run
+from tests.cli.commands import etude
+from tests.evaluation.rows import numbered, rows_of
+from tests.observe.report_data import write_finished_run
 from tests.store.builders import make_group, make_trajectory, same
 
 
@@ -29,6 +34,8 @@ def run(tmp_path: Path) -> RunDirectory:
         [],
         ["train"],
         ["eval"],
+        ["eval", "run"],
+        ["eval", "compare"],
         ["agent"],
         ["report"],
         ["doctor"],
@@ -80,23 +87,40 @@ def test_report_of_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_eval_prints_a_table_and_json(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = {**finished_report()["heldout_after"], "behaviour": {"calls": 7.9}}
+    rows = (*rows_of(numbered("+" * 10 + "-" * 2)),)
+    modes = {"greedy": ModeResult(0.0, session_figures(rows), rows)}
     asked: list[Any] = []
 
-    def evaluate_run(
-        run: RunDirectory, split: str, num_tasks: int, checkpoint: str | None, observer: Observer
-    ) -> Any:
-        asked.append((run.path, split, num_tasks, checkpoint))
-        return measured
+    def evaluate(request: EvaluationRequest, observer: Observer) -> EvaluationResult:
+        asked.append(request)
+        return EvaluationResult({"label": "demo"}, request.suite, 0, modes, {})
 
-    stand_in(monkeypatch, "etude.controller.evaluate", "evaluate_run", evaluate_run)
-    table = etude("eval", str(run.path), "--tasks", "12", "--split", "validation", "--checkpoint", "best")
-    assert asked == [(run.path, "validation", 12, "best")]
-    assert "83.3 %" in table.stdout
-    assert "tool calls per session" in table.stdout
-    assert json.loads(etude("eval", str(run.path), "--json").stdout) == measured
-    assert asked[1] == (run.path, "heldout", 240, None)
-    assert etude("eval", str(run.path), "--split", "train").exit_code == 2
+    monkeypatch.setattr("etude.controller.evaluation.evaluate", evaluate)
+    options = ("--tasks", "12", "--split", "validation", "--checkpoint", "best", "--samples", "8")
+    table = etude("eval", str(run.path), *options).stdout
+    assert "demo on validation, 12 tasks" in table
+    assert "83.3 % (51.6 to 97.9)" in table
+    assert "tool calls per session" in table
+    assert (asked[0].suite, asked[0].num_tasks, asked[0].num_samples) == ("validation", 12, 8)
+    assert asked[0].options.checkpoint == "best"
+    measured = json.loads(etude("eval", str(run.path), "--json").stdout)
+    assert measured["greedy"]["pass_rate"] == pytest.approx(10 / 12)
+    assert (asked[1].target, asked[1].suite, asked[1].num_tasks) == (str(run.path), "heldout", 240)
+    assert "heldout holds 12 tasks" in etude("eval", str(run.path), "--tasks", "13").stderr
+    assert "| solved (pass@1) | 83.3 %" in etude("eval", "--markdown", str(run.path)).stdout
+
+
+def test_eval_refuses_what_it_does_not_know(run: RunDirectory, tmp_path: Path) -> None:
+    (run.checkpoints / "final").mkdir()
+    for options, words in (
+        ((str(run.path), "--split", "train"), "one of heldout, validation, heldout_family, or a directory"),
+        ((str(run.path), "--checkpoint", "none"), "no such checkpoint"),
+        ((str(tmp_path),), "neither a run, nor a checkpoint, nor an address"),
+        ((str(run.path), "--tool-calls", "shouted"), "not a valid choice"),
+        (("compare", str(tmp_path), str(tmp_path)), "cannot be read"),
+    ):
+        result = etude("eval", *options)
+        assert (result.exit_code, words in result.stderr) == (2, True), result.stderr
 
 
 @pytest.fixture
@@ -109,6 +133,8 @@ def test_trajectories_are_listed(stored: RunDirectory) -> None:
     result = etude("trajectory", "list", str(stored.path), "--limit", "3")
     assert "run/task/e0/g0/2" in result.stdout
     assert "run/task/e0/g0/3" not in result.stdout
+    assert result.stderr == "the first 3 of 16 sessions; --limit 16 lists all\n"
+    assert etude("trajectory", "list", str(stored.path)).stderr == ""
     rows = json.loads(etude("trajectory", "list", str(stored.path), "--json").stdout)
     assert len(rows) == 16
     assert rows[0] == {
@@ -125,7 +151,9 @@ def test_a_trajectory_is_shown_by_id_or_ending(stored: RunDirectory) -> None:
         assert "def tally" in result.stdout
 
 
-@pytest.mark.parametrize(("identity", "words"), [("2", "2 trajectories end so"), ("x", "no such trajectory")])
+@pytest.mark.parametrize(
+    ("identity", "words"), [("2", "2 trajectories end with this"), ("x", "no such trajectory")]
+)
 def test_an_unclear_id_is_refused(stored: RunDirectory, identity: str, words: str) -> None:
     result = etude("trajectory", "show", str(stored.path), identity)
     assert result.exit_code == 2
@@ -163,9 +191,11 @@ def test_tasks_are_exported_as_harbor_directories(tmp_path: Path) -> None:
 def test_config_show_prints_toml_that_loads_again(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(etude("config", "show", "--set", "rl.num_steps=3").stdout)
-    again = etude("config", "show", "--config", str(path)).stdout
-    assert again == path.read_text()
+    again = etude("config", "show", str(path)).stdout
+    assert again == path.read_text() == etude("config", "show", "--config", str(path)).stdout
     assert "num_steps = 3" in again
+    twice = etude("plan", str(path), "--config", str(path))
+    assert (twice.exit_code, "name one file" in twice.stderr) == (2, True)
 
 
 def test_the_committed_reference_is_up_to_date() -> None:
@@ -179,6 +209,7 @@ def test_every_field_of_the_reference_is_documented() -> None:
     assert [row for row in rows if row.rstrip("| ").count("|") < 4] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["tasks", "show", "0"], ["config", "docs"]])
 def test_output_that_nobody_reads_is_no_result_and_no_traceback(command: list[str]) -> None:
     reader, writer = os.pipe()
@@ -193,11 +224,53 @@ def test_output_that_nobody_reads_is_no_result_and_no_traceback(command: list[st
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize(("module", "told"), [("acp.schema", "agent-client-protocol"), ("etude.x", None)])
+def test_a_missing_package_is_named_and_a_missing_module_of_ours_is_a_defect(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, module: str, told: str | None
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr("etude.controller.evaluation.evaluate", fail)
+    result = etude("eval", str(run.path))
+    if told is None:
+        assert isinstance(result.exception, ModuleNotFoundError)
+    else:
+        assert result.exit_code == 2
+        assert f"-m pip install '{told}" in result.stderr
+
+
+def test_lines_in_a_pipe_are_whole(tmp_path: Path) -> None:
+    words = " ".join(["word"] * 100)
+    group = make_group(size=1)
+    member = group.members[0]
+    member = replace(member, turns=(replace(member.turns[0], text=words),))
+    TrajectoryLog(tmp_path / "log").append([replace(group, members=(member,))])
+    assert words in etude("trajectory", "show", str(tmp_path / "log"), "g0/0").stdout
+    checkpoint = tmp_path / ("c" * 120)
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    shown = etude("checkpoint", "show", str(checkpoint)).stdout
+    assert len(shown.splitlines()) == 2 and "c" * 120 in shown and "qwen3_moe" in shown
+
+
+def test_the_doctor_tells_what_more_there_could_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(doctor_parts, "is_installed", lambda package: package != "ray")
+    found = {part["name"]: part for part in json.loads(etude("doctor", "--json").stdout)["parts"]}
+    assert found["mcp"]["present"] and not found["mcp"]["fix"]
+    assert "pip install 'ray" in found["ray"]["fix"]
+    assert not found["C compiler"]["present"] and "gcc" in found["C compiler"]["fix"]
+    assert {part["kind"] for part in found.values()} == {"package", "program", "sandbox"}
+    text = etude("doctor").stdout
+    assert all(part["adds"] in text and part["fix"] in text for part in found.values())
+
+
 def test_an_error_of_the_agent_has_no_traceback(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> Any:
         raise ToolArgumentError("too large", field="PATH")
 
-    stand_in(monkeypatch, "etude.controller.evaluate", "evaluate_run", fail)
+    monkeypatch.setattr("etude.controller.evaluation.evaluate", fail)
     result = etude("eval", str(run.path))
     assert result.exit_code == 2
     assert "PATH: too large" in result.stderr

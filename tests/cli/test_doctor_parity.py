@@ -56,7 +56,7 @@ def test_invariant_numerics_want_every_bit_and_have_it(checkpoint: Path) -> None
         (("--kernels", "fast"), "one of auto, eager, native, gpu"),
         (("--cache-dtype", "float16"), "one of auto, float32, bfloat16"),
         (("--weight-dtype", "bfloat16", "--kernels", "eager"), "engine.weight_dtype"),
-        (("--tokens", "128"), "positions end before"),
+        (("--tokens", "128"), "exceeds the model's longest sequence"),
         (("--engine", "vllm"), "neither where to start it nor where it runs"),
         (("--text", "missing.txt"), "tokenizer"),
         (("--numerics", "invariant", "--kernels", "eager"), "engine.kernels"),
@@ -71,7 +71,7 @@ def test_mistakes_are_told(checkpoint: Path, options: tuple[str, ...], message: 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     result = etude("doctor", "parity", str(tmp_path))
     assert result.exit_code == 2
-    assert "no model here" in result.output
+    assert "is not a model directory" in result.output
 
 
 def test_the_doctor_itself_is_as_before() -> None:

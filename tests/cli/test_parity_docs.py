@@ -22,7 +22,7 @@ def blocks(language: str) -> list[str]:
 def test_the_options_on_the_page_are_those_there_are() -> None:
     known = option_names("doctor", "parity")
     usage = PAGE.partition("## Measured")[0]
-    of_training = {"--config", "--set", "--resume"}
+    of_training = {"--config", "--set", "--resume", "--executor"}
     written = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", usage)) - of_training
     assert written == {option for option in known if option.startswith("--")} - {"--help"}
 

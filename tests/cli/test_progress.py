@@ -1,9 +1,11 @@
 import io
+from collections.abc import Iterable
 
 import pytest
 from rich.console import Console
 
 from etude.cli.progress import PlainObserver, RichObserver, describe_values, rate_text
+from etude.cli.time_left import TimeLeft
 
 
 class Clock:
@@ -14,13 +16,21 @@ class Clock:
         return self.now_s
 
 
-def test_plain_progress_is_a_line_now_and_then() -> None:
+def plain(every_s: float = 10) -> tuple[PlainObserver, io.StringIO, Clock]:
     output, clock = io.StringIO(), Clock()
-    observer = PlainObserver(Console(file=output, width=200), every_s=10, clock=clock)
-    observer.stage_begins("rl", 100)
-    for step in range(1, 41):
-        clock.now_s += 0.5
+    return PlainObserver(Console(file=output, width=200), every_s=every_s, clock=clock), output, clock
+
+
+def advance(observer: PlainObserver, clock: Clock, steps: Iterable[int], step_s: float) -> None:
+    for step in steps:
+        clock.now_s += step_s
         observer.stage_advances(step, {"reward": 0.25, "pass_rate": 0.5, "entropy": 1.0})
+
+
+def test_plain_progress_is_a_line_now_and_then() -> None:
+    observer, output, clock = plain()
+    observer.stage_begins("rl", 100)
+    advance(observer, clock, range(1, 41), 0.5)
     observer.stage_ends()
     assert output.getvalue().splitlines() == [
         "rl: 100 steps",
@@ -30,23 +40,39 @@ def test_plain_progress_is_a_line_now_and_then() -> None:
     ]
 
 
-def test_a_resumed_stage_counts_its_rate_from_where_it_went_on() -> None:
-    output, clock = io.StringIO(), Clock()
-    observer = PlainObserver(Console(file=output, width=200), every_s=10, clock=clock)
-    observer.stage_begins("rl", 100)
-    for step in range(81, 91):
-        clock.now_s += 1
-        observer.stage_advances(step, {})
-    assert "rl 90/100  1.0 steps/s  10 s left" in output.getvalue()
+def test_a_resumed_stage_and_a_slow_beginning_do_not_distort_the_first_line() -> None:
+    observer, output, clock = plain()
+    observer.stage_begins("rl", 1000)
+    clock.now_s += 8  # what the first steps take besides
+    advance(observer, clock, range(510, 550, 10), 1.0)
+    assert "rl 520/1000  10.0 steps/s  reward 0.25  pass 50%  48 s left" in output.getvalue()
+
+
+def test_the_time_left_follows_a_machine_that_becomes_slower() -> None:
+    clock = Clock()
+    left = TimeLeft(clock)
+    left.expect_stages([("mid", 100.0), ("before", 10.0), ("rl", 90.0), ("after", 10.0)])
+    left.begin("mid", 100)
+    assert left.words() == "2 min left, 4 min of the run"
+
+    def take(steps: Iterable[int], step_s: float) -> None:
+        for step in steps:
+            clock.now_s += step_s
+            left.advance(step)
+
+    take(range(1, 51), 1.0)
+    assert left.words() == "50 s left, 3 min of the run"
+    take(range(51, 61), 10.0)
+    assert left.words() == "7 min left, 25 min of the run"
+    left.begin("before", 1)
+    assert left.words() == "2 min left, 18 min of the run"
 
 
 def test_a_stage_of_unknown_length_has_no_time_left() -> None:
-    output, clock = io.StringIO(), Clock()
-    observer = PlainObserver(Console(file=output, width=200), every_s=0, clock=clock)
+    observer, output, clock = plain(every_s=0)
     observer.stage_begins("tokenizer", 0)
-    clock.now_s += 4
-    observer.stage_advances(1, {})
-    assert output.getvalue().splitlines() == ["tokenizer", "tokenizer 1/?  4.0 s/step"]
+    advance(observer, clock, [1, 2], 4.0)
+    assert output.getvalue().splitlines()[-1] == "tokenizer 2/?  4.0 s/step  reward 0.25  pass 50%"
 
 
 def test_text_in_brackets_is_no_markup() -> None:

@@ -50,7 +50,7 @@ def test_a_key_that_has_vanished_is_named_with_the_way_on(
     newer.write_text(dump_config(RunConfig(name="old", runs_directory=str(tmp_path))))
     code, said, seen = resume(monkeypatch, newer)
     assert (code, seen) == (2, [])
-    assert "rl.warm_restarts: the run was begun with a key that this version does not know" in said
+    assert "rl.warm_restarts: the run was started with a key that this version does not know" in said
 
 
 def test_a_run_goes_on_without_a_key_that_is_dropped(
@@ -91,7 +91,7 @@ def test_only_what_is_not_known_is_dropped(
 def test_a_new_run_drops_nothing(begun: tuple[Path, RunDirectory]) -> None:
     result = etude("train", "--config", str(begun[0]), "--drop", "rl.warm_restarts")
     assert result.exit_code == 2
-    assert "is for --resume" in result.stderr
+    assert "is only valid with --resume" in result.stderr
 
 
 def test_a_run_that_is_refused_before_anything_came_of_it_leaves_no_directory(

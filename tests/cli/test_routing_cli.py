@@ -49,6 +49,14 @@ def test_a_load_prints_a_table_and_json() -> None:
     assert 0 < report["cache_hit_rate"] < 1
 
 
+def test_the_defaults_fit_a_model_of_short_context() -> None:
+    with served(FakeReplica(context=767)) as url:
+        done = etude("bench", "serve", url, "--sessions", "3", "--json")
+    assert done.exit_code == 0, done.output
+    assert (json.loads(done.stdout)["turns"], json.loads(done.stdout)["errors"]) == (18, {})
+    assert "3 sessions are shortened to the model's context of 767 tokens" in done.stderr
+
+
 def test_recorded_sessions_are_played(tmp_path: Path) -> None:
     TrajectoryLog(tmp_path).append([make_group(size=2)])
     with served(FakeReplica()) as url:

@@ -114,6 +114,7 @@ def test_a_sandbox_lives_on_the_server_between_commands(server: Path, tmp_path: 
     assert "no such sandbox" in etude("exec", *state, one, "true", code=3).lower()
 
 
+@pytest.mark.slow
 def test_a_damaged_snapshot_is_shown_as_such_and_can_be_deleted(server: Path) -> None:
     state = ("--state", str(server))
     box = etude("create", *state)
@@ -131,6 +132,7 @@ def test_a_damaged_snapshot_is_shown_as_such_and_can_be_deleted(server: Path) ->
     etude("kill", *state, box)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "localhost", "ftp://example.org", "http://", "//x:1"])
 def test_an_address_without_its_scheme_is_told_the_right_form(tmp_path: Path, address: str) -> None:
     said = etude("list", "--server", address, "--state", str(tmp_path), code=2)
@@ -139,6 +141,7 @@ def test_an_address_without_its_scheme_is_told_the_right_form(tmp_path: Path, ad
     assert "--peer" in etude("serve", "--peer", address, "--state", str(tmp_path), code=2)
 
 
+@pytest.mark.slow
 def test_the_doctor_finds_a_backend_that_works(tmp_path: Path) -> None:
     output = subprocess.run(
         [*ETUDE, "sandbox", "doctor", "--json", "--state", str(tmp_path)],

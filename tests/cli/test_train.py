@@ -4,8 +4,11 @@ from typing import Any
 
 import pytest
 
+from etude.cli.train import config_to_run, resumed_run
 from etude.config import RunConfig
-from etude.errors import SamplerError
+from etude.controller.forecast import with_steps
+from etude.controller.run_plan import store_plan
+from etude.errors import RunDirectoryError, SamplerError
 from etude.observe import Observer, RunDirectory
 from tests.cli.commands import etude, stand_in
 from tests.observe.report_data import finished_report, write_finished_run
@@ -76,6 +79,7 @@ def test_json_output_is_only_the_report(loop: Loop, config_file: Path) -> None:
     assert json.loads(result.stdout) == finished_report()
 
 
+@pytest.mark.slow
 def test_the_short_options_win_over_set(loop: Loop, config_file: Path) -> None:
     etude(
         "train",
@@ -94,31 +98,46 @@ def test_the_short_options_win_over_set(loop: Loop, config_file: Path) -> None:
     assert loop.calls[0][0].name == "5"
 
 
+@pytest.mark.slow
 def test_a_second_run_of_the_same_name_is_refused_with_a_way_out(loop: Loop, config_file: Path) -> None:
     assert etude("train", "--config", str(config_file)).exit_code == 0
     result = etude("train", "--config", str(config_file))
     assert result.exit_code == 2
-    assert "exists already" in result.stderr
+    assert "already exists" in result.stderr
     assert "--resume" in result.stderr
     assert "Traceback" not in result.stderr
     assert len(loop.calls) == 1
 
 
+@pytest.mark.slow
 def test_resuming_goes_on_with_the_run(loop: Loop, config_file: Path) -> None:
     etude("train", "--config", str(config_file))
-    result = etude("train", "--config", str(config_file), "--resume", "--set", "max_wall_s=60")
+    result = etude("train", "--config", str(config_file), "--resume")
     assert result.exit_code == 0, result.output
     assert loop.calls[1][2] is True
     assert loop.calls[1][1].path == loop.calls[0][1].path
 
 
+def test_the_command_of_a_run_whose_steps_were_planned_resumes_it(config_file: Path) -> None:
+    asked = config_to_run(config_file, ["max_wall_s=60"], resume=False, dropped=[])
+    run = RunDirectory.create(asked)
+    store_plan(run, asked, with_steps(asked, 10, 3))
+    for settings in (["max_wall_s=60"], [], ["rl.num_steps=3"]):
+        config = config_to_run(config_file, settings, resume=True, dropped=[])
+        assert resumed_run(config).path == run.path
+    with pytest.raises(RunDirectoryError, match="the run was started with 3"):
+        resumed_run(config_to_run(config_file, ["rl.num_steps=5"], resume=True, dropped=[]))
+
+
+@pytest.mark.slow
 def test_resuming_with_another_configuration_is_refused(loop: Loop, config_file: Path) -> None:
     etude("train", "--config", str(config_file))
     result = etude("train", "--config", str(config_file), "--resume", "--set", "rl.loss.cispo_cap=3.0")
     assert result.exit_code == 2
-    assert "rl.loss.cispo_cap: the run was begun with 5.0" in result.stderr
+    assert "rl.loss.cispo_cap: the run was started with 5.0" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_parts_elsewhere(loop: Loop, config_file: Path) -> None:
     etude("train", "--config", str(config_file))
     here = ("--executor", "local", "--set", "cluster.engines=2", "--set", "cluster.trainer.cpus=0.5")
@@ -136,6 +155,7 @@ def test_resuming_what_was_never_begun_is_refused(loop: Loop, config_file: Path)
     assert "no such directory" in result.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupt_names_the_command_that_resumes(
     monkeypatch: pytest.MonkeyPatch, config_file: Path
 ) -> None:

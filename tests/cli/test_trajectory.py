@@ -39,6 +39,7 @@ def test_every_command_has_help(command: str) -> None:
     assert "Usage" in result.stdout
 
 
+@pytest.mark.slow
 def test_runs_at_hand_are_searched_where_none_is_named(run: RunDirectory) -> None:
     for words in ([str(run.path), SOLVED], [SOLVED], ["demo/train-0-0/e0/g0/0"], ["train-0-0/e0/g0/0"]):
         result = etude("trajectory", "show", *words)
@@ -57,7 +58,7 @@ def test_no_run_at_hand_is_a_mistake_to_mend(tmp_path: Path, monkeypatch: pytest
 def test_an_id_is_missing(run: RunDirectory, command: str) -> None:
     result = etude("trajectory", command, str(run.path))
     assert result.exit_code == 2
-    assert "to be named" in result.stderr
+    assert "session id" in result.stderr
 
 
 def test_an_unknown_id_has_a_suggestion(run: RunDirectory) -> None:
@@ -70,7 +71,7 @@ def test_an_unknown_id_has_a_suggestion(run: RunDirectory) -> None:
 def test_an_ambiguous_id_lists_what_it_may_mean(run: RunDirectory) -> None:
     result = etude("trajectory", "show", str(run.path), "demo/train")
     assert result.exit_code == 2
-    assert "2 trajectories begin so" in result.stderr
+    assert "2 trajectories begin with this" in result.stderr
     assert "demo/train-0-0/e0/g0/0, demo/train-0-0/e0/g0/1" in result.stderr
 
 
@@ -172,7 +173,7 @@ def test_a_file_that_is_no_atif_is_reported(tmp_path: Path, text: str, words: st
 def test_a_replay_without_difference_succeeds(run: RunDirectory) -> None:
     result = etude("trajectory", "replay", SOLVED, "--backend", "memory")
     assert result.exit_code == 0, result.output
-    assert "5 turns, 6 calls made again" in result.stdout
+    assert "5 turns, 6 calls replayed" in result.stdout
     assert "no difference" in result.stdout
 
 
@@ -194,7 +195,7 @@ def test_a_replay_with_a_difference_says_where_and_fails(run: RunDirectory, tmp_
     words = ["replay", str(tmp_path / "one.json"), "--task", str(tmp_path / "task"), "--backend", "memory"]
     result = etude("trajectory", *words)
     assert result.exit_code == 1
-    assert "turn 1, call 1: list_dir was answered otherwise" in result.stdout
+    assert "turn 1, call 1: list_dir gave another result" in result.stdout
     assert "-ghost.py" in result.stdout
     found = json.loads(etude("trajectory", *words, "--json").stdout)
     (difference,) = found["differences"]
@@ -224,7 +225,7 @@ def test_a_fork_goes_on_and_is_written(run: RunDirectory, tmp_path: Path) -> Non
     result = etude("trajectory", "fork", SOLVED, *options, "--output", str(tmp_path / "new.json"))
     assert result.exit_code == 0, result.output
     assert "demo+fork1/train-0-0/e0/g0/0" in result.stdout
-    assert "1 turns, 1 call made again" in result.stderr
+    assert "1 turns, 1 call replayed" in result.stderr
     parted = etude("trajectory", "diff", SOLVED, str(tmp_path / "new.json"), "--json")
     assert json.loads(parted.stdout)["divergence"]["turn"] == 2
     document = json.loads(etude("trajectory", "fork", SOLVED, *options, "--json").stdout)

@@ -7,6 +7,7 @@ and an expert that knows the right line's text but mostly writes it in the wrong
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import re
 from collections.abc import Iterable
 from functools import cache
@@ -100,10 +101,14 @@ def learning_task(split: Split, number: int) -> Task:
 
 @cache
 def learned() -> Path:
-    """A Hugging Face directory with the mid-trained model and its tokenizer. Built unless it is there."""
+    """A Hugging Face directory with the mid-trained model and its tokenizer. Built unless it is there, once
+    for all processes that test at the same time."""
     directory = Path(__file__).parents[2] / ".cache" / f"learning-{_digest()}"
-    if not directory.exists():
-        _build(directory)
+    directory.parent.mkdir(exist_ok=True)
+    with directory.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not directory.exists():
+            _build(directory)
     return directory
 
 
@@ -125,7 +130,6 @@ def _build(directory: Path) -> None:
     )
     while trainer.num_steps_taken < CONFIG.midtrain.num_steps:
         trainer.step()
-    directory.parent.mkdir(exist_ok=True)
     save_checkpoint(directory, model, write_more=tokenizer.save)
 
 

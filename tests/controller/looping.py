@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from etude.agent import ScriptedSampler
 from etude.controller.local import LocalHandle
-from etude.controller.reinforcement import ReinforcementLoop
+from etude.controller.reinforcement import ReinforcementLoop, Validation
 from etude.observe.metrics import MemorySink
 from etude.observe.observer import RecordingObserver
 from etude.protocols import KvPolicy
@@ -101,6 +101,7 @@ class World:
         backend: SandboxBackend | None = None,
         stop_after: int = 1_000,
         parity: Sequence[float] = (),
+        validation: Validation | None = None,
         **settings: Any,
     ) -> None:
         self.events: list[str] = []
@@ -120,6 +121,7 @@ class World:
             self.metrics,
             self.observer,
             StopAfter(stop_after),
+            validation=validation,
         )
 
     def run(self, num_steps: int) -> int:

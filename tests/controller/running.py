@@ -20,6 +20,8 @@ from blake3 import blake3
 from safetensors.torch import load_file
 
 from etude.config import RunConfig, dump_config
+from etude.controller.forecast import Speeds
+from etude.controller.probing import Probe
 from etude.controller.train import train
 from etude.observe import Observer, RunDirectory
 from etude.observe.metrics import read_metrics
@@ -63,7 +65,7 @@ def tiny_config(directory: Path, **sections: Any) -> RunConfig:
             "updates_per_step": 1,
             "max_refill_rounds": 0,
         },
-        "evaluation": {"num_tasks": 4},
+        "evaluation": {"num_tasks": 4, "num_samples": 2, "num_repeated_tasks": 3},
         "checkpoint": {"every_s": 0.001, "curve_every_steps": 1},
     }
     for name, values in sections.items():
@@ -80,12 +82,15 @@ def changed(config: RunConfig, **sections: Any) -> RunConfig:
 
 
 def run_here(
-    config: RunConfig, resume: bool = False, observer: Observer | None = None
+    config: RunConfig,
+    resume: bool = False,
+    observer: Observer | None = None,
+    probe: Probe = lambda *_: Speeds(midtrain_step_s=1.0, rl_step_s=10.0, evaluation_s=5.0),
 ) -> tuple[RunDirectory, dict[str, Any]]:
-    """The run's directory and its report."""
+    """The run's directory and its report. `probe`: stands in for a measurement of this machine."""
     path = Path(config.runs_directory) / config.name
     run = RunDirectory.open(path) if resume else RunDirectory.create(config)
-    return run, train(config, run, observer or SilentObserver(), resume)
+    return run, train(config, run, observer or SilentObserver(), resume, probe)
 
 
 @contextlib.contextmanager

@@ -346,6 +346,7 @@ asyncio.run(go())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["before", "half", "after"])
 def test_a_session_survives_a_kill_in_the_middle_of_a_turn(root: Path, where: str) -> None:
     """Killed before a turn's changes are kept, in the middle of their writing, and before the session hears

@@ -60,6 +60,7 @@ def speak(root: Path, choice: ModelChoice) -> tuple[Status, str, np.ndarray]:
     return asyncio.run(go())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_padding", [0, 61])
 def test_a_checkpoint_directory_is_a_model(tmp_path: Path, num_padding: int) -> None:
     tokenizer, directory = etude_tokenizer(), tmp_path / "checkpoint"
@@ -70,6 +71,7 @@ def test_a_checkpoint_directory_is_a_model(tmp_path: Path, num_padding: int) -> 
     assert len(tokens) > 20
 
 
+@pytest.mark.slow
 def test_a_foreign_checkpoint_is_told_its_tools(tmp_path: Path) -> None:
     tokenizer = train_tokenizer((), 300, CHATML_TEMPLATE.control_tokens)
     directory = tmp_path / "foreign"

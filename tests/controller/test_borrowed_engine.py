@@ -16,6 +16,7 @@ from tests.inference.server.lending import NUMERICS, RunStore, lendable, rollout
 from tests.inference.server.serving import ADMIN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["pulse", "exchange"])
 def test_no_other_call_says_that_a_loan_has_ended_before_its_tokens_are_told(
     tmp_path: Path, other: str

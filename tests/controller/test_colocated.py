@@ -24,6 +24,7 @@ ADAPTED = {"adapter": {"rank": 4}}
 MUON = {"optimizer": {"matrix_optimizer": "muon"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "rl"),
     [(KERNELS, {}), *(pytest.param("eager", rl, marks=pytest.mark.slow) for rl in ({}, ADAPTED, MUON))],

@@ -179,6 +179,7 @@ def test_a_placed_model_recomputes_its_activations_if_told_to() -> None:
         assert {block.recompute for block in blocks} == {enabled}
 
 
+@pytest.mark.slow
 def test_threads_are_probed_within_the_models_window() -> None:
     threads = torch.get_num_threads()
     try:

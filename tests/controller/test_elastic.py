@@ -292,6 +292,7 @@ def test_what_leaves_nothing_to_borrow_for_is_refused(
         tiny_config(tmp_path, weights={"url": "w"}, elastic={"router": "http://h:1"}, **sections)
 
 
+@pytest.mark.slow
 def test_a_run_of_one_process_trains_while_its_router_does_not_answer(tmp_path: Path) -> None:
     config = tiny_config(
         tmp_path,

@@ -82,6 +82,7 @@ def test_replay_of_what_nobody_records_is_refused() -> None:
     check_routing(off, tiny_model("mixtral"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["mixtral", "llama"])
 def test_pre_training_goes_on_with_any_architecture(kind: str, tmp_path: Path) -> None:
     def make(vocab_size: int) -> TransformersModel:

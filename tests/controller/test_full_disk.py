@@ -13,6 +13,7 @@ from etude.training.checkpoints import saving
 from tests.controller.running import run_here, tiny_config
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_the_snapshots_of_the_curve_and_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

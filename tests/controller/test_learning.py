@@ -46,6 +46,7 @@ def reinforce(
     num_steps: int,
     kernels: Literal["auto", "eager"] = "auto",
     algorithm: Literal["policy_gradient", "rejection_sampling"] = "policy_gradient",
+    num_tasks: int = NUM_VALIDATION_TASKS,
 ) -> Outcome:
     """The first `num_steps` RL steps from the mid-trained model, then an evaluation on validation tasks."""
     tokenizer, model = load_learned()
@@ -61,7 +62,7 @@ def reinforce(
         async with open_parts(config, tokenizer, model) as parts:
             trainer = RlTrainer(model, rl, "learning", parts.weights, parts.blobs.get)
             digests, parity = await _run_loop(parts, rl, trainer, directory, num_steps)
-            tasks = [learning_task("validation", number) for number in range(NUM_VALIDATION_TASKS)]
+            tasks = [learning_task("validation", number) for number in range(num_tasks)]
             evaluation = await evaluate_policy(parts.environment, parts.service, tasks, "validation", 0, 96)
             return Outcome(digests, parity, evaluation)
 
@@ -95,6 +96,12 @@ async def _run_loop(
 
 
 @pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """A step that changes nothing: what the model can do without learning."""
+    return reinforce(tmp_path_factory.mktemp("control"), 0.0, 1)
+
+
+@pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """The run that learns."""
     directory = tmp_path_factory.mktemp("trained")
@@ -102,14 +109,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 def test_reinforcement_learning_solves_more_unseen_tasks_than_without_learning(
-    trained: Outcome, tmp_path: Path
+    trained: Outcome, control: Outcome
 ) -> None:
     """On validation tasks, whose functions no training task has.
 
     Measured: 14 % without learning, 52 % with it; 95 % intervals 8-22 % and 42-62 %. With other seeds of the
     rollouts 45, 49 and 48 %.
     """
-    control = reinforce(tmp_path, 0.0, CONFIG.rl.num_steps)
     assert len(set(control.digests)) == 1, "a learning rate of 0 changes no weight"
     assert len(set(trained.digests)) == len(trained.digests), "each step changes the weights"
     after, before = trained.evaluation.sampled, control.evaluation.sampled
@@ -122,13 +128,12 @@ def test_trainer_and_engine_agree_on_every_token(trained: Outcome) -> None:
 
 
 def test_the_same_run_twice_gives_the_same_weights(trained: Outcome, tmp_path: Path) -> None:
-    again = reinforce(tmp_path, CONFIG.rl.optimizer.learning_rate, 3)
-    assert again.digests == trained.digests[:4]
+    again = reinforce(tmp_path, CONFIG.rl.optimizer.learning_rate, 2, num_tasks=1)
+    assert again.digests == trained.digests[:3]
 
 
-def test_it_learns_without_native_kernels_by_rejection_sampling(tmp_path: Path) -> None:
+def test_it_learns_without_native_kernels_by_rejection_sampling(control: Outcome, tmp_path: Path) -> None:
     rate = CONFIG.rl.optimizer.learning_rate
-    learned = reinforce(tmp_path / "learned", rate, CONFIG.rl.num_steps, "eager", "rejection_sampling")
-    control = reinforce(tmp_path / "control", 0.0, 1, "eager")
+    learned = reinforce(tmp_path, rate, CONFIG.rl.num_steps, "eager", "rejection_sampling")
     assert learned.parity < 1e-3
     assert learned.evaluation.sampled["ci95"][0] > control.evaluation.sampled["pass_rate"]

@@ -115,6 +115,7 @@ def all_home(run: Run, replicas: list[Served]) -> bool:
     return all(ready) and [version_of(served) for served in replicas] == [HOME] * len(replicas)
 
 
+@pytest.mark.slow
 def test_a_schedule_lends_by_night_and_users_of_the_night_have_their_replica_back_at_once(
     replicas: list[Served], tmp_path: Path
 ) -> None:
@@ -145,6 +146,7 @@ def test_a_schedule_lends_by_night_and_users_of_the_night_have_their_replica_bac
     asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_load_lends_and_users_who_come_back_have_their_replica_at_once(
     replicas: list[Served], tmp_path: Path
 ) -> None:
@@ -168,6 +170,7 @@ def test_load_lends_and_users_who_come_back_have_their_replica_at_once(
     asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_a_router_that_has_forgotten_its_loans_gets_the_replica_back_and_lends_it_again(
     replicas: list[Served], tmp_path: Path
 ) -> None:

@@ -12,8 +12,10 @@ from etude.observe.metrics import read_metrics
 from etude.training.checkpoints import load_state
 from tests.controller.running import run_here, tiny_config
 from tests.controller.test_vllm_run import checkpoint, small_model
+from tests.inference.builders import needs_compiler
 
 
+@needs_compiler
 def test_a_run_trains_adapters_and_publishes_the_merged_weights(tmp_path: Path) -> None:
     initial = checkpoint(tmp_path / "initial", small_model)
     config = tiny_config(

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from etude.cli.served_model import make_shelf
-from etude.config import RunConfig, dump_config, parse_config
+from etude.config import RunConfig, parse_config
 from etude.config.parallel import ParallelConfig
 from etude.controller.corpora import session_control_tokens
 from etude.controller.mixtures import settle
 from etude.controller.pretraining import pretrain
 from etude.controller.sft import fine_tune
 from etude.errors import ConfigError
-from etude.observe import RunDirectory, SilentObserver, read_metrics
+from etude.observe import RunDirectory, SilentObserver
 from etude.tokens.training import train_tokenizer
 from etude.training import load_checkpoint
 from etude.training.checkpoints.shards import num_writers
@@ -136,22 +136,6 @@ def _kill_once_saved(config: RunConfig) -> None:
     assert done.returncode == -signal.SIGKILL
     assert (run.checkpoints / "latest").exists()
     assert not (run.checkpoints / "final").exists(), "it was killed on the way"
-
-
-@pytest.mark.slow
-def test_torchrun_starts_the_ranks_of_the_command(tmp_path: Path) -> None:
-    config = _config(tmp_path, "torchrun", {}, num_steps=4)
-    file, script = tmp_path / "config.toml", tmp_path / "main.py"
-    file.write_text(dump_config(config))
-    script.write_text('if __name__ == "__main__":\n    from etude.cli import main\n\n    main()\n')
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    command += ["pretrain", "--config", str(file), "--ranks", "2"]
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    run = RunDirectory.open(tmp_path / "runs" / "torchrun")
-    assert (run.read_json(run.report_file) or {})["steps"] == 4
-    assert num_writers(run.checkpoints / "latest") in (0, 2)
-    assert [row["step"] for row in read_metrics(run.metrics_file) if row["kind"] == "pretrain"] == [4]
 
 
 def test_what_ranks_cannot_train_is_refused_before_there_is_a_run(tmp_path: Path) -> None:

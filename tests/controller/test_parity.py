@@ -130,6 +130,18 @@ def test_sides_of_two_versions_are_not_compared() -> None:
         asyncio.run(gate.measure(PolicyVersion("run", 2)))
 
 
+def test_tokens_as_they_were_decoded_are_judged_as_well() -> None:
+    apart, tiny = {"parity_k3": 0.02, "parity_max": 0.2}, {"parity_k3": 1e-14, "parity_max": 1e-7}
+    gate_of().judge_sampled(tiny, 1)
+    gate_of(num_sequences=0).judge_sampled(apart, 1)
+    for strict, metrics in ({}, apart), ({}, {"parity_max": math.nan}), ({"numerics": "invariant"}, tiny):
+        with pytest.raises(ParityError, match=r"in step 7, over the tokens that the engine decoded"):
+            gate_of(**strict).judge_sampled(metrics, 7)
+    lenient = gate_of(on_failure="warn")
+    lenient.judge_sampled(apart, 1)
+    assert lenient.worst == {"sampled_failed": 1.0}
+
+
 # ---- real sides --------------------------------------------------------------------------------
 
 
@@ -225,6 +237,15 @@ def test_weights_that_do_not_pass_are_neither_saved_nor_sampled_from(tmp_path: P
         world.run(3)
     assert world.events[-1] == "score 1"
     assert [row["step"] for row in world.metrics.rows if row["kind"] == "parity"] == [0, 1], "it is on record"
+
+
+def test_a_step_whose_tokens_were_decoded_wrongly_is_not_saved(tmp_path: Path) -> None:
+    """Though the engine scores the same tokens rightly."""
+    world = gated(World(tmp_path, parity=[0.01, 0.5]), 0.0)
+    with pytest.raises(ParityError, match="step 2"):
+        world.run(3)
+    assert [event for event in world.events if event.startswith("saved")] == ["saved 1"]
+    assert [row["step"] for row in world.metrics.rows if row["kind"] == "rl"] == [1, 2], "it is on record"
 
 
 def test_an_engine_that_cannot_score_ends_the_run_with_its_own_error(tmp_path: Path) -> None:

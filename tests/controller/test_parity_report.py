@@ -146,6 +146,7 @@ def test_prompts_of_a_text_are_pieces_from_all_over_it() -> None:
         text_prompts(text, 60, 10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [small_model, glm_model])
 def test_vllm_is_compared_as_our_engine_is(make: Callable[[int], AnyModel], tmp_path: Path) -> None:
     model = make(VOCAB)

@@ -310,6 +310,7 @@ def test_rates_that_are_not_given_are_measured_and_named() -> None:
     assert rates.flops_per_s == 1e12 and rates.bytes_per_s > 1e8
 
 
+@pytest.mark.slow
 def test_qwen3_4b_with_adapters_fits_one_gpu_of_80_gb() -> None:
     plan = make_plan(load_config(Path("configs/qwen3-4b-1gpu.toml"), []))
     assert plan.sizes.parameters == 4_022_468_096  # as published

@@ -92,6 +92,7 @@ def test_the_held_out_loss_of_every_source_falls_and_everything_is_accounted_for
     assert drafts is not None and len(drafts.layers) == 1
 
 
+@pytest.mark.slow
 def test_continuing_from_a_checkpoint_uses_its_tokenizer_and_draft_layers(tmp_path: Path) -> None:
     first, before = _run(_config(tmp_path, drafts={"num_layers": 1}))
     config = _config(tmp_path, drafts={"num_layers": 1, "only": True}, num_steps=8).model_copy(

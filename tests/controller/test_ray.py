@@ -8,25 +8,21 @@ from pathlib import Path
 import pytest
 
 from etude.config import ClusterConfig, RunConfig
-from etude.controller.arrangement import check_executor, is_reproducible, part_resources
+from etude.controller.arrangement import check_executor, part_resources
 from etude.errors import ConfigError, ResourceError
 from etude.observe import RunDirectory
 from etude.observe.machine import available_cores
 from etude.observe.metrics import read_metrics
 from etude.weights import WeightStore
-from tests.controller.learning import learned
 from tests.controller.running import (
-    changed,
     collected,
     final_weights,
     num_rl_steps,
     run_elsewhere,
-    run_here,
     tiny_config,
     wait_until,
 )
 from tests.controller.test_resume import learning_config, rl_figures
-from tests.sandbox.test_lifecycle import eventually
 
 pytest.importorskip("ray")
 
@@ -81,26 +77,6 @@ def fault_modes(config: RunConfig) -> list[str]:
     return [row["mode"] for row in rows if row["kind"] == "fault"]
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
-    """The run in one process, which the others are compared with."""
-    learned()
-    return run_here(learning_config(tmp_path_factory.mktemp("local")))[0]
-
-
-@pytest.mark.slow
-def test_over_ray_a_run_gives_the_same_tokens_and_weights_as_in_one_process(
-    undisturbed: RunDirectory, tmp_path: Path
-) -> None:
-    run, report = run_here(over_ray(tmp_path))
-    assert collected(run) == collected(undisturbed)
-    assert final_weights(run) == final_weights(undisturbed)
-    assert rl_figures(run) == rl_figures(undisturbed)
-    assert report["faults"] == {}
-    assert report["throughput"]["decode_tokens"] > 0
-    assert run.environment["reproducible"]
-
-
 @pytest.mark.slow
 def test_over_ray_a_trainer_on_two_ranks_publishes_parts_and_trains_as_in_one_place(tmp_path: Path) -> None:
     """Both ranks' parts reach the engines through a store, here in the run's process and there in actors; the
@@ -126,51 +102,6 @@ def test_over_ray_a_trainer_on_two_ranks_publishes_parts_and_trains_as_in_one_pl
     assert collected(ray) == collected(local)
     assert final_weights(ray) == final_weights(local)
     assert rl_figures(ray) == rl_figures(local)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_bit_for_bit_when_its_trainer_is_killed_and_its_driver_too(
-    undisturbed: RunDirectory, tmp_path: Path
-) -> None:
-    config = over_ray(tmp_path)
-    with run_elsewhere(config) as process:
-        wait_until(process, lambda: num_rl_steps(config) >= 1)
-        assert kill_one("trainer")
-        wait_until(process, lambda: num_rl_steps(config) >= 2)
-        process.kill()
-        process.wait()
-    assert eventually(lambda: not processes(""), 60.0), "parts outlive the run"
-    with run_elsewhere(config, resume=True) as process:
-        output = process.communicate(timeout=300)[0]
-        assert process.returncode == 0, output
-    run = RunDirectory.open(Path(config.runs_directory) / config.name)
-    assert final_weights(run) == final_weights(undisturbed)
-    assert collected(run) == collected(undisturbed)
-    faults = [row for row in read_metrics(run.metrics_file) if row["kind"] == "fault"]
-    assert [(row["name"], row["mode"]) for row in faults][:1] == [("trainer", "lost")]
-
-
-@pytest.mark.slow
-def test_sessions_outlive_engines_and_sampling_goes_on_while_the_trainer_is_at_it(tmp_path: Path) -> None:
-    config = over_ray(tmp_path, engines=2, engine={"cpus": 0.5}, trainer={"cpus": 0.5})
-    config = changed(config, rl={"max_staleness": 2, "num_steps": 10_000})
-    assert not is_reproducible(config)
-    with run_elsewhere(config) as process:
-        for number in (0, 1):
-            step = num_rl_steps(config)
-            wait_until(process, lambda step=step: num_rl_steps(config) > step)
-            assert kill_one(f"engine-{number}")
-            wait_until(process, lambda number=number: fault_modes(config).count("restarted") > number)
-        step = num_rl_steps(config)
-        wait_until(process, lambda: num_rl_steps(config) > step)
-        process.send_signal(signal.SIGINT)
-        output = process.communicate(timeout=300)[0]
-        assert process.returncode == 130, output
-    run = RunDirectory.open(Path(config.runs_directory) / config.name)
-    assert all(status in ("done", "limit") for _, status, *_ in collected(run)), "no session was lost"
-    report = run.read_json(run.report_file)
-    assert report is not None
-    assert report["faults"] == {"lost": 2, "restarted": 2}
 
 
 def _bound() -> socket.socket:

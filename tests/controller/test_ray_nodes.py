@@ -34,25 +34,35 @@ class Part:
         return os.getpid()
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Three machines of a core each, in the failure domains a (the head), b and c, all on loopback."""
+@pytest.fixture(scope="module")
+def machines() -> Iterator[Any]:
+    """Three machines of a core each, in the failure domains a (the head), b and c, all on loopback. One takes
+    seconds to start: all tests have the same, and those that take machines away or add them come last."""
     from ray._private import ray_constants
     from ray.cluster_utils import Cluster
 
-    # Else Ray takes an address on loopback for one of this machine's others, where nobody listens.
-    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
-    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    with pytest.MonkeyPatch.context() as patch:
+        # Else Ray takes an address on loopback for one of this machine's others, where nobody listens.
+        patch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
+        patch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        head = {**COMMON, "include_dashboard": False, "labels": {LABEL: "a"}}
+        made = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            for domain in "bc":
+                add_node(made, domain)
+            yield made
+        finally:
+            made.shutdown()
 
-    head = {**COMMON, "include_dashboard": False, "labels": {LABEL: "a"}}
-    made = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        for domain in "bc":
-            add_node(made, domain)
-        yield made
-    finally:
-        made.shutdown()
+
+@pytest.fixture
+def cluster(machines: Any) -> Iterator[Any]:
+    """Those, left by the test before."""
+    import ray
+
+    yield machines
+    ray.shutdown()  # what a test that failed may not have done
 
 
 def add_node(cluster: Any, domain: str) -> Any:

@@ -4,14 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from etude.config import RewardConfig
 from etude.controller.local import LocalHandle
+from etude.controller.reinforcement import Validation
 from etude.errors import InfrastructureError
-from etude.records import Status
+from etude.records import RewardBreakdown, Status, Trajectory
 from etude.rollout.collect import CollectorState
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.faulty import FaultyBackend
 from tests.controller.looping import World
 from tests.environment.playing import FAILS, SOLVES
+from tests.store.builders import make_trajectory
 
 
 def test_each_step_samples_keeps_trains_publishes_and_saves(tmp_path: Path) -> None:
@@ -88,6 +91,28 @@ def test_a_step_without_finite_parity_leaves_a_report_that_can_be_written(tmp_pa
     world = World(tmp_path, parity=[math.inf, 0.5, math.nan])
     world.run(3)
     assert world.loop.parity == {"k3": 0.25, "max_abs_dlogp": 0.5}
+
+
+def test_validation_decides_on_the_weight_that_later_groups_and_a_resumed_loop_have(tmp_path: Path) -> None:
+    """Two looks at four tasks: all solved at a price, then half of them for nothing."""
+    dear, free = (RewardBreakdown(1.0, {"length": -price}) for price in (0.1, 0.0))
+    looks = [[dear] * 4, [free, free, RewardBreakdown(0.0), RewardBreakdown(0.0)]]
+
+    async def play() -> list[Trajectory]:
+        rewards = looks.pop(0)
+        return [make_trajectory(n, reward=reward) for n, reward in enumerate(rewards)]
+
+    reward = RewardConfig.model_validate({"price": {"validate_every": 2}})
+    world = World(tmp_path, validation=Validation(play, reward))
+    world.run(5)
+    assert [group.price_weight for group in world.log.read()] == [1.0] * 8 + [0.5] * 2
+    state = CollectorState(**dict(world.loop.collector_state))
+    assert (state.price.weight, state.price.pass_rate) == (0.5, 0.5)
+    rows = [row for row in world.metrics.rows if row["kind"] == "price"]
+    assert [(row["step"], row["validation_pass_rate"], row["price_weight"]) for row in rows] == [
+        (2, 1.0, 1.0),
+        (4, 0.5, 0.5),
+    ]
 
 
 def test_figures_of_a_step_tell_what_was_sampled_and_dropped(tmp_path: Path) -> None:

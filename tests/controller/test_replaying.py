@@ -191,6 +191,7 @@ def test_a_fork_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     assert not (tmp_path / "mine").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [0, 1, 3, 6, 10, 20, 40, 80])
 def test_a_fork_that_is_cancelled_leaves_nothing_behind(tmp_path: Path, steps: int) -> None:
     one = stored(tmp_path)

@@ -57,6 +57,7 @@ def test_a_cheat_succeeds_under_its_naive_grader_and_earns_nothing_here(cheat: C
     assert verdict.cause
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(NAIVE))
 def test_naive_graders_fail_the_unsolved_task_without_a_cheat(name: str) -> None:
     naive, verdict = outcomes(None, NAIVE[name])
@@ -133,6 +134,7 @@ def test_code_in_the_process_of_the_tests_cannot_forge_a_verdict(code: str) -> N
     assert not outcomes(cheat, exit_code_in_place)[1].passed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [READ_THE_CALLER, ALWAYS_EQUAL], ids=["read the caller", "always equal"])
 def test_the_same_code_does_pass_a_runner_that_compares_in_process(code: str) -> None:
     cheat = Cheat("in process", "", "", {"lib/tally.py": code})

@@ -22,7 +22,7 @@ from tests.environment.playing import FINISH, MEND, READ, TASK, new_environment,
 from tests.sandbox.backends import with_backend
 
 FILES_ONLY = ["unisolated", "local"]
-FULL = [pytest.param(name, marks=pytest.mark.slow) for name in ("gvisor", "vm")]
+FULL = [pytest.param(name, marks=[pytest.mark.slow, pytest.mark.foreign]) for name in ("gvisor", "vm")]
 
 COUNT = "n=0; while true; do n=$((n+1)); echo $n > beat.txt; sleep 0.1; done"
 START = ToolCall("run_command", {"command": COUNT, "background": "true"})
@@ -129,6 +129,7 @@ def test_a_session_with_live_processes_is_not_forked_for_a_group_and_goes_on(nam
     with_backend(name, scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES_ONLY)
 def test_no_snapshot_of_files_alone_is_taken_while_processes_live(name: str) -> None:
     async def scenario(backend: SandboxBackend) -> None:

@@ -46,7 +46,7 @@ from tests.sandbox.backends import with_backend
 
 PARENT = TrajectoryId("run", TASK.id, 0, 4, 0)
 SIBLINGS = tuple(Place(replace(PARENT, index=9 + n), (7, 4, 9 + n)) for n in range(2))
-PLAN = ForkPlan("first_edit", replace(PARENT, index=8), SIBLINGS, (7, 4, 1))
+PLAN = ForkPlan("first_edit", SIBLINGS, (7, 4, 1))
 
 
 def play(session_id: str) -> Sequence[Turn]:
@@ -79,9 +79,9 @@ def test_siblings_go_on_from_the_very_state_and_are_graded_on_their_own() -> Non
     offset = parent.turns[1].start
     assert (episode.origin.segment_id, episode.origin.offset) == (segment.id, offset)
     assert episode.origin.fidelity == "filesystem"
-    assert [m.id.index for m in episode.members] == [8, 9, 10]
-    assert [m.reward.task for m in episode.members if m.reward] == [0.0, 1.0, 0.0]
-    for member in episode.members:
+    assert [m.id.index for m in episode.siblings] == [9, 10], "not what the forked session itself did"
+    assert [m.reward.task for m in episode.siblings if m.reward] == [1.0, 0.0]
+    for member in episode.siblings:
         (own,) = member.segments
         assert (own.relation, own.parent) == (Relation.FORK, (segment.id, offset))
         assert own.tokens[:offset].tolist() == segment.tokens[:offset].tolist()
@@ -94,7 +94,6 @@ def test_siblings_go_on_from_the_very_state_and_are_graded_on_their_own() -> Non
         assert member.facts["fork_fidelity"] == "filesystem"
         assert member.facts["forked_at"] == 1
         assert member.facts["sampled_tokens"] == member.num_sampled_tokens
-    assert episode.members[0].segments[0].tokens.tolist() == segment.tokens.tolist()
     assert not backend.live
     assert not sampler.open_sessions
 
@@ -139,8 +138,8 @@ def test_a_sibling_that_we_failed_is_reported_as_such_and_nothing_is_left() -> N
 
     sampler = Failing(script_of(play), route_shape=(2, 2))
     episode = fork(backend, sampler)
-    assert [m.status for m in episode.members] == [Status.DONE, Status.DONE, Status.INFRASTRUCTURE]
-    assert episode.members[2].reward is None
+    assert [m.status for m in episode.siblings] == [Status.DONE, Status.INFRASTRUCTURE]
+    assert episode.siblings[1].reward is None
     assert not backend.live
     assert not sampler.open_sessions
 
@@ -179,8 +178,8 @@ def test_a_sibling_without_a_sandbox_is_reported_as_such_also_behind_a_summary()
     episode = asyncio.run(run)
     assert episode.origin is not None
     assert episode.origin.segment_id != f"{PARENT}#0", "the edit comes in a later context"
-    assert [m.status for m in episode.members] == [Status.DONE, Status.DONE, Status.INFRASTRUCTURE]
-    failed = episode.members[2]
+    assert [m.status for m in episode.siblings] == [Status.DONE, Status.INFRASTRUCTURE]
+    failed = episode.siblings[1]
     assert failed.segments[0].parent == (episode.origin.segment_id, episode.origin.offset)
     assert failed.num_sampled_tokens == 0
     assert not inner.live
@@ -194,7 +193,7 @@ def scripted_end() -> ScriptedSampler:
 def test_a_fork_that_cannot_be_made_leaves_the_session_as_it_is() -> None:
     backend = FaultyBackend(MemoryBackend(), {"fork": 1})
     episode = fork(backend)
-    assert (episode.refused, episode.members, episode.origin) == (Refused.INFRASTRUCTURE, (), None)
+    assert (episode.refused, episode.siblings, episode.origin) == (Refused.INFRASTRUCTURE, (), None)
     assert episode.trajectory.status is Status.DONE
     assert episode.trajectory.reward is not None
 
@@ -203,7 +202,7 @@ def test_a_failure_of_the_forked_session_does_all_of_it_again() -> None:
     inner = MemoryBackend()
     episode = fork(FaultyBackend(inner, {"run_tests": 1}))
     assert episode.trajectory.attempt == 1
-    assert [m.reward.task for m in episode.members if m.reward] == [0.0, 1.0, 0.0]
+    assert [m.reward.task for m in episode.siblings if m.reward] == [1.0, 0.0]
     assert not inner.live
 
 
@@ -295,6 +294,6 @@ def test_an_engine_that_opens_no_sibling_fails_the_attempt_and_leaves_nothing_be
 
     sampler = Refusing(script_of(play))
     episode = fork(backend, sampler)
-    assert (episode.trajectory.status, episode.members) == (Status.INFRASTRUCTURE, ())
+    assert (episode.trajectory.status, episode.siblings) == (Status.INFRASTRUCTURE, ())
     assert not backend.live
     assert not sampler.open_sessions

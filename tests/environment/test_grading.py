@@ -186,6 +186,7 @@ def test_a_sandbox_that_fails_fails_no_session_that_only_waited_for_its_verdict(
     assert len([one for one in found if isinstance(one, Verdict)]) == 2
 
 
+@pytest.mark.slow
 def test_judging_that_fails_when_nobody_waits_any_more_is_no_loose_error() -> None:
     class LateBackend(MemoryBackend):
         async def create(self, *arguments: Any, **options: Any) -> MemorySandbox:

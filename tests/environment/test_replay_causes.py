@@ -35,6 +35,7 @@ def test_an_error_is_never_explained_away() -> None:
     assert causes_of(difference("in 1s", "in 2s", ToolErrorClass.TIMEOUT)) == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", ["0x", "1", "12:", "2026-11-21 ", "/tmp/", "1.1 "])
 def test_long_answers_take_linear_time(piece: str) -> None:
     def seconds(length: int) -> float:

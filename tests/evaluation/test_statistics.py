@@ -1,48 +1,46 @@
-from dataclasses import replace
+import itertools
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.evaluation import summarize, wilson_interval
+from etude.evaluation import Prices, pass_at_k, session_figures, summarize, wilson_interval
 from etude.records import RewardBreakdown, Status, Task, Trajectory
+from tests.evaluation.rows import rows_of
 from tests.store.builders import make_trajectory
 
 
-@pytest.mark.parametrize(
-    ("passed", "n", "low", "high"),
-    [
-        # R: prop.test(81, 263, correct = FALSE); Newcombe 1998, table I.
-        (81, 263, 0.2553, 0.3662),
-        (15, 148, 0.0624, 0.1605),
-        (0, 20, 0.0, 0.1611),
-        (1, 29, 0.0061, 0.1718),
-    ],
-)
-def test_the_interval_is_that_of_the_literature(passed: int, n: int, low: float, high: float) -> None:
-    assert wilson_interval(passed, n) == pytest.approx((low, high), abs=5e-5)
+@given(st.lists(st.booleans(), min_size=1, max_size=9), st.integers(1, 9))
+def test_pass_at_k_is_the_share_of_choices_with_a_success(verdicts: list[bool], k: int) -> None:
+    n = len(verdicts)
+    if k > n:
+        with pytest.raises(ValueError, match="k must be in"):
+            pass_at_k(n, sum(verdicts), k)
+        return
+    choices = list(itertools.combinations(verdicts, k))
+    assert pass_at_k(n, sum(verdicts), k) == pytest.approx(sum(map(any, choices)) / len(choices))
 
 
-def test_without_trials_anything_is_possible() -> None:
-    assert wilson_interval(0, 0) == (0.0, 1.0)
+def test_sessions_come_to_figures() -> None:
+    figures = session_figures(rows_of({"a": "++++", "b": "+---", "c": "----"}), Prices(1.0, 10.0))
+    assert (figures["tasks"], figures["sessions"], figures["voided"]) == (3, 12, 0)
+    assert figures["pass_rate"] == pytest.approx(5 / 12)
+    low, high = figures["ci95"]
+    assert low < 5 / 12 < high
+    assert figures["pass_at"] == {"1": pytest.approx(5 / 12), "2": 0.5, "4": pytest.approx(2 / 3)}
+    assert (figures["turns"], figures["parallel_share"]) == (4.0, 0.25)
+    assert figures["seconds_per_solved"] == pytest.approx(12 * 3 / 5)
+    assert figures["tokens_per_solved"] == pytest.approx(12 * 100 / 5)
+    assert figures["cost_per_solved"] == pytest.approx(12 * 2e-3 / 5)
 
 
-@given(st.integers(1, 5_000), st.floats(0, 1))
-def test_the_interval_holds_the_share_and_mirrors(n: int, share: float) -> None:
-    passed = round(share * n)
-    low, high = wilson_interval(passed, n)
-    assert 0.0 <= low <= passed / n <= high <= 1.0
-    mirrored = wilson_interval(n - passed, n)
-    assert mirrored == pytest.approx((1 - high, 1 - low), abs=1e-9)
-    wider = wilson_interval(passed, n, z=2.58)
-    assert wider[0] <= low
-    assert high <= wider[1]
-
-
-@given(st.integers(1, 200), st.integers(2, 20))
-def test_more_trials_make_it_narrower(n: int, times: int) -> None:
-    few, many = wilson_interval(n // 2, n), wilson_interval(n // 2 * times, n * times)
-    assert many[1] - many[0] < few[1] - few[0]
+def test_voided_sessions_are_a_second_figure() -> None:
+    figures = session_figures(rows_of({"a": "+?", "b": "-?", "c": "??"}))
+    assert (figures["tasks"], figures["voided"]) == (3, 4)
+    assert figures["pass_rate"] == 0.5
+    assert figures["pass_rate_voided_failed"] == pytest.approx(1 / 6)
+    assert figures["pass_at"] == {"1": 0.5, "2": None}
+    assert session_figures(rows_of({"a": "-"}))["seconds_per_solved"] is None
 
 
 def judged(
@@ -90,4 +88,4 @@ def test_no_session_at_all_says_nothing() -> None:
 def test_each_task_needs_its_trajectory() -> None:
     task, trajectory = judged(True, 1, "operator")
     with pytest.raises(ValueError, match="zip"):
-        summarize([task, replace(task, id="other")], [trajectory])
+        summarize([task, task], [trajectory])

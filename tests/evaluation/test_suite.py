@@ -36,6 +36,19 @@ def test_a_policy_is_judged_greedily_and_at_temperature_one() -> None:
     assert {r.params.temperature for r in sampler.requests} == {0.0, 1.0}
 
 
+def test_repeated_tasks_are_judged_by_whether_one_of_several_sessions_solves_them() -> None:
+    def play(session_id: str):
+        name, task, _, _, attempt = session_id.split("/")
+        sample = int(attempt.partition("~")[0])
+        return SOLVES if name.endswith("-sampled") and task == "task-1" and sample == 2 else FAILS
+
+    sampler = ScriptedSampler(script_of(play))
+    evaluation = asyncio.run(evaluate_policy(new_environment(), sampler, TASKS, "before", 4, 8, 3, 2))
+    assert evaluation.pass_at_k == {"pass_at_3": 0.5}
+    assert (evaluation.sampled["n"], evaluation.sampled["pass_rate"]) == (5, 0.0)
+    assert len({r.session_id for r in sampler.requests}) == 5 + 5 + 2 * 2
+
+
 def test_some_failures_of_ours_are_counted_and_change_nothing_else() -> None:
     backend = FaultyBackend(MemoryBackend(), {"run_probes": 2})
     environment = new_environment(backend, max_attempts=1)

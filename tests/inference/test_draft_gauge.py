@@ -78,6 +78,7 @@ def test_more_sessions_in_a_step_never_want_more_drafts(share: float) -> None:
     assert wanted[0] > wanted[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ALL_KERNELS)
 @pytest.mark.parametrize("source", ["lookup", "layers"])
 def test_an_engine_leaves_drafts_that_never_stand_and_samples_the_same(kernels: str, source: str) -> None:

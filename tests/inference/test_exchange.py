@@ -99,6 +99,7 @@ def test_what_does_not_end_in_time_is_cut_off_and_said_to_be() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("in_thread", [False, True])
 def test_an_abort_does_not_overtake_its_request(in_thread: bool) -> None:
     most = 4000  # many seconds' worth: it cannot end before it is aborted

@@ -75,6 +75,7 @@ async def play(copy_s: Callable[[], float]) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.slow
 def test_copies_of_any_speed_give_the_same_bits_and_the_same_steps() -> None:
     instant = run(play(lambda: 0.0))
     for wait_s in (0.001, 0.004, 0.03):

@@ -74,6 +74,7 @@ def _sample_all(engine: Engine, temperature: float, num_tokens: int = 40) -> lis
     return clients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ALL_KERNELS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("num_layers", "num_drafts"), [(1, 1), (1, 3), (2, 4)])
@@ -94,6 +95,7 @@ def test_tokens_and_routes_are_those_without_drafts(
     assert engine.counters.preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_drafts", [1, 4])
 def test_layers_that_know_what_the_model_knows_are_always_right(temperature: float, num_drafts: int) -> None:
@@ -123,6 +125,7 @@ def _reference(model: LanguageModel, drafts: DraftLayers, tokens: NDArray[np.int
     return known[length:].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_layers", "num_drafts", "changes"),
     [(1, 1, {}), (1, 3, {}), (2, 2, {}), (3, 3, {}), (2, 3, _DENSE), (2, 3, _LATENT)],
@@ -210,6 +213,7 @@ def test_an_abort_between_draft_and_verification_leaves_nothing_behind() -> None
     again.check(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_layers_that_lag_behind_the_weights_change_no_token(kv: str) -> None:
     models, drafts = [small_model(1), small_model(2)], draft_layers(small_model(1), 2)
@@ -233,6 +237,7 @@ def _snapshot(model: LanguageModel, drafts: DraftLayers) -> dict[str, Tensor]:
     return own | {DRAFT_PREFIX + name: p.detach() for name, p in drafts.named_parameters()}
 
 
+@pytest.mark.slow
 def test_weights_bring_their_draft_layers_along_or_keep_those_in_service() -> None:
     model, knowing = _bigrams()
     engine = small_engine(model, drafts=MtpDrafts(draft_layers(model, 2), 2, adaptive=False))

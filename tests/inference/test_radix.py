@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -97,7 +97,6 @@ def test_clearing_forgets_prefixes_and_leaves_sessions_their_pages() -> None:
     tree.check([])
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_any_use_keeps_the_books_and_matches_only_what_was_put_in(data: st.DataObject) -> None:
     tree = PageTree(12)

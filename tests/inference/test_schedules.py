@@ -156,6 +156,7 @@ def _check_versions(client: Client) -> None:
         np.testing.assert_array_equal(routes, fresh_routes(MODELS[last.step % 3], tokens)[:-1])
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.data())
 def test_kept_keys_stay_their_sessions_own_and_new_sessions_see_only_the_new(data: st.DataObject) -> None:

@@ -103,6 +103,7 @@ def test_tools_of_any_speed_give_the_same_bits_and_the_same_steps(num_sessions: 
     assert slow[0] == slow[1] == instant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_steps", [None, 0])
 def test_other_delays_serve_every_session_right(delay_steps: int | None) -> None:
     source = random.Random(3)

@@ -18,6 +18,7 @@ def _computed(engine: Engine) -> int:
     return engine.counters.prefill_tokens + engine.counters.decode_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ALL_KERNELS)
 @pytest.mark.parametrize("length", [9, 16, 17, 40, 64])
 @pytest.mark.parametrize("prefill_tokens", [8, 256])

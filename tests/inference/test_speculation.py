@@ -73,6 +73,7 @@ def test_lookups_that_make_no_sense_are_refused() -> None:
             NgramLookup(*values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ALL_KERNELS)
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
 def test_tokens_and_logprobs_are_those_without_drafts(temperature: float, kernels: Kernels) -> None:

@@ -191,6 +191,7 @@ def test_alternatives_stay_with_their_tokens_when_they_stream() -> None:
     np.testing.assert_array_equal(streamed, whole.top_tokens)
 
 
+@pytest.mark.slow
 def test_steps_wait_for_staging_only_where_the_schedule_must_be_reproducible() -> None:
     """A fetch that takes long: the loop stays free, and only an interactive engine goes on meanwhile."""
 
@@ -271,6 +272,7 @@ class _SlowEngine(Engine):
         super().activate(version, kv)
 
 
+@pytest.mark.slow
 def test_the_loop_goes_on_during_a_long_step_and_nobody_touches_the_engine_meanwhile() -> None:
     async def body() -> None:
         model, weights = small_model(1, max_positions=200), MemoryWeights()

@@ -39,6 +39,7 @@ def test_logits_and_routes_are_those_of_transformers(tmp_path: Path, variant: st
     assert np.array_equal(np.sort(routes), np.sort(chosen.numpy()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, variant: str) -> None:
     theirs = reference_checkpoint(tmp_path, variant, seed=1)
@@ -51,6 +52,7 @@ def test_greedy_tokens_are_those_of_transformers(tmp_path: Path, variant: str) -
     assert len(set(tokens[12:].tolist())) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_bfloat16_stays_within_its_rounding_of_transformers(tmp_path: Path, variant: str) -> None:
     """Routes are replayed: where two experts are nearly equal, rounding alone may choose."""
@@ -66,6 +68,7 @@ def test_bfloat16_stays_within_its_rounding_of_transformers(tmp_path: Path, vari
     assert (logits - expected).std() < 0.05 * exact.std()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["moe", "moe_wide", "latent", "latent_kimi"])
 def test_routes_are_replayed_and_missing_ones_chosen(tmp_path: Path, variant: str) -> None:
     reference_checkpoint(tmp_path, variant, seed=3)
@@ -91,6 +94,7 @@ def test_wide_routes_hold_every_expert(tmp_path: Path) -> None:
     assert 255 < routes.max() < 384
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ROUTED)
 def test_gradients_of_replayed_routes_are_native_ones(tmp_path: Path, variant: str) -> None:
     reference_checkpoint(tmp_path, variant, seed=4)
@@ -126,6 +130,7 @@ def test_gradients_agree_with_transformers(tmp_path: Path, variant: str) -> None
         torch.testing.assert_close(ours.grad, given[name].grad, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_packed_sequences_score_as_each_by_itself(tmp_path: Path, variant: str) -> None:
     reference_checkpoint(tmp_path, variant, seed=6)
@@ -167,6 +172,7 @@ def test_a_bfloat16_model_is_saved_as_such(tmp_path: Path) -> None:
         assert torch.equal(a, b), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_new_model_of_each_architecture_learns(architecture: str, tied: bool) -> None:

@@ -53,6 +53,7 @@ def _edit_tensors(directory: Path, change: Callable[[dict[str, Tensor]], Any]) -
     save_file(tensors, directory / "model.safetensors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dense", "moe_tied", "latent"])
 @pytest.mark.parametrize("max_file_bytes", [1, 5_000, 10**9])
 def test_shards_hold_what_one_file_holds(tmp_path: Path, variant: str, max_file_bytes: int) -> None:
@@ -63,6 +64,7 @@ def test_shards_hold_what_one_file_holds(tmp_path: Path, variant: str, max_file_
     _assert_same(model, load_model(tmp_path / "model"))
 
 
+@pytest.mark.slow
 def test_saving_again_leaves_no_file_of_the_last_time(tmp_path: Path) -> None:
     model = _saved(tmp_path, max_file_bytes=5_000)
     save_model(model, tmp_path / "model")
@@ -80,6 +82,7 @@ def test_a_sharded_checkpoint_of_transformers_is_read(tmp_path: Path) -> None:
     _assert_same(load_model(tmp_path / "one"), load_model(tmp_path / "many"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("variant", ["dense", "moe", "latent"])
 def test_every_float_type_is_read_as_it_is(tmp_path: Path, variant: str, dtype: torch.dtype) -> None:
@@ -245,6 +248,7 @@ def test_a_head_that_differs_from_the_embedding_to_which_it_is_tied_is_refused(t
     assert torch.equal(load_model(tmp_path / "model").head, embedding + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variant", "field", "value"),
     [
@@ -296,7 +300,7 @@ def test_a_missing_field_is_named(tmp_path: Path, field: str) -> None:
     assert _refused(tmp_path / "model").field == f"config.json: {field}"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_no_damage_to_the_bytes_is_taken_for_a_model_or_ends_in_another_error(
     tmp_path: Path, data: st.DataObject

@@ -49,6 +49,7 @@ def _with_draft_layers(directory: Path, variant: str, count: int) -> tuple[Any, 
     return theirs, MtpModel.from_pretrained(theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["latent", "latent_yarn", "latent_halves"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_draft_layers_compute_what_those_of_transformers_compute(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,7 +53,6 @@ def _results(shape: _Shape, inputs: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad((out * weight.to(out.dtype)).sum(), inputs)]
 
 
-@settings(max_examples=60, deadline=None)
 @given(_shapes())
 def test_values_and_gradients_are_those_in_float64(shape: _Shape) -> None:
     inputs = _inputs(shape)

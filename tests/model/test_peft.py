@@ -46,6 +46,7 @@ def logits_of(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.foreign
 @pytest.mark.parametrize("targets", [("attention", "feed_forward"), ("attention",)])
 def test_peft_makes_the_merged_model_of_it(name: str, targets: tuple[str, ...], tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the peft library is not installed")

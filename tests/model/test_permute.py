@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.model.permute import dispatch, pad, permute, unpad
@@ -29,7 +29,6 @@ def _inverse(order: torch.Tensor) -> torch.Tensor:
     return inverse
 
 
-@settings(max_examples=30)
 @given(st.integers(1, 12), st.integers(1, 3), st.integers(0, 99))
 def test_dispatch_is_indexing_by_the_copied_row(count: int, copies: int, seed: int) -> None:
     rows = _rows(count)
@@ -37,7 +36,6 @@ def test_dispatch_is_indexing_by_the_copied_row(count: int, copies: int, seed: i
     _same(dispatch(rows, order, _inverse(order), copies), rows[order // copies], rows)
 
 
-@settings(max_examples=30)
 @given(st.integers(1, 12), st.integers(0, 99))
 def test_permute_is_indexing_and_its_inverse_undoes_it(count: int, seed: int) -> None:
     rows = _rows(count)
@@ -47,7 +45,6 @@ def test_permute_is_indexing_and_its_inverse_undoes_it(count: int, seed: int) ->
     assert torch.equal(permute(permute(rows, order, inverse), inverse, order), rows)
 
 
-@settings(max_examples=30)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_pad_fills_with_zeros_and_unpad_takes_them_out(lengths: list[int]) -> None:
     count, longest = sum(lengths), max(lengths)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -37,7 +37,6 @@ def _compare(function: Callable[..., Tensor], plain: Callable[..., Tensor], inpu
         torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4 * (1 + len(inputs[0]) ** 0.5))
 
 
-@settings(max_examples=50, deadline=None)
 @given(_ROWS, st.integers(0, 3), _WIDTH, st.booleans())
 def test_norms_of_parts_of_rows(rows: int, heads: int, width: int, as_engine: bool) -> None:
     shape = (rows, heads + 2, width) if heads else (rows, width + 3)
@@ -50,7 +49,6 @@ def test_norms_of_parts_of_rows(rows: int, heads: int, width: int, as_engine: bo
     )
 
 
-@settings(max_examples=50, deadline=None)
 @given(_ROWS, _WIDTH, st.sampled_from([1.0, 60.0]), st.booleans())
 def test_gates_side_by_side(rows: int, width: int, scale: float, as_engine: bool) -> None:
     gate, up = (_normal(rows, 2 * width) * scale).chunk(2, dim=-1)
@@ -61,7 +59,6 @@ def test_gates_side_by_side(rows: int, width: int, scale: float, as_engine: bool
     )
 
 
-@settings(max_examples=50, deadline=None)
 @given(_ROWS, st.integers(1, 3), st.integers(1, 35))
 def test_rotations_of_parts_of_rows(rows: int, heads: int, half: int) -> None:
     x = _normal(rows, heads + 2, 2 * half)[:, 1 : 1 + heads]
@@ -74,7 +71,6 @@ def test_rotations_of_parts_of_rows(rows: int, heads: int, half: int) -> None:
     _compare(lambda x: fused.rotate(x, tables[0], tables[1], as_engine=True), plain, [x])
 
 
-@settings(max_examples=50, deadline=None)
 @given(_ROWS, _WIDTH)
 def test_gates_with_a_scale(rows: int, width: int) -> None:
     opened, scale, back = _normal(rows, 2 * width), _normal(rows, 1, seed=1), _normal(rows, width, seed=2)

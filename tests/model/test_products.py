@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -31,7 +31,6 @@ def _matrix(rows: int, columns: int, turned: bool, seed: int) -> Tensor:
 
 
 @needs_native
-@settings(max_examples=60, deadline=None)
 @given(_SIZES, _SIZES, _SIZES, st.booleans(), st.booleans(), st.booleans(), st.sampled_from([1, 2, 3]))
 def test_a_product_is_that_in_float64(
     rows: int, depth: int, columns: int, left: bool, right: bool, add: bool, threads: int
@@ -65,7 +64,6 @@ def test_neither_threads_nor_other_rows_change_a_bit() -> None:
 
 
 @needs_compiler
-@settings(max_examples=60, deadline=None)
 @given(_SIZES, _SIZES, _SIZES, st.booleans(), st.booleans(), st.sampled_from([1, 2, 3]))
 def test_the_engines_product_has_its_bits_without_packed_weights(
     rows: int, depth: int, columns: int, left: bool, right: bool, threads: int

@@ -48,6 +48,7 @@ def gradients(model: TransformersModel, values: Tensor) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_log_probabilities_and_gradients_are_those_of_each_alone(kind: str) -> None:
     model = tiny_model(kind)
@@ -60,6 +61,7 @@ def test_packed_log_probabilities_and_gradients_are_those_of_each_alone(kind: st
         torch.testing.assert_close(ours[name], gradient, atol=2e-5 * scale, rtol=1e-3, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ROUTED)
 def test_recorded_experts_are_replayed_exactly(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_GROUP_TOKENS", 60)

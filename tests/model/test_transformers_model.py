@@ -31,6 +31,7 @@ def score(model: TransformersModel, given: list[np.ndarray]) -> list[np.ndarray]
     return score_sequences(cast(LanguageModel, model), given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["glm4_moe", "gpt_oss"])
 @pytest.mark.parametrize("group_tokens", [8192, 50])
 def test_packed_sequences_do_not_see_each_other(

@@ -32,6 +32,8 @@ def finished_report() -> dict[str, Any]:
             "sampled": {"pass_rate": 0.612, "ci95": [0.549, 0.672], "n": 240},
         },
         "heldout_family_after": {"greedy": {"pass_rate": 0.5, "ci95": [0.437, 0.563], "n": 240}},
+        "pass_at_8_before": 0.75,
+        "pass_at_8_after": 0.875,
         "first_edit_right_before": 0.31,
         "first_edit_right_after": 0.58,
         "behaviour_before": {"calls": 6.1, "parallel_turns": 0.74, "malformed": 0.48},

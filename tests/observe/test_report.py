@@ -3,6 +3,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from etude.config import parse_config
 from etude.observe import RunDirectory, write_json
@@ -13,8 +14,10 @@ from etude.observe.report import (
     build_report,
     headline,
     next_steps,
+    plots,
     results_comparisons,
 )
+from etude.observe.report.summary import facts
 from tests.observe.report_data import finished_report, write_finished_run
 
 
@@ -46,12 +49,22 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_a_finished_run_becomes_plots_and_one_self_contained_page(run: RunDirectory) -> None:
+def test_a_finished_run_becomes_plots_and_one_self_contained_page(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    draw = plots._png
+    monkeypatch.setattr(plots, "_png", lambda figure: [figures.append(figure), draw(figure)][1])
     write_finished_run(run)
     path = build_report(run)
+    for figure in figures:
+        (axes,), (legend,) = figure.axes, figure.legends
+        assert axes.get_legend() is None
+        assert not legend.get_window_extent().overlaps(axes.get_tightbbox()), "it lies below the lines"
+    assert len(figures) == 4
     assert path == run.html_file
-    plots = sorted(plot.name for plot in run.plots.iterdir())
-    assert plots == ["behaviour.png", "midtrain_loss.png", "pass_rate.png", "reward.png"]
+    names = sorted(plot.stem for plot in run.plots.iterdir())
+    assert names == ["behaviour", "midtrain_loss", "pass_rate", "reward"]
     assert all(plot.read_bytes().startswith(b"\x89PNG") for plot in run.plots.iterdir())
     page = Page(path.read_text())
     assert page.open == []
@@ -110,6 +123,7 @@ def test_results_are_compared_row_by_row() -> None:
     )
     assert rows["level 3"].detail
     assert rows["unseen families, greedy"].cells() == ("—", "50.0 % (43.7–56.3)", "")
+    assert rows["unseen functions, one of 8 at temperature 1"].cells() == ("75.0 %", "87.5 %", "+12.5")
     assert rows["first edit right, temperature 1"].change == "+27.0"
 
 
@@ -126,14 +140,31 @@ def test_suggestions_follow_from_the_results() -> None:
     assert not any("level_weights" in item.command for item in next_steps({}, "runs/quickstart"))
 
 
-def test_a_run_whose_time_was_up_says_so_and_how_to_go_on() -> None:
-    ended = {"out_of_time": True, "rl_steps": 0, "wall_s": 664.0, "name": "demo"}
-    report = {**finished_report(), **ended}
-    assert "before reinforcement learning, for which no time was left." in headline(report)
-    found = {item.reason: item.command for item in next_steps(report, "runs/demo")}
-    reason = "the time was up after 0 RL steps: go on, with twice as much"
-    assert found[reason] == "make train ARGS='--name demo --resume --set max_wall_s=1400'"
-    assert "train longer" not in found
-    assert "no time" not in headline({**report, "rl_steps": 16})
-    unfinished = {"out_of_time": True, "rl_steps": 0}
-    assert "train longer" in {item.reason for item in next_steps(unfinished, "runs/demo")}
+@pytest.mark.parametrize(
+    ("taken", "words"),
+    [
+        (
+            0,
+            "Mends 45.8 % of the bugs in functions that it never saw; no step of reinforcement",
+        ),
+        (1, "never saw; 45.8 % before 1 of 80 steps of reinforcement learning."),
+        (80, "never saw; 45.8 % before 80 steps of reinforcement learning."),
+    ],
+)
+def test_the_end_says_how_many_steps_there_were_and_compares_nothing_with_itself(
+    taken: int, words: str
+) -> None:
+    report = {**finished_report(), "rl_steps": taken, "rl_steps_planned": 80, "forecast_s": 840.0}
+    assert words in headline(report)
+    assert dict(facts(report))["RL steps"] == f"{taken} of 80"
+    assert dict(facts(report))["forecast at its start"] == "14 min 00 s"
+    rows = {row.label: row.cells() for row in results_comparisons(report)}
+    behaviour = behaviour_comparisons(report)
+    if taken:
+        assert rows["unseen functions, greedy"][2] == "+37.5"
+    else:
+        assert rows["unseen functions, greedy"] == ("45.8 % (39.6\N{EN DASH}52.1)", "\N{EM DASH}", "")
+        assert rows["unseen families, greedy"][0].startswith("50.0 %")
+    assert all(bool(row.change) == bool(taken) for row in behaviour if row.before and row.label[0] == "t")
+    longer = {item.reason: item.command for item in next_steps(report, "runs/demo")}["train longer"]
+    assert longer == "make train ARGS='--name longer --set rl.num_steps=120'"

@@ -44,7 +44,7 @@ def test_what_a_killed_process_of_the_same_number_left_is_not_in_the_way(tmp_pat
 
 def test_a_directory_that_cannot_be_made_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    with pytest.raises(RunDirectoryError, match="cannot be made"):
+    with pytest.raises(RunDirectoryError, match="cannot be created"):
         RunDirectory.create(config_in(tmp_path))
 
 
@@ -72,6 +72,7 @@ def hold(path: Path, held: "multiprocessing.synchronize.Event") -> None:
         multiprocessing.Event().wait(60)
 
 
+@pytest.mark.slow
 def test_one_process_at_a_time_writes_a_run_and_its_death_frees_it(tmp_path: Path) -> None:
     run = RunDirectory.create(config_in(tmp_path))
     context = multiprocessing.get_context("spawn")

@@ -2,12 +2,12 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.algorithms.signal import Signal
 from etude.records import Group, RewardBreakdown
 from etude.rollout import GroupBuffer
-from etude.rollout.signal import Signal
 from tests.store.builders import make_trajectory
 
 
@@ -156,7 +156,6 @@ def test_members_that_sampled_nothing_do_not_make_a_group_old() -> None:
     assert numbers(buffer.take().trained) == [0]
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     bound=st.integers(1, 4),

@@ -1,17 +1,16 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent import ScriptedSampler
 from etude.records import Group, SamplingParams
-from etude.rollout.collect import run_tasks
-from tests.environment.playing import FAILS, SOLVES, new_environment, script_of, scripted, verdicts
-from tests.rollout.collecting import GivenVerdicts, new_collector, task_source
+from tests.environment.playing import FAILS, SOLVES, new_environment, script_of, verdicts
+from tests.rollout.collecting import GivenVerdicts, new_collector
 
 
 def numbers(groups: Sequence[Group]) -> list[int]:
@@ -51,6 +50,16 @@ def test_groups_without_variance_are_dropped_kept_for_the_record_and_replaced() 
     assert numbers(collected.trained)[:4] == [0, 2, 4, 6]
     assert numbers(collected.dropped)[:3] == [1, 3, 5]
     assert len(collected.trajectories) == 8 * (len(collected.trained) + len(collected.dropped))
+
+
+def test_a_step_trains_the_number_of_groups_asked_for_and_keeps_the_record_of_others() -> None:
+    """The share that was useful lately was one half, and now all groups are."""
+    collector = new_collector(GivenVerdicts(split_by_index), groups_per_step=3)
+    collector.state.useful_share = 0.5
+    collected = asyncio.run(collector.collect())
+    assert numbers(collected.trained) == [0, 1, 2]
+    assert numbers(collected.dropped) == [3, 4, 5]
+    assert collected.figures["surplus_groups"] == 3
 
 
 def test_a_step_that_is_full_enough_waits_for_no_further_round() -> None:
@@ -108,7 +117,6 @@ def test_sessions_that_the_infrastructure_failed_make_no_variance() -> None:
     assert collected.trained[0].complete
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     useful=st.lists(st.booleans(), min_size=1, max_size=40),
     groups_per_step=st.integers(1, 5),
@@ -128,7 +136,9 @@ def test_no_task_is_repeated_or_skipped_and_a_resumed_run_asks_for_the_very_next
             collected = await collector.collect()
             every = [*collected.trained, *collected.dropped]
             assert all(useful[number % len(useful)] for number in numbers(collected.trained))
-            assert not any(useful[number % len(useful)] for number in numbers(collected.dropped))
+            surplus = [number for number in numbers(collected.dropped) if useful[number % len(useful)]]
+            assert len(surplus) == collected.figures["surplus_groups"]
+            assert all(number > max(numbers(collected.trained)) for number in surplus)
             seen.append(sorted(numbers(every)))
         return seen
 
@@ -163,18 +173,6 @@ def test_real_sessions_are_grouped_and_judged() -> None:
     assert verdicts(collected.trained[0].members) == {
         f"run/task-0/e0/g0/{index}": float(index % 3 == 0) for index in range(4)
     }
-
-
-def test_tasks_are_run_in_order_and_only_so_many_at_once() -> None:
-    environment = GivenVerdicts(lambda number, index: float(number % 2))
-    tasks = [task_source(number) for number in range(7)]
-    trajectories = asyncio.run(
-        run_tasks(cast(Any, environment), scripted([]), tasks, "eval", 5, SamplingParams(temperature=0.0), 3)
-    )
-    assert [t.id.task for t in trajectories] == [task.id for task in tasks]
-    assert [t.reward.task for t in trajectories if t.reward] == [0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0]
-    assert environment.most_running == 3
-    assert [key for _, key, _ in environment.asked] == [(5, number) for number in range(7)]
 
 
 def test_a_defect_in_one_session_ends_the_whole_collection() -> None:

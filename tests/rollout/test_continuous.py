@@ -13,9 +13,11 @@ from etude.environment.episodes import Environment
 from etude.errors import StoreError
 from etude.records import Group, PolicyVersion, Status, Task, Trajectory, WeightManifest
 from etude.rollout import Collected, ContinuousCollector
+from etude.rollout.buffer import Taken
 from etude.rollout.curriculum import CollectorState
 from etude.rollout.kept import read_kept
 from etude.rollout.simulation import SessionShapes, SimulatedEngine, SimulatedEnvironment, run_virtual
+from etude.rollout.tally import Tally
 from etude.store.trajectories import TrajectoryLog
 from tests.environment.playing import renderer
 from tests.store.builders import make_trajectory
@@ -134,6 +136,7 @@ def test_sessions_go_on_over_an_exchange_of_weights(tmp_path: Path) -> None:
     assert any(len(steps) > 1 for steps in spans)
 
 
+@pytest.mark.slow
 def test_sampling_and_training_overlap(tmp_path: Path) -> None:
     lockstep = play(tmp_path / "a", max_staleness=1, max_sessions=1)
     overlapping = play(tmp_path / "b", max_staleness=4)
@@ -178,6 +181,7 @@ def test_two_runs_in_virtual_time_are_equal(tmp_path: Path) -> None:
 # ---- stragglers ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_with_more_members_than_needed_the_late_ones_are_aborted_and_counted(tmp_path: Path) -> None:
     plain = play(tmp_path / "a")
     played = play(tmp_path / "b", extra_members=2)
@@ -194,6 +198,17 @@ def test_with_more_members_than_needed_the_late_ones_are_aborted_and_counted(tmp
         for name, one in (("all", [g for b in plain.batches for g in b.trained]), ("early", groups))
     }
     assert mean["early"] < mean["all"], "the bias that the deciles are there to show"
+    assert all(-1 <= batch.figures["late_verdict_gap"] <= 1 for batch in played.batches)
+    assert "late_verdict_gap" not in plain.batches[0].figures
+
+
+def test_what_was_aborted_is_guessed_from_how_late_members_did() -> None:
+    tally = Tally(lambda: 0.0)
+    tally.ended_without([1.0, 1.0, 0.0, 0.0])
+    tally.ended_without([0.0, 1.0, 0.0])
+    tally.ended_without([1.0])
+    assert tally.take(Taken(), with_forks=False)["late_verdict_gap"] == -0.5
+    assert "late_verdict_gap" not in tally.take(Taken(), with_forks=False)
 
 
 def test_stragglers_that_are_carried_join_a_group_that_still_waits(tmp_path: Path) -> None:
@@ -227,6 +242,7 @@ class FailingAt:
         return replace(trajectory, status=Status.INFRASTRUCTURE, reward=None)
 
 
+@pytest.mark.slow
 def test_a_member_that_we_failed_does_not_count_towards_a_group_s_size(tmp_path: Path) -> None:
     played = play(tmp_path, extra_members=1, wrap=lambda inner: FailingAt(inner, 0))
     groups = [group for batch in played.batches for group in batch.trained]
@@ -253,6 +269,7 @@ def test_a_defect_in_a_session_comes_out_as_it_was_raised_and_nothing_is_left_ru
 # ---- staleness ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_with_masking_the_trainer_waits_for_nobody_and_old_tokens_are_left_out(tmp_path: Path) -> None:
     slow = SessionShapes(seed=1, turns_median=6.0, tool_p99_over_median=60.0, unsolvable_share=0.0)
     waits = play(tmp_path / "a", shapes=slow, max_staleness=1, train_s=1.0, num_steps=10)
@@ -267,6 +284,7 @@ def test_with_masking_the_trainer_waits_for_nobody_and_old_tokens_are_left_out(t
 # ---- restarts -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_at_s", [30.0, 75.0, 140.0, 200.0])
 def test_after_a_kill_nothing_is_lost_repeated_or_skipped(stop_at_s: float, tmp_path: Path) -> None:
     """Killed while groups are under way, waiting and in training; resumed from the last step's state."""

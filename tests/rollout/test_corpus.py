@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import StoreError
@@ -22,6 +22,7 @@ def corpus() -> list[ScriptedSession]:
     return generate_corpus(120, seed=5, num_workers=1)
 
 
+@pytest.mark.slow
 def test_a_corpus_is_a_function_of_seed_and_number_and_not_of_the_workers(
     corpus: list[ScriptedSession],
 ) -> None:
@@ -30,6 +31,7 @@ def test_a_corpus_is_a_function_of_seed_and_number_and_not_of_the_workers(
     assert generate_corpus(4, seed=6, num_workers=1) != corpus[:4]
 
 
+@pytest.mark.slow
 def test_sessions_are_played_through_the_tools(corpus: list[ScriptedSession]) -> None:
     outputs = [output for session in corpus for turn in session.turns for output in turn.outputs]
     assert any(output.startswith("1\tdef ") for output in outputs)
@@ -66,7 +68,6 @@ turns = st.builds(
 sessions = st.builds(ScriptedSession, texts, st.lists(turns, max_size=3).map(tuple))
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(sessions, min_size=1, max_size=3))
 def test_any_session_survives_saving(tmp_path_factory, wanted: list[ScriptedSession]) -> None:
     path = tmp_path_factory.mktemp("corpus") / "c.zst"
@@ -74,7 +75,6 @@ def test_any_session_survives_saving(tmp_path_factory, wanted: list[ScriptedSess
     assert load_corpus(path, len(wanted)) == wanted
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_a_damaged_byte_is_found(tmp_path_factory, data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("damage") / "c.zst"

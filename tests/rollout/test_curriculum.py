@@ -1,6 +1,6 @@
 from dataclasses import asdict, replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.config import CurriculumConfig
@@ -96,7 +96,6 @@ def test_the_state_is_plain_values_and_comes_back_from_them() -> None:
     assert CollectorState(next_task=4, useful_share=0.25) == CollectorState(4, 0.25)
 
 
-@settings(max_examples=60, deadline=None)
 @given(data=st.data(), ahead=st.integers(1, 5), probe_every=st.integers(1, 4), kills=st.integers(0, 3))
 def test_over_any_restarts_every_number_is_resolved_once_or_passed_over(
     data: st.DataObject, ahead: int, probe_every: int, kills: int

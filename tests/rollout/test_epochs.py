@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.config import CurriculumConfig
@@ -134,7 +134,6 @@ ACTS = st.tuples(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     acts=st.lists(ACTS, max_size=60),
     num_tasks=st.integers(1, 6),

@@ -52,7 +52,14 @@ async def check_refusals(sandbox: Sandbox, kind: type[UserError] = ConfigError) 
 
 
 @pytest.mark.parametrize(
-    "name", ["memory", "unisolated", "local", "gvisor", pytest.param("vm", marks=pytest.mark.slow)]
+    "name",
+    [
+        "memory",
+        "unisolated",
+        "local",
+        pytest.param("gvisor", marks=pytest.mark.foreign),
+        pytest.param("vm", marks=[pytest.mark.slow, pytest.mark.foreign]),
+    ],
 )
 def test_what_is_no_time_and_no_count_is_refused(name: str) -> None:
     async def scenario(backend: SandboxBackend) -> None:

@@ -202,6 +202,7 @@ def test_groups_of_a_dead_owner_are_swept_by_the_next(tmp_path: Path, groups: Co
     assert asyncio.run(becomes_true(swept))
 
 
+@pytest.mark.slow
 def test_several_processes_may_sweep_at_once(tmp_path: Path) -> None:
     def sweep() -> None:
         for _ in range(100):

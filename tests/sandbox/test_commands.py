@@ -150,6 +150,7 @@ def test_all_that_was_printed_is_streamed_even_what_is_not_kept(tmp_path: Path) 
     assert total == 30_000_000
 
 
+@pytest.mark.slow
 def test_a_slow_listener_slows_the_command_and_fills_no_memory(tmp_path: Path) -> None:
     total = 0
 
@@ -375,6 +376,7 @@ def test_a_fork_bomb_ends_at_its_deadline_and_a_command_beside_it_comes_back(tmp
     in_sandbox(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_too_much_memory_of_all_commands_together_is_told_to_one_of_them_at_least(tmp_path: Path) -> None:
     hog = "import os, time; x = bytearray(90 << 20)\nwhile not os.path.exists('over'): time.sleep(0.02)"
 
@@ -411,6 +413,7 @@ def test_a_sandbox_that_dies_is_told_to_everybody_who_waits(tmp_path: Path) -> N
     on_backend(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_hundreds_of_commands_leave_no_descriptor_behind(tmp_path: Path) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
         sandbox = await backend.create(Template())

@@ -210,7 +210,13 @@ SCENARIOS: list[Callable[[Sandbox], Awaitable[Any]]] = [
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 @pytest.mark.parametrize(
-    "name", ["local", "unisolated", "gvisor", pytest.param("vm", marks=pytest.mark.slow)]
+    "name",
+    [
+        "local",
+        "unisolated",
+        pytest.param("gvisor", marks=pytest.mark.foreign),
+        pytest.param("vm", marks=[pytest.mark.slow, pytest.mark.foreign]),
+    ],
 )
 def test_backends_give_identical_results(name: str, scenario: Callable[[Sandbox], Awaitable[Any]]) -> None:
     assert with_sandbox(name, FILES, scenario) == with_sandbox("memory", FILES, scenario)

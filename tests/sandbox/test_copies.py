@@ -122,6 +122,7 @@ def test_everything_in_the_files_comes_along(tmp_path: Path, way: Way) -> None:
     on_backend(tmp_path, scenario)
 
 
+@pytest.mark.slow
 @ways
 def test_an_unisolated_sandbox_keeps_its_files_too(tmp_path: Path, way: Way) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
@@ -194,6 +195,7 @@ def test_a_chain_of_copies_keeps_every_step(tmp_path: Path) -> None:
     in_sandbox(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_layers_do_not_pile_up_with_naps_and_copies_of_copies(tmp_path: Path) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
         sandbox: Sandbox = await backend.create(Template(FILES))
@@ -215,6 +217,7 @@ def test_layers_do_not_pile_up_with_naps_and_copies_of_copies(tmp_path: Path) ->
     on_backend(tmp_path, scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by_connect", [False, True])
 def test_files_survive_every_one_of_several_naps(tmp_path: Path, by_connect: bool) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
@@ -330,6 +333,7 @@ def test_a_pause_that_fails_leaves_the_sandbox_running_and_thawed(tmp_path: Path
     on_backend(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_packed_can_still_be_forked_and_goes_on(tmp_path: Path) -> None:
     async def scenario(s: Sandbox) -> None:
         deep = "import os\nfor _ in range(1500):\n    os.mkdir('deeper'); os.chdir('deeper')\n"
@@ -347,6 +351,7 @@ def test_what_cannot_be_packed_can_still_be_forked_and_goes_on(tmp_path: Path) -
     in_sandbox(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_files_full_of_holes_do_not_fill_the_host(tmp_path: Path) -> None:
     async def scenario(s: Sandbox) -> None:
         await s.commands.run("for i in $(seq 60); do truncate -s 30M h$i; done")
@@ -439,6 +444,7 @@ def test_a_move_that_fails_leaves_the_sandbox_here(tmp_path: Path) -> None:
     on_backend(tmp_path / "here", scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05])
 def test_cancelled_copies_leave_neither_processes_nor_a_frozen_source(tmp_path: Path, delay_s: float) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
@@ -510,6 +516,7 @@ def test_a_copy_that_is_given_up_halfway_leaves_the_source_awake(tmp_path: Path)
     in_sandbox(tmp_path, scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.02])
 def test_a_cancelled_resume_leaves_the_sandbox_asleep_and_wakeable(tmp_path: Path, delay_s: float) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
@@ -526,6 +533,7 @@ def test_a_cancelled_resume_leaves_the_sandbox_asleep_and_wakeable(tmp_path: Pat
     on_backend(tmp_path, scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("delay_s", [0.0, 0.005, 0.015, 0.03])
 @pytest.mark.parametrize("operation", ["pause", "resume", "fork"])
 def test_a_kill_in_the_middle_wins_and_leaves_nothing(tmp_path: Path, operation: str, delay_s: float) -> None:

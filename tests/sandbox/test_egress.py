@@ -162,6 +162,7 @@ def test_without_a_network_there_is_neither_listener_nor_environment(tmp_path: P
     on_backend(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_large_bodies_cross_whole_in_both_directions_at_once(tmp_path: Path) -> None:
     async def scene(s: Sandbox, server: Upstream) -> None:
         url = f"http://127.0.0.1:{server.port}"
@@ -176,6 +177,7 @@ def test_large_bodies_cross_whole_in_both_directions_at_once(tmp_path: Path) -> 
     online(tmp_path, scene)
 
 
+@pytest.mark.slow
 def test_many_connections_at_once_do_not_mix(tmp_path: Path) -> None:
     many = (
         "import threading, urllib.request, sys\n"
@@ -260,6 +262,7 @@ def test_a_kill_in_mid_stream_ends_the_connections_outside(tmp_path: Path) -> No
     on_backend(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_the_way_out_survives_naps_and_goes_to_copies(tmp_path: Path) -> None:
     async def scene(s: Sandbox, server: Upstream) -> None:
         url = f"http://127.0.0.1:{server.port}/x"

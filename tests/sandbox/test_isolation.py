@@ -253,6 +253,7 @@ def test_a_diff_carries_regular_files_only() -> None:
     assert with_sandbox("local", {"a.txt": "a", "b.txt": "b"}, scenario) == {"a.txt": None, "c.txt": b"new\n"}
 
 
+@pytest.mark.slow
 def test_a_search_that_takes_too_long_is_the_agents_mistake() -> None:
     async def scenario(s: Sandbox) -> None:
         with pytest.raises(ToolArgumentError, match="took too long"):

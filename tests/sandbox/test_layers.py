@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.sandbox.inside import layers
@@ -128,8 +128,8 @@ both_ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 Way = Callable[[Path, Path], None]
 
 
+@pytest.mark.slow
 @both_ways
-@settings(max_examples=60, deadline=None)
 @given(shape=SHAPES)
 def test_any_tree_comes_back_as_it_was(way: Way, shape: Shape) -> None:
     with TemporaryDirectory() as directory:
@@ -180,6 +180,7 @@ def test_large_files_cross_whole_with_their_times(way: Way, tmp_path: Path) -> N
     assert rows(target) == rows(source)
 
 
+@pytest.mark.slow
 def test_holes_stay_holes(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
@@ -203,6 +204,7 @@ def test_holes_stay_holes(tmp_path: Path) -> None:
         pack_tree(str(source), io.BytesIO())
 
 
+@pytest.mark.slow
 def test_a_thousand_directories_side_by_side_need_few_descriptors(tmp_path: Path) -> None:
     import resource
 
@@ -233,6 +235,7 @@ def deep(folder: Path, depth: int) -> None:
     os.close(here)
 
 
+@pytest.mark.slow
 def test_trees_deeper_than_any_path_are_copied_and_removed_and_not_packed(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
@@ -333,7 +336,6 @@ def test_a_second_member_of_one_name_is_refused_and_follows_no_link(tmp_path: Pa
 
 
 @given(st.integers(1, 30_000), st.binary(min_size=1, max_size=3))
-@settings(max_examples=60, deadline=None)
 def test_a_torn_layer_is_refused_or_lacks_its_end(cut: int, flip: bytes) -> None:
     """Whatever is cut or flipped: an error, or files that lie below the root. Digests tell the rest."""
     with TemporaryDirectory() as directory:

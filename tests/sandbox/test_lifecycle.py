@@ -164,6 +164,7 @@ def test_commands_run_side_by_side_and_a_cancelled_one_ends() -> None:
     assert with_sandbox("local", FILES, scenario) == "3\n1\n"
 
 
+@pytest.mark.slow
 def test_a_hundred_sandboxes_live_at_once() -> None:
     async def scenario(backend: SandboxBackend) -> int:
         template = Template(FILES)

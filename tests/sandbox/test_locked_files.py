@@ -48,6 +48,7 @@ def observe(backend: str, command: str) -> Mapping[str, bytes | None]:
     return with_sandbox(backend, FILES, scenario)
 
 
+@pytest.mark.slow
 @backends
 def test_what_is_locked_is_seen_and_hides_nothing(backend: str) -> None:
     for command, changes in LOCKS:
@@ -87,6 +88,7 @@ def test_files_that_come_and_go_hide_nothing() -> None:
     assert with_sandbox("local", FILES, scenario) == {b"m\n"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="every other test runs as a plain user already")
 @backends
 def test_a_plain_users_sandboxes_see_it_too(backend: str, tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_an_unisolated_backend_has_no_network_to_give(tmp_path: Path) -> None:
     on_backend(tmp_path, scenario, "unisolated")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["local", "unisolated"])
 def test_two_hundred_sandboxes_leave_nothing(tmp_path: Path, name: str) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
@@ -194,6 +195,7 @@ def test_layers_go_when_nobody_stands_on_them(tmp_path: Path) -> None:
     on_backend(tmp_path, scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root sees into the fork server")
 @pytest.mark.parametrize("delay_s", [0.0, 0.002, 0.006, 0.012, 0.02, 0.04])
 def test_cancelled_starts_leave_nothing(tmp_path: Path, delay_s: float) -> None:
@@ -223,6 +225,7 @@ def test_cancelled_starts_leave_nothing(tmp_path: Path, delay_s: float) -> None:
     on_backend(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_a_start_that_is_cancelled_before_there_is_a_fork_server_leaves_none(tmp_path: Path) -> None:
     async def scenario(delay_s: float) -> None:
         before, known = open_descriptors(), set(below(os.getpid()))
@@ -361,6 +364,7 @@ def test_a_close_that_reports_a_mishap_has_ended_everything_all_the_same(tmp_pat
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_close_in_the_middle_of_everything_leaves_nothing(tmp_path: Path) -> None:
     known = set(below(os.getpid()))
 

@@ -95,6 +95,7 @@ async def only_make_one(backend: ForkServerBackend) -> None:
     await sandbox.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["import", "create", "fork"])
 def test_a_process_killed_in_a_move_leaves_nothing_to_the_next_start(tmp_path: Path, stage: str) -> None:
     here, there = tmp_path / "here", tmp_path / "there"

@@ -366,6 +366,7 @@ def test_a_sandbox_moves_from_pool_to_pool_and_so_does_its_place() -> None:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_a_pooled_sandbox_gives_the_results_of_its_backend(scenario: Any) -> None:
     async def run() -> Any:
@@ -491,7 +492,7 @@ class PlacesMachine(RuleBasedStateMachine):
                 assert all(served.count(other) <= 1 for other in set(served) - {"d"}), served
 
 
-PlacesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+PlacesMachine.TestCase.settings = settings(stateful_step_count=25)
 TestPlaces = PlacesMachine.TestCase
 
 

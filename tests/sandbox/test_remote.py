@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import (
@@ -83,8 +83,6 @@ from tests.sandbox.serving import (
 )
 from tests.sandbox.test_contract import FILES, SCENARIOS
 
-FEW = settings(max_examples=40, deadline=None)
-
 
 def through_server(scenario: Callable[[Sandbox], Awaitable[Any]]) -> Any:
     async def run() -> Any:
@@ -98,6 +96,7 @@ def through_server(scenario: Callable[[Sandbox], Awaitable[Any]]) -> Any:
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_a_remote_sandbox_gives_the_results_of_a_local_one(scenario: Any) -> None:
     assert through_server(scenario) == with_sandbox("memory", FILES, scenario)
@@ -221,6 +220,7 @@ def test_errors_cross_the_wire_as_themselves() -> None:
     with_scripted(scenario)
 
 
+@pytest.mark.slow
 def test_file_names_of_any_bytes_and_large_files_pass() -> None:
     async def scenario(backend: RemoteBackend, inner: ScriptedBackend) -> None:
         sandbox = await backend.create()
@@ -582,7 +582,6 @@ FRAMES_OF_FILES = st.builds(
 ENDS = st.builds(lambda num: {"event": "end", "num_files": num}, st.integers(0, 3))
 
 
-@FEW
 @given(st.lists(st.tuples(FRAMES_OF_FILES | ENDS, st.binary(max_size=3)), max_size=6))
 def test_any_stream_of_files_is_taken_whole_or_refused(frames: list[tuple[dict[str, Any], bytes]]) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -653,7 +652,6 @@ def test_real_commands_and_sessions_through_a_server(tmp_path: Path) -> None:
 TEXT = st.text(st.characters(), max_size=30)  # lone surrogates too
 
 
-@FEW
 @given(st.integers(-64, 255), TEXT, TEXT, st.booleans(), st.floats(0, 1e6), st.booleans())
 def test_command_results_survive_the_wire(
     exit_code: int, stdout: str, stderr: str, timed_out: bool, duration_s: float, truncated: bool
@@ -665,7 +663,6 @@ def test_command_results_survive_the_wire(
 VALUES = st.recursive(st.tuples(st.just("str"), TEXT).map(list), lambda v: st.lists(v, max_size=3))
 
 
-@FEW
 @given(
     st.lists(TEXT),
     st.lists(st.builds(TestFailure, TEXT, TEXT)),
@@ -681,7 +678,6 @@ def test_reports_survive_the_wire(
     assert decode_probes(encode(probes)[0]) == probes
 
 
-@FEW
 @given(st.dictionaries(TEXT, st.none() | st.binary(max_size=20)))
 def test_diffs_survive_the_wire(changes: dict[str, bytes | None]) -> None:
     assert decode_diff(encode_diff(changes)) == changes
@@ -690,7 +686,6 @@ def test_diffs_survive_the_wire(changes: dict[str, bytes | None]) -> None:
 PATHS = st.text("abc", min_size=1, max_size=3)
 
 
-@FEW
 @given(st.dictionaries(PATHS, st.binary(max_size=20)), TEXT, st.booleans())
 def test_templates_survive_the_wire(files: dict[str, bytes | str], name: str, with_image: bool) -> None:
     image = Image("i", ("l1", "l2"), {"A": "b"}, "/w", "me") if with_image else None
@@ -725,7 +720,6 @@ def test_errors_that_nobody_expects_are_ours_and_unreadable_ones_too() -> None:
     assert "object object" in str(odd)
 
 
-@FEW
 @given(st.lists(st.integers(0, 30), max_size=12), st.integers(1, 40))
 def test_batches_cover_everything_in_order_and_keep_the_limit(sizes: list[int], limit: int) -> None:
     parts = [list(range(len(sizes)))[part] for part in batches(sizes, limit)]

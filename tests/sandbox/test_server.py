@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError, SandboxError
@@ -322,7 +322,7 @@ def test_a_torn_upload_and_a_torn_import_change_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [], "nothing stays in the spool"
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.slow
 @given(st.binary(max_size=60))
 def test_no_bytes_make_the_server_fail(body: bytes) -> None:
     async def scenario(client: httpx.AsyncClient) -> None:
@@ -504,7 +504,6 @@ def test_metrics_tell_what_lives_waits_and_fails() -> None:
         assert line in lines, line
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=30))
 def test_histograms_add_up(times_s: list[float]) -> None:
     metrics = Metrics()
@@ -628,6 +627,7 @@ def server_process(
         process.wait()
 
 
+@pytest.mark.slow
 def test_a_server_killed_in_the_middle_of_a_run_is_lost(tmp_path: Path) -> None:
     with server_process(tmp_path, 1.0) as (process, url, token):
 
@@ -657,6 +657,7 @@ async def drains(url: str) -> None:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_sigterm_drains_and_the_process_ends_in_order(tmp_path: Path) -> None:
     with server_process(tmp_path, 300.0) as (process, url, token):
 
@@ -678,6 +679,7 @@ def test_sigterm_drains_and_the_process_ends_in_order(tmp_path: Path) -> None:
         assert "ended in order" in process.stdout.read()
 
 
+@pytest.mark.slow
 def test_the_drain_and_a_second_signal_are_bounded(tmp_path: Path) -> None:
     with server_process(tmp_path, 300.0) as (process, url, token):
 
@@ -724,6 +726,7 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_no_process_and_its_spool_goes_with_the_next(tmp_path: Path) -> None:
     skip_without_namespaces()
     marker = f"31{os.getpid()}"
@@ -746,6 +749,7 @@ def test_a_killed_server_leaves_no_process_and_its_spool_goes_with_the_next(tmp_
         assert not left.exists()
 
 
+@pytest.mark.slow
 def test_a_flood_does_not_fill_the_memory_of_the_server(tmp_path: Path) -> None:
     skip_without_namespaces()
     num_bytes = 300 << 20
@@ -773,18 +777,6 @@ def test_a_flood_does_not_fill_the_memory_of_the_server(tmp_path: Path) -> None:
             await backend.close()
 
         asyncio.run(run())
-
-
-def test_without_its_libraries_the_error_names_the_extra() -> None:
-    program = (
-        "import sys; sys.modules['fastapi'] = None\n"
-        "from etude.errors import ConfigError\n"
-        "try:\n    import etude.sandbox.server\nexcept ConfigError as error:\n    print(error.fix)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert done.stdout == "pip install 'etude[serve]'\n"
 
 
 def draining_server(is_busy: Callable[[], Awaitable[bool]], drain_s: float) -> DrainingServer:

@@ -156,6 +156,7 @@ def test_a_timeout_kills_the_command_and_the_shell_survives(tmp_path: Path) -> N
     in_sandbox(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_a_shell_that_itself_hangs_is_killed(tmp_path: Path) -> None:
     async def scenario(s: Sandbox) -> None:
         session = await s.create_session()
@@ -248,6 +249,7 @@ def test_a_forged_status_is_no_status(tmp_path: Path) -> None:
     in_sandbox(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_a_flood_of_forged_statuses_ends_at_the_deadline(tmp_path: Path) -> None:
     async def scenario(s: Sandbox) -> None:
         session = await s.create_session()
@@ -354,6 +356,7 @@ def test_a_command_that_comes_after_a_cancelled_one_has_ended_runs(tmp_path: Pat
     in_sandbox(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_what_queued_behind_a_cancelled_command_that_hangs_hears_of_the_end(tmp_path: Path) -> None:
     async def scenario(s: Sandbox) -> None:
         session = await s.create_session()
@@ -382,6 +385,7 @@ def test_close_kills_the_shell_and_its_jobs(tmp_path: Path) -> None:
     in_sandbox(tmp_path, scenario)
 
 
+@pytest.mark.slow
 def test_many_sessions_leave_no_descriptor(tmp_path: Path) -> None:
     async def scenario(s: Sandbox) -> None:
         for _ in range(80):

@@ -14,7 +14,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.sandbox.errors import SnapshotError
@@ -129,7 +129,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> tuple[SnapshotStore, Path]
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
 def test_any_flipped_bit_of_the_manifest_is_found(
     kept: tuple[SnapshotStore, Path], data: st.DataObject
 ) -> None:
@@ -161,7 +160,6 @@ JSON = st.recursive(
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
 def test_manifests_of_any_shape_are_refused_with_a_typed_error(
     kept: tuple[SnapshotStore, Path], data: st.DataObject
 ) -> None:
@@ -373,7 +371,6 @@ def test_garbage_and_what_is_not_there_are_not_taken_in(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_a_torn_export_is_not_taken_in(kept: tuple[SnapshotStore, Path], data: st.DataObject) -> None:
     store, directory = kept
     file = store.root.parent / "export"

@@ -96,6 +96,7 @@ def test_an_unknown_backend_leaves_no_thread() -> None:
     assert "etude-sandbox" not in names_of_threads()
 
 
+@pytest.mark.slow
 def test_ctrl_c_cancels_the_command_that_is_waited_for() -> None:
     program = """
 import signal, sys, threading, time

@@ -20,6 +20,7 @@ from tests.sandbox.scenes import in_sandbox
 ROOMY = Resources(disk_bytes=64 << 20, file_bytes=64 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES, 17_000_003]
 )

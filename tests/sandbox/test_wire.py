@@ -346,7 +346,6 @@ def test_a_new_owner_begins_without_the_old_ones_streams() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["in", "out"]), st.binary(min_size=1, max_size=3000)), max_size=20))
-@settings(max_examples=40, deadline=None)
 def test_any_conversation_arrives_as_it_was_said(turns: list[tuple[str, bytes]]) -> None:
     def scene(server: Server) -> None:
         with server.connect() as program:

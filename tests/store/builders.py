@@ -180,6 +180,7 @@ def trajectories(draw: st.DrawFn, index: int = 0) -> Trajectory:
             draw(wild_texts),
             tuple(draw(st.lists(calls, max_size=2))),
             tuple(draw(st.lists(results, max_size=2))),
+            tuple(draw(st.lists(st.tuples(counts, counts), max_size=2))),
         )
         for segment in made
     )

@@ -34,7 +34,6 @@ def test_trees_come_back_equal_and_keep_the_rules_of_the_format(trajectory: Traj
     assert len(documents) == 1 + agents
 
 
-@settings(deadline=None, max_examples=50, suppress_health_check=[HealthCheck.too_slow])
 @given(trees())
 def test_trees_of_others_keep_messages_calls_and_answers(trajectory: Trajectory) -> None:
     document = trajectory_to_atif(trajectory)

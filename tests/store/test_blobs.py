@@ -6,7 +6,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
@@ -32,7 +32,6 @@ def test_memory_blobs_come_back_equal(array: np.ndarray, transposed: bool) -> No
     check_round_trip(MemoryBlobs(), array.T if transposed else array)
 
 
-@settings(deadline=None, max_examples=30)
 @given(arrays, st.booleans())
 def test_file_blobs_come_back_equal(array: np.ndarray, transposed: bool) -> None:
     with TemporaryDirectory() as directory:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import zstandard
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -41,6 +41,7 @@ def none_to_get(ref: BlobRef) -> NDArray[Any]:
     raise AssertionError(f"it names no blobs: {ref}")
 
 
+@pytest.mark.slow
 @given(trajectories())
 def test_whatever_can_be_recorded_comes_back_equal(trajectory: Trajectory) -> None:
     plain = without_blobs(trajectory)
@@ -60,7 +61,6 @@ def test_expert_routes_travel_along_and_are_named_anew() -> None:
     assert same(without_blobs(found), without_blobs(trajectory))
 
 
-@settings(max_examples=50)
 @given(st.data())
 def test_a_flipped_bit_anywhere_is_refused(data: st.DataObject) -> None:
     trajectory, blobs = routed()

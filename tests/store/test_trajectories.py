@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import StoreError
@@ -16,7 +16,7 @@ from etude.store import FileBlobs, TrajectoryLog
 from tests.store.builders import groups, make_group, make_trajectory, same, trees
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.slow
 @given(st.data())
 def test_what_is_stored_comes_back_equal(data: st.DataObject) -> None:
     stored = [data.draw(groups(first_index=10 * number)) for number in range(data.draw(st.integers(1, 3)))]
@@ -26,7 +26,6 @@ def test_what_is_stored_comes_back_equal(data: st.DataObject) -> None:
     assert same(tuple(read), tuple(stored))
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 @given(trees())
 def test_trees_of_segments_come_back_equal_with_their_blobs_by_reference(trajectory: Trajectory) -> None:
     with TemporaryDirectory() as directory:

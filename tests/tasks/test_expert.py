@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError, TaskError
@@ -37,7 +37,6 @@ def play(task: Task, seed: int, skill: ExpertSkill | None = None) -> tuple[Works
     return workspace, turns
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 10_000), st.sampled_from(["train", "heldout"]))
 def test_a_perfect_expert_solves_every_task(index: int, seed: int, split: str) -> None:
     task = TaskGenerator(5, split).task(index)  # pyright: ignore[reportArgumentType]
@@ -47,7 +46,6 @@ def test_a_perfect_expert_solves_every_task(index: int, seed: int, split: str) -
     assert sum(call.name.startswith(("edit", "search")) for call in calls_of(turns)) == 1
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 10_000))
 def test_limits_are_never_exceeded_and_every_session_finishes(index: int, seed: int) -> None:
     wild = ExpertSkill(*(0.5 for _ in range(len(fields(ExpertSkill)))))
@@ -58,7 +56,6 @@ def test_limits_are_never_exceeded_and_every_session_finishes(index: int, seed: 
         assert turns[-1][0][-1] == ToolCall("finish")
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 10_000))
 def test_files_are_read_before_they_are_edited_unless_it_edits_blindly(index: int, seed: int) -> None:
     _, turns = play(TaskGenerator(7).task(index), seed, ExpertSkill(blind_edit=0.0))
@@ -72,7 +69,6 @@ def test_files_are_read_before_they_are_edited_unless_it_edits_blindly(index: in
                 read.add(part.arguments["path"])
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.integers(0, 10_000))
 def test_paths_are_seen_before_they_are_named(index: int, seed: int) -> None:
     _, turns = play(TaskGenerator(8).task(index), seed)
@@ -91,6 +87,7 @@ def test_sessions_are_reproducible() -> None:
     assert any(play(task, 11)[1] != play(task, seed)[1] for seed in range(12, 20))
 
 
+@pytest.mark.slow
 def test_default_skill_leaves_room_and_shows_every_mistake() -> None:
     generator = TaskGenerator(9)
     solved = malformed = given_up = untested = parallel = first_edits = 0
@@ -144,6 +141,7 @@ def test_an_edit_that_changed_nothing_is_followed_by_another_one() -> None:
         assert passes(task, workspace.files, hidden=True)
 
 
+@pytest.mark.slow
 def test_a_second_try_has_odds_of_its_own() -> None:
     clumsy = replace(PERFECT_SKILL, right_edit=0.0)
     tasks = [TaskGenerator(0).task(index) for index in range(60)]

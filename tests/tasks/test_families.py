@@ -27,6 +27,7 @@ def test_there_are_many_families_with_different_names() -> None:
     assert len(HELD_OUT_FAMILIES) >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ALL, ids=lambda family: family.name)
 def test_functions_run_on_their_inputs_and_use_all_their_parameters(family: Family) -> None:
     rng = Random(family.name)

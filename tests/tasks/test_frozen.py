@@ -10,6 +10,7 @@ from etude.tasks.frozen import FROZEN_COUNT, committed_digests, evaluation_tasks
 from etude.tasks.generator import SPLITS, Split
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_evaluation_tasks_are_the_committed_ones(split: Split) -> None:
     tasks = evaluation_tasks(split)
@@ -19,6 +20,7 @@ def test_evaluation_tasks_are_the_committed_ones(split: Split) -> None:
     )
 
 
+@pytest.mark.slow
 def test_levels_and_bug_kinds_come_equally_often() -> None:
     tasks = evaluation_tasks("heldout")
     assert Counter(task.metadata["level"] for task in tasks) == {1: 80, 2: 80, 3: 80}

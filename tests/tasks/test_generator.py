@@ -6,7 +6,7 @@ import re
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import TaskError
@@ -29,7 +29,6 @@ def solved(task: Task) -> dict[str, str]:
     return {**task.files, **task.solution_files}
 
 
-@settings(max_examples=120, deadline=None)
 @given(SEEDS, st.sampled_from(SPLITS), INDICES)
 def test_tasks_fail_before_the_fix_and_pass_after_it(seed: int, split: Split, index: int) -> None:
     task = TaskGenerator(seed, split).task(index)
@@ -39,7 +38,6 @@ def test_tasks_fail_before_the_fix_and_pass_after_it(seed: int, split: Split, in
     assert passes(task, solved(task), hidden=True)
 
 
-@settings(max_examples=120, deadline=None)
 @given(SEEDS, st.sampled_from(SPLITS), INDICES)
 def test_one_line_of_one_file_is_wrong(seed: int, split: Split, index: int) -> None:
     task = TaskGenerator(seed, split).task(index)
@@ -53,7 +51,6 @@ def test_one_line_of_one_file_is_wrong(seed: int, split: Split, index: int) -> N
     assert task.metadata["function_hash"] == function_hash(fixed)
 
 
-@settings(max_examples=120, deadline=None)
 @given(SEEDS, st.sampled_from(SPLITS), INDICES)
 def test_the_instruction_names_the_only_failing_test(seed: int, split: Split, index: int) -> None:
     task = TaskGenerator(seed, split).task(index)
@@ -71,7 +68,6 @@ def test_the_instruction_names_the_only_failing_test(seed: int, split: Split, in
         assert f"import {helper}\n" in caller
 
 
-@settings(max_examples=60, deadline=None)
 @given(SEEDS, st.sampled_from(SPLITS), INDICES)
 def test_all_functions_belong_to_the_split(seed: int, split: Split, index: int) -> None:
     task = TaskGenerator(seed, split).task(index)
@@ -88,6 +84,7 @@ def test_all_functions_belong_to_the_split(seed: int, split: Split, index: int) 
         assert family in {entry.name for entry in FAMILIES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_a_task_is_a_function_of_seed_split_and_index(split: Split) -> None:
     forward, backward = TaskGenerator(1, split), TaskGenerator(1, split)
@@ -97,6 +94,7 @@ def test_a_task_is_a_function_of_seed_split_and_index(split: Split) -> None:
     assert len({task.id for task in tasks}) == 12
 
 
+@pytest.mark.slow
 def test_level_weights_choose_levels() -> None:
     generator = TaskGenerator(0, level_weights=(0, 0, 1))
     assert {generator.task(index).metadata["level"] for index in range(10)} == {3}
@@ -104,6 +102,7 @@ def test_level_weights_choose_levels() -> None:
     assert min(levels.values()) > 70
 
 
+@pytest.mark.slow
 def test_every_bug_kind_and_most_families_turn_up() -> None:
     tasks = [TaskGenerator(0).task(index) for index in range(500)]
     assert {task.metadata["bug_kind"] for task in tasks} == set(BUG_KINDS)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import TaskError
@@ -24,7 +24,6 @@ PATHS = NAMES
 FILES = st.dictionaries(PATHS.map(lambda path: f"lib/{path}"), TEXT, max_size=3)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.builds(
         Task,

@@ -302,6 +302,7 @@ def test_a_session_reads_as_qwen3s_template_says():
     assert sum(index in marks for index in session.tolist()) == 4 + 4 + 2
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize(
     "unit", ["<", "<think></think>", "</thin", "<tool_call>", '{"a":', "[1],", "\\n", "\\ud83d"]

@@ -173,6 +173,7 @@ def test_any_pieces_give_calls_with_known_names_or_errors(pieces):
         assert call.error is None or len(call.error) < 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "unit",
     ["<", "<path>", "</", "<edit>", "<edit><text>x", "x<y", "</read_file>", "<open_file><path></path>"],

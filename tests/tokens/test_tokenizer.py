@@ -76,6 +76,7 @@ def test_each_digit_is_a_token_and_paths_and_indents_are_short():
     assert spelled("test_tally") == ["test_", "tally"]
 
 
+@pytest.mark.slow
 def test_training_twice_gives_equal_tokenizers_in_another_process_too():
     again = train_tokenizer(TEXTS * 4, 400, small_tokenizer().control_tokens)
     assert again.digest == train_tokenizer(TEXTS * 4, 400, small_tokenizer().control_tokens).digest

@@ -16,8 +16,8 @@ TOKENS = LossConfig(normalizer="tokens")
 def _sequence(num_trained: int, name: str = "") -> TrainingSequence:
     length = num_trained + 2
     sampled = np.arange(length) >= 2
-    zeros = np.zeros(length)
-    return TrainingSequence(zeros.astype(np.int32), sampled, zeros.astype(np.float32), 1.0, segment_id=name)
+    ones = np.ones(length, dtype=np.float32)
+    return TrainingSequence(np.zeros(length, dtype=np.int32), sampled, ones - 1, ones, segment_id=name)
 
 
 def _group(chains: list[list[int]], name: str = "g") -> TrainingGroup:
@@ -84,7 +84,8 @@ def test_the_normalisers_are_their_formulas() -> None:
         name: [s.weight for s in split_updates(groups, LossConfig(normalizer=name, constant_tokens=10), 1)[0]]
         for name in ("group_constant", "tokens", "sequences")
     }
-    assert weights["group_constant"] == pytest.approx([1 / 40, 1 / 40, 1 / 40, 1 / 20])
+    alike = pytest.approx([1 / 30] * 4)
+    assert weights["group_constant"] == alike, "tokens of a small group, such as a fork's, weigh no more"
     assert weights["tokens"] == pytest.approx([1 / 14] * 4)
     assert weights["sequences"] == pytest.approx([1 / 18, 1 / 18, 1 / 9, 1 / 15])
 

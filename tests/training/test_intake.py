@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from etude.errors import ConfigError
-from etude.records import Group, PolicyVersion, RewardBreakdown, Status, VersionSpan
+from etude.records import Group, PolicyVersion, RewardBreakdown, Status, ToolCall, Turn, VersionSpan
 from etude.training.batches import UNKNOWN_LAG
 from etude.training.intake import Intake, ModelLimits, Skipped, take_groups
 from tests.model.builders import VOCAB, random_tokens, small_model
@@ -71,7 +71,7 @@ def test_what_is_skipped_for_its_tokens_stays_in_the_baseline() -> None:
     group = as_group([rollouts.member(1.0), rollouts.member(0.0, 129), rollouts.member(0.0)])
     (taken,) = _intake(rollouts, [group]).groups
     assert [len(chain) for chain in taken.chains] == [1, 0, 1]
-    assert taken.chains[0][0].advantage == pytest.approx(2 / 3)
+    assert taken.chains[0][0].advantages == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf, 0.5])
@@ -105,11 +105,26 @@ def test_a_chain_counts_once_in_the_baseline_and_its_segments_share_its_advantag
     first, second, third = (rollouts.member(reward) for reward in (1.0, 0.0, 0.0))
     chain = replace(first, segments=(*first.segments, rollouts.segment(18), rollouts.segment(15)))
     (taken,) = _intake(rollouts, [as_group([chain, second, third])]).groups
-    assert [[s.advantage for s in segments] for segments in taken.chains] == [
+    assert [[float(s.advantages[-1]) for s in segments] for segments in taken.chains] == [
         pytest.approx([2 / 3] * 3),
         pytest.approx([-1 / 3]),
         pytest.approx([-1 / 3]),
     ]
+
+
+def test_of_a_group_that_failed_only_malformed_calls_are_trained_on_and_only_their_members() -> None:
+    rollouts = Rollouts(small_model(0))
+    odd, fine = rollouts.member(0.0), rollouts.member(0.0)
+    call = ToolCall("x", error="odd")
+    odd = replace(odd, turns=(Turn(odd.segments[0].id, 5, 10, "", (call,), (), ((7, 12),)),))
+    intake = _intake(rollouts, [as_group([fine, odd])])
+    ((chain,),) = (group.chains for group in intake.groups)
+    assert np.flatnonzero(chain[0].sampled).tolist() == [7, 8, 9], "10 and 11 are the tool's"
+    assert chain[0].advantages[chain[0].sampled] == pytest.approx(-0.05)
+    mixed = _intake(rollouts, [as_group([rollouts.member(1.0), odd])]).groups[0]
+    (seen,) = mixed.chains[1]
+    assert seen.advantages[[6, 7, 12]] == pytest.approx([-0.5, -0.55, -0.5])
+    assert not intake.skipped
 
 
 def test_lags_count_trainer_steps_within_the_lineage() -> None:

@@ -53,9 +53,6 @@ def _written_out(config: RlConfig, present: Any, rows: Rows, reference: Any) -> 
     new, rollout = present.tolist(), rows.rollout.tolist()
     proximal = new if rows.proximal is None else rows.proximal.tolist()
     advantages, sequence = rows.advantages.tolist(), rows.sequence.tolist()
-    if loss.kl == "k1":
-        gaps = [n - r for n, r in zip(new, reference.tolist(), strict=True)]
-        advantages = [a - loss.kl_weight * gap for a, gap in zip(advantages, gaps, strict=True)]
     anchor = proximal if fix.enabled or loss.kind == "decoupled" else rollout
     bounds = loss.gspo_clip_low, loss.gspo_clip_high
     per_token = {
@@ -71,11 +68,10 @@ def _written_out(config: RlConfig, present: Any, rows: Rows, reference: Any) -> 
     whole = references.geometric(proximal, rollout, sequence, fix.sequence_low, fix.sequence_high or math.inf)
     for i, weight in enumerate(rows.weights.tolist()):
         value = weights[i] * per_token[i] if token[i] and whole[i] else 0.0
-        if loss.kl == "k2":
-            value += loss.kl_weight * (new[i] - reference.tolist()[i]) ** 2 / 2
-        elif loss.kl == "k3":
-            value += loss.kl_weight * references.k3(new[i], reference.tolist()[i])
-        total += weight * value
+        gap = new[i] - reference.tolist()[i]
+        penalty = {"k1": gap * new[i], "k2": gap**2 / 2, "k3": math.exp(-gap) - 1 + gap}[loss.kl]
+        ratio = min(references.ratio(new[i], rollout[i]), fix.tis_cap or math.inf)
+        total += weight * (value + loss.kl_weight * ratio * penalty)
     return total
 
 
@@ -89,6 +85,28 @@ def test_every_combination_is_its_formula(kind: str, correction: str) -> None:
         result = policy_loss(config, present, rows, reference)
         expected = _written_out(config, present, rows, reference)
         assert float(result.total) == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_price_of_divergence_has_its_gradient_whoever_sampled_and_whatever_is_masked(
+    kind: str, kl: str
+) -> None:
+    """Expectations over six tokens that another policy draws, exactly."""
+    logits, other, sampler = torch.randn(
+        (3, 6), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
+    logits = logits.requires_grad_()
+    present, reference, rollout = (values.log_softmax(-1) for values in (logits, other, sampler))
+    zeros = torch.zeros(6, dtype=torch.float64)
+    rows = Rows(rollout, None, zeros, rollout.exp(), zeros.long(), torch.arange(6))
+    config = rl_config({"kind": kind, "kl": kl, "kl_weight": 1.0, "correction": {"token_high": 1.01}})
+    result = policy_loss(config, present, rows, reference)
+    assert bool(result.masked.any())
+    forward = (reference.exp() * (reference - present)).sum()
+    wanted = forward if kl == "k3" else (present.exp() * (present - reference)).sum()
+    (expected,) = torch.autograd.grad(wanted, logits, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(result.total, logits)[0], expected)
 
 
 def test_a_masked_token_has_no_gradient_and_the_rest_keeps_its_own() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -27,12 +29,12 @@ def test_figures_do_not_depend_on_micro_batches() -> None:
     assert 0 < whole["effective_share"] < 1
 
 
-def _sampled_at(member: Trajectory, *steps: int, lineage: str = "run") -> Trajectory:
+def _sampled_at(member: Trajectory, *steps: int, lineage: str = "run", digest: str = "") -> Trajectory:
     """The member with its tokens dealt evenly over versions of these steps."""
     (segment,) = member.segments
     bounds = np.linspace(0, len(segment.tokens), len(steps) + 1).astype(int).tolist()
     spans = tuple(
-        VersionSpan(start, end, PolicyVersion(lineage, step))
+        VersionSpan(start, end, PolicyVersion(lineage, step, digest))
         for start, end, step in zip(bounds, bounds[1:], steps, strict=False)
     )
     object.__setattr__(segment, "version_spans", spans)
@@ -69,6 +71,23 @@ def test_figures_are_told_by_version_lag() -> None:
 
 def metrics_tokens(group: Group) -> int:
     return sum(member.num_sampled_tokens for member in group.members)
+
+
+def test_a_version_that_a_kill_lost_is_not_taken_for_the_one_that_followed(tmp_path: Path) -> None:
+    """Both have the same step, and other weights."""
+    rollouts = Rollouts(small_model(0))
+    trainer = trainer_of(rl_config(), rollouts)
+    trainer.step([rollouts.group([1.0, 0.0])])
+    kept = trainer.publish().version
+    assert kept.step == 1
+    for step in (1, 2):  # of the step before as well, also once the run was resumed
+        members = [_sampled_at(rollouts.member(reward, 30), 1, digest="lost") for reward in (1.0, 0.0)]
+        ours = [_sampled_at(rollouts.member(reward, 30), 1, digest=kept.digest) for reward in (1.0, 0.0)]
+        metrics = trainer.step([as_group(members), as_group(ours)])
+        assert metrics["lag_unknown_tokens"] == metrics[f"lag{step - 1}_tokens"] > 0
+        trainer.save(tmp_path / str(step))
+        trainer = trainer_of(rl_config(), rollouts)
+        trainer.restore(tmp_path / str(step))
 
 
 def test_drift_is_not_taken_for_a_difference_between_trainer_and_engine() -> None:

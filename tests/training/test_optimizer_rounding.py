@@ -85,6 +85,7 @@ def _trained(dtype: torch.dtype, state_dtype: str, rule: str, steps: int = 300) 
         return float(((model(inputs.to(dtype)).float() - wanted) ** 2).mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["adamw", "muon"])
 def test_training_with_bfloat16_states_ends_where_float32_states_do(rule: str) -> None:
     exact = _trained(torch.float32, "float32", rule)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError
 from etude.training.packing import Packing, pack_sequences, packing_waste, sequence_cost
 
-UNHURRIED = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 RAGGED = st.lists(st.integers(1, 300), max_size=60)
 
 
@@ -18,7 +17,6 @@ def _batches(packing: Packing) -> list[list[int]]:
     return [batch for batches in packing for batch in batches]
 
 
-@UNHURRIED
 @given(RAGGED, st.integers(1, 400), st.integers(1, 5))
 def test_every_sequence_is_packed_once_within_the_bound(
     lengths: list[int], max_tokens: int, num_ranks: int
@@ -34,7 +32,6 @@ def test_every_sequence_is_packed_once_within_the_bound(
     assert 0.0 <= packing_waste(lengths, packing) < 1.0
 
 
-@UNHURRIED
 @given(RAGGED.filter(bool))
 def test_few_micro_batches_are_made(lengths: list[int]) -> None:
     packing = pack_sequences(lengths, 300)
@@ -57,7 +54,6 @@ def _can_be_shared(lengths: list[int], packing: Packing) -> bool:
     return max(costs) <= sum(costs) / (len(packing) * len(packing[0]))
 
 
-@settings(UNHURRIED, max_examples=40)
 @given(st.integers(0, 10_000), st.sampled_from([(5.5, 0.6), (7.0, 1.0)]), st.sampled_from([1, 2, 4, 8]))
 def test_ranks_do_not_wait_long_where_no_sequence_is_too_long_to_share(
     seed: int, shape: tuple[float, float], num_ranks: int

@@ -82,10 +82,11 @@ def written_out(
         targets = torch.from_numpy(segment.sampled.nonzero()[0])
         new, _ = packed_logprobs(model, batch, targets, routes=routes)
         with torch.no_grad():
-            anchor, _ = packed_logprobs(reference, batch, targets, routes=routes)
+            anchor, _ = packed_logprobs(reference, batch, targets)  # its own router chooses
         old = torch.from_numpy(segment.logprobs)[targets]
-        weight = (new.detach() - old).exp().clamp(max=config.loss.cispo_cap)
-        loss = -weight * (reward - mean) * new + config.loss.kl_weight * k3(new, anchor)
+        ratio = (new.detach() - old).exp()
+        weight = ratio.clamp(max=config.loss.cispo_cap)
+        loss = -weight * (reward - mean) * new + config.loss.kl_weight * ratio * k3(new, anchor)
         if config.loss.normalizer == "tokens":
             total = total + loss.sum() / num_tokens
         elif config.loss.normalizer == "sequences":

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.config import RlConfig
 from etude.errors import CheckpointError, StoreError
 from etude.model.scoring import score_sequences
-from etude.records import Group, GroupOrigin, PolicyVersion, TrajectoryId, VersionSpan
+from etude.records import Group, GroupOrigin, PolicyVersion, RewardBreakdown, TrajectoryId, VersionSpan
 from etude.store.blobs import FileBlobs
 from etude.store.trajectories import TrajectoryLog
 from etude.training import load_checkpoint
@@ -101,6 +101,25 @@ def test_what_is_passed_over_is_counted_by_reason(tmp_path: Path, rollouts: Roll
     assert names(stream.take(10)) == ["g1", "g4"]
     assert stream.passed == {"version": 3, "no_signal": 2, "repeated": 1}
     assert names(stream_over(log, min_step=2, max_step=4, repeat_prompts=True).take(10)) == ["g1", "g3", "g4"]
+
+
+def test_a_step_has_as_many_groups_of_differing_verdicts_as_asked_for_and_those_of_one_verdict_on_top(
+    tmp_path: Path, rollouts: Rollouts
+) -> None:
+    """As the run had them: one function tells both what a group teaches."""
+    log = TrajectoryLog(tmp_path)
+    priced = group_of(rollouts, 2, (1.0, 1.0))
+    dearer = replace(priced.members[0], reward=RewardBreakdown(1.0, {"length": -0.1}))
+    priced = replace(priced, members=(dearer, priced.members[1]))
+    unpriced = replace(group_of(rollouts, 3, (1.0, 1.0)), price_weight=0.0)
+    unpriced = replace(unpriced, members=tuple(replace(m, reward=dearer.reward) for m in unpriced.members))
+    log.append([group_of(rollouts, 0), group_of(rollouts, 1), priced, unpriced])
+    log.append([group_of(rollouts, number) for number in (4, 5)])
+    stream = stream_over(log)
+    assert names(stream.take(2)) == ["g0", "g1", "g2"]
+    assert names(stream.take(1)) == ["g4"]
+    assert names(stream_over(log, stream.state_dict()).take(1)) == ["g5"]
+    assert stream.passed == {"no_signal": 1}
 
 
 def test_forks_of_one_session_are_prompts_of_their_own(rollouts: Rollouts) -> None:
@@ -193,7 +212,6 @@ def mixed_log(tmp_path_factory: pytest.TempPathFactory, rollouts: Rollouts) -> P
     return directory
 
 
-@settings(deadline=None, max_examples=25)
 @given(steps=st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans()), max_size=12))
 def test_restarts_at_saved_cursors_lose_repeat_and_skip_nothing(
     mixed_log: Path, steps: list[tuple[int, bool, bool]]

@@ -270,6 +270,7 @@ def test_a_relay_keeps_no_more_than_it_may(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in (tmp_path / "cache" / "files").rglob("*.etude")) <= 9000
 
 
+@pytest.mark.slow
 def test_a_relay_whose_disk_is_full_serves_on_and_keeps_what_is_new(small_disk: Path, tmp_path: Path) -> None:
     store, folder = failing_store(tmp_path / "store")
     relay = Relay(folder, small_disk / "cache")

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from fastapi import FastAPI, Response
+from moto.server import ThreadedMotoServer
 
 from etude.errors import StoreError, WeightUpdateError
 from etude.weights import StoreWeights, Subscriber, WeightStore
@@ -24,9 +25,7 @@ from tests.weights.stores import FAST, assert_is, failing_store, tensors_at, ver
 @pytest.fixture(scope="module")
 def s3() -> Iterator[dict[str, object]]:
     """Options for fsspec that lead to a server of this process, with a bucket `weights`."""
-    pytest.importorskip("s3fs")
-    servers = pytest.importorskip("moto.server")
-    server = servers.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     _, port = server.get_host_and_port()
     options: dict[str, object] = {
@@ -41,6 +40,8 @@ def s3() -> Iterator[dict[str, object]]:
     server.stop()
 
 
+@pytest.mark.slow
+@pytest.mark.foreign
 def test_s3_creates_a_name_once(s3: dict[str, object]) -> None:
     folder = open_folder("s3://weights/folder", **s3)
     folder.create("a/b", b"1")
@@ -55,6 +56,8 @@ def test_s3_creates_a_name_once(s3: dict[str, object]) -> None:
         folder.read("a/b")
 
 
+@pytest.mark.slow
+@pytest.mark.foreign
 def test_versions_travel_through_s3(s3: dict[str, object]) -> None:
     subscriber = Subscriber(WeightStore.open("s3://weights/run", **s3))
     with StoreWeights(WeightStore.open("s3://weights/run", **s3), replace(FAST, lease_s=15)) as publisher:
@@ -66,6 +69,8 @@ def test_versions_travel_through_s3(s3: dict[str, object]) -> None:
     assert subscriber.counters.deltas == 2
 
 
+@pytest.mark.slow
+@pytest.mark.foreign
 def test_a_bucket_that_is_not_there_is_said_before_anything_is_published(s3: dict[str, object]) -> None:
     with pytest.raises(StoreError) as caught:
         StoreWriter(WeightStore.open("s3://nowhere/run", **s3), FAST)
@@ -73,7 +78,6 @@ def test_a_bucket_that_is_not_there_is_said_before_anything_is_published(s3: dic
 
 
 def test_what_a_store_s_own_client_raises_is_told_in_our_words() -> None:
-    pytest.importorskip("s3fs")
     nobody = {"key": "test", "secret": "test", "endpoint_url": "http://127.0.0.1:9"}
     quick = {"config_kwargs": {"retries": {"max_attempts": 1}}}
     with pytest.raises(UnavailableError, match=r"weights\.url: .*EndpointConnectionError"):

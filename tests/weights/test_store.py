@@ -127,11 +127,12 @@ def test_old_chains_are_collected_behind_the_second_last_snapshot(tmp_path: Path
     assert files == {file.name for commit in store.commits().values() for file in commit.files}
 
 
-def test_what_a_reader_pins_stays_until_the_pin_is_old(tmp_path: Path) -> None:
+def test_what_the_slowest_reader_pins_stays_until_its_pin_is_old(tmp_path: Path) -> None:
     store = WeightStore.open(str(tmp_path))
     with StoreWriter(store, FAST) as writer:
         _write_chain(writer, 8)
         store.pin("reader", 3, keep_s=600)
+        store.pin("faster", 7, keep_s=600)
         for step in range(8, 12):
             _write(writer, step, step - 1)
         assert min(store.commits()) == 3

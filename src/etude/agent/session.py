@@ -45,6 +45,7 @@ from etude.records import (
 )
 from etude.tokens.pieces import Piece
 from etude.tokens.renderer import Renderer
+from etude.tokens.stream import malformed_spans
 
 STOPPED = "error: stopped"
 """What calls are answered with that a stop of the session left without results."""
@@ -368,8 +369,11 @@ class AgentSession:
 
     def _add_turn(self, message: NDArray[np.int32], calls: tuple[ToolCall, ...]) -> None:
         end = self.recording.length
+        start = end - len(message)
         text = self.renderer.tokenizer.decode(message)
-        self.turns.append(Turn(self.segment_id, end - len(message), end, text, calls, ()))
+        spans = malformed_spans(message, calls, self.renderer)
+        malformed = tuple((start + first, start + last) for first, last in spans)
+        self.turns.append(Turn(self.segment_id, start, end, text, calls, (), malformed))
 
     def _go_on(self, outputs: Sequence[str], words: str | None = None) -> None:
         """Appends what the tools answered, then the user's words: see `observe`. The session ends where no

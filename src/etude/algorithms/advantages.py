@@ -1,7 +1,8 @@
-"""Advantages of the members of one group against each other."""
+"""What each member of a group is worth, and its advantage over the others."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,30 +12,31 @@ from etude.algorithms.baselines import BASELINES
 from etude.config import Baseline
 from etude.records import RewardBreakdown
 
-MALFORMED = "malformed"
-"""The reward term that still teaches where the whole group failed."""
-
 _ROUNDING = 1e-9
-"""Rewards that differ by less are equal: sums of the same terms need not be equal bit for bit."""
+"""Values that differ by less are equal: sums of the same terms need not be equal bit for bit."""
 
 
-def has_task_variance(rewards: Sequence[RewardBreakdown]) -> bool:
-    """Whether the task's verdict differs within the group: the other terms do not count."""
-    return len({reward.task for reward in rewards}) > 1
+def session_price(reward: RewardBreakdown, most: float) -> float:
+    """What the terms of a reward cost together: a concave function of their sum, below `most`.
 
-
-def group_advantages(
-    rewards: Sequence[RewardBreakdown], baseline: Baseline = "group_mean"
-) -> NDArray[np.float32]:
-    """Each member's advantage under the named baseline, [members]. Rewards must be finite.
-
-    Where the task's verdict is the same for all, only malformed calls carry advantage: in a group that failed
-    as a whole, a penalty for effort would teach the policy to give up. Equal rewards give exactly 0.
+    p costs most * (1 - exp(-p / most)): nearly p while it is small, and never `most`. Terms that pay more
+    than the others cost count as they are, and so make the price negative.
     """
-    if has_task_variance(rewards):
-        values = np.array([reward.total for reward in rewards], dtype=np.float64)
-    else:
-        values = np.array([reward.terms.get(MALFORMED, 0.0) for reward in rewards], dtype=np.float64)
+    cost = -sum(reward.terms.values())
+    return -most * math.expm1(-cost / most) if cost > 0 else cost
+
+
+def member_value(reward: RewardBreakdown, most: float, weight: float) -> float:
+    """What a session is worth beside others: a failed one its verdict, a solved one 1 less its price.
+
+    Costs act among successes only. On a failed session every cost would pay for giving up: whoever does less
+    spends less. `weight`, 0 to 1, is that of the price, which stays below `most`.
+    """
+    return reward.task if reward.task < 1.0 else reward.task - weight * session_price(reward, most)
+
+
+def value_advantages(values: Sequence[float], baseline: Baseline) -> NDArray[np.float32]:
+    """[members] each value against the named baseline. Equal values give exactly 0."""
     if len(values) == 0 or np.ptp(values) < _ROUNDING:
         return np.zeros(len(values), dtype=np.float32)
-    return BASELINES[baseline](values).astype(np.float32)
+    return BASELINES[baseline](np.array(values, dtype=np.float64)).astype(np.float32)

@@ -1,9 +1,10 @@
 """Estimators of the Kullback-Leibler divergence from samples (Schulman 2020). Everything [N], per token.
 
-KL(p || reference) for tokens drawn from p. `k1` is unbiased as a value, and has a gradient that is 0 in
-expectation: it belongs, detached, into the advantage, where it has the gradient of the divergence (Tang and
-Munos 2025). `k2` has that gradient as a loss; `k3` has the lowest variance as a value, and as a loss pulls
-towards the reference with a gradient of its own.
+KL(p || reference) for tokens drawn from p; for tokens that another policy drew, each needs its importance
+weight. `k1` is unbiased as a value, and has a gradient that is 0 in expectation: detached, it multiplies the
+log-probability, which then has the gradient of the divergence (Tang and Munos 2025). `k2` has that gradient
+as a loss (Liu et al. 2025, arXiv 2510.01555). `k3` has the lowest variance as a value; as a loss it has the
+gradient of KL(reference || p).
 """
 
 from __future__ import annotations

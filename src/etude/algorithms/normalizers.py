@@ -17,13 +17,13 @@ Weights = list[list[float]]
 
 
 def group_constant(lengths: Lengths, constant_tokens: int) -> Weights:
-    """1 / (groups * chains of the group * constant): a sum per chain, no length in it.
+    """1 / (chains * constant): a sum per chain, no length in it.
 
-    Neither long failures nor short successes are favoured (Dr.GRPO, Liu et al. 2025). Groups count alike,
-    also where an infrastructure failure took a member.
+    Neither long failures nor short successes are favoured (Dr.GRPO, Liu et al. 2025). Chains count alike: one
+    of a small group, such as a fork's, weighs no more than one of a large group.
     """
-    groups = sum(1 for group in lengths if group)
-    return [[1.0 / (groups * len(group) * constant_tokens)] * len(group) for group in lengths]
+    count = sum(len(group) for group in lengths)
+    return [[1.0 / (count * constant_tokens)] * len(group) for group in lengths]
 
 
 def tokens(lengths: Lengths, constant_tokens: int) -> Weights:

@@ -35,7 +35,7 @@ from etude.cli.agent_options import (
 )
 from etude.cli.agent_output import EXIT_CLOSED_PIPE, standard_output
 from etude.cli.output import print_json, shown
-from etude.errors import ConfigError, EtudeError
+from etude.errors import EtudeError
 
 if TYPE_CHECKING:
     # Heavier at run time than a command line's help should be.
@@ -68,7 +68,10 @@ def agent_command(
     backend: BackendOption = "local",
     script: ScriptOption = "",
 ) -> None:
-    """Let the agent work on PATH: in a sandbox that mirrors it, its changes written back as you allow."""
+    """Let the coding agent work on the directory PATH.
+
+    It works in a sandbox on a copy of the directory. Its changes are written back as --approve allows.
+    """
     if list_all:
         print_sessions(as_json)
         return
@@ -99,15 +102,8 @@ def _work(asked: Work) -> None:
 
 
 def _serve_editor(choice: ModelChoice, mode: str, backend: str) -> None:
-    try:
-        from etude.cli.agent_acp import serve
-    except ImportError as error:
-        raise ConfigError(
-            "editors need the package agent-client-protocol",
-            field="--acp",
-            received=str(error),
-            fix="pip install 'etude[acp]'",
-        ) from error
+    from etude.cli.agent_acp import serve
+
     serve(choice, mode, backend)
 
 

@@ -201,7 +201,7 @@ class EditorAgent:
         return NewSessionResponse(session_id=one.id, modes=_modes(one.conversation))
 
     async def load_session(self, cwd: str, session_id: str, **_: Any) -> LoadSessionResponse:
-        """A session from disk; everything that was said and done in it is told again."""
+        """A session from disk; all its messages are sent to the editor again."""
         with _protocol_errors():
             known = self._sessions.get(session_id)
             if known is None:
@@ -260,22 +260,22 @@ class EditorAgent:
         conversation = one.conversation
         match words.strip():
             case "":
-                raise UserError("says nothing", field="prompt")
+                raise UserError("is empty", field="prompt")
             case "/undo":
                 undone = await conversation.undo()
                 files = [file.path for file in undone.files] if undone else []
-                told = f"undone: {', '.join(files)}" if files else "there is nothing to undo"
+                text = f"undone: {', '.join(files)}" if files else "there is nothing to undo"
                 for path, why in (undone.kept_back if undone else {}).items():
-                    told += f"\nnot undone: {path}: {why}"
+                    text += f"\nnot undone: {path}: {why}"
             case "/apply":
                 written = await conversation.write_back()
                 paths = [file.path for file in written.files if file.path not in written.kept_back]
-                told = "written: " + (", ".join(paths) or "nothing")
+                text = "written: " + (", ".join(paths) or "nothing")
                 for path, why in written.kept_back.items():
-                    told += f"\nnot written: {path}: {why}"
+                    text += f"\nnot written: {path}: {why}"
             case _:
                 return await conversation.say(words)
-        one.queue.put_nowait(update_agent_message_text(told))
+        one.queue.put_nowait(update_agent_message_text(text))
         return None
 
     async def _open(self, folder: SessionFolder, disk: DirectoryTree, mode: str) -> _Open:
@@ -340,7 +340,7 @@ async def _pumping(one: _Open) -> AsyncIterator[None]:
 
 @contextlib.contextmanager
 def _protocol_errors() -> Iterator[None]:
-    """Errors of ours as errors of the protocol: what the user can mend is about parameters."""
+    """Errors of ours as errors of the protocol: a mistake of the user is an error of parameters."""
     try:
         yield
     except EtudeError as error:
@@ -357,7 +357,9 @@ def _protocol_errors() -> Iterator[None]:
 
 def _directory(cwd: str) -> DirectoryTree:
     if not Path(cwd).is_absolute():
-        raise ConfigError("must be an absolute path", field="cwd", received=cwd, fix="name it from the root")
+        raise ConfigError(
+            "must be an absolute path", field="cwd", received=cwd, fix="give the path from the root directory"
+        )
     return DirectoryTree(Path(cwd))
 
 

@@ -40,7 +40,7 @@ def _turn(
         yield update_agent_thought_text(message.reasoning)
     if message.text:
         yield update_agent_message_text(message.text)
-    yield from updates.of(CallsMade(number, turn.calls))
+    yield from updates.of(CallsMade(number, turn.calls, conversation.policy.registry.schemas))
     for place, (call, result) in enumerate(zip(turn.calls, turn.results, strict=False)):
         yield from updates.of(CallDone(number, place, call, result))
     for change in changes:

@@ -42,21 +42,20 @@ class Updates:
     def __init__(self, root: Path, todos: Callable[[], Sequence[Todo]]) -> None:
         self._root = root
         self._todos = todos
-        self._turn = 0
-        self._calls: Sequence[ToolCall] = ()
+        self._made = CallsMade(0, ())
         self._results: dict[int, ToolResult] = {}
 
     def of(self, event: AgentEvent) -> list[Any]:
         """The updates that tell of one event."""
         match event:
             case Said(text, kind):
-                told = update_agent_message_text if kind == "text" else update_agent_thought_text
-                return [told(text)]
+                update = update_agent_message_text if kind == "text" else update_agent_thought_text
+                return [update(text)]
             case Noted(text, _):
                 return [update_agent_thought_text(f"[{text}]\n")]
-            case CallsMade(turn, calls):
-                self._turn, self._calls, self._results = turn, calls, {}
-                return [self._started(place, call) for place, call in enumerate(calls) if call.name]
+            case CallsMade():
+                self._made, self._results = event, {}
+                return [self._started(place, call) for place, call in enumerate(event.calls) if call.name]
             case CallRuns(turn, position, _):
                 return [update_tool_call(call_id(turn, position), status="in_progress")]
             case CallDone():
@@ -68,27 +67,27 @@ class Updates:
 
     def asked_about(self, call: ToolCall) -> Any:
         """The call that a permission is asked for, with what it would do."""
-        place = next((n for n, one in enumerate(self._calls) if one is call), 0)
+        place = next((n for n, one in enumerate(self._made.calls) if one is call), 0)
         preview = "\n".join(call_preview(call))
         content = [tool_content(text_block(f"```diff\n{preview}\n```"))] if preview else None
         return update_tool_call(
-            call_id(self._turn, place),
+            call_id(self._made.turn, place),
             title=call_title(call),
             kind=_kind(call),
             status="pending",
             content=content,
             locations=self._locations(call),
-            raw_input=dict(call.arguments),
+            raw_input=self._made.arguments(call),
         )
 
     def _started(self, place: int, call: ToolCall) -> Any:
         return start_tool_call(
-            call_id(self._turn, place),
+            call_id(self._made.turn, place),
             call_title(call),
             kind=_kind(call),
             status="pending",
             locations=self._locations(call),
-            raw_input=dict(call.arguments),
+            raw_input=self._made.arguments(call),
         )
 
     def _done(self, event: CallDone) -> list[Any]:
@@ -112,7 +111,7 @@ class Updates:
         by_call: dict[int, list[FileChange]] = {}
         for file in event.files:
             place = self._caller(file.path)
-            if place is not None and event.turn == self._turn:
+            if place is not None and event.turn == self._made.turn:
                 by_call.setdefault(place, []).append(file)
         updates: list[Any] = []
         for place, files in sorted(by_call.items()):
@@ -125,10 +124,11 @@ class Updates:
 
     def _caller(self, path: str) -> int | None:
         named = [n for n, result in self._results.items() if result.facts.get("path") == path]
+        calls = self._made.calls
         others = [
             n
             for n in self._results
-            if _kind(self._calls[n]) in ("edit", "delete", "execute") and "path" not in self._results[n].facts
+            if _kind(calls[n]) in ("edit", "delete", "execute") and "path" not in self._results[n].facts
         ]
         return max(named or others, default=None)
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from etude.agent.tools.values import words_of
+from etude.errors import ToolArgumentError
 from etude.records import ToolCall
 
 _NUM_LINES = 60
+_NUM_PATHS = 1000
 _TITLE_CHARACTERS = 100
 _TITLES = ("path", "command", "pattern", "query", "url", "question", "id")
 
@@ -32,6 +35,8 @@ KINDS = {
 def call_title(call: ToolCall) -> str:
     """The call on one line."""
     name = call.name or "(no call)"
+    if paths := _paths(call):
+        return _cut(f"{name} {' '.join(paths)}")
     for key in _TITLES:
         if value := call.arguments.get(key, "").strip():
             return _cut(f"{name} {' '.join(value.split())}")
@@ -43,6 +48,8 @@ def call_preview(call: ToolCall) -> list[str]:
     arguments = call.arguments
     if "command" in arguments:
         return _head([f"$ {line}" for line in arguments["command"].splitlines()])
+    if paths := _paths(call):
+        return _head(paths)
     if "patch" in arguments:
         return _head(arguments["patch"].splitlines())
     lines = [f"-{line}" for line in arguments.get("old", "").splitlines()]
@@ -52,6 +59,14 @@ def call_preview(call: ToolCall) -> list[str]:
     for key in ("new", "text"):
         lines += [f"+{line}" for line in arguments.get(key, "").splitlines()]
     return _head(lines)
+
+
+def _paths(call: ToolCall) -> list[str]:
+    """The files that `run_tests` or `read_lints` is to look at; none named means all."""
+    try:
+        return words_of(call.arguments, "paths", _NUM_PATHS)
+    except ToolArgumentError:  # the tool answers it
+        return [call.arguments["paths"]]
 
 
 def _head(lines: list[str]) -> list[str]:

@@ -103,7 +103,7 @@ class _Program:
                 "cannot be written; the session is kept, and can be resumed",
                 field="standard output",
                 received=str(self._output.error),
-                fix="make room, or send it elsewhere",
+                fix="free disk space, or redirect the output",
             ) from self._output.error
         return EXIT_CLOSED_PIPE if self._output.gone else code
 
@@ -111,31 +111,31 @@ class _Program:
         if self._asked.instruction is not None:
             return self._once(conversation, self._asked.instruction)
         if conversation.is_open:
-            self._note("going on where the session was interrupted")
+            self._note("continuing where the session was interrupted")
             self._turn(conversation, conversation.go_on())
         return self._converse(conversation)
 
     def _check_instruction(self) -> None:
-        """Raises ConfigError for one that says nothing, and for a program's call where a person types."""
+        """Raises ConfigError for an empty instruction, and for `--json` without one at a terminal."""
         asked = self._asked
         if asked.instruction is not None and not asked.instruction.strip():
             raise ConfigError(
-                "says nothing", field="-p", received=asked.instruction, fix="say what is to be done"
+                "is empty", field="-p", received=asked.instruction, fix="write what the agent is to do"
             )
         if asked.as_json and asked.instruction is None and self._lines.is_terminal:
             raise ConfigError(
-                "is for programs, and a person types here", field="--json", fix='give -p "what is to be done"'
+                "needs -p, since standard input is a terminal", field="--json", fix='add -p "INSTRUCTION"'
             )
 
     def _check_input(self) -> None:
-        """Raises ConfigError for a program's call that says nothing at all."""
+        """Raises ConfigError for `--json` without any instruction."""
         if not self._asked.as_json or self._asked.instruction is not None:
             return
         if not self._runner.run(self._lines.has_words()):
             raise ConfigError(
                 "no instruction was given, and standard input is empty",
                 field="--json",
-                fix='give -p "what is to be done", or send it as a line on standard input',
+                fix='add -p "INSTRUCTION", or send it as a line on standard input',
             )
 
     async def close(self) -> None:
@@ -318,7 +318,7 @@ def _on_interrupt(conversation: Conversation, task: asyncio.Future[Outcome]) -> 
     loop = asyncio.get_running_loop()
     try:
         loop.add_signal_handler(signal.SIGINT, pressed)
-    except (RuntimeError, ValueError):  # not in the main thread: whoever runs us there stops us otherwise
+    except (RuntimeError, ValueError):  # not in the main thread
         yield
         return
     try:

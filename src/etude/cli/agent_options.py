@@ -18,33 +18,41 @@ _TOOL_CALLS = ("native", "text")
 _MODELS = ("run", "model", "endpoint", "script")
 _OF_THE_MODEL = ("model_name", "key_variable", "context_tokens", "temperature", "tools", "index")
 
-PathArgument = Annotated[Path | None, typer.Argument(help="Directory to work on; here unless named.")]
-RunOption = Annotated[str, typer.Option("--run", help="Run directory: its trained model.")]
-ModelOption = Annotated[str, typer.Option("--model", help="Hugging Face checkpoint directory.")]
-EndpointOption = Annotated[str, typer.Option(help="An OpenAI-compatible chat endpoint: http://host:port/v1.")]
-ModelNameOption = Annotated[str, typer.Option(help="The endpoint's model.")]
-KeyVariableOption = Annotated[str, typer.Option(help="Environment variable that holds the endpoint's key.")]
-ToolCallsOption = Annotated[str, typer.Option(help="How an endpoint's model calls tools: native, or text.")]
-ContextTokensOption = Annotated[int, typer.Option(help="Context of the endpoint's model.")]
-TemperatureOption = Annotated[float | None, typer.Option(help="How freely it samples: 0 or more.")]
-ToolsOption = Annotated[str, typer.Option(help="core, full, or names: read_file,grep,finish.")]
+PathArgument = Annotated[Path | None, typer.Argument(help="Directory to work on. Default: the current one.")]
+RunOption = Annotated[str, typer.Option("--run", help="Run directory whose trained model the agent uses.")]
+ModelOption = Annotated[str, typer.Option("--model", help="Hugging Face checkpoint that the agent uses.")]
+EndpointOption = Annotated[str, typer.Option(help="OpenAI-compatible chat endpoint: http://HOST:PORT/v1.")]
+ModelNameOption = Annotated[str, typer.Option(help="Name of the model to request from --endpoint.")]
+KeyVariableOption = Annotated[str, typer.Option(help="Environment variable with the endpoint's API key.")]
+ToolCallsOption = Annotated[str, typer.Option(help="How the endpoint's model calls tools: native or text.")]
+ContextTokensOption = Annotated[int, typer.Option(help="Context window of the endpoint's model, in tokens.")]
+TemperatureOption = Annotated[float | None, typer.Option(help="Sampling temperature, 0 or higher.")]
+ToolsOption = Annotated[
+    str, typer.Option(help="Tools to offer: core, full, or names such as read_file,grep.")
+]
 InstructionOption = Annotated[
-    str | None, typer.Option("--instruction", "-p", help="Do this and end; without it, a prompt.")
+    str | None,
+    typer.Option(
+        "--instruction", "-p", help="Carry out this instruction and exit. Default: ask at a prompt."
+    ),
 ]
 ApproveOption = Annotated[
-    str | None, typer.Option(help="preview, ask, auto-edit or full. At a prompt ask, else preview.")
+    str | None,
+    typer.Option(
+        help="Approval: preview, ask, auto-edit or full. Default: ask at a prompt, otherwise preview."
+    ),
 ]
-ApplyOption = Annotated[bool, typer.Option("--apply", help="Short for --approve full.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print events as JSON, one on a line.")]
-ResumeOption = Annotated[str | None, typer.Option(help="Go on with a session: its id, or last.")]
-ListOption = Annotated[bool, typer.Option("--list", help="List sessions.")]
+ApplyOption = Annotated[bool, typer.Option("--apply", help="Write all changes back: --approve full.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print events as JSON, one per line.")]
+ResumeOption = Annotated[str | None, typer.Option(help="Continue a session, by its id or with last.")]
+ListOption = Annotated[bool, typer.Option("--list", help="List the stored sessions and exit.")]
 IndexOption = Annotated[
-    str, typer.Option(help="Code index: off, words (instant grep), or meaning (embeddings too).")
+    str, typer.Option(help="Code index: off, words (fast grep) or meaning (adds semantic search).")
 ]
 AcpOption = Annotated[
-    bool, typer.Option("--acp", help="Speak the Agent Client Protocol on stdin and stdout.")
+    bool, typer.Option("--acp", help="Serve an editor on stdin and stdout by the Agent Client Protocol.")
 ]
-BackendOption = Annotated[str, typer.Option(help="Sandbox backend.")]
+BackendOption = Annotated[str, typer.Option(help="Sandbox backend. `etude sandbox doctor` lists them.")]
 ScriptOption = Annotated[str, typer.Option(hidden=True, help="Play messages from a file.")]
 
 
@@ -54,18 +62,20 @@ def chosen_model(context: typer.Context) -> ModelChoice | None:
     from etude.controller.agent.models import ModelChoice
 
     given: Mapping[str, Any] = context.params
-    if given["tool_calls"] not in _TOOL_CALLS:
-        raise ConfigError(
-            "no such way",
-            field="--tool-calls",
-            received=given["tool_calls"],
-            fix="one of " + ", ".join(_TOOL_CALLS),
-        )
+    native_tools = is_native(given["tool_calls"])
     if given["resume"] is not None and not given["acp"] and not any(given[name] for name in _MODELS):
         _refuse_options_of_a_model(context)
         return None
     named = {name: given[name] for name in (*_MODELS, *_OF_THE_MODEL)}
-    return ModelChoice(**named, native_tools=given["tool_calls"] == "native")
+    return ModelChoice(**named, native_tools=native_tools)
+
+
+def is_native(tool_calls: str) -> bool:
+    """Whether an endpoint gets the tools by its own `tools`. Raises ConfigError for no known way."""
+    if tool_calls not in _TOOL_CALLS:
+        fix = "one of " + ", ".join(_TOOL_CALLS)
+        raise ConfigError("is not a valid choice", field="--tool-calls", received=tool_calls, fix=fix)
+    return tool_calls == "native"
 
 
 def chosen_mode(approve: str | None, apply: bool) -> str | None:
@@ -76,7 +86,7 @@ def chosen_mode(approve: str | None, apply: bool) -> str | None:
         checked_mode(approve)
     if apply and approve not in (None, "full"):
         raise ConfigError(
-            "says otherwise than --apply", field="--approve", received=approve, fix="leave one of them out"
+            "contradicts --apply", field="--approve", received=approve, fix="leave one of them out"
         )
     return "full" if apply else approve
 

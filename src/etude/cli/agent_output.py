@@ -14,12 +14,33 @@ from rich.console import Console
 
 EXIT_CLOSED_PIPE = 141
 """As of a program that the signal of a closed pipe ends: 128 + SIGPIPE."""
+_PIPE_COLUMNS = 1_000_000
+
+
+class OutputConsole(Console):
+    """A console that lays text out for the width of a terminal only: in a pipe or file every line is whole.
+
+    When its reader has left it ends the program, but not with rich's 1, which is what some commands find.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        """`settings`: rich's."""
+        super().__init__(highlight=False, **settings)
+        if not self.is_terminal:
+            self.width = _PIPE_COLUMNS
+
+    def on_broken_pipe(self) -> None:
+        """Raises SystemExit."""
+        try:
+            super().on_broken_pipe()
+        except SystemExit:
+            raise SystemExit(EXIT_CLOSED_PIPE) from None
 
 
 class Pipe(io.TextIOBase):
     """One of this process's outputs. When its reader has left, what is written goes nowhere.
 
-    The first write that finds nobody calls `on_gone`, once. Nothing is raised, so that whoever writes can
+    The first write that finds nobody calls `on_gone`, once. Nothing is raised, so that the writer can
     come to an orderly end. Not to be made while rich has redirected the stream.
     """
 
@@ -85,7 +106,7 @@ class Pipe(io.TextIOBase):
 
     def console(self) -> Console:
         """A console that writes here."""
-        return Console(file=cast(IO[str], self), highlight=False)
+        return OutputConsole(file=cast(IO[str], self))
 
     def leave(self, error: OSError) -> None:
         """Nothing more can be written."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from rich.console import Console, Group
@@ -50,9 +51,14 @@ class TerminalFace:
         self._running: dict[int, str] = {}
         self._live: Live | None = None
         self._open_line = False
+        self._held: list[AgentEvent] | None = None
+        """What happened since a question was put that has no answer yet; None where there is no such one."""
 
     def emit(self, event: AgentEvent) -> None:
-        """Shows one event."""
+        """Shows one event; during a question, once that is answered."""
+        if self._held is not None:
+            self._held.append(event)
+            return
         match event:
             case Said():
                 self._say(event)
@@ -83,6 +89,19 @@ class TerminalFace:
             self._console.print()
             self._open_line = False
 
+    @contextlib.contextmanager
+    def question(self) -> Iterator[None]:
+        """While the person is asked: nothing else is written onto the question's line."""
+        self.hide_running()
+        self.end_line()
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for event in held:
+                self.emit(event)
+
     def hide_running(self) -> None:
         """Takes the list of running calls off the screen."""
         if self._live is not None:
@@ -103,12 +122,10 @@ class TerminalFace:
             self._console.print(shown(line, DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
 
     def show_call(self, call: ToolCall) -> None:
-        """What a call would do."""
-        self.hide_running()
-        self.end_line()
-        self._console.print(shown(call_title(call), "bold"))
+        """What a call that needs an answer would do."""
+        self.questions.print(shown(call_title(call), "bold"))
         for line in call_preview(call):
-            self._console.print(shown(f"  {line}", DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
+            self.questions.print(shown(f"  {line}", DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
 
     def say_status(self, status: Status, cause: str) -> None:
         """How the agent ended, where it did not simply finish."""
@@ -157,24 +174,14 @@ class TerminalUser:
     async def allow(self, call: ToolCall) -> Literal["once", "always", "no"]:
         """Whether the call may run."""
         async with self._asking:
-            self._face.show_call(call)
-            while True:
-                said = await self._ask("allow? [y]es, [n]o, [a]lways ")
-                if said is None:
-                    return "no"
-                if answer := _ANSWERS.get(said.strip().lower()):
-                    return answer
+            with self._face.question():
+                return await self._allow(call)
 
     async def answer(self, question: str, options: Sequence[str] = ()) -> str:
         """See User. A number chooses an option. Raises UserAbortedError at the end of input."""
         async with self._asking:
-            self._face.hide_running()
-            self._face.end_line()
-            console = self._face.questions
-            console.print(shown(question, "bold"))
-            for number, option in enumerate(options, 1):
-                console.print(shown(f"  {number}. {option}"))
-            said = await self._ask("> ")
+            with self._face.question():
+                said = await self._answer(question, options)
         if said is None:
             raise UserAbortedError("the user gave no answer")
         said = said.strip()
@@ -182,6 +189,26 @@ class TerminalUser:
             return options[int(said) - 1]
         return said
 
+    async def _allow(self, call: ToolCall) -> Literal["once", "always", "no"]:
+        self._face.show_call(call)
+        while (said := await self._ask("allow? [y]es, [n]o, [a]lways ")) is not None:
+            if answer := _ANSWERS.get(said.strip().lower()):
+                return answer
+        return "no"
+
+    async def _answer(self, question: str, options: Sequence[str]) -> str | None:
+        console = self._face.questions
+        console.print(shown(question, "bold"))
+        for number, option in enumerate(options, 1):
+            console.print(shown(f"  {number}. {option}"))
+        return await self._ask("> ")
+
     async def _ask(self, prompt: str) -> str | None:
-        self._face.questions.print(Text(prompt), end="", soft_wrap=True)
-        return await self._lines.read()
+        console, said = self._face.questions, None
+        console.print(Text(prompt), end="", soft_wrap=True)
+        try:
+            said = await self._lines.read()
+        finally:
+            if said is None:  # nobody has ended the question's line
+                console.print()
+        return said

@@ -16,7 +16,7 @@ _COMMANDS = {
     "plan": "plan:plan_command",
     "pretrain": "pretrain:pretrain_command",
     "sft": "sft:sft_command",
-    "eval": "evaluate:eval_command",
+    "eval": "evaluate:eval_app",
     "agent": "agent:agent_command",
     "serve": "serve:serve_command",
     "relay": "relay:relay_command",
@@ -45,7 +45,7 @@ class Application(ErrorReportingGroup):
         """`settings`: Typer's."""
         super().__init__(**settings)
         self._made: dict[str, Any] = {}
-        self.commands = dict.fromkeys(_COMMANDS)  # names, of which a mistyped one is told the nearest
+        self.commands = dict.fromkeys(_COMMANDS)  # for suggestions after a mistyped name
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of that name; None if there is none."""
@@ -66,7 +66,7 @@ def _command(name: str) -> Any:
 
 app = typer.Typer(
     name="etude",
-    help="Reinforcement learning for coding agents, in the environment in which they will work.",
+    help="Train coding agents by reinforcement learning in the environment in which they will work.",
     cls=Application,
     no_args_is_help=True,
     add_completion=False,
@@ -87,13 +87,13 @@ def root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """Reinforcement learning for coding agents, in the environment in which they will work."""
+    """Train coding agents by reinforcement learning in the environment in which they will work."""
 
 
 def main() -> None:
     """Entry point.
 
-    Exit codes: 0 done, 2 a mistake to mend, 3 the system failed, 4 something was kept back, 130 interrupted,
-    141 nobody reads the output.
+    Exit codes: 0 done, 2 a mistake of the user, 3 the system failed, 4 something was kept back,
+    130 interrupted, 141 the reader of the output has closed it.
     """
     app()

@@ -45,6 +45,8 @@ bench_app = typer.Typer(name="bench", help="Measure a server under load.", no_ar
 
 EXIT_ERRORS = 1
 _TOLD_S = 30.0
+_CONTEXT_SHARE = 0.85
+"""Of a model's context, what the lengths of a session may fill as they are planned."""
 
 
 @bench_app.command("serve")
@@ -67,7 +69,10 @@ def bench_serve_command(
     extra: ExtraOption = "{}",
     as_json: JsonOption = False,
 ) -> None:
-    """Play agent sessions against a server. Exit code 1 if any turn was not answered whole."""
+    """Send agent sessions to a server and measure its speed.
+
+    The exit code is 1 if any turn was not answered completely.
+    """
     from etude.inference.load.recorded import recorded_sessions
 
     check_load(api, recorded, concurrency, rate)
@@ -109,13 +114,16 @@ class _Load:
         from etude.inference.load import run_load, summarise
         from etude.inference.load.http_target import HttpTarget
 
-        name = self.model or await _first_model(self.url, self.key)
+        name, context = await _served_model(self.url, self.key, self.model)
         target = HttpTarget(self.url, name, self.api, self.key, self.extra)  # type: ignore[arg-type]
         try:
             inputs = "as they were recorded"
             if self.api != "tokens":
                 async with asyncio.timeout(_TOLD_S):
                     inputs = f"{await target.calibrate():.2f} words a token"
+                if context is not None:
+                    sessions, said = _fitted(sessions, context, target.message_tokens)
+                    inputs += said
             _tell(sessions, name, inputs)
             records = await run_load(
                 target,
@@ -136,8 +144,23 @@ def _tell(sessions: list[LoadSession], model: str, inputs: str) -> None:
     console.print(f"{len(sessions)} sessions of {turns} turns against {model}; {inputs}", markup=False)
 
 
-async def _first_model(url: str, key: str | None) -> str:
-    """Raises UserError where the server names none."""
+def _fitted(sessions: list[LoadSession], context: int, message_tokens: int) -> tuple[list[LoadSession], str]:
+    """The sessions, none longer than the model's context, and what was done to them, for people."""
+    from etude.inference.load.workload import shorten
+
+    # Words are whole, and what a model says may be other tokens when it is read again.
+    room = int(context * _CONTEXT_SHARE)
+    fitted = [shorten(one, max(0, room - 2 * message_tokens * len(one.turns))) for one in sessions]
+    num_shorter = sum(one is not before for one, before in zip(fitted, sessions, strict=True))
+    said = f"; {num_shorter} sessions are shortened to the model's context of {context:,} tokens"
+    return fitted, said if num_shorter else ""
+
+
+async def _served_model(url: str, key: str | None, wanted: str | None) -> tuple[str, int | None]:
+    """The model to ask for, the first unless one is named, and its context in tokens if the server says so.
+
+    Raises UserError where the server names no model and none was named.
+    """
     import httpx
 
     headers = {"authorization": f"Bearer {key}"} if key is not None else {}
@@ -145,15 +168,22 @@ async def _first_model(url: str, key: str | None) -> str:
     try:
         async with httpx.AsyncClient(timeout=_TOLD_S, trust_env=False) as http:
             response = await http.get(f"{base}/v1/models", headers=headers)
-        return str(response.raise_for_status().json()["data"][0]["id"])
+        models = response.raise_for_status().json()["data"]
+        name = wanted or str(models[0]["id"])
+        return name, next((one.get("max_model_len") for one in models if one["id"] == name), None)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
+        if wanted is not None:
+            return wanted, None
         raise UserError(
-            f"names no model: {error}", field="url", received=url, fix="check the address, or give --model"
+            f"the server lists no model: {error}",
+            field="url",
+            received=url,
+            fix="check the address, or give --model",
         ) from error
 
 
 def _print(report: LoadReport) -> None:
-    hits = "not told" if report.cache_hit_rate is None else f"{100 * report.cache_hit_rate:.1f} %"
+    hits = "not reported" if report.cache_hit_rate is None else f"{100 * report.cache_hit_rate:.1f} %"
     rows = [
         ("wall time", f"{report.wall_s:.2f} s"),
         ("sessions, turns", f"{report.sessions}, {report.turns}"),

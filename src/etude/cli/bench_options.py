@@ -24,38 +24,43 @@ _OPTIONS = {
 """Which option a field of the workload comes from."""
 
 UrlArgument = Annotated[str, typer.Argument(help="Address of the server: http://HOST:PORT.")]
-ModelOption = Annotated[str | None, typer.Option(help="Model to ask for; the server's first if left out.")]
+ModelOption = Annotated[str | None, typer.Option(help="Model to request. Default: the server's first one.")]
 ApiOption = Annotated[
-    str, typer.Option(help="chat or completions, of made-up words; tokens: the ids of recorded sessions.")
+    str,
+    typer.Option(help="API to call: chat or completions (generated text) or tokens (recorded token ids)."),
 ]
-SessionsOption = Annotated[int, typer.Option(min=1, help="Number of sessions.")]
-TurnsOption = Annotated[str, typer.Option(help="Turns of a session: MEDIAN, or MEDIAN-P99 (lognormal).")]
-PromptOption = Annotated[str, typer.Option(help="Tokens of the first input: LOW-HIGH.")]
-ObservationOption = Annotated[str, typer.Option(help="Tokens of later inputs: LOW-HIGH.")]
-OutputOption = Annotated[str, typer.Option(help="Tokens of an answer: MEDIAN-P99 (lognormal).")]
-ToolsOption = Annotated[str, typer.Option(help="Seconds between turns: MEDIAN-P99 (lognormal).")]
+SessionsOption = Annotated[int, typer.Option(min=1, help="Number of sessions to run.")]
+TurnsOption = Annotated[str, typer.Option(help="Turns per session: MEDIAN or MEDIAN-P99 (lognormal).")]
+PromptOption = Annotated[str, typer.Option(help="Tokens of the first prompt: LOW-HIGH (uniform).")]
+ObservationOption = Annotated[str, typer.Option(help="Tokens of each later input: LOW-HIGH (uniform).")]
+OutputOption = Annotated[str, typer.Option(help="Tokens of each answer: MEDIAN-P99 (lognormal).")]
+ToolsOption = Annotated[str, typer.Option(help="Seconds between two turns: MEDIAN-P99 (lognormal).")]
 RecordedOption = Annotated[
     Path | None,
-    typer.Option(help="A run, a trajectory log or ATIF files: their sessions are played."),
+    typer.Option(help="Replay the sessions of a run, a trajectory log or ATIF files."),
 ]
-ConcurrencyOption = Annotated[int | None, typer.Option(min=1, help="Sessions at a time; all if left out.")]
-RateOption = Annotated[float | None, typer.Option(min=1e-6, help="Sessions per second that come by chance.")]
-TurnLimitOption = Annotated[float, typer.Option(min=0.1, help="A turn unanswered so long is an error.")]
-SeedOption = Annotated[int, typer.Option(min=0, help="Of everything that is drawn.")]
-KeyFileOption = Annotated[Path | None, typer.Option(help="File with the server's bearer token.")]
-ExtraOption = Annotated[str, typer.Option(help="Further fields of every request, as a JSON object.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+ConcurrencyOption = Annotated[
+    int | None, typer.Option(min=1, help="Sessions at the same time. Default: all.")
+]
+RateOption = Annotated[float | None, typer.Option(min=1e-6, help="Mean arrivals of sessions per second.")]
+TurnLimitOption = Annotated[float, typer.Option(min=0.1, help="Time limit of one turn in seconds.")]
+SeedOption = Annotated[int, typer.Option(min=0, help="Seed of everything that is drawn at random.")]
+KeyFileOption = Annotated[Path | None, typer.Option(help="File that holds the server's bearer token.")]
+ExtraOption = Annotated[str, typer.Option(help="JSON object of further fields for each request.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def check_load(api: str, recorded: Path | None, concurrency: int | None, rate: float | None) -> None:
     """Raises UserError for options that make no sense together."""
     if api not in _APIS:
-        raise UserError("no such API", field="--api", received=api, fix=", ".join(_APIS))
+        raise UserError("is not a known API", field="--api", received=api, fix=", ".join(_APIS))
     if api == "tokens" and recorded is None:
-        raise UserError("only recorded sessions have ids", field="--api", received=api, fix="add --recorded")
+        raise UserError(
+            "needs recorded sessions, which hold token ids", field="--api", received=api, fix="add --recorded"
+        )
     if concurrency is not None and rate is not None:
         raise UserError(
-            "cannot be had with --concurrency", field="--rate", received=rate, fix="leave one out"
+            "cannot be combined with --concurrency", field="--rate", received=rate, fix="leave one out"
         )
 
 
@@ -99,7 +104,7 @@ def read_object(text: str) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as error:
-        raise UserError(f"is no JSON: {error}", field="--extra", received=text) from error
+        raise UserError(f"is not valid JSON: {error}", field="--extra", received=text) from error
     if not isinstance(found, dict):
         raise UserError("must be a JSON object", field="--extra", received=text)
     return found

@@ -15,15 +15,15 @@ from etude.errors import CheckpointError
 from etude.observe import RunDirectory
 
 checkpoint_app = typer.Typer(
-    name="checkpoint", help="Look at checkpoints, check them, bring models in and out.", no_args_is_help=True
+    name="checkpoint", help="Inspect, verify, import and export checkpoints.", no_args_is_help=True
 )
 
-PathArgument = Annotated[Path, typer.Argument(help="Checkpoint directory, or a run.", show_default=False)]
+PathArgument = Annotated[Path, typer.Argument(help="Directory of a checkpoint or run.", show_default=False)]
 SourceArgument = Annotated[
-    Path, typer.Argument(help="Checkpoint or Hugging Face directory, or a run.", show_default=False)
+    Path, typer.Argument(help="Directory of a checkpoint, Hugging Face model or run.", show_default=False)
 ]
-TargetArgument = Annotated[Path, typer.Argument(help="A directory that does not exist.", show_default=False)]
-JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
+TargetArgument = Annotated[Path, typer.Argument(help="Directory to create.", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 class Dtype(StrEnum):
@@ -36,7 +36,10 @@ class Dtype(StrEnum):
 
 @checkpoint_app.command("show")
 def show_command(path: PathArgument, json: JsonOption = False) -> None:
-    """What a checkpoint holds, or all of a run: stage, step, model, size. Nothing is checked."""
+    """Show what a checkpoint, or each checkpoint of a run, holds: stage, step, model and size.
+
+    The files are not checked; `etude checkpoint verify` does that.
+    """
     from etude.training.checkpoints.files import DIGESTS
     from etude.training.checkpoints.saving import read_state
     from etude.training.checkpoints.shards import num_writers
@@ -63,9 +66,9 @@ def show_command(path: PathArgument, json: JsonOption = False) -> None:
 
 @checkpoint_app.command("verify")
 def verify_command(path: PathArgument, json: JsonOption = False) -> None:
-    """Compare every file of a checkpoint, or of all of a run, with the hash that it was written with.
+    """Compare every file of a checkpoint, or of each checkpoint of a run, with its stored hash.
 
-    Ends with exit code 2 if anything is damaged, missing or unfinished.
+    The exit code is 2 if a file is damaged, missing or unfinished.
     """
     from etude.training.checkpoints import find_flaws
 
@@ -80,7 +83,9 @@ def verify_command(path: PathArgument, json: JsonOption = False) -> None:
     flawed = sorted({row["checkpoint"] for row in rows if row["state"] != "whole"})
     if flawed:
         whole = [row["checkpoint"] for row in rows if row["state"] == "whole"]
-        raise CheckpointError("not whole", field="checkpoint", received=flawed, fix=_way_on(path, whole))
+        raise CheckpointError(
+            "is damaged or incomplete", field="checkpoint", received=flawed, fix=_way_on(path, whole)
+        )
 
 
 def _way_on(path: Path, whole: list[str]) -> str:
@@ -88,31 +93,33 @@ def _way_on(path: Path, whole: list[str]) -> str:
     from etude.training.checkpoints.saving import read_state
 
     if not (path / "config.toml").is_file():
-        return "fetch a copy; in a run, --resume goes on from the newest whole one, if there is one"
+        return "restore it from a copy; in a run, --resume continues from the newest intact checkpoint"
     resumable = [name for name in whole if read_state(path / "checkpoints" / name)]
     if resumable:
-        return f"--resume goes on from one that is whole, by itself: {', '.join(resumable)}"
-    kept = f"; what is whole can still be used: {', '.join(whole)}" if whole else ""
-    return f"none that is whole can be gone on from: restore a copy, or begin another run{kept}"
+        return f"--resume continues from an intact checkpoint by itself: {', '.join(resumable)}"
+    kept = f"; these checkpoints are intact and can be used: {', '.join(whole)}" if whole else ""
+    return f"no intact checkpoint can be resumed: restore a copy, or start another run{kept}"
 
 
 @checkpoint_app.command("export")
 def export_command(
     source: SourceArgument,
     target: TargetArgument,
-    dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.BFLOAT16,
-    max_file_gb: Annotated[float, typer.Option(min=1e-6, help="Larger models become several files.")] = 5.0,
+    dtype: Annotated[Dtype, typer.Option(help="Number format to write the weights in.")] = Dtype.BFLOAT16,
+    max_file_gb: Annotated[
+        float, typer.Option(min=1e-6, help="Largest weight file in GB (10^9 bytes).")
+    ] = 5.0,
     base: Annotated[
         Path | None,
         typer.Option(
-            help="Model that adapters were trained on; known for those in a run.", show_default=False
+            help="Base model of adapters. Not needed for a checkpoint inside a run.", show_default=False
         ),
     ] = None,
 ) -> None:
-    """Write a model as others read it: transformers, vLLM, any engine.
+    """Write a model as a Hugging Face directory that transformers, vLLM and other engines can read.
 
-    Weights with their index, config.json, generation settings, tokenizer and chat template. Adapters are
-    merged with their base.
+    It holds the weights with their index, config.json, generation settings, tokenizer and chat template.
+    Adapters are merged with their base model.
     """
     _convert(source, target, dtype, max_file_gb, base)
 
@@ -121,11 +128,11 @@ def export_command(
 def import_command(
     source: SourceArgument,
     target: TargetArgument,
-    dtype: Annotated[Dtype, typer.Option(help="Number format of the weights.")] = Dtype.FLOAT32,
+    dtype: Annotated[Dtype, typer.Option(help="Number format to keep the weights in.")] = Dtype.FLOAT32,
 ) -> None:
-    """Read a Hugging Face directory with every check, and keep it with a hash of each file.
+    """Check a Hugging Face directory, and copy it with a hash of each file.
 
-    A run begins with it by --set initial_checkpoint=TARGET.
+    Start a run from the copy with --set initial_checkpoint=TARGET.
     """
     _convert(source, target, dtype, 5.0)
 
@@ -169,7 +176,7 @@ def _checkpoints(path: Path) -> list[Path]:
         found = [path] if any((path / name).is_file() for name in ("config.json", "state.pt")) else []
     if not found:
         raise CheckpointError(
-            "no checkpoint here: neither config.json nor a run's config.toml",
+            "is not a checkpoint: it has neither config.json nor a run's config.toml",
             field="checkpoint",
             received=str(path),
             fix="name a checkpoint or Hugging Face directory, or a run directory with checkpoints",

@@ -9,24 +9,34 @@ import typer
 
 from etude.cli.reference import config_reference
 from etude.config import dump_config, load_config
+from etude.errors import UserError
 
-config_app = typer.Typer(name="config", help="Read and document configurations.", no_args_is_help=True)
+FileArgument = Annotated[Path | None, typer.Argument(help="TOML file, such as configs/quickstart.toml.")]
+FileOption = Annotated[Path | None, typer.Option("--config", help="The same file, as in etude train.")]
+
+config_app = typer.Typer(name="config", help="Show and document configurations.", no_args_is_help=True)
 
 
 @config_app.command("show")
 def show_command(
-    config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file; otherwise the defaults.")
-    ] = None,
+    file: FileArgument = None,
+    config: FileOption = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one value; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
     ] = None,
 ) -> None:
-    """Print the resolved configuration as TOML."""
-    typer.echo(dump_config(load_config(config, overrides or [])), nl=False)
+    """Print the resolved configuration as TOML: of a file, or the defaults."""
+    typer.echo(dump_config(load_config(chosen_file(file, config), overrides or [])), nl=False)
+
+
+def chosen_file(file: Path | None, config: Path | None) -> Path | None:
+    """The one file that was named, by the argument or by `--config`. Raises UserError for two."""
+    if file is not None and config is not None:
+        raise UserError("names a second file", field="--config", received=str(config), fix="name one file")
+    return config if file is None else file
 
 
 @config_app.command("docs")
 def docs_command() -> None:
-    """Print the reference of every field as Markdown: docs/config.md."""
+    """Print the reference of all fields as Markdown, which is docs/config.md."""
     typer.echo(config_reference(), nl=False)

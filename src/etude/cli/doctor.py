@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.cli.doctor_parity import parity_command
+from etude.cli.doctor_parts import Part, find_parts, print_parts
 from etude.cli.exits import EXIT_MISTAKE
 from etude.cli.output import output_console, print_json
 from etude.errors import ResourceError
@@ -20,7 +22,7 @@ from etude.observe.run_directory import check_resources
 
 doctor_app = typer.Typer(
     name="doctor",
-    help="What this machine has, and whether trainer and engine agree.",
+    help="Check what this machine offers, and whether trainer and engine agree.",
     invoke_without_command=True,
 )
 doctor_app.command("parity")(parity_command)
@@ -29,9 +31,13 @@ doctor_app.command("parity")(parity_command)
 @doctor_app.callback()
 def doctor_command(
     context: typer.Context,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Check namespaces, memory, disk and versions. Exit code 2 if something is missing."""
+    """Check namespaces, memory, disk space, versions and optional parts.
+
+    Optional are extra packages, a C compiler, ripgrep, ruff and the sandbox backends: the table shows what
+    each adds and the command that installs it. The exit code is 2 if something that Étude needs is missing.
+    """
     if context.invoked_subcommand is not None:
         return
     found = examine(Path.cwd())
@@ -60,6 +66,7 @@ def examine(directory: Path) -> dict[str, Any]:
         "free_memory_bytes": available_memory_bytes(),
         "free_disk_bytes": shutil.disk_usage(directory).free,
         "problems": problems,
+        "parts": [dataclasses.asdict(part) for part in find_parts()],
     }
 
 
@@ -90,6 +97,9 @@ def _print(found: dict[str, Any]) -> None:
     for label, value in rows.items():
         table.add_row(Text(label, style="dim"), Text(value))
     console.print(table)
+    console.print()
+    print_parts(console, [Part(**part) for part in found["parts"]])
+    console.print()
     for problem in found["problems"]:
         console.print(Text.assemble(("problem: ", "bold red"), problem), soft_wrap=True)
     if not found["problems"]:

@@ -35,39 +35,44 @@ _CHOICES = {
 
 
 def parity_command(
-    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint directory (Hugging Face files), or a run.")],
-    engine: Annotated[str, typer.Option(help="etude or vllm.")] = "etude",
-    kernels: Annotated[str, typer.Option(help="Of our engine: auto, eager, native or gpu.")] = "auto",
-    numerics: Annotated[str, typer.Option(help="fast or invariant, where every bit must agree.")] = "fast",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    checkpoint: Annotated[Path, typer.Argument(help="Directory of a Hugging Face checkpoint or run.")],
+    engine: Annotated[str, typer.Option(help="Engine to compare with the trainer: etude or vllm.")] = "etude",
+    kernels: Annotated[str, typer.Option(help="Engine kernels: auto, eager, native or gpu.")] = "auto",
+    numerics: Annotated[
+        str, typer.Option(help="Numerics: fast, or invariant (equal in every bit).")
+    ] = "fast",
+    device: Annotated[str, typer.Option(help="Device to compute on: auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Number format: auto, float32 or bfloat16.")] = "auto",
     cache_dtype: Annotated[
-        str, typer.Option(help="Of our engine's keys and values: auto, float32 or bfloat16.")
+        str, typer.Option(help="Number format of keys and values: auto, float32 or bfloat16.")
     ] = "auto",
     weight_dtype: Annotated[
-        str, typer.Option(help="Of native kernels' copy of the matrices: auto, float32 or bfloat16.")
+        str, typer.Option(help="Number format of native kernels' matrices: auto, float32 or bfloat16.")
     ] = "auto",
-    vllm_python: Annotated[str, typer.Option(help="Interpreter of vLLM's environment.")] = "",
-    vllm_url: Annotated[str, typer.Option(help="Or a vLLM server that runs already.")] = "",
+    vllm_python: Annotated[str, typer.Option(help="Python interpreter with vLLM, to start it with.")] = "",
+    vllm_url: Annotated[str, typer.Option(help="Address of a running vLLM server instead.")] = "",
     text: Annotated[
-        Path | None, typer.Option(help="Text whose pieces are the prompts; else random tokens are.")
+        Path | None, typer.Option(help="Text file with the prompts. Default: random tokens.")
     ] = None,
-    tokens: Annotated[int, typer.Option(min=32, help="Tokens of one sequence, prompt included.")] = 256,
-    sequences: Annotated[int, typer.Option(min=1, help="How many are sampled and scored.")] = 8,
-    limit: Annotated[float, typer.Option(min=0, help="Largest k3 that passes.")] = 1e-3,
-    seed: Annotated[int, typer.Option(min=0, help="Of random prompts.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    tokens: Annotated[int, typer.Option(min=32, help="Tokens per sequence, prompt included.")] = 256,
+    sequences: Annotated[int, typer.Option(min=1, help="Sequences to sample and score.")] = 8,
+    limit: Annotated[float, typer.Option(min=0, help="Largest divergence (k3) that passes.")] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random prompts.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Sample from a checkpoint, score the same tokens with the trainer, and compare.
+    """Sample from a checkpoint with an engine, score the same tokens with the trainer, and compare.
 
-    Exit code 1 where the two are too far apart.
+    The exit code is 1 if the two differ by more than --limit.
     """
     values = (engine, kernels, numerics, device, dtype, cache_dtype, weight_dtype)
     chosen = dict(zip(_CHOICES, values, strict=True))
     for option, value in chosen.items():
         if value not in _CHOICES[option]:
             raise UserError(
-                "no such choice", field=option, received=value, fix="one of " + ", ".join(_CHOICES[option])
+                "is not a valid choice",
+                field=option,
+                received=value,
+                fix="one of " + ", ".join(_CHOICES[option]),
             )
     config = parse_config(
         {
@@ -108,7 +113,10 @@ def _read(
     longest = model.config.max_positions if isinstance(model, LanguageModel) else model.max_positions
     if num_tokens >= longest:
         raise UserError(
-            "the model's positions end before", field="--tokens", received=num_tokens, fix=f"{longest - 1}"
+            "exceeds the model's longest sequence",
+            field="--tokens",
+            received=num_tokens,
+            fix=f"{longest - 1}",
         )
     if text is None or tokenizer is None:
         return model, random_prompts(model.vocab_size, num_sequences, seed)
@@ -132,7 +140,7 @@ def _load(directory: Path, *, needs_tokenizer: bool) -> tuple[Tokenizer | None, 
 
         return load_policy(RunDirectory.open(directory), None)
     raise CheckpointError(
-        "no model here: neither config.json nor a run's config.toml",
+        "is not a model directory: it has neither config.json nor a run's config.toml",
         field="CHECKPOINT",
         received=str(directory),
         fix="name a Hugging Face checkpoint directory, or a run directory",

@@ -23,49 +23,55 @@ if TYPE_CHECKING:
     from etude.protocols import Workspace
     from etude.records import Task
 
-env_app = typer.Typer(name="env", help="Serve environments, and examine them.", no_args_is_help=True)
+env_app = typer.Typer(name="env", help="Serve and examine agent environments.", no_args_is_help=True)
 
 TokenOption = Annotated[
-    Path | None, typer.Option("--token-file", help="File with the token; made if there is none.")
+    Path | None, typer.Option("--token-file", help="File with the clients' token. Created if missing.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 EXIT_TELLS = 1
 
 
 @env_app.command("serve")
 def serve_command(
-    backend: Annotated[str, typer.Option(help="Sandbox backend.")] = "local",
+    backend: Annotated[
+        str, typer.Option(help="Sandbox backend. `etude sandbox doctor` lists them.")
+    ] = "local",
     sandbox_server: Annotated[
-        str | None, typer.Option(help="Take sandboxes from this server (http://HOST:PORT) instead.")
+        str | None, typer.Option(help="Sandbox server (http://HOST:PORT) to use instead of this machine.")
     ] = None,
-    sandbox_token_file: Annotated[Path | None, typer.Option(help="File with that server's token.")] = None,
-    host: Annotated[str, typer.Option(help="Address to bind to.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: one that is free.")] = 8652,
+    sandbox_token_file: Annotated[
+        Path | None, typer.Option(help="File with the sandbox server's token.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8652,
     tasks: Annotated[
-        Path | None, typer.Option(help="Directory of Harbor task directories that clients may name.")
+        Path | None, typer.Option(help="Directory of Harbor task directories that clients may open by name.")
     ] = None,
     roots: Annotated[
         list[Path] | None,
-        typer.Option("--root", help="Directory below which clients may name directories; repeatable."),
+        typer.Option("--root", help="Directory below which clients may open directories. Repeatable."),
     ] = None,
-    tools: Annotated[str, typer.Option(help="core, full, or names of tools with commas.")] = "core",
+    tools: Annotated[str, typer.Option(help="Tools: core, full, or names separated by commas.")] = "core",
     snapshot_every: Annotated[
-        int, typer.Option(min=0, help="Turns with changes from snapshot to snapshot; 0: none.")
+        int, typer.Option(min=0, help="Turns with changes between two snapshots; 0 takes none.")
     ] = 0,
     index: Annotated[
-        str, typer.Option(help="Code index of templates: off, words (instant grep), or meaning.")
+        str, typer.Option(help="Code index: off, words (fast grep) or meaning (semantic search).")
     ] = "off",
-    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions of one tenant.")] = 64,
-    idle_s: Annotated[float, typer.Option(min=1, help="Unused sessions are closed after it.")] = 3600.0,
-    life_s: Annotated[float, typer.Option(min=1, help="Sandboxes end by themselves after it.")] = 86400.0,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Most open sessions per tenant.")] = 64,
+    idle_s: Annotated[
+        float, typer.Option(min=1, help="Seconds after which an idle session closes.")
+    ] = 3600.0,
+    life_s: Annotated[float, typer.Option(min=1, help="Longest life of a sandbox in seconds.")] = 86400.0,
     token_file: TokenOption = None,
     tenants: Annotated[
-        Path | None, typer.Option(help="File of lines TENANT TOKEN, in place of --token-file.")
+        Path | None, typer.Option(help="File with a line TENANT TOKEN for each tenant.")
     ] = None,
-    certificate: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
-    key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="TLS certificate (PEM file).")] = None,
+    key: Annotated[Path | None, typer.Option(help="Key of the certificate (PEM file).")] = None,
 ) -> None:
-    """Serve environment sessions, until SIGTERM. Without tokens only this machine reaches it."""
+    """Serve environment sessions until SIGTERM. Without tokens only this machine can reach the server."""
     from etude.environment.server import HostLimits, SessionHost, TenantLimits, read_tenants, serve
     from etude.environment.server.process import SERVER
     from etude.sandbox.server import read_token
@@ -89,7 +95,7 @@ def list_command(
     token_file: Annotated[Path | None, typer.Option("--token-file", help="File with the token.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the sessions that live on a server."""
+    """List the open sessions of an environment server."""
     from etude.environment.remote import RemoteEnvironment
 
     token = token_of(token_file)
@@ -117,16 +123,21 @@ def list_command(
 @env_app.command("tells")
 def tells_command(
     left: Annotated[
-        str, typer.Argument(help="rollout:BACKEND, cloud:BACKEND (through a server), or a server's address.")
+        str, typer.Argument(help="First environment: rollout:BACKEND, cloud:BACKEND or a server address.")
     ] = "rollout:local",
-    right: Annotated[str, typer.Argument(help="The other environment.")] = "cloud:local",
-    tools: Annotated[str, typer.Option(help="Tools of rollout: and cloud:.")] = "core",
-    num_calls: Annotated[int, typer.Option("--calls", min=1, help="Calls of which the median is taken.")] = 9,
-    token_file: Annotated[Path | None, typer.Option("--token-file", help="Token of the server.")] = None,
-    show_all: Annotated[bool, typer.Option("--all", help="Print what is equal, too.")] = False,
+    right: Annotated[str, typer.Argument(help="Second environment, named in the same way.")] = "cloud:local",
+    tools: Annotated[str, typer.Option(help="Tools that rollout: and cloud: environments offer.")] = "core",
+    num_calls: Annotated[
+        int, typer.Option("--calls", min=1, help="Number of calls per latency measurement.")
+    ] = 9,
+    token_file: Annotated[Path | None, typer.Option("--token-file", help="File with the token.")] = None,
+    show_all: Annotated[bool, typer.Option("--all", help="Also print what is equal in both.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """What an agent inside could tell two environments apart by. Exit code 1 if it is not justified."""
+    """Show how an agent could tell two environments apart from inside.
+
+    The exit code is 1 if a difference has no documented reason.
+    """
     from etude.environment.tells import compare
 
     one, two = asyncio.run(_look((left, right), tools, num_calls, token_of(token_file)))
@@ -138,7 +149,8 @@ def tells_command(
     else:
         _print_tells(found, {**one} if show_all else {})
         error_console().print(
-            f"{len(set(one) | set(two))} things seen, {len(found)} differ, {len(open_ones)} not justified"
+            f"{len(set(one) | set(two))} properties compared, {len(found)} differ, "
+            f"{len(open_ones)} without a documented reason"
         )
     if open_ones:
         raise typer.Exit(EXIT_TELLS)
@@ -244,7 +256,7 @@ async def _place(place: str, tools: str, token: str | None) -> AsyncIterator[tup
             token = None
         elif kind not in ("http", "https"):
             raise UserError(
-                "no environment",
+                "is not an environment",
                 field="place",
                 received=place,
                 fix="rollout:local, cloud:local or http://HOST:PORT",
@@ -258,13 +270,13 @@ async def _place(place: str, tools: str, token: str | None) -> AsyncIterator[tup
 
 def _print_tells(found: list[Tell], equal: dict[str, str]) -> None:
     table = Table(box=None, pad_edge=False)
-    for name in ("what", "left", "right", "justified by"):
+    for name in ("what", "left", "right", "reason"):
         table.add_column(name, overflow="fold")
     keys = {tell.key for tell in found}
     for key, value in sorted(equal.items()):
         if key not in keys:
             table.add_row(Text(key), Text(value), Text("the same"), Text(""))
     for tell in found:
-        reason = Text(tell.reason or "NOT JUSTIFIED", style="" if tell.reason else "bold red")
+        reason = Text(tell.reason or "NO DOCUMENTED REASON", style="" if tell.reason else "bold red")
         table.add_row(Text(tell.key), Text(str(tell.left)), Text(str(tell.right)), reason)
     output_console().print(table)

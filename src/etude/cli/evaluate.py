@@ -1,44 +1,145 @@
-"""`etude eval`."""
+"""`etude eval TARGET` and `etude eval compare`."""
 
 from __future__ import annotations
 
-from enum import StrEnum
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from etude.cli.output import output_console, print_figures, print_json
+from etude.cli.agent_options import (
+    ContextTokensOption,
+    KeyVariableOption,
+    ModelNameOption,
+    ToolCallsOption,
+    ToolsOption,
+    is_native,
+)
+from etude.cli.exits import error_console
+from etude.cli.output import print_json
 from etude.cli.progress import open_observer
-from etude.observe import RunDirectory
+
+RUN = "run"
 
 
-class EvaluationSplit(StrEnum):
-    """Tasks that no training step saw."""
+class _TargetFirst(TyperGroup):
+    """Takes `etude eval TARGET` for `etude eval run TARGET`."""
 
-    HELDOUT = "heldout"
-    HELDOUT_FAMILY = "heldout_family"
-    VALIDATION = "validation"
+    default_command = RUN
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Names the command where none is named."""
+        if args and args[0] not in (*self.commands, "--help"):
+            args = [self.default_command, *args]
+        return super().parse_args(ctx, args)
 
 
-def eval_command(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
-    split: Annotated[EvaluationSplit, typer.Option(help="Which tasks.")] = EvaluationSplit.HELDOUT,
-    num_tasks: Annotated[int, typer.Option("--tasks", min=1, help="How many tasks.")] = 240,
-    checkpoint: Annotated[str | None, typer.Option(help="Name under checkpoints/.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+eval_app = typer.Typer(
+    name="eval",
+    cls=_TargetFirst,
+    no_args_is_help=True,
+    help="Measure models on tasks that they never saw. `etude eval TARGET` means `etude eval run TARGET`.",
+)
+
+TargetArgument = Annotated[
+    str, typer.Argument(help="Run directory, checkpoint directory, or http://host:port/v1.")
+]
+SuiteOption = Annotated[
+    str,
+    typer.Option("--suite", "--split", help="heldout, validation, heldout_family, or a directory of tasks."),
+]
+SampledTemperatureOption = Annotated[
+    float | None,
+    typer.Option(min=0, help="Sample at this temperature only; otherwise greedily and at temperature 1."),
+]
+OutOption = Annotated[
+    Path | None,
+    typer.Option(help="Keep sessions and results here; asked for again, the evaluation goes on from there."),
+]
+MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
+
+
+@eval_app.command(RUN)
+def run_command(
+    target: TargetArgument,
+    suite: SuiteOption = "heldout",
+    num_tasks: Annotated[int, typer.Option("--tasks", min=1, help="How many tasks at most.")] = 240,
+    num_samples: Annotated[
+        int, typer.Option("--samples", min=1, help="Sessions of each task, when it is sampled: for pass@k.")
+    ] = 1,
+    temperature: SampledTemperatureOption = None,
+    parallel: Annotated[int, typer.Option(min=0, help="Sessions at once; 0: what suits the target.")] = 0,
+    checkpoint: Annotated[str | None, typer.Option(help="Of a run: its name under checkpoints/.")] = None,
+    out: OutOption = None,
+    model_name: ModelNameOption = "",
+    key_variable: KeyVariableOption = "",
+    tool_calls: ToolCallsOption = "native",
+    context_tokens: ContextTokensOption = 128_000,
+    tools: ToolsOption = "",
+    max_turns: Annotated[
+        int, typer.Option(min=1, help="Turns of a session with a model that is not a run's.")
+    ] = 100,
+    backend: Annotated[str, typer.Option(help="Sandbox backend for a model that is not a run's.")] = "",
+    input_price: Annotated[float, typer.Option(min=0, help="Price of a million tokens read.")] = 0.0,
+    output_price: Annotated[float, typer.Option(min=0, help="Price of a million tokens sampled.")] = 0.0,
+    as_markdown: MarkdownOption = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Measure a trained agent on tasks that it never saw, greedily and at temperature 1."""
-    directory = RunDirectory.open(run)
+    """Measure one model: pass rates with intervals, tokens, turns, calls, and what a solved task costs."""
+    native_tools = is_native(tool_calls)
     # Heavy: torch comes with it.
-    from etude.controller.evaluate import evaluate_run
-    from etude.observe.report import behaviour_comparisons, results_comparisons
+    from etude.controller.evaluation import EvaluationRequest, evaluate
+    from etude.controller.evaluation_targets import TargetOptions
+    from etude.evaluation import Prices
+    from etude.evaluation.results import result_rows
 
-    measured = evaluate_run(directory, split.value, num_tasks, checkpoint, open_observer())
+    options = TargetOptions(
+        checkpoint, model_name, key_variable, native_tools, context_tokens, tools, max_turns, backend
+    )
+    prices = Prices(input_price, output_price) if input_price or output_price else None
+    request = EvaluationRequest(
+        target, suite, num_tasks, num_samples, temperature, parallel, out, prices, options
+    )
+    result = evaluate(request, open_observer())
+    figures = result.to_json()
     if as_json:
-        print_json(measured)
+        print_json(figures)
         return
-    key = "heldout_family_after" if split is EvaluationSplit.HELDOUT_FAMILY else "heldout_after"
-    shown = {key: measured, "behaviour_after": measured.get("behaviour", {})}
-    rows = [*results_comparisons(shown), *behaviour_comparisons(shown)]
-    print_figures(output_console(), f"{split.value}, {num_tasks} tasks", rows)
+    num_judged = max(mode.figures["tasks"] for mode in result.modes.values())
+    if num_judged < num_tasks:
+        error_console().print(f"{suite} holds {num_judged} tasks, fewer than --tasks {num_tasks}")
+    title = f"{result.target['label']} on {suite}, {num_judged} task{'' if num_judged == 1 else 's'}"
+    _print_table(title, result_rows(figures), as_markdown)
+
+
+@eval_app.command("compare")
+def compare_command(
+    first: Annotated[Path, typer.Argument(help="A directory that `--out` named, or its result.json.")],
+    second: Annotated[Path, typer.Argument(help="The same of the model that is held against the first.")],
+    as_markdown: MarkdownOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two models on the same tasks, task by task, with intervals and exact p-values."""
+    from etude.evaluation import EvaluationResult, compare_results
+    from etude.evaluation.results import comparison_rows, conclusion
+
+    compared = compare_results(EvaluationResult.read(first), EvaluationResult.read(second))
+    if as_json:
+        print_json(compared)
+        return
+    for mode in (name for name in ("greedy", "sampled") if name in compared):
+        title = f"{compared['suite']}, {mode}"
+        _print_table(title, comparison_rows(compared, mode), as_markdown)
+        typer.echo(f"{conclusion(compared[mode]['pass_rate'])}\n")
+
+
+def _print_table(title: str, rows: Sequence[Sequence[str]], as_markdown: bool) -> None:
+    from etude.evaluation.results import markdown_table, text_table
+
+    if as_markdown:
+        typer.echo(f"**{title}**\n\n{markdown_table(rows)}")
+    else:
+        typer.echo(f"{title}\n\n{text_table(rows)}")

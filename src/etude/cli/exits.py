@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from etude.cli.agent_output import EXIT_CLOSED_PIPE, standard_error, standard_output
+from etude.cli.agent_output import EXIT_CLOSED_PIPE, OutputConsole, standard_error, standard_output
 from etude.errors import AgentError, EtudeError, InfrastructureError, UserError
+from etude.errors.packages import missing_package, package_of
 
 EXIT_MISTAKE = 2
 EXIT_INFRASTRUCTURE = 3
@@ -30,6 +31,12 @@ class ErrorReportingGroup(TyperGroup):
         except InfrastructureError as error:
             print_error(error)
             raise typer.Exit(EXIT_INFRASTRUCTURE) from error
+        except ModuleNotFoundError as error:
+            top = (error.name or "etude").partition(".")[0]
+            if top == "etude" or top in sys.stdlib_module_names:
+                raise
+            print_error(missing_package("this command", package_of(top)))
+            raise typer.Exit(EXIT_MISTAKE) from None
         except BrokenPipeError as error:
             gone = [pipe for pipe in (standard_output(), standard_error()) if pipe.has_left()]
             if not gone:
@@ -42,20 +49,9 @@ class ErrorReportingGroup(TyperGroup):
             raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
-class OutputConsole(Console):
-    """Ends the program when its reader has left, but not with rich's 1, which is what some commands find."""
-
-    def on_broken_pipe(self) -> None:
-        """Raises SystemExit."""
-        try:
-            super().on_broken_pipe()
-        except SystemExit:
-            raise SystemExit(EXIT_CLOSED_PIPE) from None
-
-
-def error_console() -> Console:
+def error_console() -> OutputConsole:
     """A console on standard error, made anew so that it follows redirections."""
-    return OutputConsole(stderr=True, highlight=False)
+    return OutputConsole(stderr=True)
 
 
 def print_error(error: EtudeError) -> None:

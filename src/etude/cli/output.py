@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from etude.cli.exits import OutputConsole
+from etude.cli.agent_output import OutputConsole
 
 if TYPE_CHECKING:
     # Heavy at run time: matplotlib comes with it.
@@ -30,7 +30,7 @@ _VISIBLE |= dict.fromkeys(range(0xD800, 0xE000), 0xFFFD)
 
 def output_console() -> Console:
     """A console on standard output, made anew so that it follows redirections."""
-    return OutputConsole(highlight=False)
+    return OutputConsole()
 
 
 def shown(text: str, style: str = "") -> Text:
@@ -66,21 +66,11 @@ def print_comparisons(console: Console, title: str, rows: Sequence[Comparison]) 
     console.print()
 
 
-def print_figures(console: Console, title: str, rows: Sequence[Comparison]) -> None:
-    """The `after` side alone, one row per figure."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("")
-    table.add_column("", justify="right", style="bold")
-    for row in rows:
-        label = Text(f"  {row.label}" if row.detail else row.label, style="dim" if row.detail else "")
-        table.add_row(label, Text(row.cells()[1]))
-    console.print(table)
-
-
 def print_examples(console: Console, examples: Sequence[Mapping[str, Any]]) -> None:
-    """Sessions before and after training, side by side."""
+    """Sessions before and after training, side by side; long lines are folded, in pipes too."""
     for example in examples:
-        table = Table(title=shown(str(example.get("title") or example.get("task", ""))), expand=True)
+        title = shown(str(example.get("title") or example.get("task", "")))
+        table = Table(title=title, width=min(console.width, 160))
         table.add_column("before", ratio=1, overflow="fold")
         table.add_column("after", ratio=1, overflow="fold")
         table.add_row(shown(str(example.get("before", ""))), shown(str(example.get("after", ""))))

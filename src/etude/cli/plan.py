@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
+from etude.cli.config import FileArgument, FileOption, chosen_file
 from etude.cli.output import output_console, print_json
 from etude.config import load_config
+from etude.errors import UserError
 
 if TYPE_CHECKING:
     # Heavy at run time: torch comes with it.
@@ -18,16 +19,23 @@ if TYPE_CHECKING:
 
 
 def plan_command(
-    config: Annotated[Path, typer.Argument(help="TOML file, such as configs/quickstart.toml.")],
+    file: FileArgument = None,
+    config: FileOption = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one value; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Memory, time and cost of the RL stage, before it is begun. An error if it does not fit."""
+    """Estimate memory, time and cost of the RL stage before it starts.
+
+    Fails if the run does not fit into memory.
+    """
+    chosen = chosen_file(file, config)
+    if chosen is None:
+        raise UserError("no file was named", field="FILE", fix="such as etude plan configs/quickstart.toml")
     from etude.controller.planning import check_fits, make_plan
 
-    plan = make_plan(load_config(config, overrides or []))
+    plan = make_plan(load_config(chosen, overrides or []))
     if as_json:
         print_json(_document(plan))
     else:
@@ -146,13 +154,13 @@ def _order(step: StepTimes) -> str:
 def _who(plan: Plan) -> str:
     """What the run computes with."""
     processes, devices = plan.processes, plan.processes.devices
-    told = "one machine" if processes.on_one_machine and devices == 1 else f"{devices} devices"
+    text = "one machine" if processes.on_one_machine and devices == 1 else f"{devices} devices"
     if devices == 1 and not processes.on_one_machine:
-        told = "1 device"
+        text = "1 device"
     if processes.elsewhere:
-        told += f", {processes.elsewhere} of them in other clusters"
+        text += f", {processes.elsewhere} of them in other clusters"
     if processes.borrowed:
-        told += f", and {processes.borrowed:,.2g} borrowed replicas"
+        text += f", and {processes.borrowed:,.2g} borrowed replicas"
     if processes.workers:
-        told += f", {processes.workers} rollout workers"
-    return told
+        text += f", {processes.workers} rollout workers"
+    return text

@@ -24,27 +24,34 @@ from etude.errors import ConfigError
 from etude.observe import Observer, RunDirectory
 
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="TOML file; every key has a default (docs/config.md).")
+    Path | None, typer.Option("--config", help="Configuration file (TOML). See docs/config.md.")
 ]
 OverridesOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one value; repeatable.")
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
 ]
 DataOption = Annotated[
     list[str] | None,
-    typer.Option("--data", metavar="NAME=PATH", help="Short for --set SECTION.sources.NAME.path=PATH."),
+    typer.Option(
+        "--data",
+        metavar="NAME=PATH",
+        help="Training data. Short for --set SECTION.sources.NAME.path=PATH. Repeatable.",
+    ),
 ]
 CheckpointOption = Annotated[
     Path | None,
-    typer.Option("--from", metavar="DIR", help="Short for --set initial_checkpoint=DIRECTORY."),
+    typer.Option(
+        "--from", metavar="DIR", help="Initial model. Short for --set initial_checkpoint=DIRECTORY."
+    ),
 ]
-NameOption = Annotated[str | None, typer.Option(help="Short for --set name=NAME.")]
+NameOption = Annotated[str | None, typer.Option(help="Name of the run. Short for --set name=NAME.")]
 DraftLayersOption = Annotated[
-    int | None, typer.Option("--draft-layers", help="Short for --set SECTION.drafts.num_layers=N.")
+    int | None,
+    typer.Option("--draft-layers", help="Draft layers. Short for --set SECTION.drafts.num_layers=N."),
 ]
 RanksOption = Annotated[
-    int | None, typer.Option(help="Short for --set parallel.ranks=N: processes that train together.")
+    int | None, typer.Option(help="Training processes. Short for --set parallel.ranks=N.")
 ]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
@@ -60,7 +67,7 @@ def pretrain_command(
     drop: DropOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a model on corpora: JSONL, Parquet, Lance or directories of files."""
+    """Train a model on text corpora: JSONL, Parquet, Lance or directories of files."""
     settings = merge("pretrain", overrides, data, checkpoint, name, draft_layers, ranks)
     run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.

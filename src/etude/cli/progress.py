@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import (
@@ -15,11 +15,11 @@ from rich.progress import (
     Task,
     TaskID,
     TextColumn,
-    TimeRemainingColumn,
 )
 from rich.text import Text
 
 from etude.cli.exits import error_console
+from etude.cli.time_left import TimeLeft
 from etude.observe import Observer
 
 SHOWN = {
@@ -54,18 +54,24 @@ class RichObserver:
         self._console = console
         self._progress: Progress | None = None
         self._task: TaskID | None = None
+        self._time_left = TimeLeft()
+
+    def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
+        """Keeps what the bars then show of the time left."""
+        self._time_left.expect_stages(stages)
 
     def stage_begins(self, name: str, total_steps: int) -> None:
         """Opens the stage's bar."""
         self.stage_ends()
+        self._time_left.begin(name, total_steps)
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✓"),
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            _RateColumn(),
+            _RateColumn(self._time_left),
             TextColumn("{task.fields[values]}"),
-            TimeRemainingColumn(elapsed_when_finished=True),
+            _TimeLeftColumn(self._time_left),
             console=self._console,
         )
         self._progress.start()
@@ -73,6 +79,7 @@ class RichObserver:
 
     def stage_advances(self, step: int, values: Mapping[str, float]) -> None:
         """Moves the bar."""
+        self._time_left.advance(step)
         if self._progress is not None and self._task is not None:
             self._progress.update(self._task, completed=step, values=describe_values(values))
 
@@ -90,8 +97,22 @@ class RichObserver:
 class _RateColumn(ProgressColumn):
     """Steps per second, or seconds per step where that is less than one."""
 
+    def __init__(self, time_left: TimeLeft) -> None:
+        super().__init__()
+        self._time_left = time_left
+
     def render(self, task: Task) -> Text:
-        return Text(rate_text(task.finished_speed or task.speed or 0.0), style="dim")
+        return Text(rate_text(self._time_left.steps_per_s), style="dim")
+
+
+class _TimeLeftColumn(_RateColumn):
+    """The time left, and of a stage that is over what it took."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        text = f"{task.finished_time:.0f} s" if task.finished_time else self._time_left.words()
+        return Text(text, style="cyan")
 
 
 class PlainObserver:
@@ -103,26 +124,29 @@ class PlainObserver:
         self._console = console
         self._every_s = every_s
         self._clock = clock
+        self._time_left = TimeLeft(clock)
         self._name = ""
         self._total_steps = 0
-        self._first_step: int | None = None
         self._step = 0
         self._values: Mapping[str, float] = {}
         self._begun_s = self._printed_s = 0.0
 
+    def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
+        """Keeps what the lines then say of the time left."""
+        self._time_left.expect_stages(stages)
+
     def stage_begins(self, name: str, total_steps: int) -> None:
         """Prints the stage's name."""
         self._name, self._total_steps = name, total_steps
-        self._first_step, self._step, self._values = None, 0, {}
+        self._step, self._values = 0, {}
+        self._time_left.begin(name, total_steps)
         self._begun_s = self._printed_s = self._clock()
         self.say(f"{name}: {count_steps(total_steps)}" if total_steps else name)
 
     def stage_advances(self, step: int, values: Mapping[str, float]) -> None:
         """Prints a line if the last one is old enough."""
-        if self._first_step is None:
-            # A resumed stage does not begin at 0: its rate counts from where it went on.
-            self._first_step = step - 1
         self._step, self._values = step, values
+        self._time_left.advance(step)
         if self._clock() - self._printed_s >= self._every_s:
             self._print_step()
 
@@ -139,14 +163,10 @@ class PlainObserver:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def _print_step(self) -> None:
-        now = self._clock()
-        self._printed_s = now
-        done = self._step - (self._first_step or 0)
-        rate = done / max(now - self._begun_s, 1e-9)
-        parts = [f"{self._name} {self._step}/{self._total_steps or '?'}", rate_text(rate)]
-        parts.append(describe_values(self._values))
-        if self._total_steps and rate > 0:
-            parts.append(f"{(self._total_steps - self._step) / rate:.0f} s left")
+        self._printed_s = self._clock()
+        parts = [f"{self._name} {self._step}/{self._total_steps or '?'}"]
+        parts += [rate_text(self._time_left.steps_per_s), describe_values(self._values)]
+        parts.append(self._time_left.words())
         self.say("  ".join(part for part in parts if part))
 
 

@@ -30,26 +30,26 @@ if TYPE_CHECKING:
 
 record_app = typer.Typer(
     name="record",
-    help="A recording endpoint: other harnesses play, Étude keeps every token.",
+    help="Serve a model to other agent harnesses and record every token of their sessions.",
     no_args_is_help=True,
 )
 
-ModelOption = Annotated[Path, typer.Option(help="Checkpoint directory (Hugging Face files), or a run.")]
-StoreOption = Annotated[Path, typer.Option(help="Directory for the trajectories.")]
-TemplateOption = Annotated[str, typer.Option(help="auto, qwen3, chatml or etude: how messages are framed.")]
+ModelOption = Annotated[Path, typer.Option(help="Directory of a Hugging Face checkpoint or run.")]
+StoreOption = Annotated[Path, typer.Option(help="Directory in which the trajectories are stored.")]
+TemplateOption = Annotated[str, typer.Option(help="Chat template: auto, qwen3, chatml or etude.")]
 ContextOption = Annotated[
-    int | None, typer.Option(min=64, help="Of one context, answers included; else what the model can.")
+    int | None, typer.Option(min=64, help="Context limit in tokens. Default: the model's limit.")
 ]
-AnswerOption = Annotated[int, typer.Option(min=1, help="Where an agent names no number.")]
-SlotsOption = Annotated[int, typer.Option(min=1, help="Contexts whose keys and values are held.")]
+AnswerOption = Annotated[int, typer.Option(min=1, help="Default limit of an answer in tokens.")]
+SlotsOption = Annotated[int, typer.Option(min=1, help="Contexts whose keys and values are kept.")]
 TokenFileOption = Annotated[
-    Path | None, typer.Option(help="Lines of `tenant token`; else, and made if missing, STORE/tokens.")
+    Path | None, typer.Option(help="File with a line `TENANT TOKEN` for each tenant. Default: STORE/tokens.")
 ]
 
 
 @record_app.callback()
 def record() -> None:
-    """A recording endpoint: other harnesses play, Étude keeps every token."""
+    """Serve a model to other agent harnesses and record every token of their sessions."""
 
 
 @record_app.command("serve")
@@ -71,11 +71,14 @@ def serve_command(
     certificate: CertificateOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Serve a model to agents that know nothing of Étude, and store their sessions as trajectories."""
+    """Serve a model to any agent, and store its sessions as trajectories that can be trained on."""
     check_choices(kernels, grammar)
     if template == "none":
         raise UserError(
-            "sessions need messages", field="--template", received=template, fix="auto, qwen3, chatml, etude"
+            "recorded sessions need a chat template",
+            field="--template",
+            received=template,
+            fix="auto, qwen3, chatml, etude",
         )
     # Heavy: torch and FastAPI come with them.
     from etude.environment.recording import MapLimits, RecordingLimits

@@ -14,18 +14,18 @@ from etude.config.secrets import read_secret
 _GIB = 1 << 30
 
 StoreArgument = Annotated[
-    str, typer.Argument(help="The store: a directory, a URL that fsspec knows, or another relay.")
+    str, typer.Argument(help="Weight store: a directory, an fsspec URL or another relay.")
 ]
-CacheOption = Annotated[Path, typer.Option("--cache", help="Directory in which files are kept.")]
+CacheOption = Annotated[Path, typer.Option("--cache", help="Directory in which downloaded files are cached.")]
 CacheSizeOption = Annotated[
-    float, typer.Option("--cache-gib", min=0.01, help="Largest size of it; the oldest versions go first.")
+    float, typer.Option("--cache-gib", min=0.01, help="Size limit of the cache in GiB.")
 ]
 TokenOption = Annotated[
     str,
-    typer.Option("--token", help="Where the token is that readers must have: file:PATH or env:NAME."),
+    typer.Option("--token", help="Source of the token that readers must send: file:PATH or env:NAME."),
 ]
 StoreTokenOption = Annotated[
-    str, typer.Option("--store-token", help="Where the token of a relay named as the store is.")
+    str, typer.Option("--store-token", help="Source of the token to send to another relay.")
 ]
 
 
@@ -41,7 +41,7 @@ def relay_command(
     certificate: CertificateOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Serve a weight store to a cluster's engines, until SIGTERM."""
+    """Serve a weight store to the engines of one cluster, until SIGTERM."""
     # Heavy: FastAPI comes with them, and torch.
     from etude.sandbox.server.process import Draining, check_token, open_listeners, run_server
     from etude.weights.folders import open_folder

@@ -11,7 +11,7 @@ from etude.observe import RunDirectory
 
 
 def report_command(run: Annotated[Path, typer.Argument(help="Run directory.")]) -> None:
-    """Draw the plots and write report.html anew; works while the run goes on."""
+    """Draw the plots and write report.html again. Works while the run is in progress."""
     directory = RunDirectory.open(run)
     # Heavy: matplotlib comes with it.
     from etude.observe.report import build_report

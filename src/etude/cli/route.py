@@ -26,54 +26,69 @@ if TYPE_CHECKING:
 
 # Options that are not given leave what the file says, or its defaults.
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="TOML file; options that are given win over it.")
+    Path | None, typer.Option("--config", help="Configuration file (TOML). Options take precedence.")
 ]
 HostOption = Annotated[
-    str | None, typer.Option(help="Address to bind to (else 127.0.0.1); others need --replicas-check-keys.")
+    str | None,
+    typer.Option(help="Address to listen on (default: 127.0.0.1). Others need --replicas-check-keys."),
 ]
-PortOption = Annotated[int | None, typer.Option(min=0, max=65535, help="Else 8670; 0: any that is free.")]
+PortOption = Annotated[
+    int | None, typer.Option(min=0, max=65535, help="Port; 0 takes a free one. Default: 8670.")
+]
 DrainOption = Annotated[
     float | None,
-    typer.Option("--drain-s", min=0, help="How long what is under way may go on after SIGTERM (else 60)."),
+    typer.Option("--drain-s", min=0, help="Seconds to finish running requests after SIGTERM. Default: 60."),
 ]
 
 ReplicaOption = Annotated[
     list[str] | None,
-    typer.Option("--replica", help="Address of a replica, URL or URL,POOL; repeatable. More may join later."),
+    typer.Option("--replica", help="Address of a replica: URL or URL,POOL. Repeatable."),
 ]
-PoolOption = Annotated[str | None, typer.Option(help="Pool of requests that name none (else serve).")]
+PoolOption = Annotated[str | None, typer.Option(help="Pool for requests that name none. Default: serve.")]
 ArmOption = Annotated[
     list[str] | None,
-    typer.Option("--arm", help="VERSION=SHARE of the sessions, for A/B tests; repeatable."),
+    typer.Option("--arm", help="Share of the sessions for a policy version: VERSION=SHARE. Repeatable."),
 ]
 LendOption = Annotated[
     list[str] | None,
-    typer.Option(help="LENDER,BORROWER,COUNT,HH:MM-HH:MM (UTC): replicas lent every day; repeatable."),
+    typer.Option(help="Daily lending between pools, such as a,b,2,22:00-06:00 (count, UTC). Repeatable."),
 ]
 LendByLoadOption = Annotated[
     list[str] | None,
-    typer.Option(help="LENDER,BORROWER,MOST,IDLE-BUSY (outstanding tokens a replica); repeatable."),
+    typer.Option(
+        help="Lending by load, such as a,b,1,200-2000 (most, idle-busy tokens per replica). Repeatable."
+    ),
 ]
-SpillOption = Annotated[float | None, typer.Option(min=1, help="Times the work that moves a session (3).")]
+SpillOption = Annotated[
+    float | None,
+    typer.Option(min=1, help="Overload factor at which a session moves to another replica. Default: 3."),
+]
 HedgeOption = Annotated[
-    float | None, typer.Option(min=0, help="Ask a second replica after it; 0: never, as if left out.")
+    float | None,
+    typer.Option(min=0, help="Seconds after which a second replica is asked, too. Default: 0 (never)."),
 ]
 ProbeOption = Annotated[
-    float | None, typer.Option(min=0.05, help="Between two health checks of a replica (else 1).")
+    float | None, typer.Option(min=0.05, help="Seconds between two health checks of a replica. Default: 1.")
 ]
 AnswerTimeOption = Annotated[
-    float | None, typer.Option(min=1, help="A replica silent so long has lost it (else 600).")
+    float | None,
+    typer.Option(
+        min=1,
+        help="Seconds without an answer after which the router treats a replica as failed. Default: 600.",
+    ),
 ]
 ReplicaTokenOption = Annotated[
     Path | None,
-    typer.Option(help="The replicas' administrator's token: with it they are lent to training runs."),
+    typer.Option(help="File with the replicas' administrator token. Needed to lend them to runs."),
 ]
 BorrowerTokenOption = Annotated[
-    Path | None, typer.Option(help="Token of runs that borrow, and may no more; made if there is none.")
+    Path | None, typer.Option(help="File with the token of runs that borrow. Created if missing.")
 ]
 KeysOption = Annotated[
     bool | None,
-    typer.Option("--replicas-check-keys", help="They do; needed for addresses that others reach."),
+    typer.Option(
+        "--replicas-check-keys", help="State that the replicas check API keys, as a public --host needs."
+    ),
 ]
 
 
@@ -99,7 +114,7 @@ def route_command(
     certificate: CertificateOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Serve OpenAI's API over replicas, until SIGTERM. Keys are checked by the replicas."""
+    """Serve OpenAI's API over several replicas until SIGTERM. The replicas check API keys."""
     if context.invoked_subcommand is not None:
         return
     lending: dict[str, Any] = {}
@@ -169,7 +184,7 @@ def _proxy(config: RouterConfig, replica_token: str) -> Proxy:
     )
 
 
-route_app = typer.Typer(name="route", help="One address in front of many replicas.")
+route_app = typer.Typer(name="route", help="Route requests from one address to many model servers.")
 route_app.callback(invoke_without_command=True)(route_command)
 route_app.command("replicas")(replicas_command)
 route_app.command("lend")(lend_command)

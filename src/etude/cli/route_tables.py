@@ -12,13 +12,13 @@ from etude.cli.output import print_json
 from etude.config.secrets import bearer, read_secret
 from etude.errors import InfrastructureError, UserError
 
-NameArgument = Annotated[str, typer.Argument(help="HOST:PORT, as `etude route replicas` has it.")]
+NameArgument = Annotated[str, typer.Argument(help="Replica, as `etude route replicas` lists it.")]
 RouterOption = Annotated[str, typer.Option("--router", help="Address of the router.")]
 TokenOption = Annotated[
-    Path | None, typer.Option("--admin-token-file", help="With the router's administrator's token, if any.")
+    Path | None, typer.Option("--admin-token-file", help="File with the router's administrator token.")
 ]
-PoolOption = Annotated[str, typer.Option(help="Pool that it works for meanwhile.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PoolOption = Annotated[str, typer.Option(help="Pool that the replica serves while it is lent.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 _URL = "http://127.0.0.1:8670"
 _WITHIN_S = 180.0
 
@@ -26,7 +26,7 @@ _WITHIN_S = 180.0
 def replicas_command(
     router: RouterOption = _URL, token: TokenOption = None, as_json: JsonOption = False
 ) -> None:
-    """List a router's replicas: pools, versions, load, and which run has which of them."""
+    """List a router's replicas with their pools, versions and load, and the runs that borrow them."""
     rows = _ask(router, token, "GET", "/router/replicas", None)["replicas"]
     if as_json:
         print_json(rows)
@@ -38,17 +38,20 @@ def replicas_command(
 def lend_command(
     name: NameArgument, router: RouterOption = _URL, token: TokenOption = None, pool: PoolOption = "rollout"
 ) -> None:
-    """Lend a replica to another pool, until it is recalled."""
+    """Lend a replica to another pool until it is recalled."""
     _print_row(_change(router, token, name, "lend", {"pool": pool}))
 
 
 def recall_command(name: NameArgument, router: RouterOption = _URL, token: TokenOption = None) -> None:
-    """Call a replica back to its own pool; returns when it serves there. It stays until lent or released."""
+    """Recall a lent replica to its own pool, and wait until it serves there.
+
+    It stays there until it is lent again or released.
+    """
     _print_row(_change(router, token, name, "recall", {}))
 
 
 def release_command(name: NameArgument, router: RouterOption = _URL, token: TokenOption = None) -> None:
-    """Let the router's rules of lending decide over a replica again."""
+    """Let the router's lending rules decide over a replica again."""
     _print_row(_change(router, token, name, "release", {}))
 
 
@@ -81,12 +84,17 @@ def _ask(
         )
     except httpx.HTTPError as error:
         raise InfrastructureError(
-            "the router does not answer", field="--router", received=f"{router}: {error}", fix="start it"
+            "the router does not answer",
+            field="--router",
+            received=f"{router}: {error}",
+            fix="start the router, or correct --router",
         ) from error
     if not answer.is_success:
         try:
             message = answer.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = answer.text[:300]
-        raise UserError(f"the router refuses: {message}", field="--router", received=answer.status_code)
+        raise UserError(
+            f"the router refused the request: {message}", field="--router", received=answer.status_code
+        )
     return answer.json()

@@ -15,29 +15,29 @@ from etude.cli.progress import open_observer
 from etude.config.secrets import read_secret
 from etude.observe import Observer
 
-ControlOption = Annotated[str, typer.Option("--control", help="The run's control API, http://HOST:PORT.")]
-TokenOption = Annotated[str, typer.Option("--token", help="Where its token is: file:PATH or env:NAME.")]
+ControlOption = Annotated[str, typer.Option("--control", help="Control API of the run: http://HOST:PORT.")]
+TokenOption = Annotated[str, typer.Option("--token", help="Source of its token: file:PATH or env:NAME.")]
 NameOption = Annotated[
-    str | None, typer.Option(help="This cluster's name, one of its own; else this machine's.")
+    str | None, typer.Option(help="Unique name of this cluster. Default: this machine's name.")
 ]
 OverrideOption = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Overrides of the run's configuration; repeatable."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one value of the run. Repeatable."),
 ]
 RelayOption = Annotated[
-    str, typer.Option("--relay", help="Short for --set weights.read_url=URL: where weights are read.")
+    str, typer.Option("--relay", help="Source of weights. Short for --set weights.read_url=URL.")
 ]
 PatienceOption = Annotated[
-    float, typer.Option("--patience-s", min=0, help="How long run or weights may be away before this ends.")
+    float, typer.Option("--patience-s", min=0, help="Seconds to wait for an unreachable run or store.")
 ]
 DrainOption = Annotated[
-    float, typer.Option("--drain-s", min=0, help="How long sessions may go on after SIGTERM.")
+    float, typer.Option("--drain-s", min=0, help="Seconds to finish sessions after SIGTERM.")
 ]
 WaitOption = Annotated[
-    bool, typer.Option("--wait", help="Wait for a run even where the last one of its weight store is over.")
+    bool, typer.Option("--wait", help="Wait for a new run even if the store says that the last one ended.")
 ]
 StoreOption = Annotated[
-    str, typer.Option("--trajectories-url", help="The run's trajectory store, as it is reached from here.")
+    str, typer.Option("--trajectories-url", help="Trajectory store, as this machine reaches it.")
 ]
 
 
@@ -51,9 +51,12 @@ def sample_command(
     patience_s: PatienceOption = 600.0,
     drain_s: DrainOption = 60.0,
     wait: WaitOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was done as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a summary of the work as JSON.")] = False,
 ) -> None:
-    """Play sessions of a run elsewhere, until it is over or SIGTERM: engine, sandboxes, a relay's weights."""
+    """Run sessions for a training run elsewhere, with this machine's engine and sandboxes.
+
+    Ends when the run ends, or at SIGTERM.
+    """
     secret = read_secret(token, "--token")
     chosen = list(overrides or [])
     if relay:
@@ -63,8 +66,8 @@ def sample_command(
     if as_json:
         print_json(counts)
     else:
-        told = ", ".join(f"{value:g} {key}" for key, value in counts.items() if value)
-        error_console().print(f"done: {told or 'nothing was to be had'}", markup=False)
+        summary = ", ".join(f"{value:g} {key}" for key, value in counts.items() if value)
+        error_console().print(f"done: {summary or 'no session was assigned'}", markup=False)
     if was_stopped:
         raise typer.Exit(EXIT_INTERRUPTED)
 

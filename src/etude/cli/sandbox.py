@@ -34,30 +34,35 @@ from etude.cli.sandbox_server import add_server_commands
 from etude.errors import UserError
 
 sandbox_app = typer.Typer(
-    name="sandbox", help="Isolated machines for agents: run, fork, snapshot, serve.", no_args_is_help=True
+    name="sandbox", help="Run, fork, snapshot and serve sandboxes.", no_args_is_help=True
 )
 
 
 @sandbox_app.command("run", context_settings={"allow_interspersed_args": False})
 def run_command(
-    command: Annotated[list[str], typer.Argument(help="Command; what follows -- is taken as it is.")],
+    command: Annotated[list[str], typer.Argument(help="Command, after -- if it has options.")],
     backend: BackendOption = "local",
     directory: DirectoryOption = None,
     image: ImageOption = None,
     allow: AllowOption = None,
     memory_mb: MemoryOption = 512,
     disk_mb: DiskOption = 256,
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds.")] = 600.0,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Time limit of the command in seconds.")
+    ] = 600.0,
     save: Annotated[
         Path | None,
-        typer.Option("--save", help="Copy the workspace's regular files here when the command has ended."),
+        typer.Option("--save", help="Directory to copy the workspace's files to afterwards."),
     ] = None,
     state: StateOption = None,
 ) -> None:
-    """Run one command in a fresh sandbox. Exits with the command's code (124 at the timeout)."""
+    """Run one command in a fresh sandbox.
+
+    The exit code is that of the command, or 124 if it ran into the timeout.
+    """
 
     if save is not None and save.exists() and not save.is_dir():
-        raise UserError("is no directory", field="--save", received=str(save), fix="name a directory")
+        raise UserError("is not a directory", field="--save", received=str(save), fix="name a directory")
 
     async def work() -> int:
         from etude.sandbox.backends import open_backend
@@ -83,7 +88,10 @@ def run_command(
 
 @sandbox_app.command("doctor")
 def doctor_command(as_json: JsonOption = False, state: StateOption = None) -> None:
-    """Try every backend: which work here, why others do not, what to install. Exit code 2 if none works."""
+    """Try every sandbox backend, and say which of them work here and what the others need.
+
+    The exit code is 2 if none works.
+    """
     from etude.sandbox.doctor import examine_backends
 
     findings = run(examine_backends(state))

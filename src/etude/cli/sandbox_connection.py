@@ -23,9 +23,9 @@ NOTE = "server.json"
 """File of a state directory in which a server notes its address."""
 ServerOption = Annotated[
     str | None,
-    typer.Option("--server", help="Address (http://HOST:PORT); else the server that runs on this machine."),
+    typer.Option("--server", help="Server address (http://HOST:PORT). Default: the one on this machine."),
 ]
-TokenOption = Annotated[Path | None, typer.Option("--token-file", help="File with the server's token.")]
+TokenOption = Annotated[Path | None, typer.Option("--token-file", help="File with the token.")]
 
 
 def on_server(

@@ -15,24 +15,27 @@ from etude.errors import UserError
 if TYPE_CHECKING:
     from etude.sandbox.images.image_store import ImageStore
 
-image_app = typer.Typer(name="image", help="Root file systems of sandboxes and guests.", no_args_is_help=True)
+image_app = typer.Typer(name="image", help="Manage root file systems.", no_args_is_help=True)
 
 
 @image_app.command("build")
 def build_command(
     context: Annotated[
         Path | None,
-        typer.Argument(help="Directory with a Dockerfile. Without it: the guest image of the vm backend."),
+        typer.Argument(help="Directory with a Dockerfile. Default: build the guest image."),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the image; else the directory's.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the image. Default: that of DIRECTORY.")] = None,
     allow: AllowOption = None,
     allow_private: Annotated[
         list[str] | None,
-        typer.Option("--allow-private", metavar="IP:PORT", help="Private address behind an allowed name."),
+        typer.Option("--allow-private", metavar="IP:PORT", help="Allow private addresses, too."),
     ] = None,
     state: StateOption = None,
 ) -> None:
-    """Build an image from a Dockerfile, each RUN in a sandbox; or the guest image from Debian packages."""
+    """Build an image from a Dockerfile, with each RUN in a sandbox.
+
+    Without a directory it builds the guest image of the vm backend from Debian packages.
+    """
     from etude.sandbox.machine_backend import default_state_directory
 
     root = state or default_state_directory()
@@ -40,7 +43,7 @@ def build_command(
         typer.echo(run(_build_guest(root)))
         return
     if not context.is_dir():
-        raise UserError("is no directory", field="CONTEXT", received=str(context), fix="name a directory")
+        raise UserError("is not a directory", field="CONTEXT", received=str(context), fix="name a directory")
     typer.echo(run(_build_image(context, name or context.resolve().name, allow, allow_private, root)))
 
 
@@ -58,11 +61,11 @@ def list_command(as_json: JsonOption = False, state: StateOption = None) -> None
 
 @image_app.command("import")
 def import_command(
-    path: Annotated[Path, typer.Argument(help="OCI layout, OCI archive or archive of `docker save`.")],
-    name: Annotated[str, typer.Argument(help="Name that FROM and --image use.")],
+    path: Annotated[Path, typer.Argument(help="OCI layout, OCI archive or archive made by `docker save`.")],
+    name: Annotated[str, typer.Argument(help="Name of the image, for FROM and --image.")],
     state: StateOption = None,
 ) -> None:
-    """Take in an image that another tool wrote."""
+    """Import an image that another tool wrote."""
     from etude.sandbox.images.oci import import_image
 
     typer.echo(import_image(path, _store(state), name).digest)
@@ -85,7 +88,7 @@ def export_command(
 def remove_command(
     name: Annotated[str, typer.Argument(help="Name of the image.")], state: StateOption = None
 ) -> None:
-    """Forget an image. Layers that others share stay."""
+    """Remove an image. Layers that other images use are kept."""
     _store(state).remove(name)
 
 

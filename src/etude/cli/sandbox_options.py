@@ -20,24 +20,25 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 BackendOption = Annotated[
-    str, typer.Option("--backend", help="local, gvisor, vm, docker, podman, firecracker.")
+    str, typer.Option("--backend", help="Sandbox backend: local, gvisor, vm, docker or podman.")
 ]
 DirectoryOption = Annotated[
-    Path | None, typer.Option("--dir", help="Directory whose files the workspace starts with (copied).")
+    Path | None, typer.Option("--dir", help="Directory whose files are copied into the workspace.")
 ]
 ImageOption = Annotated[
-    str | None, typer.Option("--image", help="Root file system: a name of `etude sandbox image list`.")
+    str | None, typer.Option("--image", help="Root file system, as `etude sandbox image list` shows it.")
 ]
 AllowOption = Annotated[
     list[str] | None,
-    typer.Option("--allow", metavar="HOST[:PORT]", help="May be reached through the proxy; repeatable."),
+    typer.Option("--allow", metavar="HOST[:PORT]", help="Host that the sandbox may reach. Repeatable."),
 ]
-MemoryOption = Annotated[int, typer.Option("--memory-mb", min=16, help="Memory of all its processes.")]
-DiskOption = Annotated[int, typer.Option("--disk-mb", min=1, help="Files that it may write.")]
+MemoryOption = Annotated[int, typer.Option("--memory-mb", min=16, help="Memory limit in MB.")]
+DiskOption = Annotated[int, typer.Option("--disk-mb", min=1, help="Disk limit in MB.")]
 StateOption = Annotated[
-    Path | None, typer.Option("--state", help="Where snapshots and images lie; else ~/.local/state/etude.")
+    Path | None,
+    typer.Option("--state", help="Directory of snapshots and images. Default: ~/.local/state/etude."),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def make_template(directory: Path | None, image: str | None, state: Path | None) -> Template:
@@ -81,7 +82,7 @@ def joined(words: list[str]) -> str:
     if words[:1] == ["--"]:
         words = words[1:]
     if not words:
-        raise UserError("no command", field="CMD", received="", fix="name one, for example: -- ls -l")
+        raise UserError("is missing", field="COMMAND", fix="add a command, for example: -- ls -l")
     return words[0] if len(words) == 1 else shlex.join(words)
 
 

@@ -67,22 +67,23 @@ def add_server_commands(app: typer.Typer) -> None:
 
 def serve_command(
     backends: Annotated[
-        list[str] | None, typer.Option("--backend", help="Repeatable; the first is the default.")
+        list[str] | None,
+        typer.Option("--backend", help="Backend to offer. Repeatable; the first is the default."),
     ] = None,
     host: Annotated[
-        str, typer.Option(help="Address to bind to; others than loopback need TLS or trust.")
+        str, typer.Option(help="Address to listen on. Use TLS for others than loopback.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8642,
-    max_live: Annotated[int, typer.Option(min=1, help="Sandboxes at once, of each backend.")] = 256,
+    max_live: Annotated[int, typer.Option(min=1, help="Most running sandboxes per backend.")] = 256,
     token_file: TokenOption = None,
     peers: Annotated[
-        list[str] | None, typer.Option("--peer", help="Server to which sandboxes may be moved; repeatable.")
+        list[str] | None, typer.Option("--peer", help="Server to which sandboxes may move. Repeatable.")
     ] = None,
-    certificate: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
-    key: Annotated[Path | None, typer.Option(help="PEM file.")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="TLS certificate (PEM file).")] = None,
+    key: Annotated[Path | None, typer.Option(help="Key of the certificate (PEM file).")] = None,
     state: StateOption = None,
 ) -> None:
-    """Serve sandboxes to other processes and hosts, until SIGTERM."""
+    """Serve sandboxes to other processes and hosts until SIGTERM."""
     from etude.sandbox.backends import open_backend
     from etude.sandbox.machine_backend import default_state_directory
     from etude.sandbox.migration import clear_litter
@@ -137,19 +138,23 @@ def _refuse_second(note: Path) -> None:
 
 
 def create_command(
-    backend: Annotated[str | None, typer.Option("--backend", help="Which of the server's.")] = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="Backend to use. Default: the server's first.")
+    ] = None,
     directory: DirectoryOption = None,
     image: ImageOption = None,
-    snapshot: Annotated[str | None, typer.Option("--snapshot", help="Continue this snapshot.")] = None,
+    snapshot: Annotated[str | None, typer.Option("--snapshot", help="Snapshot to start from.")] = None,
     allow: AllowOption = None,
     memory_mb: MemoryOption = 512,
     disk_mb: DiskOption = 256,
-    timeout_s: Annotated[float | None, typer.Option("--timeout", help="Seconds until it is killed.")] = None,
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout", help="Lifetime of the sandbox in seconds.")
+    ] = None,
     server: ServerOption = None,
     token_file: TokenOption = None,
     state: StateOption = None,
 ) -> None:
-    """Make a sandbox that lives on the server; print its id."""
+    """Create a sandbox on the server and print its id."""
 
     async def work(remote: RemoteBackend) -> str:
         if snapshot is not None:
@@ -170,12 +175,14 @@ def create_command(
 
 def list_command(
     as_json: JsonOption = False,
-    backend: Annotated[str | None, typer.Option("--backend", help="Which of the server's.")] = None,
+    backend: Annotated[
+        str | None, typer.Option("--backend", help="Backend to use. Default: the server's first.")
+    ] = None,
     server: ServerOption = None,
     token_file: TokenOption = None,
     state: StateOption = None,
 ) -> None:
-    """List the sandboxes that live on the server."""
+    """List the server's sandboxes."""
 
     async def work(remote: RemoteBackend) -> list[Any]:
         return await remote.list()
@@ -196,13 +203,18 @@ def list_command(
 
 def exec_command(
     sandbox: IdArgument,
-    command: Annotated[list[str], typer.Argument(help="Command; what follows -- is taken as it is.")],
-    timeout_s: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds.")] = 600.0,
+    command: Annotated[list[str], typer.Argument(help="Command, after -- if it has options.")],
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0.1, help="Time limit of the command in seconds.")
+    ] = 600.0,
     server: ServerOption = None,
     token_file: TokenOption = None,
     state: StateOption = None,
 ) -> None:
-    """Run a command in a sandbox. Exits with the command's code (124 at the timeout)."""
+    """Run a command in a sandbox of the server.
+
+    The exit code is that of the command, or 124 if it ran into the timeout.
+    """
 
     async def work(found: Sandbox) -> int:
         result = await found.commands.run(joined(command), timeout_s, on_output=pass_on)
@@ -213,12 +225,15 @@ def exec_command(
 
 def fork_command(
     sandbox: IdArgument,
-    count: Annotated[int, typer.Option(min=1, max=1000, help="Copies.")] = 1,
+    count: Annotated[int, typer.Option(min=1, max=1000, help="Number of copies.")] = 1,
     server: ServerOption = None,
     token_file: TokenOption = None,
     state: StateOption = None,
 ) -> None:
-    """Copy a sandbox as it is now; print the copies' ids. Exit code 3 if one could not be made."""
+    """Copy a running sandbox and print the ids of the copies.
+
+    The exit code is 3 if a copy could not be made.
+    """
 
     async def work(found: Sandbox) -> list[Sandbox | SandboxError]:
         return await found.fork(count)
@@ -236,13 +251,13 @@ def pause_command(
     sandbox: IdArgument,
     mode: Annotated[
         str | None,
-        typer.Option(help="full (memory and processes) or filesystem; else the most that the backend can."),
+        typer.Option(help="Keep full (memory, processes) or filesystem. Default: all that the backend can."),
     ] = None,
     server: ServerOption = None,
     token_file: TokenOption = None,
     state: StateOption = None,
 ) -> None:
-    """Put a sandbox to sleep on disk; say what was kept."""
+    """Write a sandbox to disk and stop it; print what was kept."""
     if mode not in (None, "full", "filesystem"):
         raise UserError("unknown mode", field="--mode", received=mode, fix="full or filesystem")
 
@@ -263,30 +278,33 @@ def resume_command(
     token_file: TokenOption = None,
     state: StateOption = None,
 ) -> None:
-    """Wake a sandbox. Using it wakes it, too."""
+    """Start a paused sandbox again. Using it starts it, too."""
     in_sandbox(lambda found: found.resume(), sandbox, server, token_file, state)
 
 
 def snapshot_command(
     sandbox: IdArgument,
-    name: Annotated[str | None, typer.Option(help="A name for people.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name under which the snapshot is listed.")] = None,
     server: ServerOption = None,
     token_file: TokenOption = None,
     state: StateOption = None,
 ) -> None:
-    """Keep a durable copy of a sandbox; print its id. `create --snapshot` continues it."""
+    """Store a copy of a sandbox and print its id.
+
+    `etude sandbox create --snapshot ID` starts a new sandbox from it.
+    """
     info = in_sandbox(lambda found: found.create_snapshot(name=name), sandbox, server, token_file, state)
     typer.echo(info.id)
 
 
 def snapshots_command(
     as_json: JsonOption = False,
-    delete: Annotated[str | None, typer.Option("--delete", metavar="ID", help="Delete this one.")] = None,
+    delete: Annotated[str | None, typer.Option("--delete", metavar="ID", help="Snapshot to delete.")] = None,
     server: ServerOption = None,
     token_file: TokenOption = None,
     state: StateOption = None,
 ) -> None:
-    """List the snapshots on the server, or delete one."""
+    """List the server's snapshots, or delete one."""
 
     async def work(remote: RemoteBackend) -> list[Any]:
         if delete is not None:
@@ -308,7 +326,7 @@ def snapshots_command(
 
 def migrate_command(
     sandbox: IdArgument,
-    target: Annotated[str, typer.Argument(help="Address of the other server (one of this server's peers).")],
+    target: Annotated[str, typer.Argument(help="Address of the other server, a peer of this one.")],
     target_token_file: Annotated[
         Path | None, typer.Option("--target-token-file", help="File with the other server's token.")
     ] = None,
@@ -316,7 +334,7 @@ def migrate_command(
     token_file: TokenOption = None,
     state: StateOption = None,
 ) -> None:
-    """Move a sandbox to another server; print its new id."""
+    """Move a sandbox to another server and print its new id."""
     token = token_in(target_token_file, "--target-token-file")
 
     async def work(found: Sandbox) -> str:
@@ -337,5 +355,5 @@ def kill_command(
     token_file: TokenOption = None,
     state: StateOption = None,
 ) -> None:
-    """End a sandbox."""
+    """Kill a sandbox and delete its files."""
     in_sandbox(lambda found: found.kill(), sandbox, server, token_file, state)

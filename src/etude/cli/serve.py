@@ -48,23 +48,25 @@ if TYPE_CHECKING:
 
 _MIB = 1 << 20
 
-ModelArgument = Annotated[Path, typer.Argument(help="Checkpoint directory (Hugging Face files), or a run.")]
-NameOption = Annotated[str | None, typer.Option(help="The model's name for clients; else its directory's.")]
+ModelArgument = Annotated[Path, typer.Argument(help="Directory of a Hugging Face checkpoint or run.")]
+NameOption = Annotated[
+    str | None, typer.Option(help="Model name for clients. Default: the directory's name.")
+]
 TokensOption = Annotated[
-    Path | None, typer.Option(help="Lines of NAME:TOKEN; without it everyone on this machine is let in.")
+    Path | None, typer.Option(help="File with a line NAME:TOKEN for each key. Default: no keys.")
 ]
-TemplateOption = Annotated[str, typer.Option(help="auto, qwen3, chatml, etude, or none: completions alone.")]
+TemplateOption = Annotated[str, typer.Option(help="Template: auto, qwen3, chatml, etude or none (no chat).")]
 ContextOption = Annotated[
-    int | None, typer.Option(min=16, help="Tokens of prompt and answer; else what the model can.")
+    int | None, typer.Option(min=16, help="Limit of prompt and answer in tokens. Default: the model's.")
 ]
-AnswerOption = Annotated[int, typer.Option(min=1, help="Tokens where a chat names no number.")]
-PoolOption = Annotated[str, typer.Option(help="The pool of a router that this replica is in.")]
-BodyOption = Annotated[int, typer.Option(min=1, help="Bytes of a request's body.")]
-RequestsOption = Annotated[int, typer.Option(min=1, help="Answers at once, waiting ones included.")]
-KeyRequestsOption = Annotated[int, typer.Option(min=0, help="Answers at once of one key; 0: no limit.")]
-KeyTokensOption = Annotated[int, typer.Option(min=0, help="Tokens a minute of one key; 0: no limit.")]
-IdleOption = Annotated[float, typer.Option(min=1, help="Conversations end after it, unused.")]
-AnswerTimeOption = Annotated[float, typer.Option(min=1, help="Longest time of one answer.")]
+AnswerOption = Annotated[int, typer.Option(min=1, help="Default limit of an answer in tokens.")]
+PoolOption = Annotated[str, typer.Option(help="Pool of the router to which this replica belongs.")]
+BodyOption = Annotated[int, typer.Option(min=1, help="Largest request body in bytes.")]
+RequestsOption = Annotated[int, typer.Option(min=1, help="Most open requests, waiting ones included.")]
+KeyRequestsOption = Annotated[int, typer.Option(min=0, help="Most open requests per key; 0: no limit.")]
+KeyTokensOption = Annotated[int, typer.Option(min=0, help="Most tokens per minute per key; 0: no limit.")]
+IdleOption = Annotated[float, typer.Option(min=1, help="Seconds after which an idle chat is forgotten.")]
+AnswerTimeOption = Annotated[float, typer.Option(min=1, help="Longest time of one answer in seconds.")]
 
 
 def serve_command(
@@ -98,7 +100,7 @@ def serve_command(
     certificate: CertificateOption = None,
     key: KeyOption = None,
 ) -> None:
-    """Serve a model by OpenAI's API: chat completions, completions, models, tokenisation."""
+    """Serve a model with OpenAI's API: chat completions, completions, models and tokenisation."""
     check_choices(kernels, grammar, drafts, cache_dtype, weight_dtype)
     # Heavy: torch and FastAPI come with them.
     from etude.inference.server import KeyLimits, ServerLimits

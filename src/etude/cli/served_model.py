@@ -44,7 +44,7 @@ def check_choices(
         ("--weight-dtype", weight_dtype, _FORMATS),
     ):
         if value not in known:
-            raise UserError("no such choice", field=option, received=value, fix=", ".join(known))
+            raise UserError("is not a valid choice", field=option, received=value, fix=", ".join(known))
 
 
 def make_shelf(tokenizer: Tokenizer, grammar: str, template: str) -> RendererShelf:
@@ -64,10 +64,14 @@ def make_shelf(tokenizer: Tokenizer, grammar: str, template: str) -> RendererShe
         grammar = "hermes" if hermes else "xml"
     grammars = {"hermes": HermesGrammar, "xml": XmlGrammar}
     if grammar not in grammars:
-        raise UserError("no such grammar", field="--grammar", received=grammar, fix="auto, hermes or xml")
+        raise UserError(
+            "is not a known grammar", field="--grammar", received=grammar, fix="auto, hermes or xml"
+        )
     if template not in TEMPLATES:
         names = ", ".join(TEMPLATES)
-        raise UserError("no such template", field="--template", received=template, fix=f"auto, {names}")
+        raise UserError(
+            "is not a known template", field="--template", received=template, fix=f"auto, {names}"
+        )
     for name in TEMPLATES[template].control_tokens:
         if not tokenizer.has_control(name):
             raise ConfigError(
@@ -110,7 +114,10 @@ def open_checkpoint(
     longest = weights.config.max_positions - 1
     if max_context is not None and max_context > longest:
         raise UserError(
-            "the model's positions end before", field=context_option, received=max_context, fix=f"{longest}"
+            "exceeds the model's longest sequence",
+            field=context_option,
+            received=max_context,
+            fix=f"{longest}",
         )
     ends = _end_tokens(checkpoint, tokenizer)
     if shelf is not None:
@@ -119,7 +126,7 @@ def open_checkpoint(
         ends |= {shelf.find(Opening()).end_token}
     if not ends:
         raise ConfigError(
-            "nothing says which token ends an answer",
+            "the checkpoint does not say which token ends an answer",
             field="--template",
             received=template,
             fix="add eos_token_id to the checkpoint's generation_config.json",
@@ -150,14 +157,14 @@ def _read(directory: Path) -> tuple[Tokenizer, LanguageModel, Path]:
         tokenizer, weights = load_policy(RunDirectory.open(directory), None)
     else:
         raise CheckpointError(
-            "no model here: neither config.json nor a run's config.toml",
+            "is not a model directory: it has neither config.json nor a run's config.toml",
             field="MODEL",
             received=str(directory),
             fix="name a Hugging Face checkpoint directory, or a run directory",
         )
     if not isinstance(weights, LanguageModel):
         raise ConfigError(
-            "our engine does not compute this architecture",
+            "Étude's engine does not support this architecture",
             field="MODEL",
             received=str(directory),
             fix="serve the run's checkpoint with vLLM",
@@ -174,7 +181,9 @@ def _end_tokens(directory: Path, tokenizer: Tokenizer) -> frozenset[int]:
         except FileNotFoundError:
             continue
         except ValueError as error:
-            raise CheckpointError(f"is no JSON: {error}", field=file, received=str(directory)) from error
+            raise CheckpointError(
+                f"is not valid JSON: {error}", field=file, received=str(directory)
+            ) from error
         value = document.get("eos_token_id") if isinstance(document, dict) else None
         listed = value if isinstance(value, list) else [value]
         found |= {one for one in listed if isinstance(one, int) and 0 <= one < tokenizer.vocab_size}
@@ -238,7 +247,7 @@ class EngineChoice:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """What decides the bits of a token, beside the weights: told to runs that borrow the replica."""
+        """What decides the bits of a token, beside the weights: reported to runs that borrow the replica."""
         from etude.controller.borrowed_engine import engine_numerics
 
         return engine_numerics(self.choose_place(), self.weight_dtype, self.cache_dtype)

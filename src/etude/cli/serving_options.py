@@ -7,37 +7,37 @@ from typing import Annotated
 
 import typer
 
-HostOption = Annotated[str, typer.Option(help="Address to bind to; others than loopback need keys or TLS.")]
-PortOption = Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")]
+HostOption = Annotated[str, typer.Option(help="Address to listen on. Public ones need keys or TLS.")]
+PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")]
 DrainOption = Annotated[
-    float, typer.Option("--drain-s", min=0, help="How long what is under way may go on after SIGTERM.")
+    float, typer.Option("--drain-s", min=0, help="Seconds to finish running requests after SIGTERM.")
 ]
-CertificateOption = Annotated[Path | None, typer.Option(help="PEM file.")]
-KeyOption = Annotated[Path | None, typer.Option(help="PEM file.")]
+CertificateOption = Annotated[Path | None, typer.Option(help="TLS certificate (PEM file).")]
+KeyOption = Annotated[Path | None, typer.Option(help="Key of the certificate (PEM file).")]
 AdminTokenOption = Annotated[
-    Path | None, typer.Option(help="File with the administrator's token; made if there is none.")
+    Path | None, typer.Option(help="File with the administrator's token. It is created if it does not exist.")
 ]
 
 # Of commands with a model:
-GrammarOption = Annotated[str, typer.Option(help="auto, hermes or xml: how the model writes calls.")]
-LineageOption = Annotated[str | None, typer.Option(help="Name of the weights' line; else the model's.")]
-StepOption = Annotated[int, typer.Option(min=0, help="Optimiser steps that the weights have had.")]
-KernelsOption = Annotated[str, typer.Option(help="auto, eager, native or gpu.")]
+GrammarOption = Annotated[str, typer.Option(help="Grammar of tool calls: auto, hermes or xml.")]
+LineageOption = Annotated[str | None, typer.Option(help="Lineage of the weights. Default: the model's name.")]
+StepOption = Annotated[int, typer.Option(min=0, help="Step of the weights, part of their version.")]
+KernelsOption = Annotated[str, typer.Option(help="Kernels: auto, eager, native or gpu.")]
 CacheDtypeOption = Annotated[
     str,
     typer.Option(help="Number format of keys and values: auto (as the model computes), float32 or bfloat16."),
 ]
 WeightDtypeOption = Annotated[
-    str, typer.Option(help="Of native kernels' copy of the matrices: auto, float32 or bfloat16.")
+    str, typer.Option(help="Number format of native kernels' matrices: auto, float32 or bfloat16.")
 ]
-NumSessionsOption = Annotated[int, typer.Option(min=1, help="Answers that are computed at once.")]
+NumSessionsOption = Annotated[int, typer.Option(min=1, help="Answers computed at the same time.")]
 CacheOption = Annotated[
-    int, typer.Option(min=0, help="Memory for keys and values; 0: half of what is free, at most.")
+    int, typer.Option(min=0, help="MiB for keys and values; 0: at most half of the free memory.")
 ]
 SpeculativeOption = Annotated[
-    int, typer.Option(min=0, help="Tokens guessed ahead and verified at once; 0: none.")
+    int, typer.Option(min=0, help="Tokens drafted ahead and verified in one step; 0 turns it off.")
 ]
 DraftsOption = Annotated[
     str,
-    typer.Option(help="What guesses: ngram, from the session, or mtp, by the model's layers."),
+    typer.Option(help="Source of drafts: ngram (the session itself) or mtp (prediction layers)."),
 ]

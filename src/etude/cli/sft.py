@@ -34,7 +34,7 @@ def sft_command(
     drop: DropOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Fine-tune a model on sessions of agents: runs, ATIF files or chats."""
+    """Fine-tune a model on recorded agent sessions: runs, ATIF files or chats."""
     settings = merge("sft", overrides, data, checkpoint, name, draft_layers, ranks)
     run_config = config_to_run(config, settings, resume, drop or [])
     # Heavy: torch comes with it.

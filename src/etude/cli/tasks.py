@@ -20,7 +20,7 @@ from etude.records import Task
 if TYPE_CHECKING:
     from etude.tasks.generator import TaskGenerator
 
-tasks_app = typer.Typer(name="tasks", help="Look at generated tasks, and export them.", no_args_is_help=True)
+tasks_app = typer.Typer(name="tasks", help="Show and export generated tasks.", no_args_is_help=True)
 
 
 class TaskSplit(StrEnum):
@@ -32,7 +32,7 @@ class TaskSplit(StrEnum):
     HELDOUT_FAMILY = "heldout_family"
 
 
-SplitOption = Annotated[TaskSplit, typer.Option(help="Which tasks.")]
+SplitOption = Annotated[TaskSplit, typer.Option(help="Split of the tasks.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of the generator.")]
 
 
@@ -41,9 +41,9 @@ def show_command(
     index: Annotated[int, typer.Argument(min=0, help="Index of the task.")],
     split: SplitOption = TaskSplit.TRAIN,
     seed: SeedOption = 0,
-    solution: Annotated[bool, typer.Option("--solution", help="Show the reference fix too.")] = False,
+    solution: Annotated[bool, typer.Option("--solution", help="Also show the reference solution.")] = False,
 ) -> None:
-    """Show one generated task: the user's words and the files."""
+    """Show one generated task: the instruction and the files."""
     task = _generator(seed, split).task(index)
     console = output_console()
     console.print(Text(f"{task.id}: {task.instruction}", style="bold"))
@@ -58,12 +58,12 @@ def show_command(
 
 @tasks_app.command("export")
 def export_command(
-    directory: Annotated[Path, typer.Argument(help="Where to make one directory per task.")],
+    directory: Annotated[Path, typer.Argument(help="Directory to write to, with one directory per task.")],
     split: SplitOption = TaskSplit.HELDOUT,
-    count: Annotated[int, typer.Option(min=1, help="How many tasks.")] = 10,
+    count: Annotated[int, typer.Option(min=1, help="Number of tasks.")] = 10,
     seed: SeedOption = 0,
 ) -> None:
-    """Write tasks as Harbor task directories."""
+    """Write generated tasks as Harbor task directories."""
     from etude.tasks.harbor import write_harbor
 
     if directory.exists() and any(directory.iterdir()):

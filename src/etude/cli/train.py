@@ -39,34 +39,40 @@ DropOption = Annotated[
     typer.Option(
         "--drop",
         metavar="KEY",
-        help="With --resume: goes on without a key that this version does not know; repeatable.",
+        help="With --resume: ignore a key that this version no longer has. Repeatable.",
     ),
 ]
 
 
 def train_command(
-    config: Annotated[Path, typer.Option("--config", help="TOML file, such as configs/quickstart.toml.")],
+    config: Annotated[
+        Path, typer.Option("--config", help="Configuration file, such as configs/quickstart.toml.")
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Overrides one value; repeatable.")
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override one value. Repeatable.")
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Short for --set seed=N.")] = None,
-    name: Annotated[str | None, typer.Option(help="Short for --set name=NAME.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the run. Short for --set seed=N.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run. Short for --set name=NAME.")] = None,
     from_log: Annotated[
         Path | None,
-        typer.Option("--from-log", metavar="RUN", help="Short for --set rl.stream.source=RUN: no sampling."),
+        typer.Option(
+            "--from-log",
+            metavar="RUN",
+            help="Train on stored sessions. Short for --set rl.stream.source=RUN.",
+        ),
     ] = None,
     ranks: Annotated[
-        int | None, typer.Option(help="Short for --set parallel.ranks=N: processes that train together.")
+        int | None, typer.Option(help="Training processes. Short for --set parallel.ranks=N.")
     ] = None,
     executor: Annotated[
         str | None,
-        typer.Option(help="Short for --set executor=NAME: local, or ray for many processes."),
+        typer.Option(help="Executor: local (one process) or ray. Short for --set executor=NAME."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
     drop: DropOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Train an agent: mid-training, reinforcement learning, evaluation before and after."""
+    """Train an agent: mid-training, reinforcement learning, and an evaluation before and after."""
     numbers, texts = {"seed": seed, "parallel.ranks": ranks}, {"name": name, "executor": executor}
     settings = _merge(overrides or [], numbers, texts, from_log)
     run_config = config_to_run(config, settings, resume, drop or [])
@@ -154,7 +160,10 @@ def config_to_run(file: Path | None, settings: list[str], resume: bool, dropped:
     """The configuration that a command asks for. `dropped`: of `--drop`. Raises ConfigError."""
     if dropped and not resume:
         raise ConfigError(
-            "is for --resume", field="--drop", received=dropped, fix="take the key out of the file"
+            "is only valid with --resume",
+            field="--drop",
+            received=dropped,
+            fix="remove the key from the file",
         )
     try:
         return load_config(file, settings, dropped)
@@ -170,8 +179,8 @@ def _vanished(error: UnknownKeyError, message: str) -> UnknownKeyError:
         message,
         field=error.field,
         received=error.received,
-        fix=f"--drop {error.field} goes on without it; or resume with the version that the run was begun "
-        "with (environment.json names it)",
+        fix=f"add --drop {error.field} to continue without it, or resume with the version that started the "
+        "run (environment.json names it)",
     )
 
 
@@ -183,16 +192,17 @@ def resumed_run(config: RunConfig, dropped: Sequence[str] = ()) -> RunDirectory:
         run.drop_keys(dropped)
         begun_with = run.config
     except UnknownKeyError as error:
-        raise _vanished(error, "the run was begun with a key that this version does not know") from error
+        raise _vanished(error, "the run was started with a key that this version does not know") from error
     stored, wanted = _flatten(begun_with), _flatten(config)
+    asked = run.environment.get("asked", {})  # where a time limit has become other steps
     for key, value in wanted.items():
         may_change = key in MAY_CHANGE_ON_RESUME or key.startswith(MAY_CHANGE_WITHIN)
-        if not may_change and stored.get(key) != value:
+        if not may_change and value not in (stored.get(key), asked.get(key, stored.get(key))):
             raise RunDirectoryError(
-                f"the run was begun with {stored.get(key)!r}",
+                f"the run was started with {stored.get(key)!r}",
                 field=key,
                 received=value,
-                fix=f"resume with the same value, or start another run: --name NAME (see {run.config_file})",
+                fix=f"resume with the same value, or start another with --name NAME (see {run.config_file})",
             )
     return run
 

@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 import etude
+from etude.cli.exits import error_console
 from etude.cli.output import output_console, print_json
-from etude.cli.trajectory_finding import find, open_source
+from etude.cli.trajectory_finding import ID_HELP, find, open_source
 from etude.cli.trajectory_printing import (
     SessionPrinter,
     comparison_document,
@@ -22,21 +23,26 @@ from etude.cli.trajectory_printing import (
 from etude.cli.trajectory_replaying import fork_command, replay_command
 from etude.errors import ConfigError
 
-trajectory_app = typer.Typer(name="trajectory", help="Read stored trajectories.", no_args_is_help=True)
+trajectory_app = typer.Typer(
+    name="trajectory", help="Show, compare, replay and fork stored sessions.", no_args_is_help=True
+)
 
 RunArgument = Annotated[Path, typer.Argument(help="Run directory.")]
-ONE = "An id, or a part of one that only one has; or an ATIF file. A run before it; else those in runs/."
 EXIT_DIFFERENT = 1
 
 
 @trajectory_app.command("list")
 def list_command(
     run: RunArgument,
-    limit: Annotated[int, typer.Option(min=1, help="How many, from the first.")] = 50,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    limit: Annotated[int, typer.Option(min=1, help="Number of sessions to list, from the first.")] = 50,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """List the stored trajectories in the order in which they were collected."""
-    rows = list(islice(open_source(run).open().summaries(), limit))
+    """List the stored sessions in the order in which they were collected."""
+    summaries = open_source(run).open().summaries()
+    rows = list(islice(summaries, limit))
+    if num_more := sum(1 for _ in summaries):
+        total = len(rows) + num_more
+        error_console().print(f"the first {len(rows)} of {total} sessions; --limit {total} lists all")
     if as_json:
         print_json([{**_identity(row.id), "status": row.status, "reward": row.reward} for row in rows])
         return
@@ -53,13 +59,13 @@ def list_command(
 
 @trajectory_app.command("show")
 def show_command(
-    words: Annotated[list[str], typer.Argument(metavar="[RUN] ID", help=ONE)],
-    turn: Annotated[int | None, typer.Option(help="This turn only, from 1.")] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="Show every token with its logprob.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON, tokens included.")] = False,
-    as_atif: Annotated[bool, typer.Option("--atif", help="Print as ATIF JSON.")] = False,
+    words: Annotated[list[str], typer.Argument(metavar="[RUN] ID", help=ID_HELP)],
+    turn: Annotated[int | None, typer.Option(help="Show only this turn, counted from 1.")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show tokens and log-probabilities.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, tokens included.")] = False,
+    as_atif: Annotated[bool, typer.Option("--atif", help="Print ATIF JSON.")] = False,
 ) -> None:
-    """Show one session turn by turn, its contexts and summaries."""
+    """Show one session turn by turn, with its contexts and summaries."""
     (found,) = find(words, 1)
     trajectory = found.trajectory
     if turn is not None and not 1 <= turn <= len(trajectory.turns):
@@ -89,10 +95,13 @@ def show_command(
 
 @trajectory_app.command("diff")
 def diff_command(
-    words: Annotated[list[str], typer.Argument(metavar="[RUN]... A B", help=ONE)],
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,
+    words: Annotated[list[str], typer.Argument(metavar="[RUN]... A B", help=ID_HELP)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Show where two sessions part: the first turn that differs. Exit code 1 if anything does."""
+    """Show the first turn in which two sessions differ.
+
+    The exit code is 1 if they differ.
+    """
     from etude.store.comparison import compare
 
     left, right = find(words, 2)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from etude.store import TrajectoryLog
     from etude.tokens.tokenizer import Tokenizer
 
+ID_HELP = (
+    "Session id, a unique part of one, or an ATIF file. Name the run before it; default: every run in runs/."
+)
 RUNS = Path("runs")
 """Where runs are looked for unless they are named."""
 _MOST_SHOWN = 5
@@ -63,7 +66,7 @@ def find(words: Sequence[str], count: int) -> list[Found]:
     if len(names) < count or any(_is_source(Path(name)) for name in names):
         given = "runs only" if names else None
         raise ConfigError(
-            f"{count} {'trajectory is' if count == 1 else 'trajectories are'} to be named",
+            f"expected {count} session id{'' if count == 1 else 's'}",
             field="ID",
             received=given,
             fix="`etude trajectory list RUN` shows the ids",
@@ -122,8 +125,8 @@ def _choose(name: str, pairs: Sequence[tuple[Source, TrajectoryId]]) -> tuple[So
     ids = [(str(identity), (source, identity)) for source, identity in pairs]
     ways: tuple[tuple[str, Callable[[str], bool]], ...] = (
         ("have this id", lambda text: text == wanted),
-        ("end so", lambda text: text.endswith(f"/{wanted}")),
-        ("begin so", lambda text: text.startswith(wanted)),
+        ("end with this", lambda text: text.endswith(f"/{wanted}")),
+        ("begin with this", lambda text: text.startswith(wanted)),
     )
     for how, fits in ways:
         found = [(text, pair) for text, pair in ids if wanted and fits(text)]

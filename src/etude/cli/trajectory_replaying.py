@@ -13,7 +13,7 @@ from rich.text import Text
 import etude
 from etude.cli.exits import error_console
 from etude.cli.output import output_console, print_json, program, shown
-from etude.cli.trajectory_finding import Found, find
+from etude.cli.trajectory_finding import ID_HELP, Found, find
 from etude.cli.trajectory_printing import DIFF_STYLES, SessionPrinter
 from etude.errors import ConfigError
 
@@ -23,24 +23,26 @@ if TYPE_CHECKING:
     from etude.environment.replay import Replay
 
 EXIT_DIFFERENT = 1
-_ONE = "An id, or a part of one that only one has; or an ATIF file. A run before it; else those in runs/."
 
-WordsArgument = Annotated[list[str], typer.Argument(metavar="[RUN] ID", help=_ONE)]
+WordsArgument = Annotated[list[str], typer.Argument(metavar="[RUN] ID", help=ID_HELP)]
 TaskOption = Annotated[
-    Path | None, typer.Option("--task", help="The task's Harbor directory, where the run cannot make it.")
+    Path | None, typer.Option("--task", help="Harbor directory of the task, if the run cannot generate it.")
 ]
-BackendOption = Annotated[str | None, typer.Option(help="Sandbox backend; the run's unless named.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print as JSON.")]
+BackendOption = Annotated[str | None, typer.Option(help="Sandbox backend. Default: that of the run.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def replay_command(
     words: WordsArgument,
-    turn: Annotated[int | None, typer.Option(help="Up to this turn; to the end unless named.")] = None,
+    turn: Annotated[int | None, typer.Option(help="Last turn to replay. Default: all turns.")] = None,
     task: TaskOption = None,
     backend: BackendOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a session's calls again in a fresh sandbox. Exit code 1 if any is answered otherwise."""
+    """Run the tool calls of a session again in a fresh sandbox, and compare the results.
+
+    The exit code is 1 if any result differs.
+    """
     (found,) = find(words, 1)
     # Heavy: torch comes with it.
     from etude.controller.replaying import Stored, replay_stored
@@ -59,21 +61,21 @@ def replay_command(
 
 def fork_command(
     words: WordsArgument,
-    turn: Annotated[int, typer.Option(help="The last turn that stays as it is; 0 keeps none.")],
-    run: Annotated[str, typer.Option("--run", help="Run whose model goes on; else the session's own.")] = "",
+    turn: Annotated[int, typer.Option(help="Last turn that is kept; 0 keeps none.")],
+    run: Annotated[str, typer.Option("--run", help="Run that provides the model. Default: its own.")] = "",
     into: Annotated[
         Path | None,
-        typer.Option(help="Write the workspace here, for `etude agent --resume`, and sample nothing."),
+        typer.Option(help="Write the workspace here for `etude agent --resume` instead of sampling."),
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the new session as ATIF JSON.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the noise of what is sampled.")] = 1,
-    temperature: Annotated[float | None, typer.Option(help="How freely; else as the session was.")] = None,
+    output: Annotated[Path | None, typer.Option(help="ATIF file for the new session.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling noise.")] = 1,
+    temperature: Annotated[float | None, typer.Option(help="Temperature. Default: the session's.")] = None,
     task: TaskOption = None,
     backend: BackendOption = None,
     as_json: JsonOption = False,
     script: Annotated[str, typer.Option(hidden=True, help="Play messages from a file.")] = "",
 ) -> None:
-    """Go on from a turn of a session, with the same tokens, to another end."""
+    """Sample a new ending of a session from one of its turns. The tokens before that turn are kept."""
     (found,) = find(words, 1)
     # Heavy: torch comes with it.
     from etude.controller.forking import Fork, go_on, hand_over
@@ -114,9 +116,9 @@ def _choice(found: Found, run: str, script: str, temperature: float | None) -> M
     own = "" if found.run is None or script else str(found.run.path)
     if not (run or script or own):
         raise ConfigError(
-            "the trajectory is of no run, so nobody knows who goes on",
+            "this trajectory belongs to no run, so there is no model to continue it",
             field="--run",
-            fix="name a run with its tokenizer",
+            fix="name a run that uses the same tokenizer",
         )
     return ModelChoice(run=run or own, script=script, temperature=temperature)
 
@@ -130,19 +132,19 @@ def print_replay(console: Console, replay: Replay) -> None:
         title = f"turn {difference.turn + 1}, call {difference.position + 1}: {difference.call.name}"
         only = " and ".join(causes_of(difference))
         why = f": only {only}" if only else ""
-        console.print(shown(f"{title} was answered otherwise{why}", "bold cyan"))
+        console.print(shown(f"{title} gave another result{why}", "bold cyan"))
         for line in unified_diff(difference):
             console.print(shown(line, DIFF_STYLES.get(line[:1], "")), soft_wrap=True)
     for one in replay.from_record:
         what = f"turn {one.turn + 1}, call {one.position + 1}: {one.call.name or 'malformed'}"
-        console.print(shown(f"{what} was not made again: it {one.reason}", "yellow"))
+        console.print(shown(f"{what} was not replayed: it {one.reason}", "yellow"))
     for note in replay.notes:
         console.print(shown(note, "yellow"))
     calls = f"{replay.num_calls} call{'' if replay.num_calls == 1 else 's'}"
     differences = len(replay.differences)
-    found = "no difference" if not differences else f"{differences} answered otherwise"
-    found += f" ({len(replay.slower)} told other durations)" if replay.slower else ""
-    console.print(Text(f"{replay.num_turns} turns, {calls} made again in {replay.duration_s:.2f} s: {found}"))
+    found = "no difference" if not differences else f"{differences} gave another result"
+    found += f" ({len(replay.slower)} reported other durations)" if replay.slower else ""
+    console.print(Text(f"{replay.num_turns} turns, {calls} replayed in {replay.duration_s:.2f} s: {found}"))
 
 
 def replay_document(replay: Replay) -> dict[str, Any]:

@@ -15,18 +15,18 @@ from etude.observe.workers import WantedWorkers, WorkerFiles
 
 
 def workers_command(
-    run: Annotated[Path, typer.Argument(help="Directory of a run that goes on.")],
+    run: Annotated[Path, typer.Argument(help="Directory of a run that is in progress.")],
     wanted: Annotated[
         str | None,
         typer.Argument(
             metavar="[NUMBER|auto]",
-            help="How many there are to be from now on; auto: as the run's configuration says.",
+            help="Number of workers from now on; auto uses the number in the run's configuration.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print them as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
-    """Show the rollout workers of a run over Ray, or change their number while it goes on."""
+    """Show the rollout workers of a run over Ray, or change their number while it is in progress."""
     files = WorkerFiles(RunDirectory.open(run).path)
     if wanted is not None:
         files.ask(_number(wanted))
@@ -48,5 +48,5 @@ def _number(text: str) -> WantedWorkers:
         return int(text)
     except ValueError:
         raise ConfigError(
-            "is no number", field="workers", received=text, fix="give a number, or auto"
+            "is not a number", field="workers", received=text, fix="give a number, or auto"
         ) from None

@@ -12,81 +12,82 @@ Placement = Literal["pack", "spread", "strict_pack", "strict_spread"]
 
 
 class PartConfig(Section):
-    """What one part takes of a machine, as Ray counts it: reserved, not enforced."""
+    """Resources of a machine that one part reserves with Ray. Ray counts them; it does not enforce them."""
 
     cpus: float = Field(default=1.0, ge=0)
-    """Cores. How many threads compute is said elsewhere: `num_threads`, `engine.native_threads`."""
+    """Cores. The number of compute threads is set by `num_threads` and `engine.native_threads`."""
     gpus: float | None = Field(default=None, ge=0)
-    """GPUs; unset: 1 with `device = "cuda"`, with vLLM as many as it divides a replica over, else 0."""
+    """GPUs. Unset: 1 with `device = "cuda"`; with vLLM as many as one replica uses; otherwise 0."""
     memory_bytes: int = Field(default=0, ge=0)
-    """Memory; 0: not counted."""
+    """Memory; 0 reserves none."""
     failure_domain: str = ""
-    """Only on machines that were started with the label `etude-domain` of this value; empty: on any."""
+    """Places the part only on machines that were started with the label `etude-domain` of this value. Empty:
+    on any machine."""
 
 
 class ClusterConfig(Section):
-    """The parts of a run under `executor = "ray"`, and how their failures are mended."""
+    """The parts of a run under `executor = "ray"`, and how the run recovers from their failures."""
 
     address: str = ""
-    """`HOST:PORT` of a Ray cluster's head; empty: Ray is started on this machine, for this run, and listens
-    on loopback alone."""
+    """`HOST:PORT` of a Ray cluster's head. Empty: Ray is started on this machine for this run, and listens on
+    loopback only."""
     connect_timeout_s: float = Field(default=15.0, gt=0)
-    """How long that address may take to answer."""
+    """Seconds to wait for that address to answer."""
     engines: int = Field(default=1, ge=1)
-    """Engine replicas, a process each."""
+    """Number of engine replicas, each in a process of its own."""
     workers: int = Field(default=0, ge=0)
-    """Rollout workers that the run begins with, a process each: agents, sandboxes and grading. 0: sessions
-    are in the run's own process. `etude workers` changes their number while the run goes on."""
+    """Number of rollout workers at the start, each a process with agents, sandboxes and grading. 0: sessions
+    run in the run's own process. `etude workers` changes the number while the run is in progress."""
     most_workers: int = Field(default=0, ge=0)
-    """Above `workers`: as many as Ray has room for, up to so many; they join when there is room, be it on a
-    new machine. 0: no more than `workers`."""
+    """Largest number of rollout workers. If it is above `workers`, more of them join as soon as Ray has room,
+    also on machines that are added later. 0: never more than `workers`."""
     drain_s: float = Field(default=600.0, ge=0)
-    """How long a worker that is to leave may play its sessions to their end; those that are left begin anew
-    with others."""
+    """Seconds that a worker which leaves may take to finish its sessions. Unfinished ones start again on
+    other workers."""
     trainer: PartConfig = PartConfig()
-    """What the trainer takes."""
+    """Resources of the trainer."""
     engine: PartConfig = PartConfig()
-    """What each engine replica takes."""
+    """Resources of each engine replica."""
     worker: PartConfig = PartConfig()
-    """What each rollout worker takes, its sandboxes included; no GPU unless it says so."""
+    """Resources of each rollout worker, its sandboxes included. No GPU by default."""
     evaluation: PartConfig = PartConfig()
-    """What the evaluation of `evaluation.every_steps` takes: it has an engine of its own."""
+    """Resources of the evaluation of `evaluation.every_steps`, which has an engine of its own."""
     placement: Placement = "pack"
-    """`pack`: few machines. `spread`: many. `strict_pack`: one, `strict_spread`: a machine for each part, or
-    the run does not begin."""
+    """How parts are placed. `pack`: on few machines. `spread`: over many machines. `strict_pack`: all on one
+    machine; `strict_spread`: each on a machine of its own; the run does not start if that is impossible."""
     placement_timeout_s: float = Field(default=60.0, gt=0)
-    """How long Ray may take to find room for all parts."""
+    """Seconds that Ray may take to find room for all parts."""
     weights_directory: str = ""
-    """Where weights lie on their way to the engines, unless `weights.url` names a store: a directory that all
-    machines see. Empty: `weights` in the run's directory, which the trainer's must see anyway."""
+    """Directory for weights on their way to the engines, if `weights.url` names no store. All machines must
+    see it. Empty: `weights` in the run's directory."""
     object_store_bytes: int = Field(default=256 << 20, ge=80 << 20)
-    """Shared memory of a Ray that is started for this run."""
+    """Size of the shared memory of a Ray that is started for this run."""
     start_timeout_s: float = Field(default=120.0, gt=0)
-    """How long the process of a part may take to come up."""
+    """Seconds that a part's process may take to start."""
     heartbeat_s: float = Field(default=2.0, gt=0)
-    """Between two heartbeats of a part."""
+    """Seconds between two heartbeats of a part."""
     silent_s: float = Field(default=60.0, gt=0)
-    """A part that answers no heartbeat for so long is ended and started again."""
+    """Seconds without an answered heartbeat after which a part is killed and started again."""
     backoff_s: float = Field(default=0.5, ge=0)
-    """Before a part is started again; doubled with each failure in a row."""
+    """Seconds before a failed part is started again. The wait doubles with each consecutive failure."""
     most_backoff_s: float = Field(default=30.0, ge=0)
-    """Longest such wait."""
+    """Longest such wait in seconds."""
     healthy_s: float = Field(default=10.0, gt=0)
-    """A part that lived so long starts a new row of failures."""
+    """Seconds without a failure after which the count of consecutive failures starts again."""
     give_up_after: int = Field(default=8, ge=1)
-    """Failures in a row after which a part is started no more. The run ends, resumable, unless others of its
-    kind are left."""
+    """Consecutive failures after which a part is not started again. The run then ends, resumable, unless
+    other parts of the same kind are left."""
     quarantine_after: int = Field(default=3, ge=1)
-    """Failures on one machine, within `quarantine_s`, after which no part is started there."""
+    """Failures on one machine within `quarantine_s` after which no part is started there."""
     quarantine_s: float = Field(default=600.0, gt=0)
-    """How long a machine is avoided."""
+    """Seconds for which such a machine is avoided."""
     patience_s: float = Field(default=300.0, gt=0)
-    """How long a session waits for an engine, or the loop for the trainer, to come back."""
+    """Seconds that a session waits for an engine, or the loop for the trainer, to come back."""
     max_attempts: int = Field(default=8, ge=1)
-    """Times a session is begun where the infrastructure fails."""
+    """Number of times that a session is started if the infrastructure fails."""
     max_replay_steps: int = Field(default=16, ge=1)
-    """A checkpoint is due after so many steps, whatever `checkpoint.every_s` says: the batches since the last
-    one are kept in memory, to train a new trainer process on them again."""
+    """Largest number of steps between two checkpoints, whatever `checkpoint.every_s` says. The batches since
+    the last checkpoint are kept in memory, so that a new trainer process can train on them again."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> ClusterConfig:

@@ -9,39 +9,41 @@ from etude.config.secrets import SecretSource
 
 
 class ClustersConfig(Section):
-    """Sessions in other clusters, which ask the run for them. See docs/clusters.md."""
+    """Sessions that run in other clusters, which request them from this run. See docs/clusters.md."""
 
     listen: str = ""
-    """`HOST:PORT` of the control API, at which `etude sample` asks for sessions; empty: all sessions run
-    here. An address that others reach needs `token`."""
+    """`HOST:PORT` of the control API, from which `etude sample` requests sessions. Empty: all sessions run
+    here. An address other than loopback needs `token`."""
     token: SecretSource = ""
-    """Where the control API's token is: `file:PATH` or `env:NAME`. Empty: none, on a loopback address."""
+    """Source of the control API's token: `file:PATH` or `env:NAME`. Empty: no token, on a loopback address
+    only."""
     certificate: str = ""
-    """PEM file of a certificate for the control API. Without one its token crosses the network in the clear,
-    unless a reverse proxy does TLS."""
+    """PEM file of a TLS certificate for the control API. Without one the token crosses the network
+    unencrypted, unless a reverse proxy adds TLS."""
     certificate_key: str = ""
-    """PEM file of the certificate's key."""
+    """PEM file with the certificate's key."""
     local_sessions: int = Field(default=0, ge=0)
-    """So many sessions at once run here, on the run's own engine; the others wait for a cluster."""
+    """Number of sessions that run here at the same time, on the run's own engine. The others wait for a
+    cluster."""
     max_version_lag: int = Field(default=0, ge=0)
-    """A session is given to clusters whose weights are at most so many versions behind those that were in
-    service when its group began. What lags behind counts against `rl.max_staleness`."""
+    """Largest number of versions by which a cluster's weights may be behind those that were in service when a
+    group started. The lag counts against `rl.max_staleness`."""
     lease_s: float = Field(default=30.0, gt=0)
-    """A session whose cluster has not been heard of for so long is given to another. Clusters say four times
-    as often that they live."""
+    """Seconds without a message from a cluster after which its sessions are given to another. Clusters report
+    four times as often."""
     poll_s: float = Field(default=20.0, ge=0)
-    """How long a cluster's question for sessions waits where there is none to give."""
+    """Seconds that a cluster's request for sessions waits if there is none to give."""
     max_gives: int = Field(default=6, ge=1)
-    """Times that a session is given away. What failed or was lost each time is reported as a failure of the
-    infrastructure, and left out of its group."""
+    """Number of times that a session is given to a cluster. A session that failed or was lost each time is
+    reported as an infrastructure failure and left out of its group."""
     patience_s: float = Field(default=900.0, gt=0)
-    """The run ends, resumable, when sessions have waited so long without any cluster being there that new
-    weights reach."""
+    """Seconds that sessions may wait without a cluster that new weights reach. The run then ends,
+    resumable."""
     max_result_bytes: int = Field(default=256 << 20, ge=1 << 16)
-    """Largest session that is taken, its expert routes included, packed and unpacked."""
+    """Size limit of one session with its expert routes, packed and unpacked."""
     trajectories_url: str = ""
-    """Where clusters put finished sessions: a directory or a URL that fsspec knows, such as
-    `s3://bucket/run`, from which the run takes them. Empty: they are sent to the control API itself."""
+    """Where clusters put finished sessions for the run to read: a directory or a URL that fsspec supports,
+    such as `s3://bucket/run`. Empty: they are sent to the control API."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> ClustersConfig:

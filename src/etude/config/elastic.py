@@ -13,29 +13,29 @@ _HOURS = re.compile(r"([01]\d|2[0-3]):([0-5]\d)-([01]\d|2[0-3]):([0-5]\d)")
 
 
 class ElasticConfig(Section):
-    """Replicas that a run borrows from a router's pools, and gives back. See docs/elastic.md."""
+    """Replicas that a run borrows from a router's pools and gives back. See docs/elastic.md."""
 
     router: str = ""
-    """Address of a router that lends replicas, `http://HOST:PORT`; empty: none is borrowed."""
+    """Address of a router that lends replicas, `http://HOST:PORT`. Empty: none is borrowed."""
     token: SecretSource = ""
-    """Where the router's token for borrowers is: `file:PATH` or `env:NAME`. Empty: it asks for none."""
+    """Source of the router's token for borrowers: `file:PATH` or `env:NAME`. Empty: none is sent."""
     pool: str = "rollout"
-    """Replicas that work for this pool of the router's are had."""
+    """Pool of the router whose replicas the run uses."""
     most: int = Field(default=1, ge=1)
-    """Replicas that are borrowed at once."""
+    """Largest number of replicas that are borrowed at the same time."""
     hours: str = ""
-    """Only then: `HH:MM-HH:MM` in UTC, over midnight if the end is before the beginning. Empty: at any time.
-    When the replicas may be had is said by the router's rules as well."""
+    """Hours in which replicas are borrowed: `HH:MM-HH:MM` in UTC, over midnight if the end is before the
+    start. Empty: at any time. The router's own rules apply as well."""
     busy_tokens: float = Field(default=0.0, ge=0)
-    """Only while each of the run's engines has more than so many tokens to sample; 0: whatever they have. For
-    sessions in the run's own process."""
+    """Borrows only while each of the run's engines has more than this many tokens to sample; 0: always. Works
+    for sessions in the run's own process only."""
     idle_tokens: float = Field(default=0.0, ge=0)
-    """Below this all are given back; less than `busy_tokens`."""
+    """Gives all replicas back below this many tokens; must be less than `busy_tokens`."""
     poll_s: float = Field(default=1.0, ge=0.05)
-    """Between two questions to the router."""
+    """Seconds between two requests to the router."""
     lease_s: float = Field(default=15.0, gt=0)
-    """A replica goes home when it has not heard of the run for so long; and the run gives all back when it
-    has not heard of the router for so long."""
+    """Seconds of silence after which a loan ends: a replica returns to its pool if it hears nothing from the
+    run, and the run gives all replicas back if it hears nothing from the router."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> ElasticConfig:

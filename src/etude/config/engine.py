@@ -23,26 +23,28 @@ _PARALLEL = {
 
 
 class VllmConfig(Section):
-    """vLLM, where `engine.backend` is `vllm`. See docs/vllm.md."""
+    """Settings of vLLM, if `engine.backend` is `vllm`. See docs/vllm.md."""
 
     python: str = ""
-    """Interpreter of the environment in which vLLM is installed: a server is started there, and ended with
-    the run."""
+    """Python interpreter of the environment in which vLLM is installed. A server is started there, and ends
+    with the run."""
     url: str = ""
-    """Instead: a server that somebody else runs, with the arguments that docs/vllm.md names."""
+    """Address of a server that is already running, instead of `python`. docs/vllm.md names the arguments that
+    it needs."""
     key_file: str = ""
     """File with the server's `--api-key`, if it has one."""
     arguments: tuple[str, ...] = ()
-    """More arguments of a server that is started, such as `--tensor-parallel-size 8`, word by word."""
+    """Additional arguments of the server that is started, such as `--tensor-parallel-size 8`, one word per
+    entry."""
     environment: tuple[str, ...] = ()
-    """More environment variables of it, each as `NAME=value`."""
+    """Additional environment variables of the server, each as `NAME=value`."""
     record_routes: bool = True
     """Whether the experts of every position are recorded, in a mixture of experts."""
     probe_tolerance: float = Field(default=0.0, ge=0)
-    """Mean distance from a freshly loaded model, in log-probability, that is allowed after an update; 0: by
-    the number format (0.001 for float32, 0.05 for bfloat16)."""
+    """Mean difference in log-probability from a freshly loaded model that is allowed after an update. 0: set
+    by the number format (0.001 for float32, 0.05 for bfloat16)."""
     start_timeout_s: float = Field(default=600.0, gt=0)
-    """A server that is not ready by then is given up."""
+    """Seconds that the server may take to become ready."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> VllmConfig:
@@ -83,18 +85,18 @@ class EngineConfig(Section):
     """The inference engine."""
 
     backend: Literal["etude", "vllm"] = "etude"
-    """`etude`: the engine in this process. `vllm`: vLLM, for large models on GPUs; requests are then computed
-    as they come, so a run is not reproducible bit by bit, and of what follows only `num_slots` counts."""
+    """`etude`: the engine in this process. `vllm`: vLLM, for large models on GPUs. vLLM computes requests as
+    they arrive, so a run is not reproducible bit by bit, and of the fields below only `num_slots` applies."""
     vllm: VllmConfig = VllmConfig()
-    """vLLM."""
+    """Settings of vLLM."""
     num_slots: int = Field(default=256, ge=1)
-    """Sessions that are held at once."""
+    """Number of sessions that are held at the same time."""
     cache_tokens: int = Field(default=0, ge=0)
-    """Tokens whose keys and values are held, of all sessions together; where they do not suffice, the session
-    that was idle longest loses its own, and then the youngest request has to wait. 0: enough for all
+    """Number of tokens whose keys and values are kept, for all sessions together. If they do not suffice, the
+    session that was idle longest loses its own first; then the youngest request waits. 0: enough for all
     sessions at their longest."""
     prefill_tokens: int = Field(default=2048, ge=16)
-    """Most prompt and observation tokens computed in one step."""
+    """Largest number of prompt and observation tokens that are computed in one step."""
     cache_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Number format of keys and values. `auto`: as the model computes. `bfloat16` holds twice as many where
     that is float32, and moves the engine's log-probabilities away from the trainer's: by 0.002 on average in
@@ -105,26 +107,27 @@ class EngineConfig(Section):
     where few sessions decode with a large model, and moves log-probabilities away from the trainer's as far
     as the rounding of weights does. On a GPU set `dtype` instead."""
     speculative_tokens: int = Field(default=0, ge=0, le=64)
-    """Most tokens that are guessed ahead and verified in one step; 0: none. Tokens are the same either way:
-    it saves steps where guesses are right, and sessions where that does not pay go on without."""
+    """Largest number of tokens that are drafted ahead and verified in one step; 0 turns drafting off. The
+    sampled tokens are the same either way. Sessions in which drafting does not pay continue without it."""
     drafts: Literal["ngram", "mtp"] = "ngram"
-    """What guesses. `ngram`: what followed the last time in the session's own tokens. `mtp`: layers for
+    """Source of drafts. `ngram`: what followed the same tokens earlier in the session. `mtp`: layers for
     multi-token prediction, which `initial_checkpoint` must have."""
     kernels: Literal["auto", "eager", "native", "gpu"] = "auto"
     """What computes a step. `eager`: the trainer's module, operator by operator. `native`: one call of
     compiled code, several times faster for small models; needs a C compiler (`CC`, cc, gcc or clang; the
-    library is kept under `XDG_CACHE_HOME` or ~/.cache). `gpu`: the module on a GPU, with Triton's kernels and
-    captured decoding steps. `auto`: `gpu` on a GPU, else `native` where it compiles. The choice is stored
-    with the run, in `environment.json`; a resumed run must have it again, or name another."""
+    library is kept under `XDG_CACHE_HOME` or ~/.cache). `gpu`: the module on a GPU, with Triton kernels and
+    captured decoding steps. `auto`: `gpu` on a GPU, otherwise `native` if it compiles. The choice is stored
+    with the run in `environment.json`; a resumed run needs the same one, or must name another."""
     native_threads: int = Field(default=0, ge=0)
-    """Most threads of a native step with many rows; they sleep between steps and change no bit; 0: all
-    cores."""
+    """Largest number of threads of a native step with many rows; 0: all cores. They sleep between steps, and
+    their number changes no bit of the result."""
     num_threads: int = Field(default=1, ge=0)
-    """Compute threads while sampling, where sandboxes want the other cores; 0: as many as in training."""
+    """Number of compute threads while sampling, when sandboxes need the other cores. 0: as many as in
+    training."""
     tool_delay_steps: int = Field(default=4, ge=0)
-    """A session whose message is finished comes back with its tool results at the next multiple of so many
-    engine steps that is at least as many steps away: a fixed time makes the schedule, and so the run,
-    reproducible however long the tools take."""
+    """Fixed delay of tool results in engine steps. A session returns with its results at the next multiple of
+    this that is at least this many steps away, so the schedule, and with it the run, is reproducible however
+    long the tools take."""
 
     @property
     def num_gpus(self) -> int:

@@ -12,13 +12,13 @@ ForkTurn = Literal["random", "entropy", "first_edit"]
 
 
 class ForkConfig(Section):
-    """Sessions that are forked at one of their turns, and compared with their siblings. See docs/forks.md."""
+    """Sessions that are forked at one of their turns and compared with their siblings. See docs/forks.md."""
 
     share: float = Field(default=0.0, ge=0, le=1)
-    """Of the groups that are begun, those of which the first session is forked once it has ended; 0: none. A
-    fork makes a group of its own, which counts towards `rl.groups_per_step`."""
+    """Share of the groups whose first session is forked after it has ended; 0: none. A fork makes a group of
+    its own, which counts towards `rl.groups_per_step`."""
     size: int = Field(default=4, ge=2)
-    """Sessions that go on from the forked state, the forked session's own end among them."""
+    """Siblings: sessions that go on from the forked state, compared with each other."""
     turn: ForkTurn = "entropy"
-    """The message that siblings write anew; never a session's first. `random`: any. `entropy`: the one whose
-    tokens were the least likely on average. `first_edit`: the first that changed a file."""
+    """Message from which siblings continue, never a session's first. `random`: any. `entropy`: the one whose
+    tokens were least likely on average. `first_edit`: the first one that changed a file."""

@@ -56,7 +56,7 @@ def drop_key(tree: Tree, key: str) -> Any:
 
 
 def _check_model_overrides(config: RunConfig, overrides: Iterable[str]) -> None:
-    """A checkpoint says what its model is: whoever asks for another one is told."""
+    """A checkpoint says what its model is: overrides of `model` are refused."""
     if config.initial_checkpoint is None:
         return
     for override in overrides:
@@ -66,7 +66,7 @@ def _check_model_overrides(config: RunConfig, overrides: Iterable[str]) -> None:
                 "has no effect: the config.json of initial_checkpoint says what the model is",
                 field=key.strip(),
                 received=value.strip(),
-                fix="leave it out, or begin without initial_checkpoint",
+                fix="remove it, or start without initial_checkpoint",
             )
 
 
@@ -115,7 +115,7 @@ def read_toml(path: Path) -> Tree:
         ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"not valid TOML: {error}", field="config", received=str(path), fix="mend the file's syntax"
+            f"is not valid TOML: {error}", field="config", received=str(path), fix="correct the file's syntax"
         ) from None
 
 
@@ -123,14 +123,17 @@ def _apply_override(tree: Tree, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(
-            "not an override", field="override", received=override, fix="write section.field=value"
+            "is not of the form KEY=VALUE",
+            field="override",
+            received=override,
+            fix="write section.field=value",
         )
     *sections, last = key.strip().split(".")
     node = tree
     for section in sections:
         child = node.setdefault(section, {})
         if not isinstance(child, dict):
-            raise ConfigError("is a value, not a section", field=section, received=override)
+            raise ConfigError("is a key, not a section", field=section, received=override)
         node = cast(Tree, child)
     node[last] = _parse_value(text.strip())
 

@@ -9,24 +9,24 @@ from etude.config.pretraining import NextTokenConfig
 
 
 class MidtrainConfig(NextTokenConfig):
-    """Next-token training on code and on sessions of a scripted expert that errs."""
+    """Next-token training on code and on sessions of a scripted expert that makes mistakes."""
 
     num_sessions: int = Field(default=16_000, ge=1)
     """Expert sessions in the corpus."""
     num_code_documents: int = Field(default=8_000, ge=0)
     """Plain code documents in the corpus."""
     num_fix_documents: int = Field(default=16_000, ge=0)
-    """Fixes in the corpus: a broken file, then the line that mends it, without any tool calls."""
+    """Fixes in the corpus: a broken file, then the line that fixes it, without tool calls."""
     num_rewrite_documents: int = Field(default=8_000, ge=0)
-    """Rewrites in the corpus: a file with up to three bugs, then its function's body as it should be."""
+    """Rewrites in the corpus: a file with up to three bugs, then the correct body of its function."""
     agent_weight: float = Field(default=1.0, ge=0)
-    """Loss weight of what the agent writes."""
+    """Loss weight of the agent's own tokens."""
     observation_weight: float = Field(default=0.3, ge=0)
     """Loss weight of prompts and tool results; 0 masks them out."""
     code_weight: float = Field(default=0.5, ge=0)
     """Loss weight of plain code documents."""
     fix_weight: float = Field(default=4.0, ge=0)
-    """Loss weight of the line that mends a broken file; the file itself has `code_weight`."""
+    """Loss weight of the line that fixes a broken file; the file itself has `code_weight`."""
     # Sections are frozen, so a narrower type is safe.
     optimizer: MidtrainOptimizerConfig = MidtrainOptimizerConfig()  # pyright: ignore[reportIncompatibleVariableOverride]
     """Optimiser of this stage."""

@@ -12,19 +12,20 @@ Architecture = Literal["qwen3_moe", "qwen3", "deepseek_v3"]
 
 
 class TokenizerConfig(Section):
-    """The tokenizer trained for a model that starts from nothing."""
+    """The tokenizer that is trained for a model which starts from random weights."""
 
     vocab_size: int = Field(default=1024, ge=320, le=1_000_000)
     """Number of tokens: 256 bytes, the grammar's tags, and merges."""
 
 
 class ModelConfig(Section):
-    """One of the architectures that are defined here, in Hugging Face's terms."""
+    """The architecture of a model that starts from random weights, in the terms of Hugging Face."""
 
     architecture: Architecture = "qwen3_moe"
-    """`qwen3_moe`; `qwen3`: dense; `deepseek_v3`: latent attention and sigmoid routing, Kimi-K2 too."""
+    """`qwen3_moe`: mixture of experts. `qwen3`: dense. `deepseek_v3`: latent attention and sigmoid routing,
+    also used by Kimi-K2."""
     hidden_size: int = Field(default=128, ge=8, multiple_of=4)
-    """Width of the residual stream; a multiple of 4, as grouped matrix products want it."""
+    """Width of the residual stream; a multiple of 4, as grouped matrix products require."""
     num_layers: int = Field(default=3, ge=1)
     """Number of transformer blocks."""
     num_heads: int = Field(default=4, ge=1)
@@ -32,25 +33,26 @@ class ModelConfig(Section):
     num_kv_heads: int = Field(default=2, ge=1)
     """Number of key and value heads; divides `num_heads`. `deepseek_v3` caches one and ignores it."""
     head_dim: int = Field(default=32, ge=2)
-    """Width of one head; even, for rotary embeddings. `deepseek_v3` has `qk_nope_head_dim` and its like."""
+    """Width of one head; even, for rotary embeddings. `deepseek_v3` uses `qk_nope_head_dim`,
+    `qk_rope_head_dim` and `v_head_dim` instead."""
     intermediate_size: int = Field(default=384, ge=4, multiple_of=4)
-    """Inner width of a dense layer: of all in `qwen3`, of the first in `deepseek_v3`."""
+    """Inner width of a dense layer: of all layers in `qwen3`, of the first ones in `deepseek_v3`."""
     num_experts: int = Field(default=8, ge=1, le=65_534)
     """Experts per block; a recorded route is one byte for up to 255 experts, and two for more."""
     experts_per_token: int = Field(default=2, ge=1)
-    """Experts that see each token."""
+    """Number of experts that compute each token."""
     expert_size: int = Field(default=96, ge=4, multiple_of=4)
     """Inner width of one expert; a multiple of 4."""
     norm_topk_prob: bool = True
     """Whether the gates of a token's experts are scaled to sum to 1."""
     tie_embeddings: bool = True
-    """Whether the output head is the embedding."""
+    """Whether the output head shares its weights with the embedding."""
     max_positions: int = Field(default=768, ge=16)
     """Longest sequence in tokens."""
     rope_theta: float = Field(default=10_000.0, gt=0)
     """Base of the rotary embedding."""
     rms_norm_eps: float = Field(default=1e-6, gt=0)
-    """Added to the mean square before its root is taken."""
+    """Constant added to the mean square before its root is taken."""
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
     q_lora_rank: int = Field(default=0, ge=0)
@@ -72,11 +74,11 @@ class ModelConfig(Section):
     routed_scaling_factor: float = Field(default=1.0, gt=0)
     """`deepseek_v3`: factor on the gates of the routed experts."""
     first_k_dense_replace: int = Field(default=1, ge=0)
-    """`deepseek_v3`: the first layers, so many, are dense."""
+    """`deepseek_v3`: number of dense layers at the start."""
     rope_interleave: bool = True
     """`deepseek_v3`: whether a Hugging Face checkpoint holds rotary rows in pairs, not halves."""
     yarn_factor: float = Field(default=1.0, ge=1)
-    """By how much YaRN stretches positions; 1: not at all, and the other `yarn` fields are ignored."""
+    """Factor by which YaRN stretches positions; 1: not at all, and the other `yarn` fields are ignored."""
     yarn_original_positions: int = Field(default=4096, ge=1)
     """Longest sequence before the stretching."""
     yarn_beta_fast: float = Field(default=32.0, gt=0)

@@ -10,25 +10,27 @@ from etude.config.base import Section
 
 
 class MonitorConfig(Section):
-    """Alarms on drift of how the agent works, during reinforcement learning.
+    """Alarms on changes in how the agent works during reinforcement learning.
 
-    A figure's mean over the last steps is compared with its mean over the steps before those. Alarms are rows
-    of metrics (`alarm`) and lines for people; they stop nothing.
+    A figure's mean over the last steps is compared with its mean over the steps before those. Alarms are
+    printed and written to the metrics (`alarm`); they stop nothing.
     """
 
     enabled: bool = True
-    """Whether anything is watched."""
+    """Whether figures are watched."""
     baseline_steps: int = Field(default=20, ge=2)
-    """Steps that recent ones are compared with; no alarm before there are so many."""
+    """Number of steps that recent ones are compared with. There is no alarm before as many steps have
+    passed."""
     recent_steps: int = Field(default=5, ge=1)
-    """Steps whose mean is judged."""
+    """Number of recent steps whose mean is judged."""
     deviations: float = Field(default=6.0, gt=0)
-    """Alarm where the means differ by more standard errors than this, by what steps of the baseline vary."""
+    """Number of standard errors by which the means must differ for an alarm, estimated from the steps of the
+    baseline."""
     min_change: float = Field(default=0.5, ge=0)
-    """And by at least this share of the baseline's mean: what is certain need not be much."""
+    """Smallest relative change of the mean for an alarm, so that significant but small changes raise none."""
     bounds: dict[str, tuple[float, float]] = Field(default_factory=dict)
-    """Figures that raise an alarm whenever their recent mean is outside of [low, high], such as
-    `malformed = [0, 1]`."""
+    """Figures that raise an alarm whenever their recent mean is outside of [low, high], such as `malformed =
+    [0, 1]`."""
 
     @field_validator("bounds")
     @classmethod

@@ -10,14 +10,14 @@ from etude.config.base import Section
 
 
 class OptimizerConfig(Section):
-    """Muon for the matrices (if named), AdamW for the rest, under one schedule."""
+    """The optimiser: AdamW, or Muon for the weight matrices and AdamW for the rest, with one schedule."""
 
     matrix_optimizer: Literal["adamw", "muon"] = "adamw"
     """Which rule updates the weight matrices of the blocks."""
     matrix_learning_rate: float = Field(default=0.02, gt=0, le=1)
     """Peak learning rate of Muon; unused with AdamW."""
     learning_rate: float = Field(default=5e-4, ge=0, le=1)
-    """Peak learning rate of AdamW; 0 is a control that must not learn."""
+    """Peak learning rate of AdamW; 0 trains nothing, which serves as a control."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of AdamW's first moment."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
@@ -25,21 +25,21 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay on AdamW's matrices; Muon has none."""
     clip_norm: float = Field(default=0.5, gt=0)
-    """Gradients are scaled down to this global norm."""
+    """Largest global norm of the gradients; larger ones are scaled down to it."""
     state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of moments and momentum; `bfloat16`, rounded stochastically, takes half the memory."""
+    """Number format of moments and momentum; `bfloat16`, rounded stochastically, takes half the memory."""
     schedule: Literal["wsd", "constant", "linear", "cosine"] = "wsd"
-    """What follows the warm-up. `wsd`: stable, then a linear decay over the last `decay_share` of the steps.
-    `linear`, `cosine`: down to `final_share` from there to the end. `constant`: nothing."""
+    """Learning rate after the warm-up. `wsd`: constant, then a linear decay over the last `decay_share` of
+    the steps. `linear`, `cosine`: decay to `final_share` until the end. `constant`: no decay."""
     warmup_steps: int = Field(default=4, ge=0)
     """Optimiser steps of linear warm-up."""
     decay_share: float = Field(default=0.3, ge=0, le=1)
     """`wsd`: share of the steps, at the end, over which the rate falls linearly to `final_share`."""
     final_share: float = Field(default=0.05, ge=0, le=1)
-    """Learning rate at the end over the peak's."""
+    """Learning rate at the end, as a share of the peak."""
     keep_offending: int = Field(default=4, ge=0)
-    """Batches with a gradient that was not finite that are kept with the run, the newest; their steps are
-    skipped and counted."""
+    """Number of batches with a non-finite gradient that are kept in the run's directory, the newest first.
+    Their steps are skipped and counted."""
 
 
 class MidtrainOptimizerConfig(OptimizerConfig):

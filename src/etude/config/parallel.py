@@ -15,17 +15,19 @@ class ParallelConfig(Section):
     """
 
     ranks: int = Field(default=1, ge=1)
-    """Processes that train together; 1 needs none of the rest. Under `torchrun` it must be its number."""
+    """Number of processes that train together; with 1 the fields below have no effect. Under `torchrun` it
+    must be the same number."""
     fsdp: int = Field(default=1, ge=1)
-    """Parts that every weight, gradient and optimiser state is cut into (FSDP2)."""
+    """Number of parts into which every weight, gradient and optimiser state is split (FSDP2)."""
     expert: int = Field(default=1, ge=1)
-    """Parts that each layer's experts are divided into: tokens travel to their experts and back."""
+    """Number of parts into which each layer's experts are divided. Tokens are sent to their experts and
+    back."""
     context: int = Field(default=1, ge=1)
-    """Parts that long sequences are cut into."""
+    """Number of parts into which long sequences are split."""
     tensor: int = Field(default=1, ge=1)
-    """Parts that each layer's heads and inner widths, and the vocabulary, are divided into."""
+    """Number of parts into which each layer's heads and inner widths, and the vocabulary, are divided."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """How long a rank waits for another inside a step before the run ends with an error."""
+    """Seconds that a rank waits for another within a step before the run ends with an error."""
 
     @property
     def replicate(self) -> int:

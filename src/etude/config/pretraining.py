@@ -15,14 +15,14 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class NextTokenConfig(Section):
-    """What every kind of next-token training is told."""
+    """Settings of every kind of next-token training."""
 
     num_steps: int = Field(default=1_000, ge=0)
     """Optimiser steps."""
     tokens_per_step: int = Field(default=4_096, ge=64)
     """Tokens per optimiser step, observations included."""
     micro_batch_tokens: int = Field(default=0, ge=0)
-    """Most tokens computed at once, which bounds memory; 0: the whole step."""
+    """Largest number of tokens that are computed at once, which bounds memory; 0: the whole step."""
     balance_weight: float = Field(default=0.01, ge=0)
     """Weight of the router's load-balancing loss."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -30,57 +30,58 @@ class NextTokenConfig(Section):
 
 
 class MixtureSourceConfig(Section):
-    """What every source of a mixture is told."""
+    """Settings of every source of a mixture."""
 
     path: str
     """Where it lies."""
     weight: float = Field(default=1.0, ge=0)
-    """Share of the trained tokens, relative to the other sources'."""
+    """Share of the trained tokens, relative to the other sources."""
     max_epochs: int = Field(default=0, ge=0)
-    """Passes through the source, after which the others take its share; 0: as many as it takes."""
+    """Largest number of passes through the source; after that the other sources take its share. 0: no
+    limit."""
     heldout_share: float = Field(default=0.02, ge=0, lt=1)
     """Share of the documents, chosen by their content, that is never trained on."""
 
 
 class SourceConfig(MixtureSourceConfig):
-    """One source of documents: a domain, whose loss is reported by itself."""
+    """One source of documents. Its held-out loss is reported separately."""
 
     path: str
     """A JSONL file (also .jsonl.zst), a Parquet file, a Lance data set (a directory NAME.lance), a directory
     of such files, or with `format="files"` a directory of texts."""
     format: Literal["auto", "jsonl", "parquet", "lance", "files"] = "auto"
-    """`auto`: by the name; a directory is `files`, unless it holds JSONL or Parquet files only."""
+    """`auto`: by the name; a directory is read as `files` unless it holds only JSONL or Parquet files."""
     column: str = "text"
-    """Column or key of a document: a text, or a list of token ids."""
+    """Column or key that holds a document: a text, or a list of token ids."""
     pattern: str = "**/*.py"
-    """`files`: which, relative to `path`."""
+    """With `files`: pattern of the files to read, relative to `path`."""
 
 
 class StageConfig(Section):
-    """A longer window, from some step on."""
+    """A longer context window from a given step on."""
 
     from_step: int = Field(ge=0)
-    """First step, from 0, that is trained with it."""
+    """First step, counted from 0, that is trained with this window."""
     window: int = Field(ge=16)
-    """Tokens of the model's window from here on."""
+    """Context window of the model from this step on, in tokens."""
     rope: Literal["yarn", "base", "keep"] = "yarn"
-    """`yarn`: positions are stretched by the ratio of the windows (Peng et al. 2023). `base`: the rotary
-    embedding gets the base `rope_theta`. `keep`: neither."""
+    """How positions are extended. `yarn`: stretched by the ratio of the windows (Peng et al. 2023). `base`:
+    the rotary embedding gets the base `rope_theta`. `keep`: not at all."""
     rope_theta: float = Field(default=0.0, ge=0)
-    """`base`: the new base; 0: raised so that the slowest dimension turns as far in the new window as it did
-    in the old one (NTK-aware)."""
+    """With `base`: the new base. 0: raised so that the slowest dimension turns as far in the new window as it
+    did in the old one (NTK-aware)."""
 
 
 class DraftsConfig(Section):
-    """Layers for multi-token prediction, which draft for the engine."""
+    """Layers for multi-token prediction, from which the engine drafts tokens."""
 
     num_layers: int = Field(default=0, ge=0, le=8)
-    """Layers, one per token drafted ahead; 0: none. Those of the checkpoint that training begins with are
-    trained on."""
+    """Number of layers, one per token drafted ahead; 0: none. If the initial checkpoint has such layers,
+    their training continues."""
     weight: float = Field(default=0.3, gt=0)
     """Weight of their loss, the mean over layers (DeepSeek-V3, 2024)."""
     only: bool = False
-    """Whether the model is frozen, so that only these layers learn."""
+    """Whether the rest of the model is frozen."""
 
 
 class MixtureConfig(NextTokenConfig):
@@ -97,18 +98,20 @@ class MixtureConfig(NextTokenConfig):
 
 
 class PretrainConfig(MixtureConfig):
-    """`etude pretrain`: next-token training on corpora."""
+    """`etude pretrain`: next-token training on text corpora."""
 
     sources: dict[str, SourceConfig] = Field(default_factory=dict[str, SourceConfig])
     """By name: `[pretrain.sources.NAME]`."""
     tokenizer: str = ""
     """Directory of a tokenizer; empty: that of `initial_checkpoint`, or trained on the sources."""
     cache: str = "runs/.corpora"
-    """Directory where corpora are kept tokenised, for every run that reads them."""
+    """Directory in which tokenised corpora are kept for all runs that read them."""
     fim_rate: float = Field(default=0.0, ge=0, le=1)
-    """Share of the text documents that are turned inside out: prefix, suffix, then the middle."""
+    """Share of the text documents that are rearranged for fill-in-the-middle: prefix, suffix, then the
+    middle."""
     fim_spm_share: float = Field(default=0.5, ge=0, le=1)
-    """Share of those in which the suffix comes first (SPM); the others begin with the prefix (PSM)."""
+    """Share of the rearranged documents that start with the suffix (SPM); the others start with the prefix
+    (PSM)."""
     stages: dict[str, StageConfig] = Field(default_factory=dict[str, StageConfig])
     """Longer windows in stages, by name: `[pretrain.stages.NAME]`."""
     # Sections are frozen, so a narrower type is safe.
@@ -132,20 +135,20 @@ class SessionsConfig(MixtureSourceConfig):
     """A run directory or its trajectory log; an ATIF JSON file or a directory of them; or a JSONL file of
     chats, each with `messages`."""
     min_reward: float | None = None
-    """Sessions with a lower reward, or none, are left out; unset: all are taken."""
+    """Sessions with a lower reward, or without one, are left out. Unset: all are used."""
 
 
 class SftConfig(MixtureConfig):
-    """`etude sft`: next-token training on what agents wrote."""
+    """`etude sft`: next-token training on recorded agent sessions."""
 
     sources: dict[str, SessionsConfig] = Field(default_factory=dict[str, SessionsConfig])
     """By name: `[sft.sources.NAME]`."""
     grammar: Literal["auto", "hermes", "xml"] = "auto"
-    """How calls are written where sessions come as messages; `auto`: by the tokenizer."""
+    """Grammar of tool calls for sessions that come as messages; `auto`: by the tokenizer."""
     template: Literal["auto", "etude", "chatml", "qwen3"] = "auto"
-    """What stands between messages where sessions come as such; `auto`: by the tokenizer."""
+    """Chat template for sessions that come as messages; `auto`: by the tokenizer."""
     observation_weight: float = Field(default=0.0, ge=0)
-    """Loss weight of prompts and tool results, over that of what agents wrote; 0 masks them out."""
+    """Loss weight of prompts and tool results, relative to the agent's own tokens; 0 masks them out."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> SftConfig:

@@ -26,10 +26,11 @@ _RENAMED = {
 
 
 class CorrectionConfig(Section):
-    """Corrections against the log-probabilities that the engine sampled with. All off by default.
+    """Corrections for the difference between the trainer's log-probabilities and those that the engine
+    sampled with. All are off by default.
 
-    Each compares the trainer's policy at the step's start with the sampled one; with any of them on, the loss
-    bounds the step from there. A bound of 0 is off.
+    Each compares the trainer's policy at the start of the step with the policy that sampled. If any of them
+    is on, the loss bounds the step from the trainer's policy. A bound of 0 is off.
     """
 
     tis_cap: float = Field(default=0.0, ge=0)
@@ -39,7 +40,7 @@ class CorrectionConfig(Section):
     token_high: float = Field(default=0.0, ge=0)
     """Tokens whose ratio is above this are masked (IcePop). Usual: 5."""
     sequence_low: float = Field(default=0.0, ge=0, lt=1)
-    """Sequences are masked whose ratio, as a geometric mean over their tokens, is below this. Usual: 0.99."""
+    """Sequences are masked whose geometric mean ratio over their tokens is below this. Usual: 0.99."""
     sequence_high: float = Field(default=0.0, ge=0)
     """Sequences are masked whose geometric mean ratio is above this. Usual: 1.01."""
 
@@ -60,31 +61,31 @@ class LossConfig(Section):
     """The policy-gradient loss."""
 
     kind: Literal["clip", "cispo", "gspo", "decoupled"] = "clip"
-    """`clip`: clipped surrogate. `cispo`: the importance ratio, capped and detached, weights log p. `gspo`:
-    clipped surrogate of one ratio per sequence. `decoupled`: clipped against the trainer's policy at the
-    step's start, weighted by that over the policy that sampled."""
+    """`clip`: clipped surrogate. `cispo`: log p, weighted by the importance ratio, capped and detached.
+    `gspo`: clipped surrogate with one ratio per sequence. `decoupled`: clipped against the trainer's policy
+    at the start of the step, and weighted by the ratio of that policy to the one that sampled."""
     clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """`clip`, `decoupled`: lowest ratio is 1 - this."""
+    """`clip`, `decoupled`: the lowest ratio is 1 minus this."""
     clip_high: float = Field(default=0.28, gt=0)
-    """`clip`, `decoupled`: highest ratio is 1 + this."""
+    """`clip`, `decoupled`: the highest ratio is 1 plus this."""
     cispo_cap: float = Field(default=5.0, gt=1)
     """Largest importance ratio of `cispo`."""
     gspo_clip_low: float = Field(default=3e-4, gt=0, lt=1)
-    """`gspo`: lowest ratio of a sequence is 1 - this."""
+    """`gspo`: the lowest ratio of a sequence is 1 minus this."""
     gspo_clip_high: float = Field(default=4e-4, gt=0)
-    """`gspo`: highest ratio of a sequence is 1 + this."""
+    """`gspo`: the highest ratio of a sequence is 1 plus this."""
     normalizer: Normalizer = "group_constant"
-    """What the summed loss is divided by. `group_constant`: trajectories of the group times
-    `constant_tokens`, then the mean over groups. `tokens`: trained tokens of the update. `sequences`: own
+    """What the summed loss is divided by. `group_constant`: trajectories of the update times
+    `constant_tokens`. `tokens`: trained tokens of the update. `sequences`: own
     tokens, then the mean over trajectories. A trajectory of many segments weighs what one sequence of its
     tokens would."""
     constant_tokens: int = Field(default=256, ge=1)
     """Tokens that a trajectory counts for under `group_constant`."""
     kl: Literal["k1", "k2", "k3"] = "k3"
-    """How the divergence from the policy that RL began with is paid for: `k1` off the advantage, detached;
-    `k2` or `k3` in the loss."""
+    """How the divergence from the policy at the start of RL is penalised, beside the policy's loss: clips and
+    masks do not apply. See docs/algorithms.md."""
     kl_weight: float = Field(default=0.0, ge=0)
-    """Weight of that divergence; 0: none, and no reference is kept."""
+    """Weight of that divergence. 0: no penalty, and no reference policy is kept."""
     balance_weight: float = Field(default=0.0, ge=0)
     """Weight of the router's load-balancing loss."""
     correction: CorrectionConfig = CorrectionConfig()
@@ -97,50 +98,50 @@ class LossConfig(Section):
 
 
 class FeedbackConfig(Section):
-    """Textual feedback: at a faulty turn the policy that is told what is wrong teaches the one that is
-    not."""
+    """Textual feedback: at a faulty turn, the policy with a hint about the mistake teaches the policy without
+    it."""
 
     weight: float = Field(default=0.0, ge=0)
     """Weight of the mean divergence per token; 0: off."""
     max_hints_per_trajectory: int = Field(default=2, ge=1)
-    """Faulty turns of one trajectory that are taught, the first ones."""
+    """Largest number of faulty turns per trajectory that are used, the first ones."""
 
 
 class StreamConfig(Section):
-    """Training on trajectories that were recorded earlier, in the order of their storage."""
+    """Training on stored trajectories, in the order in which they were stored."""
 
     source: str = ""
-    """A run directory or a trajectory log to train on instead of sampling; empty: sample."""
+    """Run directory or trajectory log to train on instead of sampling. Empty: sample."""
     min_step: int = Field(default=0, ge=0)
-    """Only groups whose oldest policy version is of this step or later."""
+    """Uses only groups whose oldest policy version is of this step or later."""
     max_step: int | None = Field(default=None, ge=0)
-    """Only groups whose oldest policy version is of this step or earlier; unset: any."""
+    """Uses only groups whose oldest policy version is of this step or earlier. Unset: any."""
     repeat_prompts: bool = False
-    """Whether a prompt that was trained on may be trained on again."""
+    """Whether a prompt may be trained on more than once."""
     wait_s: float = Field(default=0.0, ge=0)
-    """How long to wait at the log's end for what another process may still append. The last step, and with it
-    the run, then depends on when that came."""
+    """Seconds to wait at the log's end for trajectories that another process may still append. The last step
+    then depends on when they arrive, and so does the run."""
 
 
 class CurriculumConfig(Section):
-    """Which of the coming tasks are played, and in which order."""
+    """Which of the next tasks are used, and in which order."""
 
     epochs: int = Field(default=0, ge=0)
-    """How often each task of a finite set (`tasks.family = "directory"`) is played: training ends after so
-    many epochs, or after `num_steps`. 0: as often as the steps want. Each epoch has an order of its own."""
+    """Number of times that each task of a finite set (`tasks.family = "directory"`) is used. Training ends
+    after this many epochs, or after `num_steps`. 0: no limit. The order differs between epochs."""
     pass_band: tuple[float, float] = (0.0, 1.0)
-    """Tasks whose pass rate was outside of this lately are passed over: their own, where tasks come again,
-    and that of their level before it is known. The default: none are."""
+    """Tasks are skipped if their recent pass rate is outside of this range. The rate is the task's own if it
+    was used before, otherwise that of its level. The default skips none."""
     min_groups: int = Field(default=4, ge=1)
-    """A level is judged after so many groups of it."""
+    """Number of groups after which the pass rate of a level counts."""
     min_groups_of_task: int = Field(default=1, ge=1)
-    """A task is judged by itself after so many groups of it, one an epoch."""
+    """Number of groups, one per epoch, after which the pass rate of a task counts."""
     probe_every: int = Field(default=8, ge=1)
-    """Of the tasks that would be passed over, one in so many is played all the same, so that a level whose
-    pass rate has changed comes back; of a task itself one epoch in so many."""
+    """One in this many tasks that would be skipped is used all the same, so that changes of the pass rate are
+    noticed. For a single task: one epoch in this many."""
     longest_first: int = Field(default=1, ge=1)
-    """So many coming tasks are looked at together, and played in the order of the length that sessions of
-    their level had lately, longest first. 1: in their own order."""
+    """Number of upcoming tasks that are sorted by the recent length of sessions of their level, longest
+    first. 1: the original order."""
 
     @model_validator(mode="after")
     def _band_holds_something(self) -> CurriculumConfig:
@@ -154,63 +155,70 @@ class RlConfig(Section):
     """Reinforcement learning."""
 
     num_steps: int = Field(default=100, ge=0)
-    """RL steps; each publishes one policy version."""
+    """Number of RL steps; each publishes one policy version."""
     groups_per_step: int = Field(default=12, ge=1)
-    """Groups (tasks) that one step trains on."""
+    """Groups whose verdicts differ that one step trains on. Those that were solved, or failed, as a whole and
+    still teach something come on top."""
     group_size: int = Field(default=8, ge=2)
     """Trajectories per group."""
+    min_graded: int = Field(default=2, ge=2)
+    """Groups with fewer graded members than this are dropped: infrastructure failures took the others, and a
+    baseline of few says little."""
     updates_per_step: int = Field(default=2, ge=1)
-    """Optimiser updates per step, each on its share of the groups."""
+    """Number of optimiser updates per step, each on its share of the groups."""
     micro_batch_tokens: int = Field(default=8_192, ge=1)
-    """Most tokens in one forward pass, or one longer sequence: decides memory and speed, not the update."""
+    """Largest number of tokens in one forward pass, unless a single sequence is longer. It decides memory and
+    speed, and changes the update by rounding alone."""
     refill_below: float = Field(default=0.67, ge=0, le=1)
-    """Groups without variance are replaced in another round where less than this share of
-    `groups_per_step` is left: a round lasts as long as its longest session, however few groups it has."""
+    """Groups without variance are replaced in another round if fewer than this share of `groups_per_step` is
+    left. A round takes as long as its longest session, however few groups it has."""
     max_refill_rounds: int = Field(default=2, ge=0)
-    """How often groups without variance are replaced by new ones before the step goes on without."""
+    """Largest number of such rounds per step."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature of rollouts."""
     max_staleness: int = Field(default=0, ge=0)
-    """Most steps between the policy version of a trajectory's oldest token and the weights that it trains.
-    0: rollouts and training take turns. Above: sampling goes on while the trainer is at it. See
+    """Largest number of steps between the policy version of a trajectory's oldest token and the weights that
+    it trains. 0: rollouts and training alternate. Above 0: sampling continues during training. See
     docs/async.md."""
     stale: Stale = "drop"
-    """What becomes of trajectories that run past `max_staleness`. `drop`: the trainer waits for those that
-    are under way, and drops, and counts, what is too old all the same. `mask`: it waits for none, and leaves
-    the tokens that are too old out of the loss."""
+    """What happens to trajectories that exceed `max_staleness`. `drop`: the trainer waits for those in
+    progress; what is too old nevertheless is dropped and counted. `mask`: the trainer does not wait, and
+    tokens that are too old are left out of the loss."""
     kv_on_update: Literal["recompute", "keep"] = "recompute"
-    """What becomes of running sessions' keys and values when the weights change. `recompute`: they are
-    computed again with the new ones. `keep`: sessions go on with them; faster, and further away from what
-    the trainer computes."""
+    """What happens to the keys and values of running sessions when the weights change. `recompute`: they are
+    computed again with the new weights. `keep`: sessions continue with the old ones, which is faster and
+    differs more from what the trainer computes."""
     overlap_publication: bool = True
-    """With `max_staleness` above 0, over Ray or with borrowed replicas: new weights are uploaded and staged
-    while the next step is taken, and one step later in service. Off: the trainer waits for that."""
+    """Whether new weights are uploaded and staged during the next step, and come into service one step later.
+    Applies with `max_staleness` above 0, over Ray or with borrowed replicas. Off: the trainer waits for the
+    upload."""
     extra_members: int = Field(default=0, ge=0)
-    """With `max_staleness` above 0: sessions that a group begins beyond `group_size`. It is complete once
-    `group_size` of them are graded."""
+    """With `max_staleness` above 0: number of sessions that a group starts beyond `group_size`. The group is
+    complete once `group_size` of them are graded."""
     stragglers: Stragglers = "abort"
-    """What becomes of the others. `abort`: they end at once. `carry`: they go on, and belong to the group if
-    they end before it is trained on."""
+    """What happens to the other sessions of such a group. `abort`: they end at once. `carry`: they continue,
+    and belong to the group if they end before it is trained on."""
     baseline: Baseline = "group_mean"
-    """What a trajectory's reward is compared with. `group_mean`: the group's mean (Dr.GRPO).
-    `group_mean_std`: the same, over the group's standard deviation (GRPO). `leave_one_out`: the mean of the
-    others (RLOO)."""
+    """Baseline of a trajectory's reward. `group_mean`: the mean of the group (Dr.GRPO). `group_mean_std`: the
+    same, divided by the group's standard deviation (GRPO). `leave_one_out`: the mean of the other members
+    (RLOO)."""
     router_replay: RouterReplay = "r3"
-    """Which experts a mixture of experts trains with. `r3`: those that the engine recorded. `r2`: those of
-    the trainer's own forward pass at the step's start. `off`: whichever the router chooses."""
+    """Experts with which a mixture of experts is trained. `r3`: those that the engine recorded. `r2`: those
+    of the trainer's own forward pass at the start of the step. `off`: those that the router chooses."""
     replay_min_share: float = Field(default=0.0, ge=0, le=1)
-    """A replayed expert whose score is below this share of the router's own last choice is replaced by the
-    router's best that is not replayed; 0: never."""
+    """A replayed expert is replaced by the router's best expert that is not replayed, if its score is below
+    this share of the score of the router's own last choice. 0: never."""
     keep_routes: bool = False
-    """Keep the recorded experts with the run's trajectories, so that others can train on them with `r3`:
-    about layers times experts per token bytes for each token. Off, they are let go once they are trained
-    on."""
+    """Whether the recorded experts are stored with the run's trajectories, so that other runs can train on
+    them with `r3`. They take about layers times experts per token bytes for each token. Off: they are deleted
+    after training."""
     level_weights: tuple[float, float, float] = (1.0, 1.0, 1.0)
-    """How often tasks of each level are drawn."""
+    """Relative frequencies of the task levels."""
     train_summaries: bool = True
-    """Whether the tokens of the agent's summaries are trained on; not to is a control."""
+    """Whether the tokens of the agent's summaries are trained on; `false` serves as a control."""
     algorithm: Literal["policy_gradient", "rejection_sampling"] = "policy_gradient"
-    """`rejection_sampling` fine-tunes on solved trajectories only: a control."""
+    """`policy_gradient`: the losses of `rl.loss`. `rejection_sampling`: fine-tuning on solved trajectories
+    only, which serves as a control."""
     loss: LossConfig = LossConfig()
     """The loss."""
     feedback: FeedbackConfig = FeedbackConfig()
@@ -245,6 +253,12 @@ class RlConfig(Section):
             raise ValueError(
                 f"updates_per_step: must be at most groups_per_step={self.groups_per_step}, "
                 f"received {self.updates_per_step}"
+            )
+        sampled = [self.group_size, *([self.forks.size] if self.forks.share else [])]
+        if self.min_graded > min(sampled):
+            raise ValueError(
+                f"min_graded: must be at most {min(sampled)}, the members of a group, "
+                f"received {self.min_graded}"
             )
         if self.extra_members and not self.max_staleness:
             raise ValueError(

@@ -11,73 +11,93 @@ class LengthConfig(Section):
     """A concave price of length: the first steps cost more than the hundredth, so that hard tasks may take
     long.
 
-    x is the weighted sum below, in thousands; the price is weight * ((1 + k x)^(1 - q) - 1) / (k (1 - q)),
-    and weight * log(1 + k x) / k where q is 1.
+    The price is weight * ((1 + k x)^(1 - q) - 1) / (k (1 - q)), and weight * log(1 + k x) / k if q is 1,
+    where x is the weighted sum of the fields below in thousands.
     """
 
     weight: float = Field(default=0.0, ge=0)
-    """Price of the first thousand, nearly; 0: length is free."""
+    """Approximate price of the first thousand; 0: length is free."""
     k: float = Field(default=1.0, gt=0)
-    """How soon the price bends, per thousand."""
+    """How soon the price flattens, per thousand."""
     q: float = Field(default=1.0, ge=0)
-    """How much it bends; 0: a straight line."""
+    """How much the price flattens; 0: not at all."""
     thinking_token: float = Field(default=1.0, ge=0)
-    """Of one token of reasoning."""
+    """Weight of one token of reasoning."""
     call_token: float = Field(default=1.0, ge=0)
-    """Of one token of a tool call."""
+    """Weight of one token of a tool call."""
     message_token: float = Field(default=1.0, ge=0)
-    """Of one token of words to the user."""
+    """Weight of one token of text for the user."""
     output_token: float = Field(default=0.1, ge=0)
-    """Of one token that a tool, or the user, answered with."""
+    """Weight of one token of a tool result or of the user."""
     call: float = Field(default=20.0, ge=0)
-    """Of one tool call beside its tokens."""
+    """Weight of one tool call in addition to its tokens."""
     parallel_share: float = Field(default=0.25, ge=0, le=1)
-    """What a call costs that is made beside another in the same turn, as a share of `call`."""
+    """Weight of a call that is made beside another in the same turn, as a share of `call`."""
     turn: float = Field(default=50.0, ge=0)
-    """Of one turn."""
+    """Weight of one turn."""
+
+
+class PriceConfig(Section):
+    """When the price of solved sessions gives way to solving: its weight begins at 1, and halves where fewer
+    tasks of the split `validation` are solved at a lower price. Only where rollouts and training take turns
+    (`rl.max_staleness = 0`) and the family has that split; elsewhere the weight stays 1."""
+
+    validate_every: int = Field(default=20, ge=0)
+    """RL steps between two looks at validation tasks, played greedily; 0: none."""
+    validation_tasks: int = Field(default=100, ge=1)
+    """Tasks that are played each time, always the same."""
+    max_fall: float = Field(default=0.01, ge=0, lt=1)
+    """How far the share of solved ones may fall while the price falls."""
 
 
 class RewardConfig(Section):
-    """What a trajectory earns. Penalties are taken off; all but `partial_weight` count only in groups whose
-    verdicts differ, but for malformed calls, which teach where a whole group failed."""
+    """What a trajectory earns. Penalties are taken off. They count among solved sessions only, so that giving
+    up never pays; of a failed session malformed calls cost their own tokens. See docs/algorithms.md."""
 
     partial_weight: float = Field(default=0.0, ge=0, lt=1)
-    """The verdict of a session that fails: this times the share of hidden tests that pass. 0: all or
-    nothing."""
+    """Reward of a session that fails: this times the share of hidden tests that pass. 0: all or nothing."""
     malformed_penalty: float = Field(default=0.05, ge=0)
-    """Taken off for each malformed call."""
+    """Penalty for each malformed call."""
     malformed_at_most: int = Field(default=4, ge=0)
-    """Malformed calls that are penalised per trajectory."""
+    """Largest number of malformed calls that are penalised per trajectory."""
     limit_penalty: float = Field(default=0.1, ge=0)
-    """Taken off for running into a limit instead of finishing."""
+    """Penalty for reaching a limit instead of finishing."""
     invalid_arguments_penalty: float = Field(default=0.0, ge=0)
-    """Taken off for each call of an unknown tool or with impossible arguments."""
+    """Penalty for each call of an unknown tool or with invalid arguments."""
     timeout_penalty: float = Field(default=0.0, ge=0)
-    """Taken off for each command of the agent's that ran longer than it may."""
+    """Penalty for each of the agent's commands that exceeds its time limit."""
     unexpected_environment_penalty: float = Field(default=0.0, ge=0)
-    """Taken off for each call that supposes what is not so: no such file, no unique match."""
+    """Penalty for each call with a wrong assumption about the workspace, such as a missing file or an
+    ambiguous match."""
     tool_errors_at_most: int = Field(default=4, ge=0)
-    """Tool errors of one class that are penalised per trajectory."""
+    """Largest number of tool errors of one class that are penalised per trajectory."""
     todo_penalty: float = Field(default=0.0, ge=0)
-    """Taken off for each to-do that is left open."""
+    """Penalty for each to-do item that is left open."""
     todos_at_most: int = Field(default=4, ge=0)
-    """Open to-dos that are penalised per trajectory."""
+    """Largest number of open to-do items that are penalised per trajectory."""
     lint_penalty: float = Field(default=0.0, ge=0)
-    """Taken off for each finding of ruff's in changed Python files that was not there before."""
+    """Penalty for each new finding of ruff in changed Python files."""
     lints_at_most: int = Field(default=4, ge=0)
-    """New findings that are penalised per trajectory."""
+    """Largest number of new findings that are penalised per trajectory."""
     style_penalty: float = Field(default=0.0, ge=0)
-    """Taken off for each added line in another style than its file's: trailing spaces, tabs among spaces (or
-    spaces among tabs), or longer than `style_columns` where no line of the file was."""
+    """Penalty for each added line whose style differs from its file: trailing spaces, tabs among spaces (or
+    the reverse), or a line longer than `style_columns` in a file that had none."""
     style_columns: int = Field(default=100, ge=20)
-    """Characters of a line that are enough."""
+    """Longest line in characters."""
     styles_at_most: int = Field(default=4, ge=0)
-    """Lines in another style that are penalised per trajectory."""
+    """Largest number of such lines that are penalised per trajectory."""
     length: LengthConfig = LengthConfig()
     """Length."""
+    price: PriceConfig = PriceConfig()
+    """How long the price of solved sessions keeps its weight."""
     custom: dict[str, float] = Field(default_factory=dict)
-    """Terms of your own: `"package.module:function" = weight`. The function takes an
+    """Your own terms: `"package.module:function" = weight`. The function takes an
     `etude.environment.rewards.Evidence` and returns a finite number."""
+
+    @property
+    def most_price(self) -> float:
+        """What the price of a solved session stays below: half of the way to the best failed one."""
+        return (1.0 - self.partial_weight) / 2
 
     @property
     def reviews_changes(self) -> bool:

@@ -15,30 +15,30 @@ Share = Annotated[float, Field(ge=0)]
 
 
 class ReplicaConfig(Section):
-    """One replica."""
+    """One replica of a router."""
 
     url: Name
-    """Its address, `http://HOST:PORT`."""
+    """Address of the replica, `http://HOST:PORT`."""
     pool: str = ""
-    """The pool that it belongs to; empty: the one that it names itself."""
+    """Pool of the replica. Empty: the one that it reports itself."""
 
 
 class LendingWindowConfig(Section):
-    """Replicas lent every day."""
+    """Replicas that are lent every day in the same hours."""
 
     lender: Name
     """Pool whose replicas are lent."""
     borrower: Name
-    """Pool that they work for meanwhile."""
+    """Pool that they serve meanwhile."""
     count: int = Field(ge=1)
-    """Replicas."""
+    """Number of replicas."""
     start: str
-    """Beginning, `HH:MM` in UTC."""
+    """Start, `HH:MM` in UTC."""
     end: str
-    """End, `HH:MM` in UTC; over midnight if it is before the beginning."""
+    """End, `HH:MM` in UTC; on the next day if it is before the start."""
     busy_tokens: float = Field(default=0.0, ge=0)
-    """Load of the lender above which it gets all of them back at once, and none is lent until it has been
-    below for `hold_s`; 0: the time alone decides."""
+    """Load of the lender above which it gets all of them back at once. None is lent until the load has been
+    below this for `hold_s`. 0: only the time counts."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> LendingWindowConfig:
@@ -62,19 +62,19 @@ class LendingWindowConfig(Section):
 
 
 class LendingLoadConfig(Section):
-    """Replicas lent one at a time while the borrower is loaded and the lender is not. Load: the mean of the
-    tokens yet to be sampled on a pool's replicas."""
+    """Replicas that are lent one at a time while the borrower is busy and the lender is not. The load is the
+    mean number of tokens still to be sampled per replica of a pool."""
 
     lender: Name
     """Pool whose replicas are lent."""
     borrower: Name
-    """Pool that they work for meanwhile."""
+    """Pool that they serve meanwhile."""
     busy_tokens: float = Field(gt=0)
-    """Loaded: above this."""
+    """Load above which a pool is busy."""
     idle_tokens: float = Field(ge=0)
-    """Not loaded: below this, which must be less than `busy_tokens`."""
+    """Load below which a pool is idle; must be less than `busy_tokens`."""
     most: int = Field(default=1, ge=1)
-    """Replicas that may be lent at once."""
+    """Largest number of replicas that are lent at the same time."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> LendingLoadConfig:
@@ -88,16 +88,16 @@ class LendingLoadConfig(Section):
 
 
 class LendingConfig(Section):
-    """Replicas lent between pools: by schedule or by load, not both."""
+    """Lending of replicas between pools: by schedule or by load, not both."""
 
     windows: tuple[LendingWindowConfig, ...] = ()
-    """By schedule."""
+    """Lending by schedule."""
     by_load: tuple[LendingLoadConfig, ...] = ()
-    """By load."""
+    """Lending by load."""
     keep: int = Field(default=1, ge=0)
-    """Replicas that a pool has left at least."""
+    """Number of replicas that always stay with their pool."""
     hold_s: float = Field(default=60.0, ge=0)
-    """From one move by load to the next."""
+    """Seconds between two moves by load."""
 
     @model_validator(mode="after")
     def _is_one_kind(self) -> LendingConfig:
@@ -107,54 +107,55 @@ class LendingConfig(Section):
 
 
 class RouterLimitsConfig(Section):
-    """What a request may take."""
+    """Limits of one request."""
 
     answer_s: float = Field(default=600.0, ge=1)
-    """A replica that sends nothing for so long has lost its request."""
+    """Seconds without an answer after which the router treats a replica as failed."""
     attempts: int = Field(default=3, ge=1)
-    """Replicas that are tried for one request, at most."""
+    """Largest number of replicas that are tried for one request."""
     body_bytes: int = Field(default=64 << 20, ge=1)
-    """Largest request."""
+    """Size limit of a request."""
     hedge_after_s: float = Field(default=0.0, ge=0)
-    """Without a first byte for so long a second replica is asked as well; 0: never."""
+    """Seconds without a first byte after which a second replica is asked as well; 0: never."""
     drain_s: float = Field(default=60.0, ge=0)
-    """How long answers under way may go on after SIGTERM."""
+    """Seconds that running requests may take to finish after SIGTERM."""
 
 
 class HealthCheckConfig(Section):
-    """When a replica is left alone, and when it is tried again."""
+    """When a replica is ejected, and when it is tried again."""
 
     interval_s: float = Field(default=1.0, ge=0.05)
-    """Between two probes of one replica."""
+    """Seconds between two health checks of a replica."""
     timeout_s: float = Field(default=2.0, gt=0)
-    """Of one probe."""
+    """Time limit of one health check in seconds."""
     eject_after: int = Field(default=2, ge=1)
-    """Failures in a row, of probes or requests."""
+    """Consecutive failures, of health checks or requests, after which a replica is ejected."""
     backoff_s: float = Field(default=1.0, gt=0)
-    """First wait of an ejected replica until it is probed again; doubles with every further failure."""
+    """Seconds until an ejected replica is checked again. The wait doubles with every further failure."""
     most_backoff_s: float = Field(default=60.0, gt=0)
-    """Longest wait."""
+    """Longest such wait in seconds."""
 
 
 class RouterConfig(Section):
-    """A router."""
+    """A router over several replicas."""
 
     host: str = "127.0.0.1"
-    """Address to bind to."""
+    """Address to listen on."""
     port: int = Field(default=8670, ge=0, le=65535)
-    """0: any that is free."""
+    """Port to listen on; 0 takes a free one."""
     pool: Name = "serve"
-    """Of requests that name none."""
+    """Pool for requests that name none."""
     replicas_check_keys: bool = False
-    """Whether they do: needed for addresses that others reach, since the router checks none."""
+    """Whether the replicas check API keys themselves. Required for addresses other than loopback, since the
+    router checks none."""
     spill_factor: float = Field(default=3.0, ge=1)
-    """Times the work of the best other replica that moves a session."""
+    """A session moves to another replica when its own has this many times the work of the best other one."""
     replicas: tuple[ReplicaConfig, ...] = ()
-    """Those that are there at the start; more may join."""
+    """Replicas at the start; more may join later."""
     arms: dict[str, Share] = Field(default_factory=dict)
-    """Shares of the sessions that are pinned to each policy version, for A/B tests; empty: all alike."""
+    """Share of the sessions for each policy version, for A/B tests. Empty: no assignment."""
     limits: RouterLimitsConfig = RouterLimitsConfig()
-    """Limits."""
+    """Limits of one request."""
     health: HealthCheckConfig = HealthCheckConfig()
     """Health checks."""
     lending: LendingConfig = LendingConfig()

@@ -28,53 +28,55 @@ class AgentConfig(Section):
     """Limits of one session."""
 
     max_turns: int = Field(default=10, ge=1)
-    """Messages that the agent may write."""
+    """Largest number of messages that the agent may write."""
     max_calls_per_turn: int = Field(default=4, ge=1)
-    """Calls of one message that are run; the rest are answered with an error."""
+    """Largest number of calls of one message that are run; further ones return an error."""
     max_tokens: int = Field(default=640, ge=64)
-    """Tokens of one context: the model's window."""
+    """Size of one context in tokens: the model's window."""
     max_message_tokens: int = Field(default=96, ge=8)
-    """Tokens of one message."""
+    """Largest number of tokens in one message."""
     max_session_tokens: int = Field(default=0, ge=0)
-    """Tokens of all contexts of a session together; 0: no limit."""
+    """Largest number of tokens in all contexts of a session together; 0: no limit."""
     summary_at_tokens: int = Field(default=0, ge=0)
-    """A context of so many tokens is summarised by the agent, who goes on in a fresh one; 0: a full context
+    """Number of tokens at which the agent summarises a context and continues in a new one. 0: a full context
     ends the session."""
     max_summary_tokens: int = Field(default=96, ge=1)
-    """Tokens of one summary."""
+    """Largest number of tokens in one summary."""
     summary_jitter: float = Field(default=0.0, ge=0.0, lt=1.0)
     """Share by which summaries may come earlier in training, drawn for each context."""
     max_summaries: int = Field(default=1000, ge=0)
-    """After so many summaries a full context ends the session."""
+    """Largest number of summaries; after that a full context ends the session."""
     summary_request: str = "Summarise."
-    """The words that ask for a summary. A large model wants to be told what belongs in it."""
+    """Text that requests a summary. A large model does better with instructions about its contents."""
 
 
 class TasksConfig(Section):
-    """What the agent is trained and judged on."""
+    """Tasks on which the agent is trained and evaluated."""
 
     family: Literal["bug_fixes", "trails", "directory"] = "bug_fixes"
-    """`bug_fixes`: small repositories with a planted bug. `trails`: files that lead to each other, more of
-    them than a context holds, with a key to be remembered. `directory`: your own, which come again in each
-    epoch; mid-training, if there is any, reads what it does for `bug_fixes`."""
+    """`bug_fixes`: small repositories with a planted bug. `trails`: chains of files that refer to each other,
+    more than fit into a context, with a key to remember. `directory`: your own tasks, which are repeated in
+    each epoch; mid-training, if there is any, uses the corpus of `bug_fixes`."""
     directory: str = ""
-    """With `family = "directory"`: holds Harbor task directories, one below it for each task."""
+    """With `family = "directory"`: directory with one Harbor task directory per task."""
     heldout_directory: str = ""
-    """The same for the tasks that are judged on. Empty: `heldout_share` of those in `directory` are, and are
-    not trained on."""
+    """Directory with the tasks for evaluation. Empty: `heldout_share` of the tasks in `directory`, which are
+    then not trained on."""
     heldout_share: float = Field(default=0.2, gt=0, lt=1)
-    """Of the tasks in `directory`; one at least. Which ones hangs on their ids alone."""
+    """Share of the tasks in `directory` that is held out, at least one. The choice depends only on the ids of
+    the tasks."""
     trail_lengths: tuple[int, int] = (6, 60)
-    """Files of the shortest and the longest trail in training."""
+    """Number of files in the shortest and the longest trail in training."""
     trail_lengths_at_end: tuple[int, int] | None = None
-    """The same at the end of reinforcement learning: both grow towards it, task by task. Unset: they stay."""
+    """The same at the end of reinforcement learning; both numbers grow towards it, task by task. Unset: they
+    do not change."""
     trail_heldout_lengths: tuple[int, int] = (250, 400)
-    """Files of the trails that are judged: of the split `heldout`, and of `heldout_family`."""
+    """Number of files in the trails of the split `heldout`, and of `heldout_family`."""
     trail_note_key: float = Field(default=0.4, ge=0, le=1)
-    """Share of the scripted author's sessions whose summaries carry the key on, in mid-training."""
+    """Share of the scripted author's sessions in mid-training whose summaries keep the key."""
     trail_key_weight: float = Field(default=4.0, ge=0)
-    """Loss weight, in mid-training, of summaries and of the answer, over that of the agent's other messages:
-    a key is copied once where names of files are copied twenty times."""
+    """Loss weight of summaries and of the answer in mid-training, relative to the agent's other messages: a
+    key is copied once where names of files are copied twenty times."""
 
     @model_validator(mode="after")
     def _directory_is_named(self) -> TasksConfig:
@@ -89,54 +91,71 @@ class TasksConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """What is measured before, after and meanwhile."""
+    """Evaluation before, after and during training."""
 
     num_tasks: int = Field(default=240, ge=1)
-    """Held-out tasks per evaluation."""
+    """Number of held-out tasks per evaluation."""
+    num_family_tasks: int = Field(default=96, ge=1)
+    """Number of tasks of families that are never trained on, before and after. At most `num_tasks`."""
+    num_samples: int = Field(default=8, ge=1)
+    """Number of sessions at temperature 1 of each repeated task, for the share that one of them solves
+    (pass@k)."""
+    num_repeated_tasks: int = Field(default=48, ge=1)
+    """Number of held-out tasks that are played `num_samples` times, before and after. These are the first of
+    `num_tasks`."""
     every_steps: int = Field(default=0, ge=0)
-    """RL steps after which the weights in service are judged on the held-out tasks as well, in a process of
-    its own, while training goes on: with `executor = "ray"`. 0: only before and after."""
+    """Number of RL steps between evaluations on the held-out tasks during training, in a process of their
+    own. Requires `executor = "ray"`. 0: only before and after training."""
 
 
 class RunConfig(Section):
-    """Everything that decides what a run does. Stored with it as `config.toml`."""
+    """All settings of a run. They are stored with it as `config.toml`."""
 
     name: str = Field(default="quickstart", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run: its directory under `runs_directory`."""
     runs_directory: str = "runs"
-    """Where run directories are made."""
+    """Directory in which run directories are created."""
     seed: int = Field(default=0, ge=0, lt=2**31)
     """Seed of the weights, the tasks and the sampling noise."""
     executor: Literal["local", "ray"] = "local"
-    """`local`: every part in this process, on a deterministic schedule (except where vLLM samples or replicas
-    are borrowed). `ray`: trainer and engines in processes of their own, here or on a cluster: see
+    """`local`: every part in this process, on a deterministic schedule (except with vLLM or borrowed
+    replicas). `ray`: trainer and engines in processes of their own, here or on a cluster. See
     docs/cluster.md."""
     colocated: bool = False
-    """Trainer and engine have their one device in turn: the engine gives its keys and values back while the
-    trainer steps, the optimiser's states lie in host memory while sessions run, and the engine has one set of
-    weights but for updates. The same bits, less memory, some seconds a step on a GPU; see docs/planning.md.
-    For `executor = "local"`, one rank, and `rl.max_staleness = 0`."""
+    """Whether trainer and engine share one device in turn. The engine releases its keys and values while the
+    trainer steps, the optimiser state stays in host memory while sessions run, and the weights exist once
+    except during updates. The results are the same bit by bit, with less memory and some seconds more per
+    step on a GPU; see docs/planning.md. Requires `executor = "local"`, one rank and `rl.max_staleness =
+    0`."""
     num_threads: int = Field(default=0, ge=0)
-    """Compute threads of training; 0 probes which count is fastest and stores it with the run."""
+    """Number of compute threads of training. 0 measures which number is fastest, and stores it with the
+    run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model is trained and sampled from. `cuda`: the first GPU that CUDA shows, see docs/gpu.md.
-    `auto`: there if it can be had with Triton, otherwise `cpu`."""
+    """Device for training and sampling. `cuda`: the first GPU that CUDA reports, see docs/gpu.md. `auto`: a
+    GPU if there is one with Triton, otherwise `cpu`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Number format of weights, keys and values. `bfloat16`: on a GPU only; the router, the output head and
-    the sum over experts are float32 all the same. `auto`: `bfloat16` on a GPU, `float32` on a CPU."""
+    """Number format of weights, keys and values. `bfloat16` works on a GPU only; the router, the output head
+    and the sum over experts stay in float32. `auto`: `bfloat16` on a GPU, `float32` on a CPU."""
     numerics: Literal["fast", "invariant"] = "fast"
-    """`fast`: whatever computes a thing fastest. `invariant`: in reinforcement learning every sum has a fixed
-    order, in the trainer as in the engine, so that both give a token the same bits, whatever else is in the
-    batch; float32 on a CPU, with a C compiler. See docs/parity.md."""
+    """`fast`: the fastest way to compute each result. `invariant`: in reinforcement learning every sum has a
+    fixed order in trainer and engine, so that both give a token the same bits whatever else is in the batch;
+    float32 on a CPU, with a C compiler. See docs/parity.md."""
     activation_checkpointing: bool = False
-    """Training keeps what goes into a block and computes the rest of it again for the backward pass: more
-    work, much less memory, the same gradients. For the architectures that are defined here."""
+    """Whether training stores only the inputs of each block and computes the rest again for the backward
+    pass: more work, much less memory, the same gradients. Works for the architectures that Étude defines."""
     max_wall_s: float = Field(default=0.0, ge=0)
-    """Ends mid-training and RL at the next step after so many seconds, evaluation follows; 0: never."""
+    """How long a run may take, in seconds; 0: no limit, every configured step is taken. Before `etude train`
+    begins to train it measures this machine and turns the limit into a plan: fewer mid-training and RL steps,
+    evaluation counted in, RL with at least 40 % of the time. The plan replaces `midtrain.num_steps` and
+    `rl.num_steps` in the run's stored `config.toml`, which then has no limit: training that file takes the
+    same steps. A limit too short for 40 % of the mid-training steps and one RL step is refused. Afterwards no
+    clock ends anything: on a machine that becomes slower the run takes longer, and the progress line says how
+    long. Where the run cannot be measured beforehand (a GPU, several processes, `colocated`, vLLM, borrowed
+    replicas, other clusters), and in `etude pretrain`, `etude sft` and runs on recorded trajectories, a limit
+    ends each sitting as Ctrl-C does: the state is saved, the stage is not finished, `--resume` goes on."""
     initial_checkpoint: str | None = None
-    """A Hugging Face directory to start from instead of mid-training; what its config.json says of the model
-    replaces the section `model`. Architectures that are not defined here train through transformers, and
-    sample through vLLM."""
+    """Hugging Face directory to start from instead of mid-training. Its config.json replaces the section
+    `model`. Architectures that Étude does not define train through transformers and sample through vLLM."""
     tokenizer: TokenizerConfig = TokenizerConfig()
     """The tokenizer."""
     model: ModelConfig = ModelConfig()

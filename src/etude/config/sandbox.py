@@ -11,21 +11,21 @@ from etude.config.secrets import SecretSource
 
 
 class SandboxServerConfig(Section):
-    """One of several servers that make a run's sandboxes, by a name of your choice."""
+    """One of several servers for a run's sandboxes, under a name of your choice."""
 
     url: str
     """Address of an `etude sandbox serve`, `http://HOST:PORT`."""
     token: SecretSource = ""
-    """Where its token is: `file:PATH` or `env:NAME`. Empty: it asks for none."""
+    """Source of its token: `file:PATH` or `env:NAME`. Empty: none is sent."""
     draining: bool = False
-    """Whether it gets no new sandboxes; what runs there ends as it began."""
+    """Whether the server gets no new sandboxes; those that run there continue."""
     cpus: float = Field(default=0.0, ge=0)
-    """Cores that sandboxes share there; 0: those of its machine."""
+    """Number of cores that its sandboxes share; 0: those of its machine."""
     memory_bytes: int = Field(default=0, ge=0)
-    """Memory that they share, of which four times as much is promised to them, `sandbox.memory_bytes` each;
+    """Memory that its sandboxes share. Four times as much is promised to them, `sandbox.memory_bytes` each.
     0: its machine's."""
     disk_bytes: int = Field(default=0, ge=0)
-    """Disk that they share, and that is promised to them once; 0: its machine's."""
+    """Disk space that its sandboxes share, which is promised to them only once. 0: its machine's."""
 
     @field_validator("url")
     @classmethod
@@ -36,7 +36,7 @@ class SandboxServerConfig(Section):
 
 
 class ServersFile(Section):
-    """What the file of `sandbox.servers_file` holds."""
+    """Contents of the file named by `sandbox.servers_file`."""
 
     servers: dict[str, SandboxServerConfig] = Field(min_length=1)
     """The servers, by name."""
@@ -48,31 +48,32 @@ class ServersFile(Section):
 
 
 class SandboxConfig(Section):
-    """Where the agent's tools run."""
+    """Sandboxes in which the agent's tools run."""
 
     backend: Literal["local", "gvisor", "vm", "unisolated"] = "local"
-    """`local`: Linux namespaces. `gvisor`: a kernel in user space, 3 to 4 times slower. `vm`: a guest under
-    QEMU, slow without KVM. `unisolated`: plain subprocesses, for machines that forbid namespaces; the
-    agent's code can then do whatever you can."""
+    """`local`: Linux namespaces. `gvisor`: a kernel in user space, 3 to 4 times slower. `vm`: a virtual
+    machine under QEMU, slow without KVM. `unisolated`: plain subprocesses, for machines that forbid
+    namespaces; the agent's code can then do whatever you can."""
     server: str = ""
-    """Address of an `etude sandbox serve` that makes them, `http://HOST:PORT`; `backend` is then one of its
-    own. Empty: they are made where sessions are, or by `servers`."""
+    """Address of an `etude sandbox serve` that creates the sandboxes, `http://HOST:PORT`; `backend` then
+    names one of its backends. Empty: they are created where sessions run, or by `servers`."""
     token: SecretSource = ""
-    """Where that server's token is: `file:PATH` or `env:NAME`. Empty: it asks for none."""
+    """Source of that server's token: `file:PATH` or `env:NAME`. Empty: none is sent."""
     servers: dict[str, SandboxServerConfig] = Field(default_factory=dict[str, SandboxServerConfig])
-    """Several servers, over which sandboxes are spread: see docs/fleet.md."""
+    """Several servers over which sandboxes are distributed; see docs/fleet.md."""
     servers_file: str = ""
-    """TOML file that lists them instead, as sections `[servers.NAME]`; it is read again whenever it changes,
-    so that servers join, drain and leave while the run goes on."""
+    """TOML file that lists them instead, in sections `[servers.NAME]`. It is read again whenever it changes,
+    so that servers can join, drain and leave during the run."""
     patience_s: float = Field(default=60.0, ge=0)
-    """How long a session waits for that server where it does not answer, or for any of several to have room,
-    before its attempt has failed."""
+    """Seconds that a session waits for a server that does not answer, or for room on any of several, before
+    its attempt fails."""
     memory_bytes: int = Field(default=512 << 20, ge=16 << 20)
-    """Memory of one sandbox."""
+    """Memory limit of one sandbox."""
     test_timeout_s: float = Field(default=2.0, gt=0)
-    """Wall time of one test run. What it waits for a processor or a disk does not count, up to a minute."""
+    """Time limit of one test run in seconds. Time spent waiting for a processor or a disk does not count, up
+    to a minute."""
     command_timeout_s: float = Field(default=10.0, gt=0)
-    """Wall time of one command, counted likewise."""
+    """Time limit of one command in seconds, counted in the same way."""
 
     @field_validator("servers")
     @classmethod

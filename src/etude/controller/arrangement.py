@@ -27,7 +27,7 @@ from etude.controller.ray_checks import check_address, check_room
 from etude.controller.remote.evaluation import EvaluationBeside
 from etude.controller.threads import ThreadExecutor
 from etude.controller.training_part import TrainingPart, TrainingPaths
-from etude.errors import ConfigError
+from etude.errors.packages import missing_package
 from etude.inference import EngineService
 from etude.model.loading import AnyModel
 from etude.observe import MetricSink, Observer
@@ -215,7 +215,5 @@ def _import_ray(settings: ClusterConfig) -> Any:
     try:
         from etude.controller import ray
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            "Ray is not installed", field="executor", received="ray", fix="pip install 'etude[ray]'"
-        ) from error
+        raise missing_package("the Ray executor", "ray", field="executor") from error
     return ray

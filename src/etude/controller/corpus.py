@@ -41,7 +41,8 @@ SHIPPED_SESSIONS = "expert-sessions.jsonl.zst"
 SHIPPED_FIXES = "code-fixes.jsonl.zst"
 _FIX_SEED = CORPUS_SEED + 1
 """Other tasks than the sessions'."""
-_TOKENIZER_SESSIONS = 4_000
+TOKENIZER_SESSIONS = 4_000
+"""Of the corpus, that a tokenizer is trained on."""
 _TOKENIZER_DOCUMENTS = 2_000
 
 
@@ -78,7 +79,7 @@ def write_shipped_corpus(directory: Path, num_sessions: int, num_fixes: int) -> 
 def train_corpus_tokenizer(sessions: Sequence[ScriptedSession], vocab_size: int) -> Tokenizer:
     """A tokenizer for sessions and code, with the template's and the tools' tags as single tokens."""
     grammar = XmlGrammar(core_registry().schemas)
-    texts = [text for session in sessions[:_TOKENIZER_SESSIONS] for text in _texts(session)]
+    texts = [text for session in sessions[:TOKENIZER_SESSIONS] for text in _texts(session)]
     texts += code_documents(CORPUS_SEED, _TOKENIZER_DOCUMENTS)
     return train_tokenizer(texts, vocab_size, [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()])
 

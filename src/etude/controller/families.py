@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from random import Random
 from typing import Protocol, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from etude.config import RunConfig
-from etude.controller.corpus import load_fixes, load_sessions, make_documents, train_corpus_tokenizer
+from etude.controller.corpus import (
+    CORPUS_SEED,
+    TOKENIZER_SESSIONS,
+    load_fixes,
+    load_sessions,
+    make_documents,
+    train_corpus_tokenizer,
+)
 from etude.controller.trails import trail_documents, train_trail_tokenizer
+from etude.environment.episodes import EpisodeLimits
 from etude.errors import ConfigError, TaskError
 from etude.observe import Observer
 from etude.records import Task
 from etude.rollout.collect import TaskSource
 from etude.rollout.epochs import EpochSource
+from etude.rollout.playing import Author, play
+from etude.tasks.expert import Expert
 from etude.tasks.frozen import evaluation_tasks
 from etude.tasks.generator import SPLITS, Split, TaskGenerator
-from etude.tasks.harbor import read_harbor
-from etude.tasks.trails import TrailGenerator, check_lengths
+from etude.tasks.harbor import read_tasks
+from etude.tasks.trails import TrailAuthor, TrailGenerator, check_lengths
 from etude.tokens.renderer import Renderer
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document
@@ -40,6 +54,10 @@ class TaskFamily(Protocol):
 
     def documents(self, renderer: Renderer, observer: Observer) -> list[Document]:
         """What mid-training reads."""
+        ...
+
+    def scripted_session(self, number: int, renderer: Renderer) -> tuple[Task, list[NDArray[np.int32]]]:
+        """A task of the corpus' kind, and the messages with which its scripted author plays it."""
         ...
 
     def source(self) -> TaskSource:
@@ -65,7 +83,8 @@ class _BugFixes:
         self._config = config
 
     def train_tokenizer(self, observer: Observer) -> Tokenizer:
-        sessions = load_sessions(self._config.midtrain.num_sessions, observer)
+        num_read = min(self._config.midtrain.num_sessions, TOKENIZER_SESSIONS)
+        sessions = load_sessions(num_read, observer)
         return train_corpus_tokenizer(sessions, self._config.tokenizer.vocab_size)
 
     def documents(self, renderer: Renderer, observer: Observer) -> list[Document]:
@@ -73,6 +92,10 @@ class _BugFixes:
         sessions = load_sessions(midtrain.num_sessions, observer)
         fixes = load_fixes(midtrain.num_fix_documents, observer)
         return make_documents(sessions, fixes, renderer, midtrain, self._config.agent.max_tokens)
+
+    def scripted_session(self, number: int, renderer: Renderer) -> tuple[Task, list[NDArray[np.int32]]]:
+        task = TaskGenerator(CORPUS_SEED, "train").task(number)
+        return task, played_messages(task, Expert(task, Random(number)), renderer, self._config)
 
     def source(self) -> TaskSource:
         return TaskGenerator(self._config.seed, "train", level_weights=self._config.rl.level_weights).task
@@ -89,10 +112,10 @@ class _Directory(_BugFixes):
 
     def __init__(self, config: RunConfig) -> None:
         super().__init__(config)
-        tasks = _read_tasks(Path(config.tasks.directory), "tasks.directory")
+        tasks = read_tasks(Path(config.tasks.directory), "tasks.directory")
         if config.tasks.heldout_directory:
             self._trained = tasks
-            self._judged = _read_tasks(Path(config.tasks.heldout_directory), "tasks.heldout_directory")
+            self._judged = read_tasks(Path(config.tasks.heldout_directory), "tasks.heldout_directory")
         else:
             self._trained, self._judged = _held_apart(tasks, config.tasks.heldout_share)
 
@@ -120,6 +143,11 @@ class _Trails:
         observer.say(f"playing {self._config.midtrain.num_sessions} trails")
         return trail_documents(self._config, renderer)
 
+    def scripted_session(self, number: int, renderer: Renderer) -> tuple[Task, list[NDArray[np.int32]]]:
+        task = self.source()(number)
+        author = TrailAuthor(task, Random(number), self._config.tasks.trail_note_key)
+        return task, played_messages(task, author, renderer, self._config)
+
     def source(self) -> TaskSource:
         tasks, rl = self._config.tasks, self._config.rl
         num_tasks = rl.num_steps * rl.groups_per_step
@@ -136,33 +164,6 @@ class _Trails:
         return [source.task(number) for number in range(count)]
 
 
-def _read_tasks(directory: Path, field: str) -> list[Task]:
-    """The tasks of all Harbor directories below one."""
-    if not directory.is_dir():
-        raise TaskError(
-            "no such directory", field=field, received=str(directory), fix="name one that holds tasks"
-        )
-    found = [path for path in sorted(directory.iterdir()) if (path / "task.toml").is_file()]
-    if not found:
-        raise TaskError(
-            "holds no task: no directory below it has a task.toml",
-            field=field,
-            received=str(directory),
-            fix="`etude tasks export` shows what one looks like",
-        )
-    tasks = [read_harbor(path) for path in found]
-    num_of_id = Counter(task.id for task in tasks)
-    for path, task in zip(found, tasks, strict=True):
-        if num_of_id[task.id] > 1:
-            raise TaskError(
-                f"another task of {field} has this id",
-                field=f"{path / 'task.toml'}: id",
-                received=task.id,
-                fix="give each its own",
-            )
-    return tasks
-
-
 def _held_apart(tasks: Sequence[Task], share: float) -> tuple[list[Task], list[Task]]:
     """(trained on, judged on). Each task's place hangs on its id: others that come or go do not change it
     but at the edge."""
@@ -176,6 +177,20 @@ def _held_apart(tasks: Sequence[Task], share: float) -> tuple[list[Task], list[T
     ordered = sorted(tasks, key=lambda task: hashlib.blake2b(task.id.encode()).digest())
     num_judged = min(len(tasks) - 1, math.ceil(share * len(tasks)))
     return ordered[num_judged:], ordered[:num_judged]
+
+
+def played_messages(
+    task: Task, author: Author, renderer: Renderer, config: RunConfig
+) -> list[NDArray[np.int32]]:
+    """What the author writes in one session on a sandbox in memory, summaries included; tokens of each
+    message."""
+    limits = EpisodeLimits.from_config(config)
+    session, _ = asyncio.run(play(task, author, renderer, limits.session, limits.summary))
+    messages: list[NDArray[np.int32]] = []
+    for segment in session.segments():
+        edges = np.flatnonzero(np.diff(segment.sampled, prepend=False, append=False))
+        messages += [segment.tokens[start:end] for start, end in edges.reshape(-1, 2)]
+    return messages
 
 
 def _check_split(split: str, splits: Sequence[str]) -> None:

@@ -41,10 +41,15 @@ class Judging:
         self._metrics, self._observer = metrics, observer
         self._stop, self._report = stop, report
 
-    async def judge(self, tasks: Sequence[Task], name: str, parts: Parts) -> Evaluation:
-        """Figures of what is in service. Raises InfrastructureError if most sessions failed."""
+    async def judge(
+        self, tasks: Sequence[Task], name: str, parts: Parts, num_repeated: int = 0
+    ) -> Evaluation:
+        """Figures of what is in service. `num_repeated`: how many of the tasks are played several times.
+
+        Raises InfrastructureError if most sessions failed.
+        """
         began = self._stop.elapsed_s
-        self._observer.stage_begins(f"evaluation {name}", 1)
+        self._observer.stage_begins(f"evaluation {name.replace('_', ' ')}", 1)
         evaluation = await evaluate_policy(
             parts.environment,
             parts.service,
@@ -52,6 +57,8 @@ class Judging:
             f"{self._config.name}-{name}",
             self._config.seed,
             self._config.engine.num_slots,
+            self._config.evaluation.num_samples,
+            num_repeated,
         )
         values = {
             "pass_rate": evaluation.sampled["pass_rate"],
@@ -65,14 +72,20 @@ class Judging:
         add_stage_time(self._report, "evaluation_s", self._stop.elapsed_s - began)
         return evaluation
 
-    async def judge_before(self, tasks: Sequence[Task], trainer: Handle[Any], parts: Parts) -> None:
-        """The mid-trained model's figures, in the written report, unless an earlier sitting has them."""
+    async def judge_before(
+        self, tasks: Sequence[Task], others: Sequence[Task], trainer: Handle[Any], parts: Parts
+    ) -> None:
+        """The mid-trained model's figures, in the written report, unless an earlier sitting has them.
+        `others`: tasks of families that are never trained on."""
         if "heldout_before" in self._report:
             return
         manifest = await trainer.call("publish")
         await parts.service.stage(manifest)
         await parts.service.activate(manifest.version)
-        evaluation = await self.judge(tasks, "before", parts)
+        evaluation = await self.judge(tasks, "before", parts, self._config.evaluation.num_repeated_tasks)
+        if others:
+            family = await self.judge(others, "family_before", parts)
+            self._report["heldout_family_before"] = family.to_json()
         self._report |= _figures(evaluation, "before")
         sessions = list(zip(tasks, evaluation.trajectories, strict=True))
         texts = {task.id: session_text(session) for task, session in sessions}
@@ -105,4 +118,5 @@ def _figures(evaluation: Evaluation, when: str) -> dict[str, Any]:
         f"heldout_{when}": evaluation.to_json(),
         f"behaviour_{when}": evaluation.behaviour,
         f"first_edit_right_{when}": evaluation.sampled["first_edit_right"],
+        **{f"{name}_{when}": figure for name, figure in evaluation.pass_at_k.items()},
     }

@@ -13,6 +13,8 @@ from etude.observe import MetricSink, Observer
 from etude.training import Document, NextTokenTrainer, ShuffledDocuments
 
 STAGE = "midtrain"
+MIDTRAINING = "mid-training"
+"""The stage, for people."""
 _CURVE_SHARES = (0.25, 0.5, 0.75)
 
 
@@ -26,7 +28,7 @@ def run_midtraining(
     observer: Observer,
     save_curve: Callable[[str], None],
 ) -> bool:
-    """Trains `model` in place; returns whether the stage is over: complete, or out of time.
+    """Trains `model` in place; returns whether the stage is complete, and not cut.
 
     `latest` is the resumable checkpoint: see StageRunner. `save_curve` keeps a named snapshot for the
     learning curve.
@@ -35,7 +37,7 @@ def run_midtraining(
     trainer = NextTokenTrainer(model, batches, config.midtrain)
     total = config.midtrain.num_steps
     curve_steps = {round(share * total) for share in _CURVE_SHARES}
-    runner = StageRunner(STAGE, "mid-training", config.checkpoint, latest, stop, metrics, observer, _shown)
+    runner = StageRunner(STAGE, MIDTRAINING, config.checkpoint, latest, stop, metrics, observer, _shown)
     runner.restore(trainer)
 
     def after_step(step: int) -> None:

@@ -2,14 +2,17 @@
 
     publish ── stage ── activate ── score (engine) ─┐
                                   ─ score (trainer) ┴─ figures ── metrics ── stop, warn, go on
+    rollouts ── step ── parity_k3, parity_max ─────────────────────────────── stop, warn, go on
 
-What is compared are the latest rollouts, and before there are any, prompts of the tasks that come next.
+Scored are the latest rollouts, and before there are any, prompts of the tasks that come next. The engine
+computes them at once, as prompts. So each step's tokens are judged, too, as they were decoded: the first
+update compares those that its own weights sampled, before anything is saved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +54,9 @@ class ParityGate:
         self._config: ParityConfig = config.parity
         self._exact = config.numerics == "invariant"
         self._replays = config.rl.router_replay == "r3"
+        # Tokens that saw keys of older weights differ for that reason.
+        keeps_keys = config.rl.max_staleness > 0 and config.rl.kv_on_update == "keep"
+        self._judges_sampled = config.parity.num_sequences > 0 and not keeps_keys
         self._trainer = trainer
         self._sampler = sampler
         self._observer = observer
@@ -81,12 +87,29 @@ class ParityGate:
 
     def judge(self, figures: ParityFigures, version: PolicyVersion) -> None:
         """Raises ParityError, or says so and goes on, where the figures do not pass."""
-        if figures.exact if self._exact else figures.passes(self._config.limit):
-            return
-        self.worst["failed"] = self.worst.get("failed", 0.0) + 1
+        if not (figures.exact if self._exact else figures.passes(self._config.limit)):
+            self._refuse(
+                "failed",
+                f"trainer and engine are too far apart at {version}: k3 {figures.k3:.3g}, 99 % within "
+                f"{figures.p99:.3g}, at most {figures.max:.3g}, over {figures.num_tokens} tokens",
+            )
+
+    def judge_sampled(self, metrics: Mapping[str, float], step: int) -> None:
+        """The same for the tokens of this step as they were decoded; `metrics`: what the trainer reports of
+        it. Where none was sampled by the weights that the step began with there is nothing to judge."""
+        k3, largest = metrics.get("parity_k3", 0.0), metrics.get("parity_max", 0.0)
+        passes = largest == 0.0 if self._exact else math.isfinite(largest) and k3 <= self._config.limit
+        if self._judges_sampled and not passes:
+            self._refuse(
+                "sampled_failed",
+                f"trainer and engine are too far apart in step {step}, over the tokens that the engine "
+                f"decoded with the trainer's weights: k3 {k3:.3g}, at most {largest:.3g}",
+            )
+
+    def _refuse(self, counted: str, message: str) -> None:
+        self.worst[counted] = self.worst.get(counted, 0.0) + 1
         error = ParityError(
-            f"trainer and engine are too far apart at {version}: k3 {figures.k3:.3g}, 99 % within "
-            f"{figures.p99:.3g}, at most {figures.max:.3g}, over {figures.num_tokens} tokens",
+            message,
             field="numerics" if self._exact else "parity.limit",
             received="invariant" if self._exact else self._config.limit,
             fix=_CAUSES_EXACT if self._exact else _CAUSES,

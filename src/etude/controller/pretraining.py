@@ -40,7 +40,8 @@ def check_pretraining(config: RunConfig) -> None:
 def pretrain(config: RunConfig, run: RunDirectory, observer: Observer, resume: bool) -> dict[str, Any]:
     """Trains as the section `pretrain` says and returns the report, which `report.json` holds as well.
 
-    With `resume` goes on where an earlier sitting of the same run ended, however it ended, bit for bit.
+    With `resume` goes on where an earlier sitting of the same run ended, however it ended: bit for bit in as
+    many processes and threads.
     Raises InterruptedRunError after Ctrl-C or SIGTERM, with the state saved.
     """
     return sit("pretrain", config, run, observer, resume, _pretrain)

@@ -15,11 +15,11 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from etude.config import RunConfig
+from etude.config import RewardConfig, RunConfig
 from etude.controller.parity import ParityGate
 from etude.controller.publication import OverlappedPublication, Publication, PublicationInTurn
 from etude.controller.utilisation import Utilisation
@@ -29,10 +29,13 @@ from etude.protocols import EpisodeRunner, Handle, KvPolicy, Sampler, Trainer, W
 from etude.records import BlobRef, Group, Trajectory
 from etude.rollout import Collected, Collector, ContinuousCollector, GroupCollector
 from etude.rollout.curriculum import CollectorState, TaskSource
+from etude.rollout.pricing import measure_price
 from etude.store.trajectories import TrajectoryLog
 
 KIND = "rl"
 UTILISATION_KIND = "utilisation"
+PRICE_KIND = "price"
+"""Of the row that each look at validation tasks writes."""
 TASKS_KIND = "tasks"
 """Of the row that is written when no task is left."""
 
@@ -96,11 +99,12 @@ class ReinforcementLoop:
         part_seconds: PartSeconds = dict,
         clock: Callable[[], float] = time.perf_counter,
         overlap: bool = False,
+        validation: Validation | None = None,
     ) -> None:
         """`gate`: looks at publications; none is looked at without it. `kv`: what becomes of running
         sessions' keys and values. `part_seconds`: what other parts have spent so far, by what they did.
         `clock`: in seconds, for the figures only. `overlap`: whether new weights come into service while
-        the next step is taken."""
+        the next step is taken. `validation`: decides on the weight of the price of solved sessions."""
         self.times = LoopTimes()
         self.utilisation = Utilisation(clock, part_seconds)
         self.first_step = 0
@@ -120,6 +124,7 @@ class ReinforcementLoop:
         self._stop = stop
         self._gate = gate
         self._clock = clock
+        self._validation = validation
         parts = (trainer, sink, gate, collector.in_service, metrics, self.utilisation, kv)
         clocks = (self._spend, lambda: stop.elapsed_s, clock)
         self._publication: Publication = PublicationInTurn(*parts, *clocks)
@@ -152,6 +157,8 @@ class ReinforcementLoop:
                         break
                     step += 1
                     await self._train(step, batch)
+                    if step < num_steps:
+                        await self._validate(step)
                     self.utilisation.enter("save")
                     await after_step(step)
                     self._metrics.write(UTILISATION_KIND, step, self.utilisation.take())
@@ -196,7 +203,24 @@ class ReinforcementLoop:
         self._committed = batch.state_after
         self._account(batch, trained)
         self._report(step, batch, trained)
+        if self._gate is not None:
+            self._gate.judge_sampled(trained, step)
         _discard_routes(self._blobs, batch.collected.trajectories)
+
+    async def _validate(self, step: int) -> None:
+        """Plays validation tasks where it is time to, and sets the weight of the price by what they show."""
+        validation = self._validation
+        if validation is None or step % validation.reward.price.validate_every:
+            return
+        self.utilisation.enter("wait")
+        sessions = await validation.play()
+        check_infrastructure(sessions)
+        _discard_routes(self._blobs, sessions)
+        pass_rate, price = measure_price(sessions, validation.reward)
+        state = self._committed.price.after(pass_rate, price, validation.reward.price.max_fall)
+        self._committed.price = self._collector.state.price = state
+        values = {"validation_pass_rate": pass_rate, "validation_price": price, "price_weight": state.weight}
+        self._metrics.write(PRICE_KIND, step, {**values, "wall_s": self._stop.elapsed_s})
 
     def _spend(self, state: str, seconds: float) -> None:
         if state == "publish":
@@ -236,6 +260,16 @@ class ReinforcementLoop:
         }
         self._metrics.write(KIND, step, values)
         self._observer.stage_advances(step, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The tasks that decide on the weight of the price of solved sessions. Where rollouts and training take
+    turns: nothing else samples meanwhile."""
+
+    play: Callable[[], Awaitable[list[Trajectory]]]
+    """One greedy session for each task, with the weights in service."""
+    reward: RewardConfig
 
 
 class PartSeconds(Protocol):

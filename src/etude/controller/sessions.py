@@ -156,7 +156,9 @@ class SessionReader:
             begins = [opening, *rest] if system or opening.tools else rest
             parts = [framing.given(message, first=not place) for place, message in enumerate(begins)]
         except (BadRequestError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{where}: {error}", field=f"source {name}", fix="mend the messages") from error
+            raise ConfigError(
+                f"{where}: {error}", field=f"source {name}", fix="correct the messages"
+            ) from error
         marks: list[NDArray[np.bool_]] = []
         for place, (message, part) in enumerate(zip(begins, parts, strict=True)):
             mark = np.full(len(part), isinstance(message, Answer))

@@ -20,7 +20,8 @@ Figures = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class StageRunner:
-    """Runs one stage of a run. What it saves is enough to go on bit for bit."""
+    """Runs one stage of a run. What it saves is enough to go on bit for bit, in as many processes and
+    threads and with the same micro-batches."""
 
     stage: str
     """Of the rows of metrics, and of the checkpoint."""
@@ -45,8 +46,8 @@ class StageRunner:
         return True
 
     def run(self, trainer: AnyNextTokenTrainer, num_steps: int, after_step: Callable[[int], None]) -> bool:
-        """Takes steps until `num_steps`; returns whether the stage is over: complete, exhausted or out of
-        time. `after_step` is told each step, before it is saved."""
+        """Takes steps until `num_steps`; returns whether the stage is over: complete or exhausted. One that
+        was cut is saved. `after_step` is told each step, before it is saved."""
         self.observer.stage_begins(self.title, num_steps)
         with CheckpointKeeper(self.latest, self.checkpoint, self.metrics, self.observer) as keeper:
             self._take_steps(trainer, keeper, after_step)

@@ -18,10 +18,12 @@ class StopSignal:
     """
 
     def __init__(self, observer: Observer, max_wall_s: float = 0.0, already_s: float = 0.0) -> None:
-        """`already_s`: wall time that earlier sittings of this run have used."""
+        """`max_wall_s`: of this sitting; 0: no limit. `already_s`: wall time that earlier sittings of this
+        run have used."""
         self._observer = observer
         self._max_wall_s = max_wall_s
-        self._began = time.monotonic() - already_s
+        self._already_s = already_s
+        self._began = time.monotonic()
         self._signalled = False
         self._previous: dict[int, object] = {}
 
@@ -38,20 +40,17 @@ class StopSignal:
     @property
     def elapsed_s(self) -> float:
         """Wall time of the run, earlier sittings included."""
-        return time.monotonic() - self._began
+        return self._already_s + time.monotonic() - self._began
 
     @property
     def interrupted(self) -> bool:
-        """Whether somebody asked to stop."""
-        return self._signalled
-
-    @property
-    def out_of_time(self) -> bool:
-        """Whether the configured wall time is used up."""
-        return bool(self._max_wall_s) and self.elapsed_s >= self._max_wall_s
+        """Whether somebody asked to stop, or this sitting's time is used up: the run is to be saved as it is,
+        unfinished."""
+        is_late = bool(self._max_wall_s) and time.monotonic() - self._began >= self._max_wall_s
+        return self._signalled or is_late
 
     def __bool__(self) -> bool:
-        return self.interrupted or self.out_of_time
+        return self.interrupted
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._signalled:

@@ -260,7 +260,7 @@ class Supervisor:
                 f"{what}, and is started no more",
                 field=self.name,
                 received=cause,
-                fix="mend what the cause says, and go on with --resume",
+                fix="remove the cause, then continue with --resume",
             )
             self._changed.notify_all()
 

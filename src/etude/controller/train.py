@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -24,21 +24,29 @@ from etude.controller.backends import open_run_backend
 from etude.controller.clusters.runner import Players, open_clusters
 from etude.controller.compute import place_model, settle_compute, use_sampling_threads
 from etude.controller.families import open_family
+from etude.controller.forecast import Forecast, plan_steps
 from etude.controller.judging import Judging, add_stage_time
-from etude.controller.midtraining import run_midtraining
+from etude.controller.midtraining import MIDTRAINING, run_midtraining
 from etude.controller.models import settle_model
 from etude.controller.numerics import settle_numerics
 from etude.controller.parity import ParityGate
 from etude.controller.parts import Parts
-from etude.controller.reinforcement import ReinforcementLoop, make_collector, overlaps_publication
+from etude.controller.probing import Probe, can_probe, probe_speeds
+from etude.controller.reinforcement import (
+    ReinforcementLoop,
+    Validation,
+    make_collector,
+    overlaps_publication,
+)
 from etude.controller.remote.arrangement import open_remote
 from etude.controller.remote.evaluation import EvaluationBeside
 from etude.controller.rendering import make_renderer
+from etude.controller.run_plan import continue_plan, store_plan
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput, part_seconds
 from etude.controller.training_part import TrainingPaths
 from etude.errors import ResourceError
-from etude.evaluation import Evaluation
+from etude.evaluation import play_sessions, plays_of
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel, load_any_model
 from etude.observe import (
@@ -51,11 +59,12 @@ from etude.observe import (
     write_json,
 )
 from etude.protocols import Handle
+from etude.records import SamplingParams, Trajectory
 from etude.rollout.collect import CollectorState
 from etude.rollout.epochs import EpochSource
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
-from etude.training import load_checkpoint, save_checkpoint
+from etude.training import Document, load_checkpoint, save_checkpoint
 from etude.training.checkpoints import find_resumable, read_state
 
 MIDTRAINED = "midtrained"
@@ -67,14 +76,19 @@ SNAPSHOTS = "snapshots"
 OFFENDING = "offending"
 ROUTES = "routes"
 CURVE = "curve"
+LEARNING = "reinforcement learning"
+"""The stage, for people."""
 
 
 class InterruptedRunError(KeyboardInterrupt):
     """Somebody stopped the run; its state is saved and `--resume` goes on."""
 
 
-def train(config: RunConfig, run: RunDirectory, observer: Observer, resume: bool) -> dict[str, Any]:
-    """Trains as `config` says and returns the report, which `report.json` holds as well.
+def train(
+    config: RunConfig, run: RunDirectory, observer: Observer, resume: bool, probe: Probe = probe_speeds
+) -> dict[str, Any]:
+    """Trains as `config` says and returns the report, which `report.json` holds as well. `probe`: measures
+    the machine for the forecast.
 
     With `resume` goes on where an earlier sitting of the same run ended, however it ended; a run that has
     nothing left to do gives its report again. Raises InterruptedRunError after Ctrl-C or SIGTERM, with the
@@ -82,16 +96,27 @@ def train(config: RunConfig, run: RunDirectory, observer: Observer, resume: bool
     """
     with run.lock():
         report = (run.read_json(run.report_file) or {}) if resume else {}
+        with_forecast = can_probe(config)
+        if resume:
+            has_begun = bool({"forecast_s", "heldout_before"} & set(report)) or _has_checkpoints(run)
+            config = continue_plan(config, run, has_begun=has_begun, is_planned=with_forecast)
         ended = report.get("rl_steps") == config.rl.num_steps or report.get("tasks_exhausted", False)
         if "heldout_after" in report and ended:
             observer.say("the run is finished already")
             return report
+        for key in [key for key in report if key.endswith("_after") or key == "wall_s"]:
+            del report[key]  # of a sitting that ended before the run did
         with JsonlSink(run.metrics_file) as rows:
             metrics = MonitoredSink(rows, config.monitors, observer, read_metrics(run.metrics_file))
             newest = find_resumable(run.checkpoints / LATEST, metrics, observer)
             state = (read_state(newest) or {}) if newest is not None else {}
-            with StopSignal(observer, config.max_wall_s, float(state.get("elapsed_s", 0.0))) as stop:
-                return _Run(config, run, observer, stop, metrics, report, newest, state).go()
+            limit_s = 0.0 if with_forecast else config.max_wall_s
+            with StopSignal(observer, limit_s, float(state.get("elapsed_s", 0.0))) as stop:
+                return _Run(config, run, observer, stop, metrics, report, newest, state, probe).go()
+
+
+def _has_checkpoints(run: RunDirectory) -> bool:
+    return any((run.checkpoints / name).exists() for name in (LATEST, MIDTRAINED))
 
 
 class _Run:
@@ -107,11 +132,12 @@ class _Run:
         report: dict[str, Any],
         newest: Path | None,
         state: dict[str, Any],
+        probe: Probe,
     ) -> None:
         """`newest`: the checkpoint to go on from, with its state."""
         self.config, self.run, self.observer = config, run, observer
         self.stop, self.metrics, self.report = stop, metrics, report
-        self.newest, self.state = newest, state
+        self.newest, self.state, self.probe = newest, state, probe
         self.log = TrajectoryLog(run.trajectories)
         self.executor: PartExecutor | None = None
         """Starts the parts of a run that has them apart."""
@@ -126,7 +152,9 @@ class _Run:
         with contextlib.ExitStack() as stack:
             if self.config.is_apart:
                 self.executor = stack.enter_context(executor_of(self.config))
+            self._expect_stages()
             tokenizer, model = self._midtrained()
+            self.report = {"rl_steps": 0, **self.report, "rl_steps_planned": self.config.rl.num_steps}
             asyncio.run(self._after_midtraining(tokenizer, model))
         return self.report
 
@@ -136,23 +164,33 @@ class _Run:
         """Tokenizer and mid-trained model: given, finished in an earlier sitting, or trained now."""
         if self.config.initial_checkpoint is not None:
             directory = Path(self.config.initial_checkpoint)
-            return Tokenizer.load(directory), load_any_model(directory)
+            tokenizer = Tokenizer.load(directory)
+            self._forecast(lambda: load_any_model(directory), tokenizer, [])
+            return tokenizer, load_any_model(directory)
         done = self.run.checkpoints / MIDTRAINED
         if done.exists():
             return Tokenizer.load(done), load_checkpoint(done)[0]
         return self._midtrain(done)
 
     def _midtrain(self, done: Path) -> tuple[Tokenizer, LanguageModel]:
-        config = self.config
         self.observer.say("reading the corpus")
         tokenizer_directory = self.run.path / TOKENIZER
-        if not (tokenizer_directory / TOKENIZER_FILE).exists():
-            self.family.train_tokenizer(self.observer).save(tokenizer_directory)
-        tokenizer = Tokenizer.load(tokenizer_directory)
+        is_new = not (tokenizer_directory / TOKENIZER_FILE).exists()
+        if is_new:
+            tokenizer = self.family.train_tokenizer(self.observer)
+        else:
+            tokenizer = Tokenizer.load(tokenizer_directory)
         documents = self.family.documents(make_renderer(tokenizer), self.observer)
-        model = LanguageModel(config.model, tokenizer.vocab_size)
-        model.initialise(config.seed)
-        place_model(model, config)
+
+        def make_model() -> LanguageModel:
+            model = LanguageModel(self.config.model, tokenizer.vocab_size)
+            model.initialise(self.config.seed)
+            return model
+
+        self._forecast(make_model, tokenizer, documents)
+        if is_new:
+            tokenizer.save(tokenizer_directory)
+        config, model = self.config, place_model(make_model(), self.config)
         latest = self.run.checkpoints / LATEST
 
         def save_curve(name: str) -> None:
@@ -168,6 +206,56 @@ class _Run:
         self._save_model(done, model, tokenizer)
         return tokenizer, model
 
+    def _forecast(
+        self, make_model: Callable[[], AnyModel], tokenizer: Tokenizer, documents: Sequence[Document]
+    ) -> None:
+        """Says what the run will take, and turns `max_wall_s` into steps: once, before anything is trained or
+        kept. Raises ConfigError where the time is too short."""
+        if not can_probe(self.config) or "forecast_s" in self.report or _has_checkpoints(self.run):
+            return
+        asked, model = self.config, place_model(make_model(), self.config)
+        assert isinstance(model, LanguageModel), "settled: other architectures sample through vLLM"
+        speeds = self.probe(asked, model, tokenizer, documents, self.family)
+        told = (speeds, self.stop.elapsed_s, sum(size for _, size in self._evaluations))
+        if asked.max_wall_s:
+            self.config = plan_steps(asked, *told)
+            self.family = open_family(self.config)  # which may depend on the number of steps
+            store_plan(self.run, asked, self.config)
+            steps = self.config.midtrain.num_steps, self.config.rl.num_steps
+            self.observer.say(
+                "for {:g} s: {} steps of mid-training, {} of RL".format(asked.max_wall_s, *steps)
+            )
+        forecast = Forecast.of(self.config, *told)
+        self.observer.say(forecast.words())
+        self.run.update_environment({"forecast": forecast.to_json()})
+        self.report["forecast_s"] = forecast.total_s
+        write_json(self.run.report_file, self.report)
+        self._expect_stages()
+
+    def _expect_stages(self) -> None:
+        """Lets the progress line know of the stages to come."""
+        stored = self.run.environment.get("forecast")
+        if stored is None:
+            return
+        forecast = Forecast(**stored)
+        evaluation_s = forecast.evaluation_s / sum(size for _, size in self._evaluations)
+        judged = [(f"evaluation {name}", size * evaluation_s) for name, size in self._evaluations]
+        num_before = len(judged) // 2
+        midtraining, learning = (MIDTRAINING, forecast.midtrain_s), (LEARNING, forecast.rl_s)
+        self.observer.expect_stages([midtraining, *judged[:num_before], learning, *judged[num_before:]])
+
+    @property
+    def _evaluations(self) -> list[tuple[str, float]]:
+        """Name and size of each, in their order: half of them come before reinforcement learning. A size of 1
+        is every held-out task once greedily and once at temperature 1."""
+        settings = self.config.evaluation
+        num_repeated = min(settings.num_tasks, settings.num_repeated_tasks)
+        heldout = 1 + num_repeated * (settings.num_samples - 1) / (2 * settings.num_tasks)
+        if "heldout_family" not in self.family.splits:
+            return [("before", heldout), ("after", heldout)]
+        family = min(settings.num_tasks, settings.num_family_tasks) / settings.num_tasks
+        return [("before", heldout), ("family before", family), ("after", heldout), ("family", family)]
+
     async def _after_midtraining(self, tokenizer: Tokenizer, model: AnyModel) -> None:
         training_threads = torch.get_num_threads()
         use_sampling_threads(self.config)
@@ -178,21 +266,22 @@ class _Run:
         ):
             parts = arrangement.parts
             heldout = self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks)
+            has_others = "heldout_family" in self.family.splits
+            num_others = min(self.config.evaluation.num_tasks, self.config.evaluation.num_family_tasks)
+            others = self.family.evaluation_tasks("heldout_family", num_others) if has_others else []
             async with arrangement.training as trainer:
                 if self.newest is not None and self.state.get("stage") == "rl":
                     await trainer.call("restore", self.newest)
-                await judging.judge_before(heldout, trainer, parts)
+                await judging.judge_before(heldout, others, trainer, parts)
                 players = await clusters.enter_async_context(self._players(parts))
                 await self._reinforce(trainer, parts, players, arrangement.beside)
                 await players.announce_end()
                 await trainer.call("save_model", self.run.checkpoints / FINAL, True)
                 base = self.config.initial_checkpoint or str(self.run.checkpoints / MIDTRAINED)
                 await trainer.call("save_adapters", self.run.checkpoints / ADAPTER, base)
-            after = await judging.judge(heldout, "after", parts)
-            family: Evaluation | None = None
-            if "heldout_family" in self.family.splits:
-                others = self.family.evaluation_tasks("heldout_family", self.config.evaluation.num_tasks)
-                family = await judging.judge(others, "family", parts)
+            num_repeated = self.config.evaluation.num_repeated_tasks
+            after = await judging.judge(heldout, "after", parts, num_repeated)
+            family = await judging.judge(others, "family", parts) if others else None
             judging.finish(heldout, after, family)
 
     def _arrange(
@@ -251,12 +340,13 @@ class _Run:
             config.rl.kv_on_update,
             lambda: part_seconds(parts),
             overlap=overlaps_publication(config),
+            validation=self._validation(parts),
         )
         loop.first_step = (await trainer.call("current_version")).step
         loop.parity.update(self.report.get("parity", {}))
         self.report["parity"] = loop.parity
         saver = _Saver(self, trainer, loop)
-        self.observer.stage_begins("reinforcement learning", config.rl.num_steps)
+        self.observer.stage_begins(LEARNING, config.rl.num_steps)
         before = self.stop.elapsed_s
         self.throughput.begin(parts)
         taken = await self._take_steps(loop, saver, beside)
@@ -268,12 +358,25 @@ class _Run:
         self.report["rl_steps"] = taken
         self.report["tasks_exhausted"] = loop.exhausted
         is_short = taken < config.rl.num_steps and not loop.exhausted
-        self.report["out_of_time"] = is_short and self.stop.out_of_time
         if taken > loop.first_step or "throughput" not in self.report:
             self.report["throughput"] = self.throughput.to_json()
         write_json(self.run.report_file, self.report)
         if self.stop.interrupted and is_short:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
+
+    def _validation(self, parts: Parts) -> Validation | None:
+        """What decides on the weight of the price, if anything does: see PriceConfig."""
+        config, price = self.config, self.config.rl.reward.price
+        if not price.validate_every or config.rl.max_staleness or "validation" not in self.family.splits:
+            return None
+        tasks = self.family.evaluation_tasks("validation", price.validation_tasks)
+
+        def play() -> Awaitable[list[Trajectory]]:
+            name, params = f"{config.name}-validation", SamplingParams(temperature=0.0)
+            plays, slots = plays_of(tasks), config.engine.num_slots
+            return play_sessions(parts.environment, parts.service, plays, name, config.seed, params, slots)
+
+        return Validation(play, config.rl.reward)
 
     async def _take_steps(
         self, loop: ReinforcementLoop, saver: _Saver, beside: EvaluationBeside | None
@@ -316,6 +419,7 @@ class _Run:
             "elapsed_s": self.stop.elapsed_s,
         }
         await trainer.call("save", extra)
+        self.report["rl_steps"] = (await trainer.call("current_version")).step
         write_json(self.run.report_file, self.report)
 
     def save_curve(self, name: str, model: AnyModel) -> None:

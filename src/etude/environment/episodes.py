@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from etude.agent import (
     AgentSession,
+    Patience,
     Registry,
     SessionLimits,
     SummaryPolicy,
@@ -101,7 +102,11 @@ class Environment:
         reward: RewardConfig,
         keep_routes: RouteKeeper | None,
         registry: Registry | None = None,
+        system: str | None = None,
+        patience: Patience | None = None,
     ) -> None:
+        """`system`: precedes the task, for models that were not trained with these tools. `patience`: with
+        failures of the sampler; none unless given."""
         self.times = EnvironmentTimes()
         check_reward(reward)
         grader = Grader(backend, limits.sandbox, reward=reward)
@@ -109,6 +114,7 @@ class Environment:
         self._renderer = renderer
         self._limits = limits
         self._keep_routes = keep_routes
+        self._system, self._patience = system, patience
 
     async def run(
         self,
@@ -126,7 +132,9 @@ class Environment:
         async def attempt(session: AgentSession, number: int) -> Trajectory:
             world = EnvironmentSession.begin(self._site, task, self._limits.sandbox)
             try:
-                timings = await run_session(session, sampler, world, f"{identity}~{number}", rng_key)
+                timings = await run_session(
+                    session, sampler, world, f"{identity}~{number}", rng_key, patience=self._patience
+                )
                 return await self._graded(session, world, timings, number)
             finally:
                 await asyncio.shield(world.close())
@@ -195,7 +203,8 @@ class Environment:
             play.identity,
             self._limits.session,
             play.params,
-            summary=summary,
+            self._system,
+            summary,
         )
 
     async def _fork(
@@ -229,9 +238,7 @@ class Environment:
             siblings = [await one for one in running]
         finally:
             await asyncio.shield(_end(running, views, chosen))
-        facts = {"continues": str(trajectory.id), **_fork_facts(told, chosen)}
-        own = branch_of(trajectory, chosen.point, plan.continuation, facts)
-        return ForkedEpisode(trajectory, (own, *siblings), chosen.origin)
+        return ForkedEpisode(trajectory, tuple(siblings), chosen.origin)
 
     async def _sibling(
         self,

@@ -57,8 +57,6 @@ class ForkPlan:
     """What is asked for of one session."""
 
     turn: ForkTurn
-    continuation: TrajectoryId
-    """Names what the forked session itself did after the fork."""
     siblings: tuple[Place, ...]
     rng_key: tuple[int, ...]
     """Of the choice of a random turn."""
@@ -70,8 +68,8 @@ class ForkedEpisode:
 
     trajectory: Trajectory
     """The session, whole."""
-    members: tuple[Trajectory, ...] = ()
-    """What it did after the fork, and its siblings; none without a fork."""
+    siblings: tuple[Trajectory, ...] = ()
+    """None without a fork."""
     origin: GroupOrigin | None = None
     refused: Refused | None = None
 

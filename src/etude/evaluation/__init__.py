@@ -1,6 +1,29 @@
-"""Benchmark suites and their statistics."""
+"""Benchmark suites, their statistics, and paired comparisons."""
 
-from etude.evaluation.statistics import summarize, wilson_interval
-from etude.evaluation.suite import Evaluation, evaluate_policy
+from etude.evaluation.comparison import compare_results, compare_rows
+from etude.evaluation.intervals import clopper_pearson, clustered_interval, wilson_interval
+from etude.evaluation.results import EvaluationResult, ModeResult
+from etude.evaluation.sessions import Play, SessionRow, play_sessions, plays_of
+from etude.evaluation.statistics import Prices, pass_at_k, session_figures, summarize
+from etude.evaluation.suite import Evaluation, check_infrastructure, evaluate_policy
 
-__all__ = ["Evaluation", "evaluate_policy", "summarize", "wilson_interval"]
+__all__ = [
+    "Evaluation",
+    "EvaluationResult",
+    "ModeResult",
+    "Play",
+    "Prices",
+    "SessionRow",
+    "check_infrastructure",
+    "clopper_pearson",
+    "clustered_interval",
+    "compare_results",
+    "compare_rows",
+    "evaluate_policy",
+    "pass_at_k",
+    "play_sessions",
+    "plays_of",
+    "session_figures",
+    "summarize",
+    "wilson_interval",
+]

@@ -1,25 +1,96 @@
-"""Pass rates with confidence intervals."""
+"""Figures of one model on one suite (pass rates by arXiv 2107.03374 and 2411.00640)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from etude.evaluation.intervals import clustered_interval, wilson_interval
+from etude.evaluation.sessions import SessionRow
 from etude.records import Task, Trajectory
 
-_Z_95 = 1.959963984540054
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What a model's tokens cost, in money per million."""
+
+    input_tokens: float = 0.0
+    tokens: float = 0.0
+
+    def of(self, row: SessionRow) -> float:
+        """The price of a session, as if nothing that is read were cached."""
+        return (self.input_tokens * row.input_tokens + self.tokens * row.tokens) / 1e6
 
 
-def wilson_interval(num_passed: int, n: int, z: float = _Z_95) -> tuple[float, float]:
-    """The score interval of a proportion (Wilson 1927), which holds it; (0, 1) where nothing was tried."""
-    if n == 0:
-        return 0.0, 1.0
-    share = num_passed / n
-    scale = 1 + z * z / n
-    centre = (share + z * z / (2 * n)) / scale
-    half = z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5 / scale
-    # Rounding must not put a share of 0 or 1 outside.
-    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
+def pass_at_k(n: int, num_passed: int, k: int) -> float:
+    """The unbiased estimate, from `n` sessions of a task, of the chance that one of `k` passes.
+
+    It is the share of all choices of `k` among them that hold one which passed (arXiv 2107.03374). Raises
+    ValueError for k > n.
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@k: k must be in 1..{n}, received {k}")
+    return 1.0 - math.comb(n - num_passed, k) / math.comb(n, k)
+
+
+def verdicts_by_task(rows: Sequence[SessionRow], voided_failed: bool = False) -> dict[str, list[bool]]:
+    """The verdicts of each task. Voided sessions are left out, with the tasks that have no others; or, with
+    `voided_failed`, counted as failures."""
+    found: dict[str, list[bool]] = {}
+    for row in rows:
+        if row.passed is not None or voided_failed:
+            found.setdefault(row.task, []).append(bool(row.passed))
+    return found
+
+
+def pass_rates(verdicts: Mapping[str, Sequence[bool]], k: int = 1) -> dict[str, float]:
+    """pass@k of each task that has so many sessions."""
+    return {task: pass_at_k(len(v), sum(v), k) for task, v in verdicts.items() if len(v) >= k}
+
+
+def session_figures(rows: Sequence[SessionRow], prices: Prices | None = None) -> dict[str, Any]:
+    """What the sessions of one model at one temperature come to.
+
+    Keys: `tasks`, `sessions`, `voided` (sessions that the infrastructure failed); `pass_rate` (pass@1, the
+    mean over tasks) with `ci95` (see `clustered_interval`), and `pass_rate_voided_failed`, the same with
+    voided sessions as failures; `pass_at`: k -> pass@k for powers of two and the most samples (None where
+    too many were voided); means per session of `reward`, `tokens`, `input_tokens`, `turns`, `calls`,
+    `malformed` and `seconds`; `parallel_share` of the turns; `seconds_per_solved`, `tokens_per_solved` and,
+    with `prices`, `cost_per_solved`: of all sessions over those that passed (None without any).
+    """
+    graded = [row for row in rows if row.passed is not None]
+    clusters = {row.task: row.cluster for row in rows}
+    verdicts, all_verdicts = verdicts_by_task(rows), verdicts_by_task(rows, voided_failed=True)
+    rates = pass_rates(verdicts)
+    most = max((len(found) for found in all_verdicts.values()), default=0)
+    sizes = sorted({1 << power for power in range(most.bit_length())} | {most} - {0})
+    num_solved, num_turns = sum(bool(row.passed) for row in graded), sum(row.turns for row in graded)
+
+    def per_solved(value: Callable[[SessionRow], float]) -> float | None:
+        return math.fsum(map(value, graded)) / num_solved if num_solved else None
+
+    figures: dict[str, Any] = {
+        "tasks": len(all_verdicts),
+        "sessions": len(rows),
+        "voided": len(rows) - len(graded),
+        "pass_rate": mean(list(rates.values())),
+        "ci95": list(clustered_interval(list(rates.values()), [clusters[task] for task in rates])),
+        "pass_rate_voided_failed": mean(list(pass_rates(all_verdicts).values())),
+        "pass_at": {str(k): _mean_or_none(pass_rates(verdicts, k).values()) for k in sizes},
+        **{name: mean([float(getattr(row, name) or 0) for row in graded]) for name in MEANS},
+        "parallel_share": sum(row.parallel_turns for row in graded) / num_turns if num_turns else 0.0,
+        "seconds_per_solved": per_solved(lambda row: row.seconds),
+        "tokens_per_solved": per_solved(lambda row: row.tokens),
+    }
+    if prices is not None:
+        figures["cost_per_solved"] = per_solved(prices.of)
+    return figures
+
+
+MEANS = ("reward", "tokens", "input_tokens", "turns", "calls", "malformed", "seconds")
+"""Numbers of a row whose means per session are reported."""
 
 
 def summarize(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
@@ -35,20 +106,25 @@ def summarize(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
         "pass_rate": passed / len(verdicts) if verdicts else 0.0,
         "ci95": [low, high],
         "n": len(verdicts),
-        "first_edit_right": _mean([bool(t.facts["first_edit_right"]) for _, t in graded]),
+        "first_edit_right": mean([bool(t.facts["first_edit_right"]) for _, t in graded]),
         "by_level": _share_by("level", verdicts),
         "by_bug": _share_by("bug_kind", verdicts),
         "infrastructure_failures": len(trajectories) - len(graded),
     }
 
 
+def mean(values: Sequence[float]) -> float:
+    """0 where there is nothing."""
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _mean_or_none(values: Collection[float]) -> float | None:
+    return mean(list(values)) if values else None
+
+
 def _share_by(key: str, verdicts: Sequence[tuple[Task, bool]]) -> dict[str, float]:
     values = sorted({str(task.metadata[key]) for task, _ in verdicts if key in task.metadata})
     return {
-        value: _mean([verdict for task, verdict in verdicts if str(task.metadata.get(key)) == value])
+        value: mean([verdict for task, verdict in verdicts if str(task.metadata.get(key)) == value])
         for value in values
     }
-
-
-def _mean(values: Sequence[bool]) -> float:
-    return sum(values) / len(values) if values else 0.0

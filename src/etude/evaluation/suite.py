@@ -1,17 +1,17 @@
-"""Evaluating a policy: greedy and at temperature 1, on tasks whose functions it never saw."""
+"""Evaluating a policy on a suite: greedily, at temperature 1, and several times at temperature 1."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from etude.errors import InfrastructureError
-from etude.evaluation.statistics import summarize
+from etude.evaluation.sessions import Play, SessionRow, play_sessions, plays_of
+from etude.evaluation.statistics import mean, pass_rates, summarize, verdicts_by_task
 from etude.observe import summarize_behaviour
 from etude.protocols import EpisodeRunner, Sampler
 from etude.records import SamplingParams, Task, Trajectory
-from etude.rollout.collect import run_tasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,9 @@ class Evaluation:
     behaviour: dict[str, float]
     """Of the sampled sessions, per episode."""
     trajectories: tuple[Trajectory, ...]
-    """The sampled sessions, in the order of the tasks."""
+    """The first sampled session of each task, in the order of the tasks."""
+    pass_at_k: dict[str, float] = field(default_factory=dict[str, float])
+    """`pass_at_8`, of eight sessions of each repeated task at temperature 1; empty where there was none."""
 
     def to_json(self) -> dict[str, Any]:
         return {"greedy": self.greedy, "sampled": self.sampled}
@@ -38,28 +40,33 @@ async def evaluate_policy(
     name: str,
     seed: int,
     max_sessions: int,
+    num_samples: int = 1,
+    num_repeated: int = 0,
 ) -> Evaluation:
-    """Runs every task once greedily and once at temperature 1. Raises InfrastructureError if most failed."""
-    runs = {
-        mode: await run_tasks(
-            environment,
-            sampler,
-            tasks,
-            f"{name}-{mode}",
-            seed,
-            SamplingParams(temperature=temperature),
-            max_sessions,
-        )
-        for mode, temperature in (("greedy", 0.0), ("sampled", 1.0))
-    }
-    for trajectories in runs.values():
-        check_infrastructure(trajectories)
+    """Runs every task once greedily and once at temperature 1, and the first `num_repeated` tasks so often
+    that they have `num_samples` sessions at temperature 1. Raises InfrastructureError if most failed."""
+    again = plays_of(tasks[:num_repeated], num_samples)[len(tasks[:num_repeated]) :]
+    plays: dict[str, list[Play]] = {"greedy": plays_of(tasks), "sampled": [*plays_of(tasks), *again]}
+    runs: dict[str, list[Trajectory]] = {}
+    for mode, temperature in (("greedy", 0.0), ("sampled", 1.0)):
+        params, label = SamplingParams(temperature=temperature), f"{name}-{mode}"
+        runs[mode] = await play_sessions(environment, sampler, plays[mode], label, seed, params, max_sessions)
+        check_infrastructure(runs[mode])
+    first = runs["sampled"][: len(tasks)]
     return Evaluation(
         summarize(tasks, runs["greedy"]),
-        summarize(tasks, runs["sampled"]),
-        summarize_behaviour(runs["sampled"]),
-        tuple(runs["sampled"]),
+        summarize(tasks, first),
+        summarize_behaviour(first),
+        tuple(first),
+        _pass_at(num_samples, plays["sampled"], runs["sampled"]) if again else {},
     )
+
+
+def _pass_at(k: int, plays: Sequence[Play], trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Of the tasks with so many graded sessions: one that the infrastructure failed leaves its task out."""
+    rows = [SessionRow.of(play.task, one) for play, one in zip(plays, trajectories, strict=True)]
+    rates = pass_rates(verdicts_by_task(rows), k)
+    return {f"pass_at_{k}": mean(list(rates.values()))} if rates else {}
 
 
 def check_infrastructure(trajectories: Sequence[Trajectory]) -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.config import ModelConfig
-from etude.errors import ResourceError
+from etude.errors.packages import missing_package
 from etude.inference.cache import PagedCache, StepRows
 from etude.inference.sampling import sample
 from etude.model import DraftLayers, LanguageModel, RecordedRoutes
@@ -277,7 +277,5 @@ def _load_kernels() -> _Kernels:
     try:
         from etude.model.kernels.gpu import ops, paged_attention
     except ImportError as error:
-        raise ResourceError(
-            "Triton is missing", field="engine.kernels", received="gpu", fix="pip install triton"
-        ) from error
+        raise missing_package("computing on a GPU", "triton", field="engine.kernels") from error
     return _Kernels(paged_attention, ops)

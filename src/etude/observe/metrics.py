@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from etude.errors import ResourceError, RunDirectoryError
+from etude.errors import RunDirectoryError
+from etude.errors.packages import missing_package
 
 MetricRow = dict[str, Any]
 """One row: `kind`, `step`, `wall_s` and the values; text is a label (`split`, `mode`, `name`), NaN or inf."""
@@ -199,6 +200,4 @@ def _optional(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ResourceError(
-            f"this metric sink needs the package {package}", fix=f"pip install {package}"
-        ) from error
+        raise missing_package("this metric sink", package) from error

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 
 class Observer(Protocol):
     """Listens to a run. Calls come from one thread; stages do not nest."""
+
+    def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
+        """The stages of the whole run, in their order, and the seconds that each is thought to take."""
+        ...
 
     def stage_begins(self, name: str, total_steps: int) -> None:
         """A stage of `total_steps` steps begins; 0 where nobody knows how many."""
@@ -28,6 +32,9 @@ class Observer(Protocol):
 
 class SilentObserver:
     """Hears everything and says nothing."""
+
+    def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
+        """Ignored."""
 
     def stage_begins(self, name: str, total_steps: int) -> None:
         """Ignored."""
@@ -51,6 +58,11 @@ class RecordingObserver:
         """(stage, step, values)"""
         self.lines: list[str] = []
         self.open_stage: str | None = None
+        self.expected: list[tuple[str, float]] = []
+
+    def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
+        """Keeps the stages."""
+        self.expected = list(stages)
 
     def stage_begins(self, name: str, total_steps: int) -> None:
         """Keeps the stage."""

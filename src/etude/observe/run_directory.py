@@ -68,7 +68,7 @@ class RunDirectory:
                 "is not a run directory: it has no config.toml",
                 field="run",
                 received=str(path),
-                fix="name a directory that `etude train` made",
+                fix="name the directory of a run that `etude train` started",
             )
         return run
 
@@ -146,10 +146,15 @@ class RunDirectory:
         config = parse_config(tree)
         with self.lock():
             shutil.copyfile(self.config_file, self.path / "config-before.toml")
-            write_text(self.config_file, dump_config(config))
+            self.replace_config(config)
             with JsonlSink(self.metrics_file) as metrics:
                 for key, value in dropped.items():
                     metrics.write("dropped_key", 0, {"name": key, "value": repr(value)})
+
+    def replace_config(self, config: RunConfig) -> None:
+        """Stores another configuration in place of the one that the run was made with. Of who holds
+        `lock()`."""
+        write_text(self.config_file, dump_config(config))
 
     @contextlib.contextmanager
     def forgotten_if_refused(self) -> Iterator[None]:
@@ -210,7 +215,7 @@ class RunDirectory:
                     "another process is writing this run",
                     field="run",
                     received=str(self.path),
-                    fix="wait for it, or train under another name: --name NAME",
+                    fix="wait until it ends, or train under another name with --name NAME",
                 ) from None
             yield
         finally:
@@ -252,17 +257,17 @@ def check_resources(directory: Path) -> None:
 
 def _cannot_make(path: Path, error: OSError) -> RunDirectoryError:
     return RunDirectoryError(
-        f"cannot be made: {error.strerror}",
+        f"cannot be created: {error.strerror}",
         field="runs_directory",
         received=str(path),
-        fix="--set runs_directory=... with a directory that you may write to",
+        fix="choose a directory that you can write to with --set runs_directory=...",
     )
 
 
 def _exists(path: Path) -> RunDirectoryError:
     return RunDirectoryError(
-        "exists already",
+        "already exists",
         field="name",
         received=str(path),
-        fix="--resume continues it; --name NAME starts another; or remove the directory",
+        fix="continue it with --resume, start another with --name NAME, or remove the directory",
     )

@@ -185,6 +185,8 @@ class Group:
     """How many members were asked for."""
     members: tuple[Trajectory, ...]
     origin: GroupOrigin | None = None
+    price_weight: float = 1.0
+    """Weight of the price of solved sessions (`rl.reward.price`) when the group was collected."""
 
     @property
     def complete(self) -> bool:

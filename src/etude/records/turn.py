@@ -62,3 +62,6 @@ class Turn:
     """The message as text, calls included; for people. Training reads tokens only."""
     calls: tuple[ToolCall, ...]
     results: tuple[ToolResult, ...]
+    malformed: tuple[tuple[int, int], ...] = ()
+    """Tokens [start, end) of the segment that make up the malformed calls of the message; of a message
+    without any call, the token that ended it."""

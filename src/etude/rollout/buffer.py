@@ -10,7 +10,7 @@ sampled to be thrown away. While new weights are on their way into service fewer
 signal take no place in a step, so more may be open by the share that they had lately.
 
 A number's two groups, where one of its sessions was forked, are one unit: under way, waiting and taken
-together, since what the fork's group trains of the forked session its task's group does not.
+together.
 
 A state machine without I/O or clock: whoever drives it waits.
 """
@@ -22,9 +22,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from etude.algorithms.signal import Signal
 from etude.records import Group
 from etude.rollout.masking import mask_stale
-from etude.rollout.signal import Signal
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,8 @@ class Waiting:
 
     @property
     def num_sampled_tokens(self) -> int:
-        """Of every session once: what a forked session did after its fork is part of the session."""
-        members = (member for group, _ in self.groups for member in group.members)
-        return sum(member.num_sampled_tokens for member in members if "continues" not in member.facts)
+        """Of all sessions."""
+        return sum(member.num_sampled_tokens for group, _ in self.groups for member in group.members)
 
     @property
     def is_trained(self) -> bool:
@@ -240,9 +239,10 @@ def oldest_step(group: Group, otherwise: int) -> int:
 
 
 def trained_groups(taken: Taken) -> tuple[Group, ...]:
-    """What a step trains on: first the groups whose verdicts differ, then those that differ in form."""
+    """What a step trains on: first the groups whose verdicts differ, then those of one verdict."""
     groups = [pair for one in taken.trained for pair in one.groups]
-    return tuple(g for wanted in (Signal.TASK, Signal.FORM) for g, signal in groups if signal is wanted)
+    trained = [signal for signal in Signal if signal is not Signal.NONE]
+    return tuple(g for wanted in trained for g, signal in groups if signal is wanted)
 
 
 def dropped_groups(taken: Taken) -> tuple[Group, ...]:

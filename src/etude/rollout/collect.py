@@ -9,21 +9,21 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from etude.algorithms.signal import Signal, signal_of
 from etude.config import RlConfig
 from etude.protocols import EpisodeRunner, Sampler
-from etude.records import Group, SamplingParams, Task, Trajectory, TrajectoryId
+from etude.records import Group, Task, Trajectory
 from etude.rollout.curriculum import CollectorState, Curriculum, TaskSource
 from etude.rollout.forks import Members, count_fork, fork_figures, fork_group
-from etude.rollout.signal import Signal, signal_of
 from etude.rollout.together import run_together
 from etude.store.trajectories import TrajectoryLog
 
-__all__ = ["Collected", "Collector", "CollectorState", "GroupCollector", "TaskSource", "run_tasks"]
+__all__ = ["Collected", "Collector", "CollectorState", "GroupCollector", "TaskSource"]
 
 MAX_OVERSAMPLING = 2.0
 _SMOOTHING = 0.7
@@ -34,10 +34,10 @@ class Collected:
     """One step's groups."""
 
     trained: tuple[Group, ...]
-    """Groups that carry a signal: first those whose verdicts differ, then those that failed as a whole and
-    differ in malformed calls."""
+    """Groups that carry a signal: first those whose verdicts differ, then those that were solved or failed as
+    a whole and teach something all the same."""
     dropped: tuple[Group, ...] = field(default=())
-    """Groups without variance, kept for the record."""
+    """Groups that teach nothing, and those that a step had no place for; kept for the record."""
     stale: tuple[Group, ...] = field(default=())
     """Groups that were too old to be trained on, kept for the record."""
     figures: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -47,10 +47,9 @@ class Collected:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """Of every session once: what a forked session did after its fork is part of the session."""
+        """All sessions."""
         groups = (*self.trained, *self.dropped, *self.stale)
-        members = (member for group in groups for member in group.members)
-        return [member for member in members if "continues" not in member.facts]
+        return [member for group in groups for member in group.members]
 
 
 class Collector(Protocol):
@@ -78,8 +77,9 @@ class GroupCollector:
     """Samples groups until enough of them carry a signal.
 
     Where the task's verdict is the same for all members, the group says nothing about how to solve it: it is
-    dropped, counted and replaced. More groups than needed are asked for at once, by the share that was
-    useful lately, because a second round would run half empty.
+    dropped, counted and replaced, unless its prices or its form teach something. More groups than needed are
+    asked for at once, by the share that was useful lately, because a second round would run half empty; those
+    that were not needed after all, the last in task order, are dropped as well.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class GroupCollector:
         wanted = self._config.groups_per_step
         trained: list[Group] = []
         dropped: list[Group] = []
-        formal: list[Group] = []
+        beside: list[Group] = []
         counts: Counter[str] = Counter()
         curriculum = Curriculum(self._tasks, self._config.curriculum, self.state)
         for refill in range(1 + self._config.max_refill_rounds):
@@ -121,17 +121,20 @@ class GroupCollector:
             groups = await self._sample_groups(curriculum, self._num_to_ask(missing), counts)
             if not groups:
                 break
-            by_signal = {signal: [g for g in groups if signal_of(g) is signal] for signal in Signal}
-            formal += by_signal[Signal.FORM]
+            signals = [(group, signal_of(group, self._config)) for group in groups]
+            by_signal = {signal: [g for g, found in signals if found is signal] for signal in Signal}
+            beside += by_signal[Signal.PRICE] + by_signal[Signal.FORM]
             dropped += by_signal[Signal.NONE]
             trained += by_signal[Signal.TASK]
             if refill == 0:
                 share = len(by_signal[Signal.TASK]) / len(groups)
                 self.state.useful_share = learn_share(self.state.useful_share, share)
-        figures = fork_figures([*trained, *formal], counts) if self._config.forks.share else {}
-        figures |= curriculum.figures()
+        surplus = trained[wanted:]
+        trained = [*trained[:wanted], *beside]
+        figures = {"surplus_groups": float(len(surplus)), **curriculum.figures()}
+        figures |= fork_figures(trained, counts) if self._config.forks.share else {}
         return Collected(
-            tuple(trained + formal), tuple(dropped), figures=figures, exhausted=curriculum.is_over
+            tuple(trained), tuple(dropped + surplus), figures=figures, exhausted=curriculum.is_over
         )
 
     def _num_to_ask(self, missing: int) -> int:
@@ -154,7 +157,9 @@ class GroupCollector:
         played: list[tuple[int, Group]] = []
         for place, (number, _) in enumerate(begun):
             members = episodes[place * size : (place + 1) * size]
-            group = Group(f"{self._run}/g{number}", "task", size, tuple(one.trajectory for one in members))
+            trajectories = tuple(one.trajectory for one in members)
+            weight = self.state.price.weight
+            group = Group(f"{self._run}/g{number}", "task", size, trajectories, price_weight=weight)
             played.append((number, group))
             groups.append(group)
             if (fork := fork_group(group, members[0], self._config.forks.size)) is not None:
@@ -172,22 +177,3 @@ def expected_share(useful_share: float) -> float:
 def learn_share(known: float, seen: float) -> float:
     """The running share after one more step."""
     return _SMOOTHING * known + (1 - _SMOOTHING) * seen
-
-
-async def run_tasks(
-    environment: EpisodeRunner,
-    sampler: Sampler,
-    tasks: Sequence[Task],
-    run: str,
-    seed: int,
-    params: SamplingParams,
-    max_sessions: int,
-) -> list[Trajectory]:
-    """One session per task, at most `max_sessions` at once, in the order of the tasks."""
-    results: list[Trajectory] = []
-    for start in range(0, len(tasks), max_sessions):
-        results += await run_together(
-            environment.run(task, TrajectoryId(run, task.id, 0, number, 0), sampler, (seed, number), params)
-            for number, task in enumerate(tasks[start : start + max_sessions], start)
-        )
-    return results

@@ -27,6 +27,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 
+from etude.algorithms.signal import Signal, signal_of
 from etude.config import RlConfig
 from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.member import MemberSampler
@@ -38,7 +39,6 @@ from etude.rollout.curriculum import CollectorState, Curriculum, TaskSource
 from etude.rollout.forks import Members, fork_group
 from etude.rollout.kept import Kept, read_kept
 from etude.rollout.noted import NotedEnds
-from etude.rollout.signal import Signal, signal_of
 from etude.rollout.tally import Tally
 from etude.store.trajectories import TrajectoryLog
 
@@ -204,7 +204,7 @@ class ContinuousCollector:
             return "failure"
         if not self._buffer.room(self._useful_each):
             return "staleness"
-        most = self._members.num_asked + (self._config.forks.size - 2 if self._config.forks.share else 0)
+        most = self._members.num_asked + (self._config.forks.size - 1 if self._config.forks.share else 0)
         if self._num_sessions and self._num_sessions + most > self._max_sessions:
             return "slots"
         return "" if self._curriculum.has_next() else "tasks"
@@ -216,7 +216,7 @@ class ContinuousCollector:
 
     def _places(self, number: int, index: int) -> int:
         """Sessions that a member is counted for: one that is forked has ended when its siblings begin."""
-        return self._config.forks.size - 1 if self._members.is_forked(number, index) else 1
+        return self._config.forks.size if self._members.is_forked(number, index) else 1
 
     def _is_ready(self) -> bool:
         more_tasks = not self._curriculum.is_over
@@ -293,7 +293,7 @@ class ContinuousCollector:
             self._give_up(running)
         if any(self._members.is_forked(running.number, index) for index in running.sessions):
             return
-        if running.sessions and signal_of(self._group(running)) is Signal.NONE:
+        if running.sessions and signal_of(self._group(running), self._config) is Signal.NONE:
             return
         self._keep(running)
 
@@ -309,12 +309,14 @@ class ContinuousCollector:
             del self._running[running.number]
 
     def _put(self, number: int, group: Group, fork: Group | None) -> None:
-        signal = Signal.NONE if fork is None else signal_of(fork)
-        self._buffer.put(number, group, signal_of(group), fork, signal)
+        signal = Signal.NONE if fork is None else signal_of(fork, self._config)
+        self._buffer.put(number, group, signal_of(group, self._config), fork, signal)
 
     def _group(self, running: _Running) -> Group:
         members = tuple(running.members[index].trajectory for index in sorted(running.members))
-        return Group(f"{self._run}/g{running.number}", "task", self._members.num_asked, members)
+        weight = self.state.price.weight
+        name, asked = f"{self._run}/g{running.number}", self._members.num_asked
+        return Group(name, "task", asked, members, price_weight=weight)
 
     def _abort_stragglers(self, number: int) -> None:
         running = self._running.pop(number, None)
@@ -323,10 +325,12 @@ class ContinuousCollector:
 
     def _give_up(self, running: _Running) -> None:
         """Ends the members that have not come, but for one that is forked."""
-        for index, session in tuple(running.sessions.items()):
-            if self._members.is_forked(running.number, index):
-                continue
-            del running.sessions[index]
+        late = [n for n in running.sessions if not self._members.is_forked(running.number, n)]
+        if late:
+            rewards = (one.trajectory.reward for one in running.members.values())
+            self._tally.ended_without([reward.task for reward in rewards if reward is not None])
+        for index in late:
+            session = running.sessions.pop(index)
             self._tally.aborted(running.views[index].num_tokens)
             self._num_sessions -= 1
             if not session.done():

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from etude.algorithms.signal import graded_members
 from etude.config import CurriculumConfig
 from etude.errors import ConfigError
 from etude.records import Group, Task
 from etude.rollout.epochs import EpochSource
-from etude.rollout.signal import graded_rewards
+from etude.rollout.pricing import PriceState
 
 TaskSource = Callable[[int], Task]
 """Task number -> task: the same number always gives the same task. An EpochSource may come to an end."""
@@ -57,10 +58,13 @@ class CollectorState:
     """Numbers that were looked at and not played."""
     source: str = ""
     """Digest of the finite set that numbers stand for; empty where there is none."""
+    price: PriceState = field(default_factory=PriceState)
 
     def __post_init__(self) -> None:
         """Takes records as a checkpoint holds them, too."""
         self.levels, self.tasks = _records(self.levels), _records(self.tasks)
+        if isinstance(self.price, dict):
+            self.price = PriceState(**cast("dict[str, Any]", self.price))
 
 
 class Curriculum:
@@ -166,7 +170,7 @@ class Curriculum:
         return record.num_passed_over % config.probe_every != 0
 
     def _learn(self, task: Task, group: Group) -> None:
-        rewards = graded_rewards(group)
+        rewards = [reward for _, reward in graded_members(group)]
         if not rewards:
             return
         passed = sum(reward.task for reward in rewards) / len(rewards)

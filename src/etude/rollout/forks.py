@@ -1,8 +1,8 @@
 """Groups of sessions that left one session in its middle.
 
 Group number n has the sessions of its task; its first is forked where the share of forked groups says so. The
-fork's members have numbers of their own behind the group's: what the forked session did after the fork, then
-its siblings.
+fork's members are the siblings alone, with numbers of their own behind the group's: the turn is chosen from
+what the forked session did, so its own end would make the group's comparison biased.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def is_forked(number: int, share: float) -> bool:
 
 def plan_fork(identity: TrajectoryId, config: ForkConfig, group_size: int, seed: int) -> ForkPlan:
     """The fork of a group's session. A function of its arguments: a resumed run plans the same."""
-    continuation, *siblings = (replace(identity, index=group_size + n) for n in range(config.size))
+    siblings = (replace(identity, index=group_size + n) for n in range(config.size))
     places = tuple(Place(one, (seed, one.group, one.index)) for one in siblings)
-    return ForkPlan(config.turn, continuation, places, (seed, identity.group, _CHOICE))
+    return ForkPlan(config.turn, places, (seed, identity.group, _CHOICE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def fork_group(group: Group, episode: ForkedEpisode, size: int) -> Group | None:
     """The group of a fork, beside that of its task; None where none was made."""
     if episode.origin is None:
         return None
-    return Group(f"{group.id}+fork", "fork", size, episode.members, episode.origin)
+    return Group(f"{group.id}+fork", "fork", size, episode.siblings, episode.origin, group.price_weight)
 
 
 def count_fork(episode: ForkedEpisode, counts: Counter[str]) -> None:
@@ -92,7 +92,7 @@ def count_fork(episode: ForkedEpisode, counts: Counter[str]) -> None:
     if episode.refused is not None:
         counts[f"forks_refused_{episode.refused}"] += 1
     if episode.origin is not None:
-        siblings = episode.members[1:]
+        siblings = episode.siblings
         counts["forks"] += 1
         counts["fork_sessions"] += len(siblings)
         counts["fork_sessions_failed"] += sum(one.status is Status.INFRASTRUCTURE for one in siblings)

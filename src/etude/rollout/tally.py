@@ -22,6 +22,8 @@ class _Counts:
     carried: int = 0
     from_log: int = 0
     forks: Counter[str] = field(default_factory=Counter[str])
+    late_gaps: list[float] = field(default_factory=list[float])
+    """Of groups with aborted stragglers: mean verdict of the later half to end, less that of the earlier."""
 
 
 class Tally:
@@ -51,6 +53,14 @@ class Tally:
         self._lengths.leave_out(num_tokens, ended=False)
         self._counts.aborted += 1
 
+    def ended_without(self, verdicts: Sequence[float]) -> None:
+        """A group whose members had these verdicts, in the order in which they ended, goes on without
+        stragglers: what later members earned less than earlier ones hints at what the aborted would have."""
+        half = len(verdicts) // 2
+        if half:
+            early, late = verdicts[:half], verdicts[-half:]
+            self._counts.late_gaps.append((sum(late) - sum(early)) / half)
+
     def found_in_log(self) -> None:
         """A group was collected before the run was resumed."""
         self._counts.from_log += 1
@@ -73,6 +83,8 @@ class Tally:
             "left_out_share": self._lengths.share,
             **self._occupancy.take(),
         }
+        if counts.late_gaps:
+            figures["late_verdict_gap"] = sum(counts.late_gaps) / len(counts.late_gaps)
         if with_forks:
             figures |= fork_figures(trained_groups(taken), counts.forks)
         if self._lengths.share:

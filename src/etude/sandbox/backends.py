@@ -68,21 +68,12 @@ def _podman(state: Path | None) -> SandboxBackend:
     return PodmanBackend(state=state)
 
 
-def _firecracker(state: Path | None) -> SandboxBackend:
-    from etude.sandbox.firecracker.backend import FirecrackerBackend
-    from etude.sandbox.firecracker.setup import Setup
-
-    images = (state or default_state_directory()) / "firecracker"
-    return FirecrackerBackend(Setup(images / "vmlinux", images / "rootfs.ext4"), state)
-
-
 BACKENDS: dict[str, Callable[[Path | None], SandboxBackend]] = {
     "local": _local,
     "gvisor": _gvisor,
     "vm": _vm,
     "docker": _docker,
     "podman": _podman,
-    "firecracker": _firecracker,
     "unisolated": _unisolated,
     "memory": _memory,
 }

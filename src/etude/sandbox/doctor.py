@@ -10,7 +10,7 @@ from pathlib import Path
 from etude.errors import EtudeError
 from etude.sandbox.backends import open_backend
 
-CHECKED = ("local", "gvisor", "vm", "docker", "podman", "firecracker")
+CHECKED = ("local", "gvisor", "vm", "docker", "podman")
 TRIAL_S = 180.0
 """Longest trial: a guest under emulation boots for a while the first time."""
 

@@ -291,14 +291,16 @@ def checked(raw: object, fields: Fields) -> Header:
         wanted = (*kinds, int) if float in kinds else kinds
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise UserError(f"must be {names}", field=name, received=_plain(value), fix="mend the request")
+            raise UserError(f"must be {names}", field=name, received=_plain(value), fix="correct the request")
     return {name: raw[name] for name in fields if name in raw}
 
 
 def strings(value: object, field: str) -> list[str]:
     """A list of strings. Raises UserError."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise UserError("must be a list of strings", field=field, received=_plain(value), fix="mend it")
+        raise UserError(
+            "must be a list of strings", field=field, received=_plain(value), fix="correct the value"
+        )
     return value
 
 

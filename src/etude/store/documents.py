@@ -154,7 +154,13 @@ def arrays_of(document: Mapping[str, Any]) -> Arrays:
 def group_document(group: Group) -> Document:
     """A group without its members."""
     origin = asdict(group.origin) if group.origin else None
-    return {"id": group.id, "kind": group.kind, "expected": group.expected, "origin": origin}
+    return {
+        "id": group.id,
+        "kind": group.kind,
+        "expected": group.expected,
+        "origin": origin,
+        "price_weight": group.price_weight,
+    }
 
 
 def group_from_document(document: Mapping[str, Any], members: Sequence[Trajectory]) -> Group:
@@ -166,6 +172,7 @@ def group_from_document(document: Mapping[str, Any], members: Sequence[Trajector
         expected=document["expected"],
         members=tuple(members),
         origin=GroupOrigin(**origin) if origin else None,
+        price_weight=document.get("price_weight", 1.0),
     )
 
 
@@ -194,6 +201,7 @@ def _turn_document(turn: Turn) -> Document:
             [result.output, result.error, result.finished, result.duration_s, dict(result.facts)]
             for result in turn.results
         ],
+        "malformed": [list(span) for span in turn.malformed],
     }
 
 
@@ -205,6 +213,7 @@ def _turn_from_document(document: Mapping[str, Any]) -> Turn:
         text=document["text"],
         calls=tuple(ToolCall(*call) for call in document["calls"]),
         results=tuple(_result_from_document(result) for result in document["results"]),
+        malformed=tuple((start, end) for start, end in document.get("malformed", ())),
     )
 
 

@@ -21,6 +21,7 @@ import json
 import shlex
 import tempfile
 import tomllib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -122,6 +123,36 @@ def read_harbor(directory: Path) -> Task:
         user_facts=_sentences(ours, "user_facts"),
         directory=str(directory),
     )
+
+
+def read_tasks(directory: Path, field: str) -> list[Task]:
+    """The tasks of all Harbor directories below `directory`, which `field` names in errors.
+
+    Raises TaskError where there is none, for one that cannot be read, and for an id that comes twice.
+    """
+    if not directory.is_dir():
+        raise TaskError(
+            "no such directory", field=field, received=str(directory), fix="name one that holds tasks"
+        )
+    found = [path for path in sorted(directory.iterdir()) if (path / "task.toml").is_file()]
+    if not found:
+        raise TaskError(
+            "holds no task: no directory below it has a task.toml",
+            field=field,
+            received=str(directory),
+            fix="`etude tasks export` shows what one looks like",
+        )
+    tasks = [read_harbor(path) for path in found]
+    num_of_id = Counter(task.id for task in tasks)
+    for path, task in zip(found, tasks, strict=True):
+        if num_of_id[task.id] > 1:
+            raise TaskError(
+                f"another task of {field} has this id",
+                field=f"{path / 'task.toml'}: id",
+                received=task.id,
+                fix="give each its own",
+            )
+    return tasks
 
 
 def _toml(task: Task) -> str:
@@ -228,7 +259,7 @@ def _parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise TaskError(
-            "is not TOML", field="task.toml", received=str(error), fix="mend the syntax"
+            "is not TOML", field="task.toml", received=str(error), fix="correct the syntax"
         ) from error
 
 

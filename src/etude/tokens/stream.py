@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.tokens.grammar.events import ParseEvent
+from etude.records import ToolCall
+from etude.tokens.grammar.events import CallFinished, CallStarted, ParseEvent
 from etude.tokens.renderer import Renderer
 
 
@@ -56,3 +57,47 @@ class MessageStream:
         rest = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return self._parser.feed_events(rest) if rest else []
+
+
+Spans = tuple[tuple[int, int], ...]
+"""Tokens [start, end), one pair for each of several places in a message."""
+
+
+def malformed_spans(message: NDArray[np.int32], calls: Sequence[ToolCall], renderer: Renderer) -> Spans:
+    """The tokens of a whole message that make up its malformed calls.
+
+    `calls`: those of the message in their order, perhaps cut at a limit; the last one then stands for all
+    that follow. Where the message holds no call and `calls` an error, it is the token that ended the message.
+    """
+    if all(call.error is None for call in calls):
+        return ()
+    spans = _call_spans(message, renderer)
+    if not spans:
+        return ((len(message) - 1, len(message)),)
+    found = [(call, *span) for call, span in zip(calls, spans, strict=False)]
+    call, start, _ = found[-1]
+    found[-1] = (call, start, spans[-1][1])
+    return tuple((start, end) for call, start, end in found if call.error is not None)
+
+
+def _call_spans(message: NDArray[np.int32], renderer: Renderer) -> list[tuple[int, int]]:
+    """The tokens of each call, from its opening tag to what ends it, in the order of `Renderer.parse`."""
+    stream = MessageStream(renderer)
+    spans: list[tuple[int, int]] = []
+    waiting = start = 0
+
+    def take(events: Sequence[ParseEvent], end: int) -> None:
+        nonlocal start
+        for event in events:
+            if isinstance(event, CallStarted):
+                start = waiting
+            elif isinstance(event, CallFinished):
+                spans.append((start, end))
+
+    for position in range(len(message)):
+        events = stream.feed(message[position : position + 1])
+        take(events, position + 1)
+        if events:
+            waiting = position + 1
+    take(stream.finish(), len(message))
+    return spans

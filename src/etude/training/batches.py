@@ -14,12 +14,12 @@ from etude.algorithms.normalizers import NORMALIZERS
 from etude.config import LossConfig
 
 UNKNOWN_LAG = -1
-"""Version lag of a token that another lineage sampled."""
+"""Version lag of a token that another lineage sampled, or weights that a kill lost."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainingSequence:
-    """One segment with its trajectory's advantage."""
+    """One segment with the advantages of its tokens."""
 
     tokens: NDArray[np.int32]
     """[T]"""
@@ -27,7 +27,8 @@ class TrainingSequence:
     """[T] True where the loss applies."""
     logprobs: NDArray[np.float32]
     """[T] as sampled."""
-    advantage: float
+    advantages: NDArray[np.float32]
+    """[T]"""
     routes: NDArray[Any] | None = None
     """[T, layers, top_k] uint8, or uint16 where there are more than 255 experts; None where the router
     chooses."""
@@ -45,6 +46,11 @@ class TrainingSequence:
     def num_trained(self) -> int:
         """Tokens with a loss."""
         return int(self.sampled.sum())
+
+    @property
+    def has_advantage(self) -> bool:
+        """Whether any trained token has one."""
+        return bool(self.advantages[self.sampled].any())
 
     @property
     def places(self) -> NDArray[np.int64]:
@@ -97,7 +103,7 @@ def describe_batch(sequences: Iterable[TrainingSequence]) -> dict[str, Any]:
                 "tokens": torch.from_numpy(sequence.tokens),
                 "sampled": torch.from_numpy(sequence.sampled),
                 "logprobs": torch.from_numpy(sequence.logprobs),
-                "advantage": sequence.advantage,
+                "advantages": torch.from_numpy(sequence.advantages),
                 "weight": sequence.weight,
             }
             for sequence in sequences

@@ -24,12 +24,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from etude.algorithms.signal import graded_members
 from etude.config import FeedbackConfig
 from etude.model import LanguageModel
 from etude.model.scoring import PackedSequences, device_of
 from etude.records import Group, Segment, ToolCall, ToolErrorClass, ToolResult, Trajectory, Turn
 from etude.tokens.renderer import Renderer
-from etude.training.intake import Skipped, graded_reward
 from etude.training.packing import pack_sequences
 from etude.training.parallel.ranks import Ranks
 
@@ -146,8 +146,7 @@ class Feedback:
         counts: Counter[Unhinted] = Counter()
         found: list[list[FeedbackExample]] = []
         for group in groups:
-            graded = [m for m in group.members if not isinstance(graded_reward(m), Skipped)]
-            made = [one for member in graded for one in self._of(member, max_positions)]
+            made = [one for member, _ in graded_members(group) for one in self._of(member, max_positions)]
             counts.update(one for one in made if isinstance(one, Unhinted))
             found.append([one for one in made if isinstance(one, FeedbackExample)])
         return found, counts

@@ -9,7 +9,7 @@ baseline: it is a real outcome. What was skipped for its reward is left out of e
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.algorithms.advantages import group_advantages
+from etude.algorithms.signal import GroupSignal, Signal, weigh_group
 from etude.config import RlConfig
 from etude.errors import ConfigError, RouteReplayError
 from etude.model.loading import AnyModel
@@ -27,7 +27,6 @@ from etude.records import (
     Group,
     PolicyVersion,
     Relation,
-    RewardBreakdown,
     Segment,
     Status,
     Trajectory,
@@ -52,7 +51,7 @@ class Skipped(StrEnum):
     EMPTY_GROUP = "empty_group"
     """A group without any graded member."""
     NO_VARIANCE = "no_variance"
-    """A group whose members have equal advantages: it moves nothing."""
+    """A group that teaches nothing: see `etude.algorithms.signal`."""
     TOO_LONG = "too_long"
     """A segment longer than the model's window."""
     LOGPROBS = "logprobs"
@@ -90,70 +89,64 @@ def take_groups(
     limits: ModelLimits,
     version: PolicyVersion,
     fetch_routes: RouteFetcher,
+    published: Mapping[int, str] | None = None,
 ) -> Intake:
-    """Checks and converts the groups of one step, which the trainer takes from `version`.
+    """Checks and converts the groups of one step, which the trainer takes from `version`. `published`:
+    digests of the versions of this lineage that led to it, by step. A version of such a step with another
+    digest was lost when the run was killed: its lag is unknown.
 
     Raises ConfigError for what cannot be trained on at all, RouteReplayError for a segment that comes twice.
     """
-    reader = _Reader(config, limits, version, fetch_routes)
+    reader = _Reader(config, limits, version, fetch_routes, published or {})
     taken = tuple(group for group in map(reader.read, groups) if group is not None)
     return Intake(taken, reader.skipped)
-
-
-def graded_reward(member: Trajectory) -> RewardBreakdown | Skipped:
-    """What a trajectory earned, or why it counts for nothing."""
-    if member.status is Status.INFRASTRUCTURE:
-        return Skipped.INFRASTRUCTURE
-    if member.reward is None:
-        return Skipped.UNGRADED
-    return member.reward if member.reward.is_finite else Skipped.REWARD
-
-
-def advantages_of(rewards: Sequence[RewardBreakdown], config: RlConfig) -> NDArray[np.float32]:
-    """[members] what multiplies the loss of each graded member of a group."""
-    if config.algorithm == "rejection_sampling":
-        return np.array([float(reward.task == 1.0) for reward in rewards], dtype=np.float32)
-    return group_advantages(rewards, config.baseline)
 
 
 class _Reader:
     """Reads the groups of one step."""
 
     def __init__(
-        self, config: RlConfig, limits: ModelLimits, version: PolicyVersion, fetch_routes: RouteFetcher
+        self,
+        config: RlConfig,
+        limits: ModelLimits,
+        version: PolicyVersion,
+        fetch_routes: RouteFetcher,
+        published: Mapping[int, str],
     ) -> None:
         self.skipped: Counter[Skipped] = Counter()
-        self._config, self._limits, self._version = config, limits, version
+        self._config, self._limits, self._version, self._published = config, limits, version, published
         self._fetch_routes = fetch_routes
         self._replays = config.router_replay == "r3" and limits.routes is not None
         self._seen: set[str] = set()
 
     def read(self, group: Group) -> TrainingGroup | None:
-        """The group's graded members; None where there are none."""
-        graded = [(member, reward) for member in group.members if (reward := self._graded(member))]
-        if not graded:
+        """The group's graded members; None where there are none.
+
+        Of a group that failed as a whole only the malformed calls are trained on, and only their members.
+        """
+        self.skipped.update(reason for member in group.members if (reason := _ungraded(member)))
+        signal = weigh_group(group, self._config)
+        if not signal.members:
             self.skipped[Skipped.EMPTY_GROUP] += 1
             return None
-        advantages = advantages_of([reward for _, reward in graded], self._config)
-        if not advantages.any():
+        if signal.kind is Signal.NONE:
             self.skipped[Skipped.NO_VARIANCE] += 1
-        pairs = zip(graded, advantages, strict=True)
-        return TrainingGroup(tuple(self._chain(member, float(value)) for (member, _), value in pairs))
+        chains = tuple(self._chain(signal, number) for number in range(len(signal.members)))
+        if signal.kind is Signal.FORM:
+            chains = tuple(chain for chain in chains if any(one.num_trained for one in chain))
+        return TrainingGroup(chains)
 
-    def _graded(self, member: Trajectory) -> RewardBreakdown | None:
-        found = graded_reward(member)
-        if isinstance(found, Skipped):
-            self.skipped[found] += 1
-            return None
-        return found
-
-    def _chain(self, member: Trajectory, advantage: float) -> tuple[TrainingSequence, ...]:
-        masks = _trained(member.segments, self._config.train_summaries)
-        read = (self._sequence(*pair, advantage) for pair in zip(member.segments, masks, strict=True))
+    def _chain(self, signal: GroupSignal, number: int) -> tuple[TrainingSequence, ...]:
+        segments = signal.members[number][0].segments
+        read: list[TrainingSequence | None] = []
+        for segment, mask in zip(segments, _trained(segments, self._config.train_summaries), strict=True):
+            advantages = signal.token_advantages(number, segment)
+            trained = mask & (advantages != 0) if signal.kind is Signal.FORM else mask
+            read.append(self._sequence(segment, trained, advantages))
         return tuple(sequence for sequence in read if sequence is not None)
 
     def _sequence(
-        self, segment: Segment, trained: NDArray[np.bool_], advantage: float
+        self, segment: Segment, trained: NDArray[np.bool_], advantages: NDArray[np.float32]
     ) -> TrainingSequence | None:
         _check_sampling(segment, self._config)
         self._check_once(segment)
@@ -169,9 +162,9 @@ class _Reader:
             segment.tokens,
             trained,
             segment.logprobs,
-            advantage,
+            advantages,
             self._routes(segment) if self._replays else None,
-            _lags(segment, self._version),
+            _lags(segment, self._version, self._published),
             segment.id,
         )
 
@@ -210,6 +203,15 @@ class _Reader:
         return routes
 
 
+def _ungraded(member: Trajectory) -> Skipped | None:
+    """Why a trajectory counts for nothing."""
+    if member.status is Status.INFRASTRUCTURE:
+        return Skipped.INFRASTRUCTURE
+    if member.reward is None:
+        return Skipped.UNGRADED
+    return None if member.reward.is_finite else Skipped.REWARD
+
+
 def _trained(segments: Sequence[Segment], summaries: bool) -> list[NDArray[np.bool_]]:
     """Which tokens of each segment are trained on: those sampled, with or without summaries.
 
@@ -226,12 +228,14 @@ def _trained(segments: Sequence[Segment], summaries: bool) -> list[NDArray[np.bo
     return masks
 
 
-def _lags(segment: Segment, version: PolicyVersion) -> NDArray[np.int32]:
-    """[T] steps from a token's version to `version`; UNKNOWN_LAG for another lineage, or a later one."""
+def _lags(segment: Segment, version: PolicyVersion, published: Mapping[int, str]) -> NDArray[np.int32]:
+    """[T] steps from a token's version to `version`; UNKNOWN_LAG for another lineage, a later version, or one
+    with another digest than that which was `published` at its step. A digest that is not known equals any."""
     lags = np.zeros(len(segment.tokens), dtype=np.int32)
     for span in segment.version_spans:
         lag = version.step - span.version.step
-        known = span.version.lineage == version.lineage and lag >= 0
+        digests = {span.version.digest, published.get(span.version.step, "")} - {""}
+        known = span.version.lineage == version.lineage and lag >= 0 and len(digests) < 2
         lags[span.start : span.end] = lag if known else UNKNOWN_LAG
     return lags
 

@@ -18,7 +18,7 @@ from etude.algorithms.icepop import token_mask
 from etude.algorithms.rejection import rejection_sampling
 from etude.algorithms.terms import LossTerms
 from etude.algorithms.tis import truncated_weights
-from etude.config import CorrectionConfig, RlConfig
+from etude.config import CorrectionConfig, LossConfig, RlConfig
 from etude.model.scoring import PackedSequences
 from etude.training.batches import TrainingSequence
 
@@ -54,7 +54,7 @@ class Rows:
         rows = Rows(
             rollout=batch.pack_rows([s.logprobs for s in sequences])[targets],
             proximal=batch.pack_rows(proximal)[targets] if len(proximal) == len(sequences) else None,
-            advantages=spread([s.advantage for s in ordered]),
+            advantages=batch.pack_rows([s.advantages for s in sequences])[targets],
             weights=spread([s.weight for s in ordered]),
             sequence=torch.arange(len(ordered), device=device).repeat_interleave(counts),
             places=batch.pack_rows([s.places for s in sequences])[targets],
@@ -78,28 +78,31 @@ def policy_loss(
 ) -> PolicyLoss:
     """The loss of N tokens with present log-probabilities [N].
 
-        sum over tokens of  weight * (correction * surrogate(ratio, advantage) + kl_weight * KL)
+        sum over tokens of  weight * (correction * surrogate(ratio, advantage) + kl_weight * penalty)
 
     `reference_logprobs` [N] of the policy that RL began with, where the divergence from it is paid for.
     """
     loss = config.loss
-    advantages = rows.advantages
-    penalty = None
-    if reference_logprobs is not None and loss.kl == "k1":
-        advantages = advantages - loss.kl_weight * k1(logprobs.detach(), reference_logprobs)
-    elif reference_logprobs is not None:
-        penalty = (k2 if loss.kl == "k2" else k3)(logprobs, reference_logprobs)
-    terms = _terms(config, logprobs, rows, advantages)
+    terms = _terms(config, logprobs, rows)
     proximal = _proximal(logprobs, rows)
     correction, kept = _correction(loss.correction, proximal, rows)
     per_token = torch.where(kept, correction * terms.per_token, 0.0)
-    if penalty is not None:
-        per_token = per_token + loss.kl_weight * penalty
+    if reference_logprobs is not None:
+        per_token = per_token + loss.kl_weight * _penalty(loss, logprobs, rows, reference_logprobs)
     return PolicyLoss((rows.weights * per_token).sum(), terms, ~kept)
 
 
-def _terms(config: RlConfig, logprobs: Tensor, rows: Rows, advantages: Tensor) -> LossTerms:
-    loss = config.loss
+def _penalty(loss: LossConfig, logprobs: Tensor, rows: Rows, reference_logprobs: Tensor) -> Tensor:
+    """[N] what diverging from the reference costs. The tokens were drawn from the policy that sampled, while
+    the divergence is an expectation over the present one: hence the importance weight."""
+    weights = truncated_weights(logprobs, rows.rollout, loss.correction.tis_cap or float("inf"))
+    if loss.kl == "k1":
+        return weights * k1(logprobs, reference_logprobs).detach() * logprobs
+    return weights * (k2 if loss.kl == "k2" else k3)(logprobs, reference_logprobs)
+
+
+def _terms(config: RlConfig, logprobs: Tensor, rows: Rows) -> LossTerms:
+    loss, advantages = config.loss, rows.advantages
     if config.algorithm == "rejection_sampling":
         return rejection_sampling(logprobs, rows.rollout, advantages)
     anchor = _proximal(logprobs, rows) if loss.needs_proximal else rows.rollout

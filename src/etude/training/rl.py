@@ -32,7 +32,6 @@ from etude.training.checkpoints import (
     without_model,
 )
 from etude.training.feedback import Feedback, Lessons
-from etude.training.forks import training_view
 from etude.training.intake import ModelLimits, RouteFetcher, take_groups
 from etude.training.loss import Rows, policy_loss
 from etude.training.meter import StepMeter
@@ -80,6 +79,8 @@ class RlTrainer:
         learning = self.adapters or model
         self._optimizer = Optimizer(learning, config.optimizer, num_updates, self._ranks, offending)
         self._version = PolicyVersion(lineage, 0)
+        self._published: dict[int, str] = {}
+        """Digests of the versions that led to this one, by step."""
 
     @property
     def version(self) -> PolicyVersion:
@@ -93,8 +94,7 @@ class RlTrainer:
         """
         began = time.perf_counter()
         limits = ModelLimits.of(self.model)
-        groups = training_view(groups)
-        intake = take_groups(groups, self._config, limits, self._version, self._fetch_routes)
+        intake = take_groups(groups, self._config, limits, self._version, self._fetch_routes, self._published)
         updates = split_updates(intake.groups, self._config.loss, self._config.updates_per_step)
         meter = StepMeter(updates)
         updates = [[s for s in update if self._has_gradient(s)] for update in updates]
@@ -130,6 +130,7 @@ class RlTrainer:
             tensors = dict(self.whole_model().named_parameters())
         manifest = self._weights.publish(self._version, tensors)
         self._version = manifest.version
+        self._published[self._version.step] = self._version.digest
         return manifest
 
     def score(
@@ -155,6 +156,7 @@ class RlTrainer:
             **self._parts_of_state(),
             "lineage": self._version.lineage,
             "step": self._version.step,
+            "published": dict(self._published),
         }
         if self.adapters is not None:
             state["adapters"] = self.adapters.state()
@@ -182,6 +184,7 @@ class RlTrainer:
             self._optimizer.load_state_dict(state["optimizer"])
             self._ranks.load_weights(self.model, model.state_dict())
         self._version = PolicyVersion(state["lineage"], state["step"])
+        self._published = dict(state.get("published", {}))
         if self._reference is not None and "reference" in state:
             self._ranks.load_weights(self._reference, state["reference"])
 
@@ -229,8 +232,7 @@ class RlTrainer:
         return self._ranks.share(plan)
 
     def _has_gradient(self, sequence: TrainingSequence) -> bool:
-        matters = sequence.advantage != 0.0 or self._config.loss.kl_weight > 0
-        return matters and sequence.num_trained > 0
+        return sequence.has_advantage or (self._config.loss.kl_weight > 0 and sequence.num_trained > 0)
 
     def _with_old_policy(self, update: Update) -> Update:
         """A later update's sequences, with what the weights make of them before the first update."""
@@ -269,9 +271,9 @@ class RlTrainer:
         reference = None
         if self._reference is not None:
             with torch.no_grad():
-                replayed = replayed_routes(sequences, batch, targets, config.replay_min_share)
+                # Its router chooses: the records are the present policy's experts.
                 reference, _ = packed_logprobs(
-                    self._reference, batch, targets, temperature=config.temperature, routes=replayed
+                    self._reference, batch, targets, temperature=config.temperature
                 )
         loss = policy_loss(config, logprobs, rows, reference)
         total = loss.total

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import xxhash
 
+from etude.algorithms.signal import Signal, signal_of
 from etude.config import RlConfig
 from etude.errors import CheckpointError
-from etude.records import Group, RewardBreakdown
-from etude.training.intake import advantages_of, graded_reward
+from etude.records import Group
 
 _POLL_S = 0.2
 
@@ -45,10 +45,8 @@ class Passed(StrEnum):
     """Its oldest policy version is outside the bounds, or it has none."""
     REPEATED = "repeated"
     """Its prompt was trained on already."""
-    FORK = "fork"
-    """It comes from the middle of a session, which is trained whole with the group of its task."""
     NO_SIGNAL = "no_signal"
-    """No member was graded, or all have the same advantage."""
+    """It teaches nothing: the run that recorded it dropped it, too."""
 
 
 class RecordedStream:
@@ -73,7 +71,8 @@ class RecordedStream:
             self._restore(state)
 
     def take(self, num_groups: int, stop: Callable[[], bool] = lambda: False) -> list[Group]:
-        """The next groups; fewer than `num_groups` only at the log's end.
+        """The next groups, as a step of a run has them: `num_groups` whose verdicts differ, fewer only at the
+        log's end, and those of one verdict that lie before the next such group.
 
         There it waits for up to `rl.stream.wait_s` for what another process may still append. If `stop` holds
         while it waits, nothing is taken: what was found comes again. Raises StoreError, naming the part, on
@@ -82,9 +81,12 @@ class RecordedStream:
         taken: list[Group] = []
         before = self.state_dict()
         deadline_s: float | None = None
-        while len(taken) < num_groups:
+        num_task = 0
+        while True:
             group = self._next()
             if group is None:
+                if num_task == num_groups:
+                    break
                 if deadline_s is None:  # the log ends here: what was read up to here took time, too
                     deadline_s = time.monotonic() + self._config.stream.wait_s
                 if time.monotonic() >= deadline_s:
@@ -99,6 +101,11 @@ class RecordedStream:
             if reason is not None:
                 self.passed[reason] += 1
                 continue
+            if signal_of(group, self._config) is Signal.TASK:
+                if num_task == num_groups:
+                    self._group -= 1
+                    break
+                num_task += 1
             self._prompts.add(prompt_digest(group))
             self.num_taken += 1
             taken.append(group)
@@ -150,22 +157,15 @@ class RecordedStream:
     def _reason(self, group: Group) -> Passed | None:
         """Why the group is not trained on; None if it is."""
         stream = self._config.stream
-        if group.kind == "fork":
-            return Passed.FORK
         steps = [version.step for m in group.members if (version := m.oldest_version) is not None]
         newest = float("inf") if stream.max_step is None else stream.max_step
         if not steps or not stream.min_step <= min(steps) <= newest:
             return Passed.VERSION
-        if not self._has_signal(group):
+        if signal_of(group, self._config) is Signal.NONE:
             return Passed.NO_SIGNAL
         if not stream.repeat_prompts and prompt_digest(group) in self._prompts:
             return Passed.REPEATED
         return None
-
-    def _has_signal(self, group: Group) -> bool:
-        found = [graded_reward(member) for member in group.members]
-        rewards = [reward for reward in found if isinstance(reward, RewardBreakdown)]
-        return bool(advantages_of(rewards, self._config).any())
 
 
 def prompt_digest(group: Group) -> str:

@@ -16,6 +16,7 @@ from typing import Any, Protocol, cast
 from fsspec.core import url_to_fs  # pyright: ignore[reportMissingTypeStubs, reportUnknownVariableType]
 
 from etude.errors import EtudeError, StoreError
+from etude.errors.packages import install_command
 from etude.observe.files import sync_directory, write_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -259,4 +260,4 @@ def _denied(place: str) -> StoreError:
 
 
 def _install(url: str) -> str:
-    return "pip install 'etude[s3]'" if url.startswith("s3") else "see fsspec's list of file systems"
+    return install_command("s3fs") if url.startswith("s3") else "see fsspec's list of file systems"

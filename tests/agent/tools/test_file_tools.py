@@ -220,6 +220,7 @@ def test_binary_and_large_files_are_neither_shown_nor_edited():
     }
 
 
+@pytest.mark.slow
 def test_huge_texts_are_refused_before_they_are_copied():
     huge = "x" * (100 << 20)
     calls = [

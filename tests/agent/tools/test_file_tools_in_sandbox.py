@@ -3,6 +3,7 @@
 import asyncio
 import re
 
+import pytest
 from tool_scenes import in_local
 
 from etude.agent import execute_calls
@@ -83,6 +84,7 @@ def test_a_turn_of_many_reads_and_edits_is_right_in_a_real_sandbox():
     assert shown == [line for number in range(12) for line in ("1\told", "ok", f"1\tnew {number}")]
 
 
+@pytest.mark.slow
 def test_a_file_that_is_rewritten_all_the_time_is_read_and_searched_without_harm():
     async def scenario(call, context):
         command = "while :; do echo aaaa > a; echo bbbbbbbb > a; rm a; done"

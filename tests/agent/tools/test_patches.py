@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 from file_scenes import call, output, run
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent.facts import SessionFacts
@@ -54,7 +54,6 @@ endings = st.sampled_from(["", "\n"])
 
 
 @given(texts, endings, texts, endings, st.integers(1, 3))
-@settings(max_examples=200, deadline=None)
 def test_a_diff_of_any_two_texts_leads_from_one_to_the_other(first, first_end, second, second_end, context):
     before, after = first + first_end, second + second_end
     patch = diff(before, after, context)
@@ -63,7 +62,6 @@ def test_a_diff_of_any_two_texts_leads_from_one_to_the_other(first, first_end, s
 
 
 @given(texts, texts, st.integers(1, 3))
-@settings(max_examples=150, deadline=None)
 def test_a_diff_of_crlf_texts_applies_with_and_without_its_carriage_returns(first, second, context):
     before, after = (text.replace("\n", "\r\n") + "\r\n" for text in (first, second))
     patch = diff(before, after, context)
@@ -79,7 +77,6 @@ def test_a_hunk_that_only_adds_to_a_crlf_file_may_name_its_carriage_returns():
 
 
 @given(st.lists(st.integers(0, 29), min_size=1, max_size=5, unique=True), st.integers(-9, 9), st.data())
-@settings(max_examples=100, deadline=None)
 def test_wrong_line_numbers_and_counts_do_no_harm_where_lines_are_unique(changed, shift, data):
     after = "".join(f"new {n}\n" if n in changed else line for n, line in enumerate(split(SOURCE)))
     lines = diff(SOURCE, after).split("\n")
@@ -94,7 +91,6 @@ def test_wrong_line_numbers_and_counts_do_no_harm_where_lines_are_unique(changed
 
 
 @given(st.text(alphabet='-+@ \\ab/1,\n\r\t"', max_size=120))
-@settings(max_examples=200, deadline=None)
 def test_any_text_is_a_patch_or_refused(text):
     for patch in (text, "--- a/x\n+++ b/x\n" + text, "diff --git a/x b/x\n" + text):
         try:

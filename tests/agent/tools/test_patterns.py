@@ -122,7 +122,6 @@ atoms = st.sampled_from(
 
 
 @given(st.lists(atoms, min_size=1, max_size=6).map("".join))
-@settings(max_examples=120, deadline=None)
 def test_accepted_patterns_match_alike_in_python_and_ripgrep(tmp_path_factory, pattern):
     if RIPGREP is None:
         pytest.skip("ripgrep is not installed")

@@ -2,7 +2,7 @@ import asyncio
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tool_scenes import in_local, in_memory
 
@@ -183,7 +183,6 @@ def test_nothing_old_is_new_and_nothing_new_is_lost(before, now):
     assert new_findings(now, []) == now
 
 
-@settings(max_examples=40)
 @given(
     st.text(max_size=40)
     | st.recursive(st.none() | st.integers() | st.text(max_size=5), st.lists).map(json.dumps)

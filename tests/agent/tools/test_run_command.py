@@ -64,6 +64,7 @@ def test_the_index_is_told_that_anything_may_have_changed():
     assert watcher.times == 1
 
 
+@pytest.mark.slow
 def test_output_of_any_length_is_bounded():
     async def scenario(call, context):
         return await call(command="yes | head -c 300M")

@@ -43,6 +43,7 @@ def test_without_paths_the_visible_tests_run_as_ever():
     assert in_memory([RunChosenTests()], scenario).output == "error: no tests"
 
 
+@pytest.mark.slow
 def test_the_repositorys_own_runner_runs_what_was_named():
     async def scenario(call, context):
         whole = await call(paths="tests/test_one.py")
@@ -65,6 +66,7 @@ def test_the_repositorys_own_runner_runs_what_was_named():
     assert everything.output.split("\n")[-1].startswith("3 failed, 3 passed, 1 skipped")
 
 
+@pytest.mark.slow
 def test_what_cannot_be_run_is_said():
     async def scenario(call, context):
         return [await call(paths=p) for p in ("no_such.py", "lib", "../up.py", "-x", '["tests", 3]')]
@@ -90,6 +92,7 @@ def test_a_file_that_does_not_import_is_a_failure_of_the_tests():
     assert result.output.split("\n")[-1].startswith("1 failed, 0 passed")
 
 
+@pytest.mark.slow
 def test_tests_that_hang_are_the_agents_timeout():
     async def scenario(call, context):
         return await call(paths="test_hang.py")
@@ -99,6 +102,7 @@ def test_tests_that_hang_are_the_agents_timeout():
     assert result.error == ToolErrorClass.TIMEOUT and result.output.endswith("error: tests timed out")
 
 
+@pytest.mark.slow
 def test_a_runner_that_dies_is_shown_and_not_green():
     async def scenario(call, context):
         first = await call(paths="test_one.py")
@@ -111,6 +115,7 @@ def test_a_runner_that_dies_is_shown_and_not_green():
     assert second.facts["green"] is False and second.facts["num_passed"] == 0
 
 
+@pytest.mark.slow
 def test_many_failures_are_counted_and_the_first_shown():
     async def scenario(call, context):
         return await call(paths="test_many.py")

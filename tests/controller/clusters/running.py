@@ -39,7 +39,7 @@ def config(
             "level_weights": [1.0, 0.0, 0.0],
             "max_staleness": 2,
         },
-        "evaluation": {"num_tasks": 4},
+        "evaluation": {"num_tasks": 4, "num_samples": 1},
         "checkpoint": {"every_s": 0.001, "curve_every_steps": 0},
         "weights": {"url": str(directory / "weights"), "dtype": "bfloat16"},
         "clusters": {"listen": listen, "token": f"file:{token}", "lease_s": 2.0},

@@ -335,4 +335,4 @@ class Clusters(RuleBasedStateMachine):
 
 
 TestClusters = Clusters.TestCase
-TestClusters.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestClusters.settings = settings(stateful_step_count=40)

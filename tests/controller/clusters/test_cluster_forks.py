@@ -23,10 +23,10 @@ def test_forked_sessions_are_played_here_whatever_other_clusters_play(tmp_path: 
     async def play() -> None:
         episode = await members.play(TASK, 0, 0, sampler)
         assert episode.origin is not None
-        assert [m.id for m in episode.members] == [
+        assert [m.id for m in episode.siblings] == [
             TrajectoryId("run", TASK.id, 0, 0, index) for index in (2, 3, 4)
         ]
-        for member in episode.members:
+        for member in episode.siblings:
             routes = member.segments[0].routes
             assert routes is not None
             assert len(world.blobs.get(routes)) == len(member.segments[0].tokens), "where the run keeps them"

@@ -66,3 +66,4 @@ def test_over_ray_a_run_trains_on_sessions_of_two_clusters_while_its_trainer_is_
     assert report["faults"] == {"lost": 1, "restarted": 1}
     rows = [row for row in read_metrics(run.metrics_file) if row["kind"] == "clusters"]
     assert rows[-1]["kept"] > 0
+    assert "a-token-of-this-test" not in told + logs["relay"].read_text() + logs["late"].read_text()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ import pytest
 
 from etude.inference.ports import free_port
 from etude.observe import RunDirectory
-from tests.controller.clusters.running import audit, config, make_token, sample_options, wait_for
+from tests.controller.clusters.running import audit, config, make_token, sample_options
 from tests.controller.running import collected, num_rl_steps, run_elsewhere, wait_until
 
 pytest.importorskip("fastapi", reason="needs etude[serve]")
@@ -50,37 +49,6 @@ def check_whole(run: RunDirectory, num_steps: int) -> None:
     found = audit(run)
     assert (found.steps, found.lost, found.repeated) == (num_steps, 0, 0)
     assert found.max_lag <= 2
-
-
-@pytest.mark.slow
-def test_a_run_trains_on_sessions_of_two_clusters_of_which_one_is_killed_and_returns(tmp_path: Path) -> None:
-    token, port = make_token(tmp_path / "token"), free_port()
-    settings = config(tmp_path, f"127.0.0.1:{port}", token)
-    logs = {name: tmp_path / f"{name}.log" for name in ("relay", "a", "b")}
-    control = f"http://127.0.0.1:{port}"
-    relay_options = ("--cache", str(tmp_path / "cache"), "--port", "0", "--token", f"file:{token}")
-    (tmp_path / "weights").mkdir()
-    with (
-        command(logs["relay"], "relay", str(tmp_path / "weights"), *relay_options) as relay_process,
-        run_elsewhere(settings) as run_process,
-    ):
-        relay = wait_for(logs["relay"], "ready at", relay_process).split("ready at ")[1].partition(";")[0]
-        with (
-            command(logs["a"], *sample_options(control, relay, token, "a")) as first,
-            command(logs["b"], *sample_options(control, relay, token, "b")) as second,
-        ):
-            wait_until(run_process, lambda: num_rl_steps(settings) >= 1, 240.0)
-            first.send_signal(signal.SIGKILL)
-            first.wait()
-            with command(logs["a"], *sample_options(control, relay, token, "a")) as again:
-                output = run_process.communicate(timeout=300)[0]
-                assert run_process.returncode == 0, output + logs["b"].read_text()
-                assert second.wait(120) == 0, logs["b"].read_text()
-                assert again.poll() in (None, 0), logs["a"].read_text()
-    run = RunDirectory.open(tmp_path / settings.name)
-    check_whole(run, 4)
-    assert set(audit(run).by_cluster) <= {"a", "b"}
-    assert "a-token-of-this-test" not in "".join(log.read_text() for log in logs.values()) + output
 
 
 @pytest.mark.slow

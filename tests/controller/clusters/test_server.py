@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.config import RunConfig, load_config
@@ -167,7 +167,6 @@ def test_bodies_beyond_the_limit_are_refused_before_they_are_held(tmp_path: Path
     asking(tmp_path, scenario)
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     body=st.binary(max_size=60), path=st.sampled_from([path for method, path in ROUTES if method != "GET"])
 )

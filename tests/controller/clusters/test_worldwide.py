@@ -17,6 +17,7 @@ from tests.controller.clusters.namespaces import missing
 
 
 @pytest.mark.slow
+@pytest.mark.foreign
 def test_a_run_over_three_clusters_loses_and_repeats_nothing() -> None:
     if (reason := missing()) is not None:
         pytest.skip(reason)

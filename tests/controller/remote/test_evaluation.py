@@ -169,6 +169,7 @@ def test_an_evaluation_that_fails_is_counted_and_the_next_one_is_made(error: Exc
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_version_is_judged_by_its_own_tokens_whatever_is_in_service_elsewhere(tmp_path: Path) -> None:
     async def run() -> None:
         workers = Workers(tmp_path)

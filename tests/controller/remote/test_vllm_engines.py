@@ -95,6 +95,7 @@ class VllmFleet(Fleet):
 PROMPT = np.arange(5, dtype=np.int32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_store", [False, True])
 def test_weights_change_under_a_request_and_every_token_names_its_own(
     from_store: bool, tmp_path: Path
@@ -127,6 +128,7 @@ def test_weights_change_under_a_request_and_every_token_names_its_own(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_store", [False, True])
 def test_a_killed_server_is_replaced_and_serves_the_newest_version_only(
     from_store: bool, tmp_path: Path
@@ -153,6 +155,7 @@ def test_a_killed_server_is_replaced_and_serves_the_newest_version_only(
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_while_one_server_is_away_its_sessions_go_on_with_the_other(tmp_path: Path) -> None:
     async def run() -> None:
         made = VllmFleet(tmp_path, num_engines=2)

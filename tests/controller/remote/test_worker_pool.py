@@ -114,6 +114,7 @@ def check(trajectories: list[Trajectory], num_sessions: int) -> None:
     assert {one.attempt for one in trajectories} == {0}
 
 
+@pytest.mark.slow
 def test_workers_join_when_more_are_asked_for_and_take_sessions(tmp_path: Path) -> None:
     async def run() -> None:
         async with pooled(tmp_path, num_free=2) as pool:
@@ -132,6 +133,7 @@ def test_workers_join_when_more_are_asked_for_and_take_sessions(tmp_path: Path) 
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_leave_in_mid_session_plays_it_to_its_end(tmp_path: Path) -> None:
     async def run() -> None:
         async with pooled(tmp_path, num_workers=2) as pool:
@@ -155,6 +157,7 @@ def test_a_worker_that_is_told_to_leave_in_mid_session_plays_it_to_its_end(tmp_p
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_sessions_that_a_worker_cannot_end_in_time_are_handed_on_and_count_once(tmp_path: Path) -> None:
     async def run() -> None:
         async with pooled(tmp_path, num_workers=2, drain_s=0.05) as pool:

@@ -16,6 +16,7 @@ from tests.controller.remote.building import FAST, until
 from tests.controller.remote.working import Workers
 
 
+@pytest.mark.slow
 def test_a_worker_begins_without_torch() -> None:
     heavy = "{'torch', 'transformers', 'pandas'} & set(sys.modules)"
     code = f"import sys, etude.controller.remote.rollout_part\nassert not {heavy}, {heavy}"
@@ -195,6 +196,7 @@ class FullAtFirst(MemoryBlobs):
         return super().put(array)
 
 
+@pytest.mark.slow
 def test_a_session_whose_routes_cannot_be_kept_is_begun_anew(tmp_path: Path) -> None:
     async def run() -> None:
         workers = Workers(tmp_path, num_workers=1, blobs=FullAtFirst())

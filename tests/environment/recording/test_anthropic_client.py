@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 
 from etude.store.trajectories import TrajectoryLog
@@ -18,7 +19,7 @@ from tests.environment.recording.recording_builders import (
 )
 from tests.environment.recording.serving import Served, SlowSampler, serving
 
-anthropic = pytest.importorskip("anthropic", reason="the anthropic client is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.foreign]
 
 SYSTEM = [{"type": "text", "text": "You are a coding agent.", "cache_control": {"type": "ephemeral"}}]
 USER = {"role": "user", "content": "Fix lib/tally.py."}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.environment.recording.anthropic_format import read_messages
@@ -71,7 +71,7 @@ messages = st.lists(
 bodies = st.dictionaries(st.sampled_from(FIELDS), values, max_size=6)
 
 
-@settings(max_examples=200, deadline=None)
+@pytest.mark.slow
 @given(body=bodies, told=st.none() | messages)
 @pytest.mark.parametrize("read", [read_chat, read_messages])
 def test_any_body_is_read_or_refused_by_name(

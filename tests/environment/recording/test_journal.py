@@ -77,6 +77,7 @@ def told(session_map: SessionMap) -> Any:
     return rows, shown, session_map.turns(), session_map.abandoned(), asdict(session_map.counts)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 1 << 32), keep=st.booleans(), failing=st.booleans())
 def test_any_tree_of_conversations_is_the_same_from_its_journal(seed: int, keep: bool, failing: bool) -> None:
@@ -186,6 +187,7 @@ def finish(served: Served, session: dict[str, Any]) -> dict[str, Any]:
     return answer.json()
 
 
+@pytest.mark.slow
 def test_a_killed_server_has_its_live_sessions_again(tmp_path: Path) -> None:
     port = free_port()
     served = Served(f"http://127.0.0.1:{port}", None)  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 
 from etude.store.trajectories import TrajectoryLog
@@ -22,7 +23,7 @@ from tests.environment.recording.recording_builders import (
 )
 from tests.environment.recording.serving import Served, SlowSampler, serving, wait_for
 
-openai = pytest.importorskip("openai", reason="the openai client is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.foreign]
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "You are a coding agent."},

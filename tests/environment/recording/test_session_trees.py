@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import SamplerError
@@ -95,7 +95,6 @@ class RandomClient:
 
 
 @pytest.mark.slow
-@settings(max_examples=120, deadline=None)
 @given(seed=st.integers(0, 1 << 32), keep=st.booleans(), failing=st.booleans())
 def test_any_tree_of_conversations_records_each_sampled_token_once(
     seed: int, keep: bool, failing: bool
@@ -122,7 +121,6 @@ def test_any_tree_of_conversations_records_each_sampled_token_once(
         assert segment.sampled[turn.start : turn.end].all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_tolerated_alterations_never_open_a_segment(seed: int) -> None:
     noise = random.Random(seed)

@@ -401,6 +401,7 @@ def start(store: Path, port: int) -> subprocess.Popen[bytes]:
             return process
 
 
+@pytest.mark.slow
 def test_what_was_acknowledged_survives_a_kill_and_a_drained_server_ends_by_itself(tmp_path: Path) -> None:
     port = free_port()
     served = Served(f"http://127.0.0.1:{port}", None)  # type: ignore[arg-type]

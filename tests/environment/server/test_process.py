@@ -114,6 +114,7 @@ asyncio.run(serve(recordings, port=0, note="a note"))
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SERVERS)
 def test_a_server_says_where_it_is_ready_and_answers_there(kind: str, tmp_path: Path) -> None:
     process = subprocess.Popen(

@@ -53,6 +53,7 @@ class Scripted:
         return [ToolResult(json.dumps(self.said.get(section, {})))]
 
 
+@pytest.mark.slow
 def test_each_section_of_the_probe_is_a_short_object_of_texts() -> None:
     for section in (*SECTIONS, "moment"):
         done = subprocess.run(
@@ -103,6 +104,7 @@ def test_a_probe_that_does_not_run_is_no_answer() -> None:
         asyncio.run(examine(Broken()))
 
 
+@pytest.mark.slow
 def test_two_sessions_of_one_backend_look_alike_from_the_inside() -> None:
     async def scenario(backend: SandboxBackend) -> list[Any]:
         seen: list[dict[str, str]] = []
@@ -124,7 +126,7 @@ def test_two_sessions_of_one_backend_look_alike_from_the_inside() -> None:
 def test_the_command_refuses_what_is_no_environment() -> None:
     result = CliRunner().invoke(app, ["env", "tells", "nonsense:x"])
     assert result.exit_code == 2
-    assert "no environment" in result.output
+    assert "is not an environment" in result.output
 
 
 @pytest.mark.slow

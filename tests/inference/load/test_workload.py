@@ -14,8 +14,20 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError, StoreError, UserError
 from etude.inference.load import LogNormal, WorkloadShape, synthetic_sessions
 from etude.inference.load.recorded import recorded_sessions, session_of
+from etude.inference.load.workload import shorten
 from etude.store import TrajectoryLog, trajectory_to_atif
 from tests.store.builders import make_group, make_trajectory
+
+
+def test_a_session_too_long_for_a_model_keeps_its_turns_and_their_proportions() -> None:
+    (session,) = synthetic_sessions(WorkloadShape(num_sessions=1))
+    total = sum(turn.input_tokens + turn.output_tokens for turn in session.turns)
+    assert shorten(session, total) is session
+    half = shorten(session, total // 2)
+    assert len(half.turns) == 6
+    assert 0.95 * total / 2 < sum(turn.input_tokens + turn.output_tokens for turn in half.turns) <= total / 2
+    ratios = [new.input_tokens / old.input_tokens for new, old in zip(half.turns, session.turns, strict=True)]
+    assert ratios == pytest.approx([0.5] * 6, abs=0.05)
 
 
 def test_the_default_workload_is_the_engines_benchmark() -> None:

@@ -150,6 +150,7 @@ def test_a_pinned_request_gets_its_version_only() -> None:
         router.begin(ask(9, versions=frozenset({"run@3"})), 0.0)
 
 
+@pytest.mark.slow
 def test_arms_get_their_shares_and_sessions_keep_their_arm() -> None:
     router = Router(arms={"run@1": 0.9, "run@2": 0.1})
     for name, version in (("a", "run@1"), ("b", "run@1"), ("c", "run@2")):
@@ -288,5 +289,5 @@ class Books(RuleBasedStateMachine):
             assert (replica.running, replica.work, replica.resident, len(replica.sessions)) == (0, 0, 0, 0)
 
 
-Books.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Books.TestCase.settings = settings(stateful_step_count=40)
 test_the_books_balance = Books.TestCase

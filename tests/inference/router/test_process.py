@@ -27,6 +27,7 @@ def run_python(code: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
     [
@@ -43,6 +44,7 @@ def test_routing_and_loading_import_no_torch(run: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_names_of_the_package_come_when_they_are_used() -> None:
     run_python(
         "import sys, etude.inference as package\n"
@@ -94,6 +96,7 @@ async def _serve_one_answer(replica: str) -> None:
             await process.wait()
 
 
+@pytest.mark.slow
 def test_a_router_says_where_it_is_ready_answers_and_ends_at_a_signal() -> None:
     async def run() -> None:
         async with fake_replica(FakeReplica()) as replica:

@@ -220,6 +220,7 @@ def test_shares_and_pools_are_changed_while_the_router_runs() -> None:
     run(body())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "param"),
     [

@@ -36,6 +36,7 @@ async def one_client(served: Served, http: httpx.AsyncClient, dice: random.Rando
         return "left"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_nothing_is_left_of_clients_that_leave_and_engines_that_fail(seed: int) -> None:
     dice = random.Random(seed)

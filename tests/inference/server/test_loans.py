@@ -270,6 +270,7 @@ def test_a_borrower_that_falls_silent_loses_the_replica(served: Served, store: R
     assert ask(served).json()["system_fingerprint"] == HOME
 
 
+@pytest.mark.slow
 def test_users_under_way_get_all_their_tokens_from_their_own_version_before_the_runs_is_served(
     served: Served, store: RunStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -88,7 +88,6 @@ def new_reader(renderer: Renderer, **rules: Any) -> ChatReader:
     return ChatReader(renderer, ReadingRules(**rules), lambda: f"call_{next(numbers)}")
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(READS | EDITS | st.sampled_from(["Some words.", "é "]), max_size=4),
     st.lists(st.integers(1, 9), max_size=40),
@@ -103,7 +102,6 @@ def test_the_pieces_of_a_call_are_the_json_of_its_arguments(parts: list[Any], si
     assert len(wanted) == sum(isinstance(part, ToolCall) for part in parts)
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 330), max_size=60), st.lists(st.integers(1, 9), max_size=40), st.booleans())
 def test_no_tokens_break_a_reader_and_no_cut_changes_what_is_served(
     ids: list[int], sizes: list[int], is_xml: bool
@@ -117,7 +115,6 @@ def test_no_tokens_break_a_reader_and_no_cut_changes_what_is_served(
     assert texts[0] == texts[1] and "ab" not in texts[0]
 
 
-@settings(deadline=None, max_examples=80)
 @given(
     st.text("abé🙂 ", max_size=30),
     st.lists(st.text("abé ", min_size=1, max_size=3), max_size=3),

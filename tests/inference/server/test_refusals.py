@@ -205,7 +205,7 @@ _NAMES = st.sampled_from(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.dictionaries(_NAMES, _VALUES, max_size=4), chat=st.booleans())
 def test_no_body_is_a_defect_of_ours(served: Served, body: dict[str, Any], chat: bool) -> None:
     base = {"messages": MESSAGES} if chat else {"prompt": "x"}

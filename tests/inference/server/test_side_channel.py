@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
@@ -66,7 +66,6 @@ def choices(draw: st.DrawFn) -> ChoiceTokens:
     )
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.lists(choices(), max_size=3))
 def test_frames_come_back_as_they_went(listed: list[ChoiceTokens]) -> None:
     found = decode(encode(listed))
@@ -74,7 +73,6 @@ def test_frames_come_back_as_they_went(listed: list[ChoiceTokens]) -> None:
     assert all(alike(one, other) for one, other in zip(listed, found, strict=True))
 
 
-@settings(deadline=None, max_examples=40)
 @given(choices(), st.data())
 def test_no_cut_and_no_altered_byte_goes_unseen(choice: ChoiceTokens, data: st.DataObject) -> None:
     body = encode([choice])

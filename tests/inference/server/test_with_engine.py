@@ -353,10 +353,10 @@ def test_the_command_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
 
     write_checkpoint(tmp_path / "tiny")
     for arguments, words in (
-        ([str(tmp_path)], "no model here"),
+        ([str(tmp_path)], "is not a model directory"),
         ([str(tmp_path / "tiny"), "--host", "0.0.0.0"], "no keys"),
-        ([str(tmp_path / "tiny"), "--kernels", "fast"], "no such choice"),
-        ([str(tmp_path / "tiny"), "--max-context", "100000"], "positions end"),
+        ([str(tmp_path / "tiny"), "--kernels", "fast"], "is not a valid choice"),
+        ([str(tmp_path / "tiny"), "--max-context", "100000"], "longest sequence"),
         ([str(tmp_path / "tiny"), "--template", "etude"], "control token"),
     ):
         result = etude("serve", *arguments)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import SamplerError
@@ -83,7 +83,6 @@ def test_what_is_no_answer_is_refused(document: dict[str, Any]) -> None:
         read_part(document, 0)
 
 
-@settings(max_examples=100, deadline=None)
 @given(JSON, st.integers(0, 2))
 def test_no_document_raises_anything_else(document: Any, count: int) -> None:
     for given_document in (document, {"choices": [document]}, {"choices": document}):
@@ -91,7 +90,6 @@ def test_no_document_raises_anything_else(document: Any, count: int) -> None:
             read_part(given_document, count)
 
 
-@settings(max_examples=50, deadline=None)
 @given(
     st.dictionaries(st.sampled_from(["start", "shape", "dtype", "data"]), JSON),
     st.integers(0, 4),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from etude.model.scoring import score_sequences
 from tests.inference.vllm.builders import Reader, asynchronous, publish, tiny_config, tiny_model, tokens
 from tests.inference.vllm.environment import ENVIRONMENT, vllm_python
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.foreign]
 _LONG = 500
 
 
@@ -27,9 +26,9 @@ def python() -> Path:
     return vllm_python()
 
 
-def sampler_of(python: Path, *arguments: str) -> VllmSampler:
-    given = (*CPU_ARGUMENTS, "--dtype", "float32", *arguments)
-    return VllmSampler(Replica(ManagedServer(python, given, ENVIRONMENT)))
+def sampler_of(python: Path, has_tokenizer: bool = False) -> VllmSampler:
+    given = (*CPU_ARGUMENTS, "--dtype", "float32")
+    return VllmSampler(Replica(ManagedServer(python, given, ENVIRONMENT)), has_tokenizer=has_tokenizer)
 
 
 def check_logprobs(models: dict[int, LanguageModel], reader: Reader) -> None:
@@ -103,53 +102,30 @@ async def test_sessions_go_on_through_updates_with_true_versions_logprobs_and_ro
         expected_scores = score_sequences(models[2], [tokens(33, 5)])[0]
         np.testing.assert_allclose(scores.logprobs, expected_scores, atol=1e-4)
 
-
-@asynchronous
-async def test_a_wrong_update_is_refused_and_the_old_version_serves_again(
-    python: Path, tmp_path: Path
-) -> None:
-    root, model = SnapshotDirectory(tmp_path), tiny_model(0, "qwen3")
-    good = publish(root, model, 0)
-    wrong = publish(root, tiny_model(1, "qwen3"), 1, Probe.of(tiny_model(2, "qwen3")))
-    async with sampler_of(python) as sampler:
-        await sampler.stage(good)
-        await sampler.activate(good.version)
-        await sampler.stage(wrong)
-        with pytest.raises(Exception, match="the update failed"):
-            await sampler.activate(wrong.version)
-        assert sampler.current() == good.version
-        reader = Reader("after")
-        sampler.open("after")
-        await reader.ask(sampler, tokens(30, 0).tolist())
-        check_logprobs({0: model}, reader)
-
-        # A server that dies comes back with the same weights.
-        process = sampler.replica._server._process  # type: ignore[attr-defined]
-        os.killpg(process.pid, 9)
-        while sampler.current() is not None:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        await reader.ask(sampler, tokens(3, 1).tolist())
-        assert sampler.replica.restarts == 2
-        check_logprobs({0: model}, reader)
+        client, directory = await sampler.replica.client(), manifests[2].url.removeprefix("file://")
+        again = await client.call_workers("etude_load", directory)
+        assert again["changed"] is False, "the same weights, experts packed once more"
 
 
 @asynchronous
-async def test_a_stop_text_ends_a_message_with_the_token_that_completes_it(
-    python: Path, tmp_path: Path
-) -> None:
+async def test_a_stop_text_ends_a_message_and_a_wrong_update_is_refused(python: Path, tmp_path: Path) -> None:
+    """One server for both: it takes long to start."""
     tokenizer = byte_tokenizer()
-    model = build_model(tiny_config("qwen3"), tokenizer.vocab_size)
-    model.initialise(0)
     tokenizer.save(tmp_path / "tokenizer")
     beside = sorted((tmp_path / "tokenizer").iterdir())
-    manifest = publish(SnapshotDirectory(tmp_path / "snapshots", beside=beside), model, 0)
-    given = (*CPU_ARGUMENTS, "--dtype", "float32")
-    replica = Replica(ManagedServer(python, given, ENVIRONMENT))
-    async with VllmSampler(replica, has_tokenizer=True) as sampler:
-        await sampler.stage(manifest)
-        await sampler.activate(manifest.version)
-        whole, cut = Reader("whole"), Reader("cut")
-        for reader in (whole, cut):
+    root = SnapshotDirectory(tmp_path / "snapshots", beside=beside)
+    models = [build_model(tiny_config("qwen3"), tokenizer.vocab_size) for _ in range(3)]
+    for seed, model in enumerate(models):
+        model.initialise(seed)
+    good = publish(root, models[0], 0)
+    wrong = publish(root, models[1], 1, Probe.of(models[2]))
+    async with sampler_of(python, has_tokenizer=True) as sampler:
+        await sampler.stage(good)
+        await sampler.activate(good.version)
+
+        # A stop text ends a message with the token that completes it.
+        whole, cut, after = Reader("whole"), Reader("cut"), Reader("after")
+        for reader in (whole, cut, after):
             sampler.open(reader.id)
         await whole.ask(sampler, [65, 66, 67], max_tokens=60, rng_key=(7,))
         pieces = [tokenizer.decode_bytes([token]) for token in whole.tokens[3:]]
@@ -159,3 +135,11 @@ async def test_a_stop_text_ends_a_message_with_the_token_that_completes_it(
         await cut.ask(sampler, [65, 66, 67], max_tokens=60, rng_key=(7,), stop_texts=(stop,))
         assert cut.chunks[-1].finish == "stop"
         assert cut.tokens == whole.tokens[: 3 + first + 1]
+
+        # A wrong update is refused, and the old version serves again.
+        await sampler.stage(wrong)
+        with pytest.raises(Exception, match="the update failed"):
+            await sampler.activate(wrong.version)
+        assert sampler.current() == good.version
+        await after.ask(sampler, tokens(30, 0).tolist())
+        check_logprobs({0: models[0]}, after)

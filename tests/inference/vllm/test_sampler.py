@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from etude.errors import PrefixMissError, SamplerError, WeightUpdateError
 from etude.inference.vllm import Probe, Replica, SnapshotDirectory, VllmSampler
@@ -301,6 +302,7 @@ async def test_how_far_requests_were_at_an_update_is_forgotten_with_them(tmp_pat
         assert [len(activation.progress) for activation in history._order] == [0, 0]
 
 
+@pytest.mark.slow
 @asynchronous
 async def test_kept_keys_are_named_by_their_oldest_version(tmp_path: Path) -> None:
     async with served(tmp_path) as setting:
@@ -314,6 +316,7 @@ async def test_kept_keys_are_named_by_their_oldest_version(tmp_path: Path) -> No
         assert {version.step for version in reader.kv_oldest if version is not None} == {0}
 
 
+@pytest.mark.slow
 @asynchronous
 @pytest.mark.parametrize("fault", ["loads_nothing", "loads_half", "load_fails"])
 async def test_an_update_that_vllm_gets_wrong_leaves_the_old_version_serving(
@@ -338,6 +341,23 @@ async def test_an_update_that_vllm_gets_wrong_leaves_the_old_version_serving(
         await setting.serve(setting.manifests[2])
         await reader.ask(setting.sampler, [4])
         assert reader.versions[-1] == setting.manifests[2].version
+
+
+@pytest.mark.slow
+@asynchronous
+async def test_weights_that_were_not_loaded_are_found_out_however_small_the_update(tmp_path: Path) -> None:
+    """The probe's log-probabilities move by less than it allows."""
+    small = tiny_model(0, max_positions=256)
+    with torch.no_grad():
+        small.embedding[0, 0] += 1e-6
+    async with served(tmp_path) as setting:
+        again, updated = (publish(setting.root, model, 5) for model in (MODELS[0], small))
+        await setting.serve(again)  # of the same digest: nothing has to change
+        setting.engine.faults.add("loads_nothing")
+        with pytest.raises(WeightUpdateError, match="its parameters are those of before"):
+            await setting.serve(updated)
+        await setting.serve(updated)
+        assert setting.sampler.current() == updated.version
 
 
 @asynchronous

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -53,7 +53,6 @@ def exact(given: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("as_engine", [False, True])
-@settings(max_examples=25, deadline=None)
 @given(
     tokens=st.integers(1, 700),
     experts=st.integers(1, 12),

@@ -1,7 +1,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.rollout.simulation import run_virtual
@@ -15,7 +15,6 @@ def test_a_year_passes_at_once() -> None:
     assert run_virtual(sleep()) == pytest.approx(365 * 86_400)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(0, 1e4, allow_nan=False), max_size=20))
 def test_sleepers_wake_in_the_order_of_their_times(delays: list[float]) -> None:
     async def run() -> list[tuple[float, float]]:

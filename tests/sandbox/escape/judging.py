@@ -60,7 +60,9 @@ class Board:
         """Passes if the attempt failed; a known hole is expected, and must still be one."""
         outcome = self.look(backend, user, "attempts", name)
         if outcome.verdict == "impossible":
-            pytest.skip(outcome.detail)
+            if backend == "local":
+                pytest.skip(outcome.detail)
+            return  # what a guest or its backend does not have lets nobody out
         hole = self.hole(backend, user, name)
         if hole is not None and outcome.verdict in ("escaped", "lost"):
             pytest.xfail(f"{outcome.detail}. {hole.reason}")

@@ -10,13 +10,16 @@ import json
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from etude.errors import UserError
 from etude.sandbox.backends import open_backend
 from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.types import Resources
 from tests.sandbox.escape.attempts import ATTEMPTS
-from tests.sandbox.escape.model import Attempt, Outcome
+from tests.sandbox.escape.attempts_bombs import BOMBS
+from tests.sandbox.escape.model import DEFAULT_RESOURCES, Attempt, Outcome
 from tests.sandbox.escape.trial import (
     BackendFactory,
     has_control_groups,
@@ -27,7 +30,8 @@ from tests.sandbox.escape.trial import (
     run_controls,
 )
 
-Results = dict[str, Outcome]
+_CONSUMING = {attempt.name for attempt in BOMBS}
+"""What uses up a sandbox leaves none for others."""
 
 
 def factory(name: str) -> BackendFactory:
@@ -48,9 +52,29 @@ def names_for(backend: str) -> list[str]:
     return [name for name, attempt in ATTEMPTS.items() if shared or attempt.reach == "everywhere"]
 
 
+def groups_for(backend: str, names: Sequence[str]) -> list[list[Attempt]]:
+    """Attempts that share sandboxes: all programs that leave nothing behind, where sandboxes are guests,
+    which take long to start."""
+    attempts = [ATTEMPTS[name] for name in names]
+    if backend not in ("gvisor", "vm"):
+        return [[attempt] for attempt in attempts]
+    if backend == "vm":
+        # A guest with another size would be booted anew; its kernel's memory is no process's limit.
+        memory_bytes = DEFAULT_RESOURCES.memory_bytes
+        attempts = [
+            replace(one, resources=replace(one.resources, memory_bytes=memory_bytes)) for one in attempts
+        ]
+    groups: dict[tuple[Resources, bool] | str, list[Attempt]] = {}
+    for attempt in attempts:
+        alone = attempt.kind == "calls" or attempt.name in _CONSUMING
+        key = attempt.name if alone else (attempt.resources, attempt.neighbour)
+        groups.setdefault(key, []).append(attempt)
+    return list(groups.values())
+
+
 def try_all(backend: str, names: Sequence[str], note: Callable[[str, Outcome], None]) -> None:
     """Runs the named attempts."""
-    asyncio.run(run_attempts(factory(backend), [ATTEMPTS[name] for name in names], note))
+    asyncio.run(run_attempts(factory(backend), groups_for(backend, names), note))
 
 
 def control_all(names: Sequence[str], note: Callable[[str, Outcome], None]) -> None:

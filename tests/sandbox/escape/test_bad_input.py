@@ -79,6 +79,7 @@ COMMANDS: dict[str, tuple[str, dict[str, object], Callable[[CommandResult], bool
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_strange_command_has_a_result(name: str) -> None:
     cmd, named, holds = COMMANDS[name]
@@ -106,6 +107,7 @@ REFUSED: dict[str, tuple[Call, type[AgentError]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_request_without_sense_is_the_agents_mistake(name: str) -> None:
     call, kind = REFUSED[name]
@@ -118,6 +120,7 @@ def test_a_request_without_sense_is_the_agents_mistake(name: str) -> None:
     in_sandbox(scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pid", [1, 0, -1, 10**9])
 def test_only_background_commands_can_be_killed_by_their_number(pid: int) -> None:
     async def scenario(s: Sandbox) -> object:
@@ -126,6 +129,7 @@ def test_only_background_commands_can_be_killed_by_their_number(pid: int) -> Non
     assert in_sandbox(scenario) is False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "call",
     [
@@ -189,6 +193,7 @@ async def outcomes(calls: list[Awaitable[object]]) -> list[str]:
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1500, 12_000])
 def test_directories_of_any_depth_are_the_agents_business(depth: int, tmp_path: Path) -> None:
     async def scenario(s: Sandbox) -> list[str]:

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import EtudeError, SandboxError
@@ -357,13 +357,11 @@ def check_typed(ended: object, unhandled: list[str]) -> None:
     assert not unhandled, unhandled
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(CALLS), VALUES | st.dictionaries(NAMES, VALUES, max_size=5), st.binary(max_size=8))
 def test_any_value_as_a_frame_ends_typed(call: Call, header: object, payload: bytes) -> None:
     check_typed(*ask(call, lambda request: frame(header, payload), ends=True))
 
 
-@settings(max_examples=250, deadline=None)
 @given(st.sampled_from(CALLS), st.dictionaries(NAMES, VALUES, max_size=6), st.binary(max_size=8))
 def test_any_values_as_an_answer_end_typed_at_once(
     call: Call, fields: dict[str, object], payload: bytes
@@ -372,7 +370,6 @@ def test_any_values_as_an_answer_end_typed_at_once(
     check_typed(*ask(call, lambda request: frame({**fields, "id": request}, payload)))
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.sampled_from((RUN, TESTS, PROBES)), NAMES, VALUES, st.binary(max_size=8))
 def test_any_value_in_a_result_ends_typed_at_once(
     call: Call, name: str, value: object, payload: bytes

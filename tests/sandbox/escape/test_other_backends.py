@@ -13,7 +13,7 @@ from tests.sandbox.escape.attempts import ATTEMPTS
 from tests.sandbox.escape.judging import Board, board
 from tests.sandbox.escape.model import USERS, User
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.foreign]
 RUNS: list[tuple[str, User]] = [*(("gvisor", user) for user in USERS), ("vm", "root")]
 """QEMU is a plain user's process in any case (root gives itself up for it), and guests are alike."""
 CASES = [

@@ -8,8 +8,8 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,6 +25,7 @@ from tests.sandbox.escape.prelude import whole_program
 from tests.sandbox.escape.scene import Scene
 from tests.sandbox.escape.weakened import WeakenedBackend, owner_without
 
+_BREAKING = ("escaped", "lost", "broken")
 PATIENCE_S = 300.0
 """Longest wait for one attempt beyond its own time."""
 _ASK = "import socket, sys; print(socket.create_connection(('127.0.0.1', int(sys.argv[1]))).recv(100))"
@@ -90,16 +91,16 @@ async def make_neighbour(backend: SandboxBackend, scene: Scene) -> Sandbox:
     return sandbox
 
 
-async def try_once(backend: SandboxBackend, attempt: Attempt, scene: Scene) -> Outcome:
-    """One attempt in a new sandbox."""
+@asynccontextmanager
+async def open_field(backend: SandboxBackend, attempt: Attempt, scene: Scene) -> AsyncIterator[Field]:
+    """New sandboxes for an attempt and those that are made after it."""
     with tempfile.TemporaryDirectory(prefix="etude-escape-") as directory:
         sandbox = await backend.create(Template({"a.txt": "a"}), attempt.resources)
         field = Field(backend, sandbox, scene, Path(directory))
         try:
             if attempt.neighbour:
                 field.neighbour = await make_neighbour(backend, scene)
-            async with asyncio.timeout(attempt.timeout_s + PATIENCE_S):
-                return await _judged(field, attempt)
+            yield field
         finally:
             for living in (sandbox, field.neighbour):
                 if living is not None:
@@ -160,19 +161,23 @@ def _state() -> Iterator[Path]:
 
 
 async def run_attempts(
-    factory: BackendFactory, attempts: Iterable[Attempt], note: Callable[[str, Outcome], None]
+    factory: BackendFactory, groups: Iterable[Sequence[Attempt]], note: Callable[[str, Outcome], None]
 ) -> None:
-    """Every attempt on one backend, one after the other; `note` hears of each as it ends."""
+    """Every attempt on one backend, one after the other, those of a group in the same sandboxes; `note` is
+    called with each outcome."""
     with Scene() as scene, _state() as state:
         backend = factory(state)
         try:
-            for attempt in attempts:
-                outcome = await _guarded(backend, attempt, scene)
-                note(attempt.name, outcome)
-                if outcome.verdict in ("escaped", "lost", "broken"):
-                    # Whatever it broke must not count for the next one.
-                    await backend.close()
-                    backend = factory(state)
+            for group in groups:
+                rest = list(group)
+                while rest:
+                    outcomes = await _guarded(backend, rest, scene)
+                    for outcome in outcomes:
+                        note(rest.pop(0).name, outcome)
+                    if outcomes[-1].verdict in _BREAKING:
+                        # Whatever it broke must not count for the next one.
+                        await backend.close()
+                        backend = factory(state)
         finally:
             await backend.close()
 
@@ -191,22 +196,32 @@ async def run_controls(
                 backend = WeakenedBackend(state, lifts)
                 try:
                     for attempt in attempts:
-                        note(attempt, lifts, await _guarded(backend, attempt, scene))
+                        note(attempt, lifts, (await _guarded(backend, [attempt], scene))[0])
                 finally:
                     await backend.close()
 
 
-async def _guarded(backend: SandboxBackend, attempt: Attempt, scene: Scene) -> Outcome:
+async def _guarded(backend: SandboxBackend, attempts: Sequence[Attempt], scene: Scene) -> list[Outcome]:
+    """Outcomes of attempts in the same sandboxes, up to the first that breaks something: one at least."""
+    outcomes: list[Outcome] = []
+    last = 0
     try:
-        return await try_once(backend, attempt, scene)
+        async with open_field(backend, attempts[0], scene) as field:
+            for attempt in attempts:
+                last = len(outcomes)
+                async with asyncio.timeout(attempt.timeout_s + PATIENCE_S):
+                    outcomes.append(await _judged(field, attempt))
+                if outcomes[-1].verdict in _BREAKING:
+                    break
     except (SandboxError, AgentError) as error:
-        return Outcome("lost", f"{type(error).__name__}: {str(error)[:300]}")
+        outcomes[last:] = [Outcome("lost", f"{type(error).__name__}: {str(error)[:300]}")]
     except UserError:
         # This backend cannot be had here, and no other attempt can be made either.
         raise
     except Exception:
         # One broken attempt must not take the others' outcomes along; its own test fails with this text.
-        return Outcome("broken", traceback.format_exc()[-1000:])
+        outcomes[last:] = [Outcome("broken", traceback.format_exc()[-1000:])]
+    return outcomes
 
 
 def present_user() -> User:

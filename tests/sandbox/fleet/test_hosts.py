@@ -52,6 +52,7 @@ except urllib.error.HTTPError as error:
 _obstacle = obstacle()
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.foreign,
     pytest.mark.skipif(_obstacle is not None, reason=_obstacle or "possible"),
 ]
 

@@ -331,7 +331,7 @@ class Books(RuleBasedStateMachine):
 
 
 TestBooks = Books.TestCase
-TestBooks.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestBooks.settings = settings(stateful_step_count=40)
 
 
 def test_a_processor_without_bound_refuses_nothing_and_still_says_where_there_is_more_of_it():

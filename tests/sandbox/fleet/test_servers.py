@@ -124,6 +124,7 @@ def test_a_server_that_drains_is_used_again_when_it_no_longer_does() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_name_may_lead_to_another_server() -> None:
     async def scenario() -> None:
         async with serving("a", "b") as (specs, backends):
@@ -186,6 +187,7 @@ def test_what_a_killed_client_left_is_ended_before_its_successor_makes_anything(
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_server_that_is_down_at_the_start_is_used_when_it_answers() -> None:
     async def scenario() -> None:
         async with serving("a") as (specs, _):

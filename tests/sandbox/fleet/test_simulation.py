@@ -8,7 +8,7 @@ import statistics
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.sandbox.errors import CapacityError
@@ -57,7 +57,6 @@ def test_background_transfers_wait_for_the_foreground():
     assert ends == {"urgent": pytest.approx(2.0), "rest": pytest.approx(3.0)}
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 3), st.floats(1, 100), st.floats(0, 20), st.booleans()),
@@ -108,6 +107,7 @@ def test_latencies_have_the_quantiles_that_were_measured():
     assert statistics.fmean(samples) == pytest.approx(latency.mean_s, rel=0.02)
 
 
+@pytest.mark.slow
 def test_the_same_scenario_has_the_same_outcome():
     first, again = simulate(SMALL), simulate(SMALL)
     assert replace(first, scheduler_s=0.0) == replace(again, scheduler_s=0.0)
@@ -162,6 +162,7 @@ def test_a_cache_too_small_for_all_images_evicts_and_ends():
     assert outcome.fetches > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("peers", [False, True])
 @pytest.mark.parametrize("needed_fraction", [1.0, 0.1])
 def test_deaths_lose_sandboxes_which_are_all_started_again(peers: bool, needed_fraction: float):

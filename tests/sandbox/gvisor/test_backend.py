@@ -22,7 +22,7 @@ from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
 from tests.sandbox.gvisor.gvisors import leftovers, needs_runsc, with_gvisor, with_sandbox
 
-pytestmark = needs_runsc
+pytestmark = [pytest.mark.foreign, needs_runsc]
 SERVER = """
 import socket
 state = bytearray(b"x" * (8 << 20))

@@ -34,6 +34,7 @@ def nothing_runs(backend: GvisorBackend) -> bool:
     return not list((backend.state / "gvisor").glob("*/gvisor-*"))
 
 
+@pytest.mark.slow
 def test_the_fake_starts_saves_and_restores() -> None:
     async def scenario(backend: GvisorBackend) -> None:
         source = await made(backend)
@@ -79,6 +80,7 @@ def test_a_cancelled_start_leaves_nothing() -> None:
     with_gvisor(scenario, fault="mute")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
@@ -118,6 +120,7 @@ def test_a_container_that_dies_of_its_checkpoint_is_lost() -> None:
     with_gvisor(scenario, fault="die")
 
 
+@pytest.mark.slow
 def test_a_failed_restore_leaves_the_sandbox_asleep_and_copies_fail_one_by_one() -> None:
     async def scenario(backend: GvisorBackend) -> None:
         sandbox = await made(backend)
@@ -134,6 +137,7 @@ def test_a_failed_restore_leaves_the_sandbox_asleep_and_copies_fail_one_by_one()
     with_gvisor(scenario, fault="restore")
 
 
+@pytest.mark.slow
 def test_a_torn_checkpoint_is_refused() -> None:
     async def scenario(backend: GvisorBackend) -> None:
         sandbox = await made(backend)
@@ -153,6 +157,7 @@ def test_a_torn_checkpoint_is_refused() -> None:
     with_gvisor(scenario, fault="")
 
 
+@pytest.mark.slow
 def test_a_snapshot_of_another_runsc_is_refused() -> None:
     async def scenario(backend: GvisorBackend) -> None:
         snapshot = await (await made(backend)).create_snapshot()

@@ -236,6 +236,7 @@ COPIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("body", "new"), COPIES)
 def test_copy_goes_where_docker_puts_it(bench: Bench, body: str, new: list[str]) -> None:
     (bench.context / "l").symlink_to("a")

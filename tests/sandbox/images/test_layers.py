@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ResourceError
@@ -260,6 +260,7 @@ except ResourceError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_the_users_to_mend_and_leaves_nothing(tmp_path: Path) -> None:
     script = f'mount -t tmpfs -o size=2m t {tmp_path} || exit 99; exec {sys.executable} -c "$0" {tmp_path}'
     done = subprocess.run(
@@ -270,6 +271,7 @@ def test_a_full_disk_is_the_users_to_mend_and_leaves_nothing(tmp_path: Path) -> 
     assert done.stdout.strip() == "no space left for layers 1 []", done.stderr
 
 
+@pytest.mark.slow
 def test_an_owner_that_does_not_exist_here_is_the_users_to_mend(tmp_path: Path) -> None:
     program = FILL.split("try:")[0].replace("(0, 0)", "(65534, 65534)")
     command = ["unshare", "-Ur", sys.executable, "-c", program, str(tmp_path)]
@@ -379,7 +381,6 @@ MEMBERS = st.builds(
 
 
 @given(st.lists(MEMBERS, max_size=12))
-@settings(deadline=None, max_examples=150)
 def test_any_archive_is_a_layer_that_survives_packing_or_a_typed_error(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tarfile.TarInfo]
 ) -> None:
@@ -401,12 +402,12 @@ def test_any_archive_is_a_layer_that_survives_packing_or_a_typed_error(
     store.verify(again)
 
 
+@pytest.mark.slow
 @given(
     st.dictionaries(
         st.from_regex(r"[a-z]{1,3}(/[a-z]{1,3}){0,3}", fullmatch=True), st.binary(max_size=50), max_size=8
     )
 )
-@settings(deadline=None, max_examples=50)
 def test_files_come_out_as_they_went_in(
     tmp_path_factory: pytest.TempPathFactory, files: dict[str, bytes]
 ) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.rollout.simulation import run_virtual
@@ -69,6 +69,7 @@ def request(host: str, port: int, method: str) -> bytes:
     return f"{method} {target} HTTP/1.1\r\nHost: {host}:{port}\r\n\r\n".encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["CONNECT", "GET"])
 @pytest.mark.parametrize("host", SPELLINGS)
 def test_no_spelling_of_an_inside_address_is_reached(host: str, method: str) -> None:
@@ -161,7 +162,6 @@ def test_what_is_no_request_is_refused_at_once(sent: bytes, status: int) -> None
 
 
 @given(st.binary(min_size=1, max_size=400))
-@settings(max_examples=150, deadline=None)
 def test_any_bytes_get_one_refusal(sent: bytes) -> None:
     async def run() -> None:
         bench = make_bench([])

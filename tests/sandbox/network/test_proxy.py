@@ -276,6 +276,7 @@ def test_a_redirect_to_the_loopback_is_refused_when_it_is_followed() -> None:
     asyncio.run(with_server(origin.handle, body))
 
 
+@pytest.mark.foreign
 def test_curl_and_its_environment_work() -> None:
     curl = shutil.which("curl")
     if curl is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.sandbox.network.messages import Refusal
@@ -84,7 +84,6 @@ def test_broken_hellos_are_refused(data: bytes) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, len(HELLO) - 1), st.integers(0, 255)), max_size=4))
-@settings(max_examples=300)
 def test_a_damaged_hello_is_read_refused_or_unfinished(damage: list[tuple[int, int]]) -> None:
     data = bytearray(HELLO)
     for place, value in damage:

@@ -19,13 +19,13 @@ from etude.sandbox.vm.backend import VmBackend
 from tests.sandbox.vm.guests import SMALL, machines_below, with_backend
 from tests.sandbox.vm.programs import alive, start_program
 
+pytestmark = [pytest.mark.slow, pytest.mark.foreign]
 STEPS = ("save: held", "save: stopped", "save: written")
 OPERATIONS = ("create_snapshot", "pause", "fork")
 # A machine that dies once all of it is written has been put to sleep: see the next test.
 FATAL = [pair for pair in itertools.product(OPERATIONS, STEPS) if pair != ("pause", "save: written")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("operation", "step"), FATAL)
 def test_a_machine_killed_while_it_is_saved_leaves_no_snapshot(
     vm_state: Path, operation: str, step: str
@@ -46,7 +46,6 @@ def test_a_machine_killed_while_it_is_saved_leaves_no_snapshot(
     with_backend(vm_state, scenario, on_step)
 
 
-@pytest.mark.slow
 def test_a_machine_killed_after_it_was_written_sleeps_well(vm_state: Path) -> None:
     async def on_step(name: str) -> None:
         if name == "save: written":
@@ -63,7 +62,6 @@ def test_a_machine_killed_after_it_was_written_sleeps_well(vm_state: Path) -> No
     with_backend(vm_state, scenario, on_step)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_state_that_cannot_be_written_leaves_the_sandbox_running(vm_state: Path, operation: str) -> None:
     fails_at = ""
@@ -90,7 +88,6 @@ def test_a_state_that_cannot_be_written_leaves_the_sandbox_running(vm_state: Pat
     with_backend(vm_state, scenario, on_step)
 
 
-@pytest.mark.slow
 def test_a_limit_on_file_sizes_stops_a_save_midway(vm_state: Path) -> None:
     async def scenario(backend: VmBackend) -> None:
         sandbox = await backend.create(Template(), SMALL)
@@ -107,7 +104,6 @@ def test_a_limit_on_file_sizes_stops_a_save_midway(vm_state: Path) -> None:
     assert list((vm_state / "snapshots").iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", ["restore: checked", "restore: standing"])
 def test_a_machine_killed_while_it_wakes_stays_asleep(vm_state: Path, step: str) -> None:
     armed = False
@@ -139,7 +135,6 @@ def test_a_machine_killed_while_it_wakes_stays_asleep(vm_state: Path, step: str)
     with_backend(vm_state, scenario, on_step)
 
 
-@pytest.mark.slow
 def test_a_sleep_that_cannot_be_published_is_no_sleep(vm_state: Path) -> None:
     armed = False
 

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from etude.sandbox.vm import probe, templates
 from etude.sandbox.vm.backend import VmBackend
 from etude.sandbox.vm.image import VmImage
 from etude.sandbox.vm.migration import Ticket, ticket_from
-from etude.sandbox.vm.qemu import Boot, Hardware, command_line
+from etude.sandbox.vm.qemu import PROGRAM, Boot, Hardware, command_line
 from etude.sandbox.vm.templates import template_key
 
 HARDWARE = Hardware.for_resources(Resources(), "tcg")
@@ -148,6 +149,7 @@ def test_an_unknown_ticket_brings_no_machine(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.skipif(shutil.which(PROGRAM) is None, reason=f"{PROGRAM} is not installed")
 def test_a_host_without_an_image_says_what_to_do(tmp_path: Path) -> None:
     async def run() -> None:
         backend = VmBackend(tmp_path, accelerator="tcg")

@@ -25,7 +25,7 @@ from etude.sandbox.vm.qemu import Qemu
 from tests.sandbox.vm.guests import SMALL, machines_below, make_state, no_step
 from tests.sandbox.vm.programs import alive, start_program
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.foreign]
 
 TICKER = """
 import os, time

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.tokens.chat.client_tools import client_tool
@@ -34,7 +34,6 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(schema=values)
 def test_any_tool_schema_is_taken_or_refused(schema: Any) -> None:
     try:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.tokens.chat.messages import Answer, Call, canonical, content_key
@@ -18,7 +18,6 @@ finite = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
 @given(arguments=st.dictionaries(st.text(), finite, max_size=4))
 def test_arguments_that_are_serialised_again_have_the_same_key(arguments: dict[str, Any]) -> None:
     again = json.loads(json.dumps(dict(reversed(arguments.items())), indent=2, ensure_ascii=False))

@@ -44,6 +44,7 @@ def _compare(config: ParallelConfig, tasks: list[Task]) -> None:
             _assert_found(ours, theirs, task)
 
 
+@pytest.mark.slow
 def test_two_ranks_find_what_one_process_does_for_every_architecture() -> None:
     plan = plan_of(1, per_batch=4)
     _compare(

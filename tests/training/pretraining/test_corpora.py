@@ -165,6 +165,7 @@ def test_lance_says_what_to_install(tmp_path: Path) -> None:
         _open(tmp_path / "a.lance")
 
 
+@pytest.mark.foreign
 def test_lance_data_sets_are_read_as_other_formats_are(tmp_path: Path) -> None:
     lance = pytest.importorskip("lance")
     path = tmp_path / "a.lance"
@@ -178,6 +179,7 @@ def test_lance_data_sets_are_read_as_other_formats_are(tmp_path: Path) -> None:
     assert [corpus.document(i).tolist() for i in range(2)] == [[5, 6, 7], [8]]
 
 
+@pytest.mark.foreign
 def test_lance_data_sets_that_cannot_be_read_name_themselves(tmp_path: Path) -> None:
     lance = pytest.importorskip("lance")
     (tmp_path / "empty.lance").mkdir()
@@ -230,6 +232,7 @@ _open(Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_tokenisation_left_goes_with_the_next_and_that_of_a_live_one_stays(
     tmp_path: Path,
 ) -> None:

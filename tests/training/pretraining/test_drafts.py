@@ -66,6 +66,7 @@ def _trainer(model, drafts: DraftLayers, **config) -> NextTokenTrainer:
     return NextTokenTrainer(model, batches, midtrain_config(num_steps=30, tokens_per_step=200), training)
 
 
+@pytest.mark.slow
 def test_a_frozen_model_stays_and_its_drafts_learn() -> None:
     model = small_model(0)
     drafts = DraftLayers(model.config, 2)
@@ -78,6 +79,7 @@ def test_a_frozen_model_stays_and_its_drafts_learn() -> None:
         assert metrics[-1][f"draft_loss_{depth}"] < 0.9 * metrics[0][f"draft_loss_{depth}"]
 
 
+@pytest.mark.slow
 def test_with_the_model_both_learn() -> None:
     model = small_model(0)
     drafts = draft_layers(model)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import CheckpointError, ConfigError
@@ -47,7 +47,6 @@ def test_sources_come_by_weight_and_one_of_weight_zero_never(tmp_path: Path) -> 
     assert mixture.accounts()["a"].tokens / mixture.accounts()["b"].tokens == pytest.approx(3.0, rel=0.1)
 
 
-@settings(max_examples=25, deadline=None)
 @given(steps=st.integers(0, 30), seed=st.integers(0, 5), pool=st.integers(0, 600))
 def test_what_was_seen_is_what_was_drawn(steps: int, seed: int, pool: int) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -62,7 +61,7 @@ def test_what_was_seen_is_what_was_drawn(steps: int, seed: int, pool: int) -> No
         assert sum(mixture.accounts()["code"].times_seen.values()) == len(LENGTHS)
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.slow
 @given(before=st.integers(0, 12), after=st.integers(1, 12), widen=st.booleans())
 def test_a_resumed_mixture_draws_the_same(before: int, after: int, widen: bool) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -17,12 +19,17 @@ DTYPES = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool, torch.complex64,
 )  # fmt: skip
 
+_BUILDS: dict[str, tuple[str, ...]] = {"native": (), "portable": ("-DETUDE_PORTABLE",)}
+if platform.machine() == "x86_64":
+    _BUILDS["sse2"] = ("-mno-ssse3", "-mno-bmi2", "-mno-popcnt", "-mno-lzcnt")
+"""Flags for each width of vectors, with instructions for it and without."""
+
 
 def all_kernels() -> dict[str, DeltaKernels]:
     """Those that run here, by name."""
     kernels: dict[str, DeltaKernels] = {"numpy": VectorisedKernels()}
     if find_compiler() is not None:
-        kernels |= {"native": NativeKernels(), "portable": NativeKernels(portable=True)}
+        kernels |= {name: NativeKernels(flags) for name, flags in _BUILDS.items()}
     return kernels
 
 

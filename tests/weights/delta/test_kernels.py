@@ -32,7 +32,6 @@ def _words(tensor: torch.Tensor) -> np.ndarray:
 
 
 @given(byte_pairs(), st.sampled_from(DTYPES), st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_all_kernels_write_the_same_bytes_and_read_them(
     pair: tuple[bytes, bytes], dtype: torch.dtype, overwrite: bool
 ) -> None:
@@ -135,7 +134,6 @@ def test_coded_values_come_back_and_all_kernels_agree(lists: list[list[int]], la
 
 @pytest.mark.parametrize("name", KERNELS)
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
 def test_damaged_codes_never_crash(name: str, data: st.DataObject) -> None:
     """The frames' hashes keep these from the kernels; they are to be safe without."""
     kernels = KERNELS[name]

@@ -18,7 +18,7 @@ def new_indexes(
 ) -> TemplateIndexes | None:
     """`off`: None. `words`: instant grep, and search by words. `meaning`: with embeddings as well.
 
-    To be closed by the caller. Raises ConfigError for another kind, EmbedderMissingError where `meaning`
+    To be closed by the caller. Raises ConfigError for another kind, MissingPackageError where `meaning`
     lacks its model.
     """
     if kind not in INDEX_KINDS:

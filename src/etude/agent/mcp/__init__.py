@@ -2,21 +2,7 @@
 
 from __future__ import annotations
 
-from etude.errors import ConfigError
-
-try:
-    import mcp as _mcp
-except ImportError as error:
-    raise ConfigError(
-        "tools over MCP need the package mcp",
-        field="agent.mcp",
-        received=str(error),
-        fix="pip install 'etude[mcp]'",
-    ) from error
-
 from etude.agent.mcp.client import McpServer, McpTool, connect_tools
 from etude.agent.mcp.server import mcp_server, serve_stdio
 
 __all__ = ["McpServer", "McpTool", "connect_tools", "mcp_server", "serve_stdio"]
-
-del _mcp

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from etude.agent.inputs import call_document, result_document
 from etude.controller.agent.changes import FileChange
 from etude.records import Status, ToolCall, ToolResult
+from etude.tokens.chat.client_tools import call_arguments
+from etude.tokens.grammar import ToolSchema
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +41,17 @@ class CallsMade:
 
     turn: int
     calls: tuple[ToolCall, ...]
+    tools: Sequence[ToolSchema] = ()
+    """What the agent was offered: which arguments are more than text."""
+
+    def arguments(self, call: ToolCall) -> dict[str, Any]:
+        """One of the calls' arguments as JSON values; what is not of its kind stays text."""
+        return call_arguments(call, self.tools)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {"event": "calls", "turn": self.turn, "calls": [call_document(call) for call in self.calls]}
+        calls = [call_document(call) | {"arguments": self.arguments(call)} for call in self.calls]
+        return {"event": "calls", "turn": self.turn, "calls": calls}
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,7 +68,7 @@ async def open_model(choice: ModelChoice) -> AsyncIterator[Policy]:
     directory = Path(choice.to_dict()["model"])
     if not (directory / "config.json").is_file():
         raise CheckpointError(
-            "no model here: there is no config.json",
+            "is not a model directory: it has no config.json",
             field="--model",
             received=str(directory),
             fix="name a Hugging Face checkpoint directory",

@@ -77,7 +77,7 @@ class ModelChoice:
             )
         if self.temperature is not None and not 0 <= self.temperature < math.inf:
             raise ConfigError(
-                "is no temperature",
+                "is not a valid temperature",
                 field="--temperature",
                 received=self.temperature,
                 fix="give 0 (always the likeliest token) or more",

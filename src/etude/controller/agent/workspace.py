@@ -55,7 +55,8 @@ class MirroredWorkspace:
             shown.add(position)
             self.emit(CallDone(turn, position, call, result))
 
-        self.emit(CallsMade(turn, tuple(calls)))
+        schemas = tuple(tool.schema for tool in self.context.tools.values())
+        self.emit(CallsMade(turn, tuple(calls), schemas))
         await self.mirror.refresh(self._files_of(calls))
         results = await LocalWorkspace(self.context).run_calls(calls, known, begins, ends)
         for position, (call, result) in enumerate(zip(calls, results, strict=True)):

@@ -109,7 +109,7 @@ async def beat(request: Request) -> Response:
     named = await _fields(request, _BEAT)
     running = named["running"]
     if not all(isinstance(number, int) and number >= 0 for number in running.values()):
-        raise UserError("must be numbers of tokens by lease", field="running", fix="mend the request")
+        raise UserError("must be numbers of tokens by lease", field="running", fix="correct the request")
     return Json(_control(request).beat(named["member"], _version(named), running, named["trouble"]))
 
 
@@ -118,7 +118,9 @@ async def claim(request: Request) -> Response:
     """A cluster asks for sessions."""
     named = await _fields(request, _CLAIM)
     if not 0 < named["most"] <= MOST_CLAIMED:
-        raise UserError(f"must be 1 to {MOST_CLAIMED}", field="most", received=named["most"], fix="mend it")
+        raise UserError(
+            f"must be 1 to {MOST_CLAIMED}", field="most", received=named["most"], fix="correct the value"
+        )
     answer = await _control(request).claim(
         named["member"], _version(named), named["most"], request.is_disconnected
     )

@@ -245,15 +245,15 @@ class RemoteEpisodes:
         """Keeps the routes for the run, and has the trajectories name them as they are kept."""
         kept: dict[str, BlobRef] = {}
         episode = done.episode
-        for ref in routes_of((episode.trajectory, *episode.members)):
+        for ref in routes_of((episode.trajectory, *episode.siblings)):
             if ref.url not in kept:
                 kept[ref.url] = self._keep_routes(done.routes[ref.url])
                 if kept[ref.url].digest != ref.digest:
                     raise StoreError(
                         "routes were damaged on their way here", field="routes", received=ref.digest
                     )
-        members = tuple(_with_routes(one, kept) for one in episode.members)
-        return replace(episode, trajectory=_with_routes(episode.trajectory, kept), members=members)
+        siblings = tuple(_with_routes(one, kept) for one in episode.siblings)
+        return replace(episode, trajectory=_with_routes(episode.trajectory, kept), siblings=siblings)
 
     async def _hand_on(self, worker: _Worker) -> None:
         """Ends what a worker that leaves still runs; its sessions begin anew elsewhere."""

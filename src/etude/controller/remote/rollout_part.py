@@ -165,11 +165,11 @@ class RolloutPart:
 
     def _pack(self, episode: ForkedEpisode, num_tokens: int) -> PackedEpisode:
         routes: dict[str, NDArray[Any]] = {}
-        for ref in routes_of((episode.trajectory, *episode.members)):
+        for ref in routes_of((episode.trajectory, *episode.siblings)):
             routes[ref.url] = self._blobs.get(ref)
         done = DoneEpisode(episode, routes, num_tokens, self._times())
         packed = PackedEpisode(pickle.dumps(done, protocol=pickle.HIGHEST_PROTOCOL))
-        for ref in routes_of((episode.trajectory, *episode.members)):
+        for ref in routes_of((episode.trajectory, *episode.siblings)):
             self._blobs.discard(ref)
         return packed
 

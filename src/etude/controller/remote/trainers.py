@@ -193,7 +193,7 @@ class SupervisedTrainer:
                         f"its process was lost at `{method}` {num_lost} times in a row",
                         field="trainer",
                         received=str(error),
-                        fix="mend what the cause says, and go on with --resume",
+                        fix="remove the cause, then continue with --resume",
                     ) from error
             else:
                 self._write_down(reply)

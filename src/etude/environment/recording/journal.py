@@ -253,7 +253,10 @@ def _open(path: Path, flags: int) -> BinaryIO:
         if isinstance(error, FileNotFoundError) and not flags & os.O_CREAT:
             raise
         raise StoreError(
-            "the session's journal cannot be opened", field="store", received=str(error), fix="mend the disk"
+            "the session's journal cannot be opened",
+            field="store",
+            received=str(error),
+            fix="make the store writable again",
         ) from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -33,6 +33,7 @@ from etude.errors import SamplerError
 from etude.records import BlobRef, Relation, SampleChunk, SamplingParams, Segment, ToolResult, Turn
 from etude.tokens.chat.framing import Tokens
 from etude.tokens.chat.messages import Answer, Message, Opening, Results, content_key
+from etude.tokens.stream import malformed_spans
 
 KeepRoutes = Callable[[NDArray[np.uint8]], BlobRef]
 
@@ -212,14 +213,17 @@ class SessionMap:
                 outputs = after.outputs if isinstance(after, Results) else ()
                 last = entry.end - _num_given(branch, entry)
                 message = branch.recording.tokens[entry.start : last]
+                calls = tuple(renderer.parse(message))
+                spans = malformed_spans(message, calls, renderer)
                 turns.append(
                     Turn(
                         branch.id,
                         entry.start,
                         last,
                         renderer.tokenizer.decode(message),
-                        tuple(renderer.parse(message)),
+                        calls,
                         tuple(ToolResult(output) for output in outputs),
+                        tuple((entry.start + first, entry.start + end) for first, end in spans),
                     )
                 )
         return tuple(turns)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from etude.agent.tools.linters import HostRuff, new_findings
 from etude.config import RewardConfig
-from etude.errors import ConfigError
+from etude.errors.packages import missing_package
 from etude.records import Task
 
 _LINTED = (".py", ".pyi")
@@ -43,14 +43,11 @@ async def review_changes(
 
 
 def find_linter() -> HostRuff:
-    """This machine's ruff. Raises ConfigError where there is none."""
+    """This machine's ruff. Raises MissingPackageError where there is none."""
     linter = HostRuff.find()
     if linter is None:
-        raise ConfigError(
-            "counting lints needs ruff",
-            field="rl.reward.lint_penalty",
-            received="no ruff on this machine",
-            fix="pip install ruff, or set lint_penalty = 0",
+        raise missing_package(
+            "counting lints", "ruff", field="rl.reward.lint_penalty", instead=", or set lint_penalty = 0"
         )
     return linter
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
-from etude.algorithms.advantages import MALFORMED
 from etude.config import LengthConfig, RewardConfig
 from etude.environment.rewards.evidence import Evidence
 from etude.environment.rewards.length import Effort, concave_price
@@ -18,6 +17,8 @@ from etude.records import RewardBreakdown, Status, ToolErrorClass
 
 REWARD_VERSION = "1"
 """Version of what the terms mean. What they weigh is the run's configuration."""
+MALFORMED = "malformed"
+"""Name of the term for malformed calls."""
 LENGTH = "length"
 """Name of the term for length."""
 
@@ -116,7 +117,7 @@ def load_custom(name: str) -> CustomTerm:
             f"its module cannot be imported: {error!r}",
             field="rl.reward.custom",
             received=name,
-            fix=f"mend the module {module}",
+            fix=f"correct the module {module}",
         ) from error
     if not callable(found):
         raise ConfigError(
@@ -147,13 +148,13 @@ def _call_custom(name: str, evidence: Evidence) -> float:
             f"raised {error!r}",
             field=field,
             received=f"a session of {evidence.task.id}",
-            fix="mend the function, or leave the term out",
+            fix="correct the function, or remove the term",
         ) from error
     if not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(
             "must return a finite number",
             field=field,
             received=repr(value)[:100],
-            fix="mend the function, or leave the term out",
+            fix="correct the function, or remove the term",
         )
     return float(value)

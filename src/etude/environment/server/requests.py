@@ -119,7 +119,9 @@ async def fields_of(request: Request, fields: Fields) -> dict[str, Any]:
         named["test_paths"] = tuple(strings(named["test_paths"], "test_paths"))
     for name in ("turn", "idle_s", "count"):
         if named.get(name, 0) < 0:
-            raise UserError("must not be negative", field=name, received=named[name], fix="mend the request")
+            raise UserError(
+                "must not be negative", field=name, received=named[name], fix="correct the request"
+            )
     return named
 
 

@@ -58,6 +58,8 @@ class HttpTarget:
         self._api: Api = api
         self._extra = dict(extra or {})
         self._words_per_token = 1.0
+        self.message_tokens = 0
+        """What the server adds to a message at most, once `calibrate` has measured it."""
         self._said: dict[str, list[str]] = {}
         """Session -> inputs and answers in turn."""
 
@@ -81,6 +83,7 @@ class HttpTarget:
                 fix='play recorded sessions with api "tokens", or a server that knows stream_options',
             )
         self._words_per_token = _PROBE_WORDS / (counts[1] - counts[0])
+        self.message_tokens = counts[0]
         return self._words_per_token
 
     async def turn(self, session: LoadSession, record: TurnRecord, clock: Clock) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -126,6 +126,22 @@ def _session(shape: WorkloadShape, seed: int, number: int) -> LoadSession:
             )
         )
     return LoadSession(f"s{seed}-{number}", tuple(turns))
+
+
+def shorten(session: LoadSession, tokens: int) -> LoadSession:
+    """The session if its turns take no more than `tokens`, else the same turns, shorter in proportion."""
+    total = sum(turn.input_tokens + turn.output_tokens for turn in session.turns)
+    if total <= tokens:
+        return session
+    turns = tuple(
+        replace(
+            turn,
+            input_tokens=max(1, turn.input_tokens * tokens // total),
+            output_tokens=max(1, turn.output_tokens * tokens // total),
+        )
+        for turn in session.turns
+    )
+    return replace(session, turns=turns)
 
 
 def _between(value: float, highest: int) -> int:

@@ -2,19 +2,6 @@
 
 from __future__ import annotations
 
-from etude.errors import ConfigError
-
-try:
-    import fastapi as _fastapi
-    import uvicorn as _uvicorn
-except ImportError as error:
-    raise ConfigError(
-        "the inference server needs FastAPI and uvicorn",
-        field="serve",
-        received=str(error),
-        fix="pip install 'etude[serve]'",
-    ) from error
-
 from etude.inference.server.app import build_app
 from etude.inference.server.limits import KeyLimits, Keys, read_keys
 from etude.inference.server.process import DEFAULT_PORT, check_address, serve
@@ -34,5 +21,3 @@ __all__ = [
     "read_keys",
     "serve",
 ]
-
-del _fastapi, _uvicorn

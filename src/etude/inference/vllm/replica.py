@@ -234,8 +234,8 @@ class Replica:
         self._settled.clear()  # until it is done, or the server is taken down
         if activation.kv == "recompute":
             await client.pause()
-        self._held = None
-        activation.progress = await self._load(client, snapshot)
+        held, self._held = self._held, None
+        activation.progress = await self._load(client, snapshot, held)
         if activation.kv == "recompute":
             await client.reset_prefix_cache()
             await client.resume()
@@ -244,17 +244,32 @@ class Replica:
         self.history.note(activation)
         self._settled.set()
 
-    async def _load(self, client: VllmClient, snapshot: Snapshot) -> dict[str, int]:
-        """Returns how far each request was. Raises WeightUpdateError and SamplerError."""
+    async def _load(
+        self, client: VllmClient, snapshot: Snapshot, held: Snapshot | None = None
+    ) -> dict[str, int]:
+        """Returns how far each request was. `held`: what the server has, if that is known: weights of another
+        digest must change its parameters, however little. Raises WeightUpdateError and SamplerError."""
         directory, timeout_s = str(snapshot.directory), self._load_timeout_s
         requests = sorted(self.requests)
         answer = await client.call_workers("etude_load", directory, *requests, timeout_s=timeout_s)
         if not isinstance(answer, dict) or answer.get("loaded") != directory:
             raise WeightUpdateError("vLLM cannot load the weights", field="vllm", received=answer)
+        if held is not None and answer.get("changed") is False and self._must_change(held, snapshot):
+            raise WeightUpdateError(
+                "vLLM reports success, and its parameters are those of before",
+                field="vllm",
+                received=f"{held.version.digest} in service, {snapshot.version.digest} loaded",
+            )
         self._held = snapshot
         self.times = UpdateTimes(load_s=float(answer["load_s"]))
         progress = {str(name): int(count) for name, count in answer["progress"].items()}
         return {name: count for name, count in progress.items() if name in self.requests}
+
+    def _must_change(self, held: Snapshot, snapshot: Snapshot) -> bool:
+        """Whether two snapshots differ in the number format in which vLLM holds them."""
+        formats = {entry.dtype for entry in snapshot.manifest.tensors}
+        is_exact = self.abilities is not None and formats == {self.abilities.dtype}
+        return is_exact and held.version.digest != snapshot.version.digest
 
     async def _verify(self, client: VllmClient, snapshot: Snapshot, activation: Activation) -> None:
         """Raises WeightUpdateError unless vLLM computes what a freshly loaded model does."""

@@ -17,11 +17,14 @@ INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e7eb"
 BLUE, RUST, TEAL, SAND = "#2a5d9f", "#c4532d", "#2a8c82", "#b8a17a"
 SERIES_COLOURS = (BLUE, RUST, TEAL, SAND, MUTED)
 
+_LEGEND_ROW_INCHES = 0.2
+
 SPLIT_WORDS = {
     "before": "unseen functions",
     "after": "unseen functions",
     "during": "unseen functions",
     "heldout": "unseen functions",
+    "family_before": "unseen families",
     "family": "unseen families",
     "heldout_family": "unseen families",
 }
@@ -153,7 +156,7 @@ def _smooth(values: Sequence[float], weight: float = 0.8) -> list[float]:
 
 
 def _finish(axes: Axes, title: str, x_label: str) -> bool:
-    """Titles and legend; False where nothing was drawn."""
+    """Titles, and below the axes the legend; False where nothing was drawn."""
     handles, _ = axes.get_legend_handles_labels()
     if not handles:
         return False
@@ -161,7 +164,10 @@ def _finish(axes: Axes, title: str, x_label: str) -> bool:
     axes.set_xlabel(x_label)
     axes.tick_params(length=0)
     axes.margins(x=0.02)
-    axes.legend(loc="best", fontsize=8.5)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    legend = figure.legend(loc="outside lower left", ncols=2, fontsize=8.5)
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW_INCHES * -(-len(legend.texts) // 2))
     return True
 
 

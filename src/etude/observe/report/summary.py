@@ -83,7 +83,8 @@ class Suggestion:
 
 
 def results_comparisons(report: Report) -> list[Comparison]:
-    """Pass rates before and after: both modes, by level, the held-out family, the first edit."""
+    """Pass rates before and after: both modes, by level, several tries, unseen families, the first edit."""
+    report = _before_alone(report)
     before, after = _mapping(report, "heldout_before"), _mapping(report, "heldout_after")
     family_before = _mapping(report, "heldout_family_before")
     family_after = _mapping(report, "heldout_family_after")
@@ -92,6 +93,10 @@ def results_comparisons(report: Report) -> list[Comparison]:
         old, new = before.get(mode), after.get(mode)
         rows.append(Comparison(f"unseen functions, {words}", _estimate(old), _estimate(new)))
         rows.extend(_level_rows(old, new))
+    for name in sorted({key.rpartition("_")[0] for key in report if key.startswith("pass_at_")}):
+        old, new = report.get(f"{name}_before"), report.get(f"{name}_after")
+        label = f"unseen functions, one of {name.removeprefix('pass_at_')} at temperature 1"
+        rows.append(Comparison(label, _estimate(old), _estimate(new)))
     for mode, words in MODES:
         label = f"unseen families, {words}"
         rows.append(Comparison(label, _estimate(family_before.get(mode)), _estimate(family_after.get(mode))))
@@ -104,6 +109,7 @@ def results_comparisons(report: Report) -> list[Comparison]:
 
 def behaviour_comparisons(report: Report) -> list[Comparison]:
     """How the agent works, before and after."""
+    report = _before_alone(report)
     before, after = _mapping(report, "behaviour_before"), _mapping(report, "behaviour_after")
     names = [*BEHAVIOUR_LABELS, *sorted((set(before) | set(after)) - set(BEHAVIOUR_LABELS))]
     rows = [
@@ -127,14 +133,34 @@ def headline(report: Report) -> str:
         took = (
             f" The whole run took {_duration(report['wall_s'])}." if _is_number(report.get("wall_s")) else ""
         )
-        left = ", for which no time was left" if report.get("out_of_time") and not report["rl_steps"] else ""
-        return (
-            f"Mends {100 * after.value:.1f} % of the bugs in functions that it never saw; "
-            f"{100 * before.value:.1f} % before reinforcement learning{left}.{took}"
-        )
+        last = before if report.get("rl_steps") == 0 else after
+        compared = f"{100 * before.value:.1f} % before {_taken(report)}reinforcement learning"
+        if last is before:
+            compared = "no step of reinforcement learning was taken"
+        mends = f"Mends {100 * last.value:.1f} % of the bugs in functions that it never saw"
+        return f"{mends}; {compared}.{took}"
     if before:
         return f"Before reinforcement learning it mends {100 * before.value:.1f} % of unseen bugs."
     return "This run has not been evaluated yet."
+
+
+def _before_alone(report: Report) -> Report:
+    """Of a run without an RL step there is nothing after it: what was measured last is of the same model."""
+    if report.get("rl_steps") != 0:
+        return report
+    after = {key: value for key, value in report.items() if key.endswith("_after")}
+    others = {key: value for key, value in report.items() if key not in after}
+    return {**{f"{key.removesuffix('_after')}_before": value for key, value in after.items()}, **others}
+
+
+def _taken(report: Report) -> str:
+    """`80 steps of `, `1 of 80 steps of `; empty where the report does not say."""
+    taken, planned = report.get("rl_steps"), report.get("rl_steps_planned")
+    if not _is_number(taken):
+        return ""
+    if not _is_number(planned) or taken == planned:
+        return f"{taken} {'step' if taken == 1 else 'steps'} of "
+    return f"{taken} of {planned} {'step' if planned == 1 else 'steps'} of "
 
 
 def next_steps(report: Report, run_path: str, program: str = "etude") -> list[Suggestion]:
@@ -163,7 +189,9 @@ def next_steps(report: Report, run_path: str, program: str = "etude") -> list[Su
             )
         )
     suggestions += [
-        _longer(report),
+        Suggestion(
+            "train longer", f"make train ARGS='--name longer --set rl.num_steps={_more_steps(report)}'"
+        ),
         Suggestion("see how much is luck: another seed", "make train ARGS='--name seed1 --seed 1'"),
         Suggestion(
             "a control that must not learn",
@@ -173,15 +201,10 @@ def next_steps(report: Report, run_path: str, program: str = "etude") -> list[Su
     return suggestions
 
 
-def _longer(report: Report) -> Suggestion:
-    wall_s = report.get("wall_s")
-    if not report.get("out_of_time") or not _is_number(wall_s):
-        return Suggestion("train longer", "make train ARGS='--name longer --set rl.num_steps=200'")
-    twice_s = 200 * math.ceil(wall_s / 100)
-    return Suggestion(
-        f"the time was up after {report['rl_steps']} RL steps: go on, with twice as much",
-        f"make train ARGS='--name {report['name']} --resume --set max_wall_s={twice_s}'",
-    )
+def _more_steps(report: Report) -> int:
+    """Half as many again as were planned, or the quickstart's."""
+    planned = report.get("rl_steps_planned")
+    return math.ceil(1.5 * planned) if _is_number(planned) and planned else 200
 
 
 def facts(report: Report) -> list[tuple[str, str]]:
@@ -189,6 +212,10 @@ def facts(report: Report) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if _is_number(report.get("wall_s")):
         rows.append(("whole run", _duration(report["wall_s"])))
+    if _is_number(report.get("forecast_s")):
+        rows.append(("forecast at its start", _duration(report["forecast_s"])))
+    if _is_number(report.get("rl_steps")) and _is_number(report.get("rl_steps_planned")):
+        rows.append(("RL steps", f"{report['rl_steps']} of {report['rl_steps_planned']}"))
     for name, value in _mapping(report, "stages").items():
         if _is_number(value):
             rows.append((name.removesuffix("_s").replace("_", " "), _duration(value)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import secrets
 import shlex
 import shutil
@@ -176,7 +177,13 @@ class FakeImages:
                 image.config["WorkingDir"] = rest
             elif word == "RUN":
                 command = chamber_command(image.root, "build", ["/bin/sh", "-c", rest])
-                run = subprocess.run(command, capture_output=True, timeout=_RUN_S, check=False)
+                run = subprocess.run(
+                    command,
+                    capture_output=True,
+                    timeout=_RUN_S,
+                    check=False,
+                    env={**os.environ, "PATH": PATH},
+                )
                 said.append((run.stdout + run.stderr).decode(errors="replace"))
                 if run.returncode:
                     raise BuildError(

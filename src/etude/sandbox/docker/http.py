@@ -85,13 +85,13 @@ class Response:
             ) from error
 
     def message(self) -> str:
-        """What an error body says: `message` (Docker), `fault_message` (Firecracker), or the bare text."""
+        """What an error body says: `message`, or the bare text."""
         try:
             said = json.loads(self.body)
         except ValueError:
             said = None
         if isinstance(said, dict):
-            text = said.get("message") or said.get("fault_message") or said.get("cause")
+            text = said.get("message") or said.get("cause")
             if text:
                 return str(text)
         return self.body[:500].decode(errors="replace").strip() or f"status {self.status}"

@@ -1,6 +1,6 @@
 """Bridges a `Channel`, which wants a socket for good, and a stream that has another form or may be exchanged.
 
-    Channel <-> socket pair <-> Line <-> the container's attached stream, or a microVM's vsock connection
+    Channel <-> socket pair <-> Line <-> the container's attached stream
 
 Both directions are copied with back pressure. A remote end that closes unasked ends the line: the channel
 then says that the sandbox died. `suspend` takes the remote end away in good order and `connect` gives the

@@ -2,23 +2,8 @@
 
 from __future__ import annotations
 
-from etude.errors import ConfigError
-
-try:
-    import fastapi as _fastapi
-    import uvicorn as _uvicorn
-except ImportError as error:
-    raise ConfigError(
-        "the sandbox server needs FastAPI and uvicorn",
-        field="sandbox.server",
-        received=str(error),
-        fix="pip install 'etude[serve]'",
-    ) from error
-
 from etude.sandbox.server.app import build_app
 from etude.sandbox.server.process import read_token, serve
 from etude.sandbox.server.state import Limits
 
 __all__ = ["Limits", "build_app", "read_token", "serve"]
-
-del _fastapi, _uvicorn

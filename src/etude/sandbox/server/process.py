@@ -77,7 +77,7 @@ def read_tenants(path: Path, field: str = "tenants") -> dict[str, str]:
                 "must be TENANT TOKEN, each token once",
                 field=f"{field}: line {number}",
                 received=str(path),
-                fix="mend the line",
+                fix="correct the line",
             )
         tokens[words[1]] = words[0]
     if not tokens:

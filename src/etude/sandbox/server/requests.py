@@ -87,7 +87,9 @@ async def fields_of(request: Request, state: ServerState, fields: Fields) -> tup
         strings(named["paths"], "paths")
     for name in ("limit_bytes", "limit", "timeout_s", "count"):
         if named.get(name, 0) < 0:
-            raise UserError("must not be negative", field=name, received=named[name], fix="mend the request")
+            raise UserError(
+                "must not be negative", field=name, received=named[name], fix="correct the request"
+            )
     return named, payload
 
 
@@ -101,7 +103,7 @@ def number(request: Request, name: str, default: int) -> int:
     """A number in the query. Raises UserError."""
     text = query(request).get(name, str(default))
     if not text.isascii() or not text.isdigit():
-        raise UserError("must be a number", field=name, received=text, fix="mend the query")
+        raise UserError("must be a number", field=name, received=text, fix="correct the query")
     return int(text)
 
 
@@ -134,7 +136,7 @@ def split_files(rows: list[Any], payload: bytes) -> dict[str, str | bytes]:
     for row in rows:
         if not isinstance(row, list) or len(row) != 2 or not isinstance(row[1], int) or row[1] < 0:
             raise UserError(
-                "must be rows of [path, size]", field="files", received=row, fix="mend the request"
+                "must be rows of [path, size]", field="files", received=row, fix="correct the request"
             )
         files[strings([row[0]], "files")[0]] = payload[start : start + row[1]]
         start += row[1]

@@ -14,7 +14,8 @@ import zstandard
 from numpy.typing import NDArray
 
 from etude.config import SourceConfig
-from etude.errors import ConfigError, ResourceError
+from etude.errors import ConfigError
+from etude.errors.packages import missing_package
 
 Raw = str | NDArray[np.int64]
 """A document's text, or its token ids."""
@@ -193,11 +194,11 @@ def _read_lance(source: SourceFiles, path: Path, report: ReadingReport) -> Itera
     try:
         lance = importlib.import_module("lance")
     except ImportError as error:
-        raise ResourceError(
-            "Lance data sets need pylance, which is not installed",
+        raise missing_package(
+            f"the Lance data set {path}",
+            "pylance",
             field=f"source {source.name}",
-            received=str(path),
-            fix="pip install pylance, or export the data set as Parquet",
+            instead=", or export the data set as Parquet",
         ) from error
     try:
         dataset = lance.dataset(str(path))

@@ -80,12 +80,12 @@ def decode_chunk(
 
 def _delta(base: Words, changes: Changes, layout: WordLayout, kernels: DeltaKernels) -> bytes:
     thresholds = choose_classes(base, layout, changes.counts)
-    numbers = np.add.reduceat(changes.counts.sum(axis=1), thresholds)
+    differences = np.add.reduceat(changes.counts, thresholds)
+    numbers = differences.sum(axis=1)
     values = kernels.gather(base, changes, layout, thresholds, _starts(numbers))
     groups = _groups(numbers)
-    counts = kernels.count(values, groups)
-    half = len(counts) // 2
-    tables = [gap_table(row) for row in counts[:half]] + [counted_table(row) for row in counts[half:]]
+    gaps = kernels.count(values[: len(changes)], groups[: len(groups) // 2 + 1])
+    tables = [*map(gap_table, gaps), *map(counted_table, differences[numbers > 0])]
     writer = Writer()
     writer.byte(DELTA)
     writer.byte(len(thresholds))

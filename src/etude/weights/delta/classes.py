@@ -47,8 +47,8 @@ def choose_classes(words: Words, layout: WordLayout, changes: Counts) -> list[in
         symbols[left] += symbols[right]
         costs[left] = joined[left]
         del starts[right]
-        sums, symbols, costs = (np.delete(array, right, axis=0) for array in (sums, symbols, costs))
-        joined = np.delete(joined, left)
+        sums, symbols, costs = (_without(array, right) for array in (sums, symbols, costs))
+        joined = _without(joined, left)
         near = slice(max(left - 1, 0), left + 1)
         after = slice(near.start + 1, near.stop + 1)
         pairs = min(near.stop, len(starts) - 1) - near.start
@@ -56,6 +56,12 @@ def choose_classes(words: Words, layout: WordLayout, changes: Counts) -> list[in
             near, after = slice(near.start, near.start + pairs), slice(after.start, after.start + pairs)
             joined[near] = _cost(sums[near] + sums[after], symbols[near] + symbols[after])
     return starts
+
+
+def _without(array: NDArray[np.float64], row: int) -> NDArray[np.float64]:
+    """The array with one row less, in the same memory: np.delete takes ten times as long."""
+    array[row:-1] = array[row + 1 :]
+    return array[:-1]
 
 
 def _sample(words: Words) -> Words:

@@ -7,19 +7,17 @@
 #include <stdint.h>
 #include <string.h>
 
-#ifndef ETUDE_PORTABLE
-#ifdef __BMI2__
-#define HAS_PDEP
-#endif
-#if defined(__AVX512BW__) && defined(__AVX512CD__) && defined(__AVX512VL__)
-#define HAS_VECTORS /* of 512 bits */
-#endif
-#if defined(HAS_VECTORS) && defined(HAS_PDEP) && defined(__AVX512VBMI2__)
-#define WIDE /* blocks are placed without a branch */
-#endif
-#endif
-#if defined(HAS_VECTORS) || defined(HAS_PDEP)
+#ifndef ETUDE_PORTABLE /* no more than vector types: what processors have that are not named here */
+#if defined(__SSE2__) || defined(__AVX2__)
+#define HAS_SSE2
 #include <immintrin.h>
+#endif
+#ifdef __AVX2__
+#define HAS_AVX2
+#endif
+#if defined(__BMI2__) && !defined(__znver1__) && !defined(__znver2__)
+#define HAS_PDEP /* as one step: in microcode it takes longer than doing without */
+#endif
 #endif
 
 #define MAX_CLASSES 16
@@ -27,20 +25,22 @@
 #define SCALE_BITS 12
 #define SCALE (1u << SCALE_BITS)
 #define STATE_LOW (1u << 16)
-#define BLOCK 64 /* words looked at together: one bit of a mask each */
+#define ONES 0x0101010101010101ull
+
+/* Eight bits as eight bytes of 0 or 1, the first one lowest. */
+static inline uint64_t spread_bits(uint64_t byte) {
+    return ((byte * ONES & 0x8040201008040201ull) + (ONES << 7) - ONES) >> 7 & ONES;
+}
 
 /* Values below 8 are symbols of their own; above, a symbol is the position of the highest bit and the two
-   bits below it, and the rest follows as plain bits: `width` of them. */
+   bits below it, and the rest follows as plain bits: `width` of them. Without branches: none would be foretold. */
 static inline unsigned symbol_of(uint32_t value, unsigned *width) {
-    unsigned octave = 31u - (unsigned)__builtin_clz(value | 4);
-    *width = octave - 2;
-    return value < 8 ? value : octave * 4 - 4 + (value >> (octave - 2) & 3u);
+    *width = 29u - (unsigned)__builtin_clz(value | 4);
+    return 4 * *width + (value >> *width);
 }
 
-static inline unsigned width_of(unsigned symbol) { return symbol < 8 ? 0 : symbol / 4 - 1; }
+static inline unsigned width_of(unsigned symbol) { return symbol / 4 - (symbol >= 4); }
 
-static inline uint32_t least_of(unsigned symbol) {
-    return symbol < 8 ? symbol : (4u + symbol % 4) << width_of(symbol);
-}
+static inline uint32_t least_of(unsigned symbol) { return (symbol - 4 * width_of(symbol)) << width_of(symbol); }
 
 #endif

@@ -19,8 +19,8 @@ from etude.weights.delta.symbols import NUM_SYMBOLS, Counts, Values
 from etude.weights.delta.words import WordLayout
 
 _I64 = ctypes.c_int64
-_ROW = 16
-"""Words that are read at a time, perhaps beyond the last."""
+_LANES = 8
+"""Values that are decoded at a time, perhaps beyond the end of what is coded."""
 
 
 class _Scratch(threading.local):
@@ -43,14 +43,14 @@ class NativeKernels:
     Arrays that are returned may be overwritten by the same thread's next call of the same method.
     """
 
-    def __init__(self, *, portable: bool = False) -> None:
-        """`portable`: without vectors of 512 bits. Raises ResourceError without a compiler."""
-        self._library = _load(portable)
+    def __init__(self, flags: tuple[str, ...] = ()) -> None:
+        """`flags`: the compiler's, to leave out instructions. Raises ResourceError without a compiler."""
+        self._library = _load(flags)
         self._scratch = _Scratch()
 
     def scan(self, base: Words, target: Words, layout: WordLayout) -> Changes:
         """See DeltaKernels.scan."""
-        positions = self._scratch.take("positions", len(base), np.uint32)
+        positions = self._scratch.take("positions", len(base) + 4, np.uint32)
         differences = self._scratch.take("differences", len(base), np.uint32)
         counts = np.zeros((256, NUM_SYMBOLS), np.uint32)
         found = self._library.etude_delta_scan(
@@ -81,11 +81,9 @@ class NativeKernels:
         values: Values,
     ) -> None:
         """See DeltaKernels.place."""
-        num_bytes = len(base) // 8 + len(values) // 2 + 512
-        scratch = self._scratch.take("marks", num_bytes // 8 + 1, np.uint64)
         missing = self._library.etude_delta_place(
             _I64(base.itemsize), _at(base), _at(target), _I64(len(base)), *_key(layout), bytes(thresholds),
-            _I64(len(thresholds)), _at(starts), _at(values), _at(scratch),
+            _I64(len(thresholds)), _at(starts), _at(values),
         )  # fmt: skip
         if missing:
             raise ValueError("changes beyond the end")
@@ -114,9 +112,10 @@ class NativeKernels:
         """See DeltaKernels.decode."""
         values = self._scratch.take("values", int(starts[-1]), np.uint32)
         states = coded.states.copy()
-        words = np.concatenate([coded.words, np.zeros(_ROW, np.uint16)])
+        words = np.concatenate([coded.words, np.zeros(_LANES, np.uint16)])
+        bits = np.concatenate([coded.bits, np.zeros(4 * _LANES + 8, np.uint8)])
         failed = self._library.etude_delta_decode(
-            _at(words), _I64(len(coded.words)), _at(states), _I64(len(states)), _at(coded.bits),
+            _at(words), _I64(len(coded.words)), _at(states), _I64(len(states)), _at(bits),
             _I64(len(coded.bits)), _at(starts), _I64(len(starts) - 1), _at(tables), _at(values),
         )  # fmt: skip
         if failed:
@@ -125,12 +124,12 @@ class NativeKernels:
 
 
 @functools.cache
-def _load(portable: bool) -> ctypes.CDLL:
+def _load(flags: tuple[str, ...]) -> ctypes.CDLL:
     library = compile_library(
         Path(str(files("etude.weights.delta"))),
         field="kernels",
         fix="install a C compiler such as gcc, or use VectorisedKernels",
-        flags=("-DETUDE_PORTABLE",) if portable else (),
+        flags=flags,
     )
     for name in ("scan", "place", "encode", "decode"):
         getattr(library, f"etude_delta_{name}").restype = ctypes.c_int64

@@ -18,6 +18,9 @@ SCALE = 1 << SCALE_BITS
 
 Frequencies = NDArray[np.uint16]
 
+_TWICE_THE_MEANS = least_of(np.arange(NUM_SYMBOLS)) + least_of(np.arange(1, NUM_SYMBOLS + 1)) - 1
+"""Of the values of each symbol."""
+
 _EXPLICIT = 0
 NUM_LEVELS = 112
 """Mean gaps of up to 2^28 words."""
@@ -76,8 +79,7 @@ def gap_table(counts: Counts) -> Table:
     total = int(counts.sum())
     last = int(np.flatnonzero(counts)[-1])
     told = counted_table(counts)
-    values = least_of(np.arange(NUM_SYMBOLS)) + least_of(np.arange(1, NUM_SYMBOLS + 1)) - 1
-    mean = float(counts @ values) / 2 / total
+    mean = float(counts @ _TWICE_THE_MEANS) / 2 / total
     level = min(NUM_LEVELS - 1, max(0, round(4 * float(np.log2(mean + 1)))))
     geometric = Table(geometric_frequencies(level, last), level)
     told_bits = 8.0 * (last + 1) + code_bits(counts, told.frequencies)

@@ -1,192 +1,157 @@
 /* Where two tensors differ, and the differences put back. `size`: bytes of a word, 1, 2 or 4. */
 #include "delta.h"
 
-/* The exponents of a block's words, and which of the words there are at all. */
-typedef struct {
-#ifdef HAS_VECTORS
-    __m512i exponents;
-#else
-    uint8_t exponents[BLOCK];
-#endif
-    uint64_t present;
-} Block;
+#define TILE 1024 /* words looked at together: what is noted of them stays in the first cache */
+#define BLOCK 64  /* words of one mask */
+#define BLOCKS (TILE / BLOCK)
+#define SPAN (64 * TILE) /* words copied at a time: they stay in the second cache */
+#define NEVER (INT64_MAX / 2)
 
-/* Which words have at least this exponent. */
-static inline uint64_t reaching(const Block *block, uint8_t threshold) {
-#ifdef HAS_VECTORS
-    return _mm512_cmpge_epu8_mask(block->exponents, _mm512_set1_epi8((char)threshold)) & block->present;
+#ifdef HAS_AVX2
+#define WIDTH 32
 #else
+#define WIDTH 16
+#endif
+typedef int8_t Bytes __attribute__((vector_size(WIDTH)));
+typedef int16_t Ranks __attribute__((vector_size(BLOCKS * 2)));
+
+/* The sign bits of a vector's bytes, the first one lowest. */
+static inline uint64_t sign_bits(Bytes bytes) {
+#ifdef HAS_AVX2
+    return (uint32_t)_mm256_movemask_epi8((__m256i)bytes);
+#elif defined(HAS_SSE2)
+    return (uint32_t)_mm_movemask_epi8((__m128i)bytes);
+#else
+    uint64_t halves[2];
+    memcpy(halves, &bytes, sizeof halves);
+    for (int half = 0; half < 2; half++) /* bit 8i + 7 comes to bit 56 + i */
+        halves[half] = (halves[half] >> 7 & ONES) * 0x0102040810204080ull >> 56;
+    return halves[0] | halves[1] << 8;
+#endif
+}
+
+/* Which bytes of a block are below the bound. */
+static inline uint64_t below(const Bytes *block, Bytes bound) {
     uint64_t mask = 0;
-    for (int index = 0; index < BLOCK; index++) mask |= (uint64_t)(block->exponents[index] >= threshold) << index;
-    return mask & block->present;
-#endif
+    for (int part = 0; part < BLOCK / WIDTH; part++)
+        mask |= sign_bits((Bytes)(block[part] < bound)) << (part * WIDTH);
+    return mask;
 }
 
-/* Index of the set bit that has `rank` set bits below it. */
-static inline int select_bit(uint64_t mask, int64_t rank) {
+static inline unsigned lowest_bit(uint64_t mask) { return (unsigned)__builtin_ctzll(mask | 1ull << 63); }
+
+/* Where, in bits, the first byte is that has more than `rank` with those below it. `counts`: at most 127 together. */
+static inline unsigned byte_beyond(uint64_t counts, unsigned rank) {
+    uint64_t beyond = (counts * ONES | ONES << 7) - (rank + 1) * ONES;
+    return (unsigned)__builtin_ctzll(beyond & ONES << 7) - 7;
+}
+
+/* Index of the set bit that has `rank` set bits below it (Vigna 2008). */
+static inline unsigned select_bit(uint64_t mask, unsigned rank) {
 #ifdef HAS_PDEP
-    return __builtin_ctzll(_pdep_u64(1ull << rank, mask));
+    return (unsigned)__builtin_ctzll(_pdep_u64(1ull << rank, mask));
 #else
-    for (; rank; rank--) mask &= mask - 1;
-    return __builtin_ctzll(mask);
+    uint64_t counts = mask - (mask >> 1 & 0x5555555555555555ull);
+    counts = (counts & 0x3333333333333333ull) + (counts >> 2 & 0x3333333333333333ull);
+    counts = (counts + (counts >> 4)) & 0x0f0f0f0f0f0f0f0full; /* of each byte */
+    unsigned shift = byte_beyond(counts, rank);
+    rank -= (unsigned)(counts * ONES << 8 >> shift & 0xff);
+    return shift + byte_beyond(spread_bits(mask >> shift & 0xff), rank) / 8;
 #endif
 }
 
-#ifdef WIDE
-#define ESCAPE 255 /* a difference that no byte holds */
-
-/* Which members of each class change, a bit each, and by how much, a byte each; and where placing has come to. */
+/* A tile's words by class. Row j + 1: which words of each block belong to class j or one before it, and how many of
+   the words in the blocks before do; row 0 is empty. */
 typedef struct {
-    const uint8_t *bits, *codes;
-    const uint32_t *differences;
-    int64_t bit[MAX_CLASSES], end[MAX_CLASSES]; /* zeros follow there */
-    int64_t at[MAX_CLASSES];                    /* which change is next */
-} Marks;
+    Bytes exponents[TILE / WIDTH]; /* in signed order: 128 less */
+    uint64_t under[MAX_CLASSES + 1][BLOCKS];
+    int16_t before[MAX_CLASSES + 1][BLOCKS] __attribute__((aligned(BLOCKS * 2)));
+    int total[MAX_CLASSES + 1];
+} Tile;
 
-/* The next so many bits of a class, and perhaps some more. */
-static inline uint64_t next_marks(Marks *marks, int j, int number) {
-    int64_t bit = marks->bit[j] < marks->end[j] ? marks->bit[j] : marks->end[j];
-    const uint8_t *first = marks->bits + (bit >> 3);
-    uint64_t held, more;
-    memcpy(&held, first, 8);
-    held >>= bit & 7;
-    if (__builtin_expect(number > 57, 0)) {
-        memcpy(&more, first + 8, 8);
-        held |= more << 1 << (63 - (bit & 7));
+/* Once: the first row and the last one, which all words are under. */
+static inline void begin_tiles(Tile *tile, int classes) {
+    memset(tile, 0, sizeof *tile);
+    for (int block = 0; block < BLOCKS; block++) {
+        tile->under[classes][block] = ~0ull;
+        tile->before[classes][block] = (int16_t)(block * BLOCK);
     }
-    marks->bit[j] += number;
-    return held;
+    tile->total[classes] = TILE;
 }
 
-/* Makes marks of gaps and differences. `scratch`: see etude_delta_place. -1 if they go beyond the end. */
-static int mark(
-    Marks *marks, int64_t count, int classes, const int64_t *starts, const uint32_t *values, uint64_t *scratch
-) {
-    int64_t total = starts[classes], words = 0, spans = 0;
-    uint8_t *codes = (uint8_t *)(scratch + count / BLOCK + 3 * MAX_CLASSES);
-    memset(scratch, 0, (size_t)((uint8_t *)codes - (uint8_t *)scratch));
-    *marks = (Marks){.bits = (const uint8_t *)scratch, .codes = codes, .differences = values + total};
-    for (int j = 0; j < classes; j++) {
-        int64_t span = starts[j + 1] - starts[j], position = -1, last = -1;
-        for (int64_t event = starts[j]; event < starts[j + 1]; event++) span += values[event];
-        spans += span;
-        if (spans > count) return -1;
-        uint64_t *own = scratch + words, held = 0;
-        for (int64_t event = starts[j]; event < starts[j + 1]; event++) {
-            position += (int64_t)values[event] + 1;
-            held &= (uint64_t)0 - (position / BLOCK == last); /* without a branch, and not by way of memory */
-            last = position / BLOCK;
-            held |= 1ull << (position & (BLOCK - 1));
-            own[last] = held;
+/* thresholds [classes]: the exponent at which each class begins, the first at 0. */
+static inline void sort_tile(Tile *tile, const uint8_t *thresholds, int classes) {
+    for (int j = 1; j < classes; j++) {
+        Bytes bound = (Bytes){0} + (int8_t)(thresholds[j] ^ 0x80);
+        int total = 0;
+#pragma GCC unroll 4
+        for (int block = 0; block < BLOCKS; block++) {
+            uint64_t under = below(tile->exponents + block * (BLOCK / WIDTH), bound);
+            tile->under[j][block] = under;
+            tile->before[j][block] = (int16_t)total;
+            total += __builtin_popcountll(under);
         }
-        marks->at[j] = starts[j];
-        marks->bit[j] = words * BLOCK;
-        words += (span + BLOCK - 1) / BLOCK;
-        marks->end[j] = words * BLOCK;
-        words += 2;
+        tile->total[j] = total;
     }
-    for (int64_t event = 0; event < total; event++)
-        codes[event] = (uint8_t)(marks->differences[event] < ESCAPE ? marks->differences[event] : ESCAPE);
-    return 0;
 }
 
-static inline __m512i widened_8(const uint8_t *codes) { return _mm512_loadu_si512(codes); }
-static inline __m512i halved_8(__m512i x) {
-    return _mm512_and_si512(_mm512_srli_epi16(x, 1), _mm512_set1_epi8(127));
-}
-static inline __m512i all_8(int x) { return _mm512_set1_epi8((char)x); }
-static inline __m512i more_8(__m512i x, __m512i y) { return _mm512_add_epi8(x, y); }
-static inline __m512i less_8(__m512i x, __m512i y) { return _mm512_sub_epi8(x, y); }
-static inline __m512i chosen_8(uint64_t mask, __m512i x, __m512i y) { return _mm512_mask_mov_epi8(x, mask, y); }
-
-static inline __m512i widened_16(const uint8_t *codes) {
-    return _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i *)codes));
-}
-static inline __m512i halved_16(__m512i x) { return _mm512_srli_epi16(x, 1); }
-static inline __m512i all_16(int x) { return _mm512_set1_epi16((short)x); }
-static inline __m512i more_16(__m512i x, __m512i y) { return _mm512_add_epi16(x, y); }
-static inline __m512i less_16(__m512i x, __m512i y) { return _mm512_sub_epi16(x, y); }
-static inline __m512i chosen_16(uint64_t mask, __m512i x, __m512i y) {
-    return _mm512_mask_mov_epi16(x, (__mmask32)mask, y);
+static inline uint64_t members(const Tile *tile, int j, size_t block) {
+    return tile->under[j + 1][block] & ~tile->under[j][block];
 }
 
-static inline __m512i widened_32(const uint8_t *codes) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes));
+static inline int members_before(const Tile *tile, int j, size_t block) {
+    return tile->before[j + 1][block] - tile->before[j][block];
 }
-static inline __m512i halved_32(__m512i x) { return _mm512_srli_epi32(x, 1); }
-static inline __m512i all_32(int x) { return _mm512_set1_epi32(x); }
-static inline __m512i more_32(__m512i x, __m512i y) { return _mm512_add_epi32(x, y); }
-static inline __m512i less_32(__m512i x, __m512i y) { return _mm512_sub_epi32(x, y); }
-static inline __m512i chosen_32(uint64_t mask, __m512i x, __m512i y) {
-    return _mm512_mask_mov_epi32(x, (__mmask16)mask, y);
-}
-#endif
 
-#ifdef HAS_VECTORS
-static inline __m512i vector_exponents_8(const uint8_t *base, uint32_t key_mask, int shift) {
-    __m512i words = _mm512_srl_epi16(_mm512_loadu_si512(base), _mm_cvtsi32_si128(shift));
-    return _mm512_and_si512(words, _mm512_set1_epi8((char)(key_mask >> shift)));
+static inline int num_members(const Tile *tile, int j) { return tile->total[j + 1] - tile->total[j]; }
+
+/* A class of a tile, to find its members by rank. */
+typedef struct {
+    uint64_t members[BLOCKS];
+    union { Ranks vector; int16_t of[BLOCKS]; } before;
+} Class;
+
+static inline void take_class(const Tile *tile, int j, Class *class) {
+    for (int block = 0; block < BLOCKS; block++) class->members[block] = members(tile, j, block);
+    class->before.vector = *(const Ranks *)tile->before[j + 1] - *(const Ranks *)tile->before[j];
 }
-#endif
+
+/* Where the member is that has `rank` before it. */
+static inline size_t find_member(const Class *class, unsigned rank) {
+    union { Ranks ranks; Bytes parts[sizeof(Ranks) / WIDTH]; } beyond;
+    size_t block = BLOCKS - 1;
+    beyond.ranks = class->before.vector > (int16_t)rank;
+    for (size_t part = 0; part < sizeof(Ranks) / WIDTH; part++)
+        block -= (size_t)__builtin_popcountll(sign_bits(beyond.parts[part])) / 2; /* two bytes a rank */
+    return block * BLOCK + select_bit(class->members[block], rank - (unsigned)class->before.of[block]);
+}
 
 #define WORD uint8_t
 #define SIGNED int8_t
-#define BITS 8
 #define NAME(name) name##_8
-#define DIFFERING _mm512_cmpneq_epu8_mask
 #include "words.h"
 #undef WORD
 #undef SIGNED
-#undef BITS
 #undef NAME
-#undef DIFFERING
-
-#ifdef HAS_VECTORS
-static inline __m512i vector_exponents_16(const uint16_t *base, uint32_t key_mask, int shift) {
-    __m128i by = _mm_cvtsi32_si128(shift);
-    __m512i mask = _mm512_set1_epi16((short)key_mask);
-    __m512i low = _mm512_srl_epi16(_mm512_and_si512(_mm512_loadu_si512(base), mask), by);
-    __m512i high = _mm512_srl_epi16(_mm512_and_si512(_mm512_loadu_si512(base + 32), mask), by);
-    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtepi16_epi8(low)), _mm512_cvtepi16_epi8(high), 1);
-}
-#endif
 
 #define WORD uint16_t
 #define SIGNED int16_t
-#define BITS 16
 #define NAME(name) name##_16
-#define DIFFERING _mm512_cmpneq_epu16_mask
 #include "words.h"
 #undef WORD
 #undef SIGNED
-#undef BITS
 #undef NAME
-#undef DIFFERING
-
-#ifdef HAS_VECTORS
-static inline __m512i vector_exponents_32(const uint32_t *base, uint32_t key_mask, int shift) {
-    __m128i by = _mm_cvtsi32_si128(shift), parts[4];
-    __m512i mask = _mm512_set1_epi32((int)key_mask);
-    for (int part = 0; part < 4; part++) {
-        __m512i words = _mm512_and_si512(_mm512_loadu_si512(base + 16 * part), mask);
-        parts[part] = _mm512_cvtepi32_epi8(_mm512_srl_epi32(words, by));
-    }
-    return _mm512_loadu_si512(parts);
-}
-#endif
 
 #define WORD uint32_t
 #define SIGNED int32_t
-#define BITS 32
 #define NAME(name) name##_32
-#define DIFFERING _mm512_cmpneq_epu32_mask
 #include "words.h"
 
 #define BY_SIZE(size, name, ...) \
     ((size) == 1 ? name##_8(__VA_ARGS__) : (size) == 2 ? name##_16(__VA_ARGS__) : name##_32(__VA_ARGS__))
 
-/* Returns how many words differ, with their positions and differences [up to count]. counts [256, NUM_SYMBOLS]:
-   by the old word's exponent and the difference's symbol; added to. */
+/* Returns how many words differ, with their positions [up to count, and 4 more] and differences [up to count].
+   counts [256, NUM_SYMBOLS]: by the old word's exponent and the difference's symbol; added to. */
 int64_t etude_delta_scan(
     int64_t size, const void *base, const void *target, int64_t count, uint32_t key_mask, int64_t shift,
     uint32_t *positions, uint32_t *differences, uint32_t *counts
@@ -207,13 +172,11 @@ void etude_delta_gather(
     );
 }
 
-/* The reverse; returns how many changes lie beyond the end. `target` may be `base`: a block is read before it
-   is written. scratch: room for count / 8 bytes, one a change, and 512 more. */
+/* The reverse; returns 0 unless changes lie beyond the end. `target` may be `base`: a tile is read before it is
+   written. */
 int64_t etude_delta_place(
     int64_t size, const void *base, void *target, int64_t count, uint32_t key_mask, int64_t shift,
-    const uint8_t *thresholds, int64_t classes, const int64_t *starts, const uint32_t *values, void *scratch
+    const uint8_t *thresholds, int64_t classes, const int64_t *starts, const uint32_t *values
 ) {
-    return BY_SIZE(
-        size, place, base, target, count, key_mask, (int)shift, thresholds, (int)classes, starts, values, scratch
-    );
+    return BY_SIZE(size, place, base, target, count, key_mask, (int)shift, thresholds, (int)classes, starts, values);
 }

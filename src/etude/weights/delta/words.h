@@ -1,40 +1,28 @@
-/* What is written once for words of 1, 2 and 4 bytes: included by words.c with WORD, SIGNED, BITS and NAME(x). */
+/* What is written once for words of 1, 2 and 4 bytes: included by words.c with WORD, SIGNED and NAME(x). */
 
-static inline uint64_t NAME(differing)(const WORD *base, const WORD *target, int64_t count) {
-    uint64_t mask = 0;
-#ifdef HAS_VECTORS
-    if (count == BLOCK) {
-        for (int part = 0; part < BLOCK * BITS / 512; part++) {
-            __m512i left = _mm512_loadu_si512(base + part * (512 / BITS));
-            __m512i right = _mm512_loadu_si512(target + part * (512 / BITS));
-            mask |= (uint64_t)DIFFERING(left, right) << (part * (512 / BITS));
-        }
-        return mask;
-    }
-#endif
-    for (int64_t index = 0; index < count; index++) mask |= (uint64_t)(base[index] != target[index]) << index;
-    return mask;
+/* TILE words from `words` on, of which `left` are there: where that is fewer, a copy that goes on with zeros. */
+static inline const WORD *NAME(whole_tile)(const WORD *words, int64_t left, WORD *copy) {
+    if (left >= TILE) return words;
+    memset(copy, 0, TILE * sizeof(WORD));
+    memcpy(copy, words, (size_t)left * sizeof(WORD));
+    return copy;
 }
 
-static inline Block NAME(read_block)(const WORD *base, int64_t count, uint32_t key_mask, int shift) {
-    Block block = {.present = count == BLOCK ? ~0ull : (1ull << count) - 1};
-    uint8_t exponents[BLOCK] = {0};
-#ifdef HAS_VECTORS
-    if (count == BLOCK) {
-        block.exponents = NAME(vector_exponents)(base, key_mask, shift);
-        return block;
-    }
-#endif
-    for (int64_t index = 0; index < count; index++)
-        exponents[index] = (uint8_t)((base[index] & key_mask) >> shift);
-    memcpy(&block.exponents, exponents, BLOCK);
-    return block;
+/* The exponents of a tile's words as ordered signed bytes. */
+static inline void NAME(read_exponents)(const WORD *base, uint32_t key_mask, int shift, Bytes *exponents) {
+    typedef WORD Words __attribute__((vector_size(WIDTH), aligned(sizeof(WORD)), may_alias));
+    union { WORD words[TILE]; Words vectors[TILE * sizeof(WORD) / WIDTH]; } keys;
+    int8_t *to = (int8_t *)exponents;
+    for (size_t part = 0; part < TILE * sizeof(WORD) / WIDTH; part++)
+        keys.vectors[part] = (((const Words *)base)[part] & (WORD)key_mask) >> (WORD)shift;
+    for (int index = 0; index < TILE; index++) to[index] = (int8_t)(keys.words[index] ^ 0x80);
 }
 
 /* 0 for one step up, 1 for one down, 2 for two up...; words are unsigned, so a step may wrap around. */
 static inline uint32_t NAME(difference)(WORD before, WORD after) {
-    SIGNED step = (SIGNED)(WORD)(after - before);
-    return step > 0 ? ((uint32_t)step - 1) * 2 : ((0u - (uint32_t)(int32_t)step) - 1) * 2 + 1;
+    int32_t step = (SIGNED)(WORD)(after - before);
+    uint32_t beyond = (uint32_t)step - (step > 0); /* without a branch: signs are a coin's toss */
+    return beyond << 1 ^ (0u - (beyond >> 31));
 }
 
 static inline WORD NAME(stepped)(WORD before, uint32_t difference) {
@@ -42,22 +30,42 @@ static inline WORD NAME(stepped)(WORD before, uint32_t difference) {
     return (WORD)(difference & 1 ? before - size : before + size);
 }
 
+/* Positions, from `start` on, of the words of a tile that differ; returns how many. Room for 4 more. */
+static inline int64_t NAME(find_changes)(
+    const WORD *base, const WORD *target, uint32_t start, uint32_t *positions
+) {
+    union { int8_t bytes[TILE]; Bytes vectors[TILE / WIDTH]; } differs;
+    int64_t found = 0;
+    for (int index = 0; index < TILE; index++) differs.bytes[index] = (int8_t)-(base[index] != target[index]);
+    for (int block = 0; block < BLOCKS; block++) {
+        uint64_t mask = below(differs.vectors + block * (BLOCK / WIDTH), (Bytes){0});
+        int number = __builtin_popcountll(mask);
+        int done = 0;
+        do /* hardly ever twice, so that there is no branch to foretell */
+            for (int next = 0; next < 4; next++, mask &= mask - 1)
+                positions[found + done++] = start + (uint32_t)block * BLOCK + lowest_bit(mask);
+        while (__builtin_expect(done < number, 0));
+        found += number;
+    }
+    return found;
+}
+
 static int64_t NAME(scan)(
     const WORD *base, const WORD *target, int64_t count, uint32_t key_mask, int shift, uint32_t *positions,
     uint32_t *differences, uint32_t *counts
 ) {
+    WORD ends[2][TILE];
     int64_t found = 0;
-    for (int64_t start = 0; start < count; start += BLOCK) {
-        int64_t size = count - start < BLOCK ? count - start : BLOCK;
-        uint64_t mask = NAME(differing)(base + start, target + start, size);
-        for (; mask; mask &= mask - 1) {
-            int64_t position = start + __builtin_ctzll(mask);
-            WORD before = base[position];
-            uint32_t difference = NAME(difference)(before, target[position]);
+    for (int64_t start = 0; start < count; start += TILE) {
+        const WORD *before = NAME(whole_tile)(base + start, count - start, ends[0]);
+        const WORD *after = NAME(whole_tile)(target + start, count - start, ends[1]);
+        int64_t stop = found + NAME(find_changes)(before, after, (uint32_t)start, positions + found);
+        for (; found < stop; found++) {
+            WORD word = base[positions[found]];
+            uint32_t difference = NAME(difference)(word, target[positions[found]]);
             unsigned width, symbol = symbol_of(difference, &width);
-            counts[((before & key_mask) >> shift) * NUM_SYMBOLS + symbol]++;
-            positions[found] = (uint32_t)position;
-            differences[found++] = difference;
+            counts[((word & key_mask) >> shift) * NUM_SYMBOLS + symbol]++;
+            differences[found] = difference;
         }
     }
     return found;
@@ -68,139 +76,70 @@ static void NAME(gather)(
     uint32_t key_mask, int shift, const uint8_t *thresholds, int classes, const int64_t *starts,
     uint32_t *values
 ) {
-    uint64_t members[MAX_CLASSES], seen[MAX_CLASSES] = {0}, next[MAX_CLASSES] = {0};
-    int64_t filled[MAX_CLASSES];
+    WORD end[TILE];
+    Tile tile;
+    begin_tiles(&tile, classes);
+    int64_t next[MAX_CLASSES] = {0}; /* member after the last change, from the tile's first one on */
+    uint32_t *to[MAX_CLASSES];
     uint8_t class_of[256];
     for (int j = 0; j < classes; j++) {
-        filled[j] = starts[j];
+        to[j] = values + starts[j];
         memset(class_of + thresholds[j], j, (size_t)(256 - thresholds[j]));
     }
-    for (int64_t start = 0, event = 0; event < found; start += BLOCK) {
-        int64_t size = count - start < BLOCK ? count - start : BLOCK;
-        Block block = NAME(read_block)(base + start, size, key_mask, shift);
-        uint64_t above = block.present;
-        for (int j = 0; j < classes; j++) {
-            uint64_t reached = j + 1 < classes ? reaching(&block, thresholds[j + 1]) : 0;
-            members[j] = above & ~reached;
-            seen[j] += (uint64_t)__builtin_popcountll(members[j]);
-            above = reached;
-        }
-        for (; event < found && positions[event] < start + size; event++) {
-            int64_t bit = positions[event] - start;
+    for (int64_t start = 0, event = 0; event < found; start += TILE) {
+        NAME(read_exponents)(NAME(whole_tile)(base + start, count - start, end), key_mask, shift, tile.exponents);
+        sort_tile(&tile, thresholds, classes);
+        for (; event < found && positions[event] < start + TILE; event++) {
+            size_t at = (size_t)(positions[event] - start), block = at / BLOCK;
             int j = class_of[(base[positions[event]] & key_mask) >> shift];
-            uint64_t rank = seen[j] - (uint64_t)__builtin_popcountll(members[j] >> bit);
-            values[filled[j]] = (uint32_t)(rank - next[j]);
-            values[found + filled[j]++] = differences[event];
+            uint64_t earlier = members(&tile, j, block) & ((1ull << at % BLOCK) - 1);
+            int64_t rank = members_before(&tile, j, block) + __builtin_popcountll(earlier);
+            *to[j] = (uint32_t)(rank - next[j]);
+            to[j][found] = differences[event];
+            to[j]++;
             next[j] = rank + 1;
         }
+        for (int j = 0; j < classes; j++) next[j] -= num_members(&tile, j);
     }
 }
 
-#ifdef WIDE
-/* Steps of words: `codes` has a difference in the byte of each word that `changed` names. */
-static inline void NAME(step_block)(const WORD *base, WORD *target, uint64_t changed, __m512i codes) {
-    uint8_t held[BLOCK];
-    _mm512_storeu_si512(held, codes);
-    for (int part = 0; part < BITS / 8; part++) {
-        const int lanes = 512 / BITS;
-        __m512i words = _mm512_loadu_si512(base + part * lanes);
-        __m512i own = NAME(widened)(held + part * lanes), one = NAME(all)(1);
-        __m512i down = NAME(less)(_mm512_setzero_si512(), _mm512_and_si512(own, one)); /* all bits, or none */
-        __m512i size = NAME(more)(NAME(halved)(own), one);
-        __m512i stepped = NAME(more)(words, NAME(less)(_mm512_xor_si512(size, down), down));
-        words = NAME(chosen)(changed >> (part * lanes), words, stepped);
-        _mm512_storeu_si512(target + part * lanes, words);
-    }
-}
-
-/* One block; what it reads of `base` may be what it writes. */
-static inline __attribute__((always_inline)) void NAME(place_block)(
-    const WORD *base, WORD *target, uint64_t present, uint32_t key_mask, int shift, const uint8_t *thresholds,
-    int classes, Marks *marks
-) {
-    Block block = {NAME(vector_exponents)(base, key_mask, shift), present};
-    __m512i codes = _mm512_setzero_si512();
-    uint64_t above = present, changed = 0, own[MAX_CLASSES];
-    for (int j = 0; j < classes; j++) {
-        uint64_t reached = j + 1 < classes ? reaching(&block, thresholds[j + 1]) : 0;
-        uint64_t members = above & ~reached;
-        above = reached;
-        own[j] = _pdep_u64(next_marks(marks, j, __builtin_popcountll(members)), members);
-        __m512i next = _mm512_loadu_si512(marks->codes + marks->at[j]);
-        codes = _mm512_or_si512(codes, _mm512_maskz_expand_epi8(own[j], next));
-        marks->at[j] += __builtin_popcountll(own[j]);
-        changed |= own[j];
-    }
-    uint64_t escaped = _mm512_mask_cmpeq_epu8_mask(changed, codes, _mm512_set1_epi8((char)ESCAPE));
-    NAME(step_block)(base, target, changed & ~escaped, codes);
-    for (; escaped; escaped &= escaped - 1) {
-        int bit = __builtin_ctzll(escaped), j = 0;
-        while (!(own[j] >> bit & 1)) j++;
-        int64_t event = marks->at[j] - __builtin_popcountll(own[j] >> bit);
-        target[bit] = NAME(stepped)(target[bit], marks->differences[event]);
-    }
-}
-
+/* A span is copied, then changed in place: between arrays whose addresses have the same last 12 bits, as large ones
+   do, copying tile by tile makes the processor wait for stores that it takes for those of what it reads next. */
 static int64_t NAME(place)(
     const WORD *base, WORD *target, int64_t count, uint32_t key_mask, int shift, const uint8_t *thresholds,
-    int classes, const int64_t *starts, const uint32_t *values, uint64_t *scratch
+    int classes, const int64_t *starts, const uint32_t *values
 ) {
-    Marks marked, *marks = &marked;
-    if (mark(&marked, count, classes, starts, values, scratch)) return 1;
-    int64_t start = 0, missing = 0;
-    for (; start + BLOCK <= count; start += BLOCK)
-        NAME(place_block)(base + start, target + start, ~0ull, key_mask, shift, thresholds, classes, marks);
-    if (start < count) {
-        WORD last[BLOCK] = {0};
-        memcpy(last, base + start, (size_t)(count - start) * sizeof(WORD));
-        uint64_t present = (1ull << (count - start)) - 1;
-        NAME(place_block)(last, last, present, key_mask, shift, thresholds, classes, marks);
-        memcpy(target + start, last, (size_t)(count - start) * sizeof(WORD));
-    }
-    for (int j = 0; j < classes; j++) missing += starts[j + 1] - marks->at[j];
-    return missing;
-}
-#else
-static int64_t NAME(place)(
-    const WORD *base, WORD *target, int64_t count, uint32_t key_mask, int shift, const uint8_t *thresholds,
-    int classes, const int64_t *starts, const uint32_t *values, uint64_t *scratch
-) {
-    (void)scratch;
+    WORD end[TILE];
+    Tile tile;
+    Class class;
+    begin_tiles(&tile, classes);
     const uint32_t *gaps = values, *differences = values + starts[classes];
-    uint64_t members[MAX_CLASSES];
     int64_t away[MAX_CLASSES], at[MAX_CLASSES]; /* members of the class until its next change; which change */
-    int numbers[MAX_CLASSES];
-    const int64_t never = INT64_MAX / 2;
+    int64_t missing = 0;
     for (int j = 0; j < classes; j++) {
         at[j] = starts[j];
-        away[j] = starts[j] < starts[j + 1] ? (int64_t)gaps[starts[j]] : never;
+        away[j] = starts[j] < starts[j + 1] ? (int64_t)gaps[starts[j]] : NEVER;
     }
-    for (int64_t start = 0; start < count; start += BLOCK) {
-        int64_t size = count - start < BLOCK ? count - start : BLOCK;
-        unsigned hit = 0;
-        Block block = NAME(read_block)(base + start, size, key_mask, shift);
-        uint64_t above = block.present;
-        if (target != base) memcpy(target + start, base + start, (size_t)size * sizeof(WORD));
+    for (int64_t start = 0; start < count; start += TILE) {
+        WORD *words = target + start;
+        size_t size = (size_t)(count - start), span = size < SPAN ? size : SPAN;
+        if (target != base && start % SPAN == 0) memcpy(words, base + start, span * sizeof(WORD));
+        NAME(read_exponents)(NAME(whole_tile)(words, count - start, end), key_mask, shift, tile.exponents);
+        sort_tile(&tile, thresholds, classes);
         for (int j = 0; j < classes; j++) {
-            uint64_t reached = j + 1 < classes ? reaching(&block, thresholds[j + 1]) : 0;
-            members[j] = above & ~reached;
-            above = reached;
-            numbers[j] = __builtin_popcountll(members[j]);
-            hit |= (unsigned)(away[j] < numbers[j]) << j; /* without a branch: none would be foretold */
-            away[j] -= numbers[j];
-        }
-        for (; hit; hit &= hit - 1) {
-            int j = __builtin_ctz(hit);
-            do {
-                int64_t position = start + select_bit(members[j], away[j] + numbers[j]);
-                target[position] = NAME(stepped)(target[position], differences[at[j]]);
-                at[j]++;
-                away[j] += at[j] < starts[j + 1] ? (int64_t)gaps[at[j]] + 1 : never;
-            } while (away[j] < 0);
+            int number = num_members(&tile, j);
+            int64_t next = away[j], event = at[j], stop = starts[j + 1];
+            if (next < number) take_class(&tile, j, &class);
+            for (; next < number; event++) {
+                size_t position = find_member(&class, (unsigned)next);
+                if (position >= size) return 1;
+                words[position] = NAME(stepped)(words[position], differences[event]);
+                next = event + 1 < stop ? next + gaps[event + 1] + 1 : NEVER;
+            }
+            at[j] = event;
+            away[j] = next - number;
         }
     }
-    int64_t missing = 0;
     for (int j = 0; j < classes; j++) missing += starts[j + 1] - at[j];
     return missing;
 }
-#endif

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from grep_builders import make_tree
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent.index.grep.globs import Globs
@@ -39,7 +39,6 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tree(tmp_path_factory.mktemp("globs") / "tree", dict.fromkeys(NAMES, b"x\n"))
 
 
-@settings(max_examples=120, deadline=None)
 @given(globs=st.lists(GLOBS, min_size=1, max_size=3))
 def test_globs_agree_with_ripgrep_or_are_left_to_it(tree: Path, globs: list[str]) -> None:
     try:

@@ -41,6 +41,7 @@ def test_an_opened_index_finds_what_the_built_one_does(tmp_path: Path) -> None:
     check(GrepIndex.open(tmp_path / "index", key="commit-1", verify=True))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_segments")
 def test_many_segments_made_by_processes_find_the_same(tmp_path: Path) -> None:
     heard: list[Progress] = []
@@ -71,6 +72,7 @@ def test_no_index_another_tree_and_no_tree_are_refused(tmp_path: Path) -> None:
         asyncio.run(GrepIndex.build(tmp_path / "no tree", tmp_path / "other"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut", "flip header", "flip posting", "empty", "foreign", "missing"])
 @pytest.mark.parametrize("kind", ["segment-*", "manifest.json", "ranks-*"])
 def test_a_damaged_file_is_refused(tmp_path: Path, kind: str, damage: str) -> None:
@@ -163,6 +165,7 @@ def test_two_writers_at_once_are_refused(tmp_path: Path) -> None:
         asyncio.run(GrepIndex.build(tree, into))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_segments")
 def test_a_cancelled_build_leaves_the_old_index_and_no_process(tmp_path: Path) -> None:
     tree = many(tmp_path / "tree")
@@ -211,7 +214,7 @@ def test_without_ripgrep_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(ResourceError, match="pip install ripgrep"):
+    with pytest.raises(ResourceError, match="pip install 'ripgrep"):
         asyncio.run(GrepIndex.build(tmp_path, tmp_path / "index"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent.index.grep.grams import gram_hashes, rank_pairs, text_keys
@@ -112,7 +112,6 @@ def holds(wanted: Required, text: bytes) -> bool:
             return any(holds(part, text) for part in parts)
 
 
-@settings(max_examples=120, deadline=None)
 @given(pattern=PATTERNS, ignore_case=st.booleans(), data=st.data())
 def test_every_match_holds_what_its_pattern_requires(
     pattern: str, ignore_case: bool, data: st.DataObject
@@ -122,7 +121,6 @@ def test_every_match_holds_what_its_pattern_requires(
     assert holds(required(pattern, ignore_case=ignore_case), text.encode().lower()), text
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="ab()[]{}|*+?\\^$.-&~,123dwPx<>:i=!#", max_size=25))
 def test_the_parser_gives_a_tree_or_is_unsure(pattern: str) -> None:
     try:
@@ -131,7 +129,6 @@ def test_the_parser_gives_a_tree_or_is_unsure(pattern: str) -> None:
         assert required(pattern) == ANYTHING
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.binary(min_size=3, max_size=40),
     st.binary(max_size=60),

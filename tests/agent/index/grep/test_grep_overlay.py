@@ -89,6 +89,7 @@ def test_a_changed_file_is_found_by_its_new_text_only(edited: Edited) -> None:
     edited.check()
 
 
+@pytest.mark.slow
 def test_a_new_file_is_found(edited: Edited) -> None:
     edited.write("src/deep/er/new.py", b"new_name = rename_window\n")
     edited.check()
@@ -112,6 +113,7 @@ def test_a_file_may_become_a_directory_and_a_directory_a_file(edited: Edited) ->
     edited.check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["logs/new.log", "build/new.py", ".secret", ".hidden/more.py"])
 def test_new_files_obey_the_ignore_rules(edited: Edited, name: str) -> None:
     edited.write(name, b"new_name\n")
@@ -221,6 +223,7 @@ EDITS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(edits=st.lists(EDITS, min_size=1, max_size=6))
 def test_any_edits_agree_with_ripgrep_on_a_tree_edited_alike(

@@ -164,6 +164,7 @@ def test_huge_lines_come_whole(tmp_path: Path) -> None:
     assert list(found.matches) == [GrepMatch("one.txt", 1, line.decode())]
 
 
+@pytest.mark.slow
 def test_a_cancelled_search_leaves_no_process(tmp_path: Path) -> None:
     tree = make_tree(
         tmp_path / "tree", {f"{number}.txt": b"aaaaaaaaaaaaaaaa\n" * 100_000 for number in range(40)}
@@ -189,6 +190,7 @@ def _target(link: Path) -> Path | None:
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_generated_patterns_find_what_ripgrep_finds(code: GrepIndex, seed: int) -> None:
     lines = [line for text in CODE.values() for line in text.decode("utf-8", "replace").splitlines()]
@@ -262,7 +264,8 @@ PATTERNS = st.recursive(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@pytest.mark.slow
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(files=TREES, pattern=PATTERNS, ignore_case=st.booleans(), word=st.booleans(), seed=st.integers(0, 10))
 def test_any_tree_and_pattern_agree_with_ripgrep(
     tmp_path_factory: pytest.TempPathFactory,

@@ -59,6 +59,7 @@ EDITS: dict[str, list[Callable[[Path], object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("between", [True, False], ids=["searched between", "edits at once"])
 @pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS)
 def test_edits_on_disk_are_seen_by_the_next_search(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 
+import pytest
 from benchmarks.code_index_semantic_data import MIN_WORDS, make_set
 
 
+@pytest.mark.slow
 def test_questions_are_gone_from_the_files_and_point_at_their_functions() -> None:
     labelled = make_set(300, 200, seed=3)
     assert labelled.num_functions >= 300 and len(labelled.questions) > 50
@@ -24,6 +26,7 @@ def test_questions_are_gone_from_the_files_and_point_at_their_functions() -> Non
         assert ast.get_docstring(node) is None
 
 
+@pytest.mark.slow
 def test_a_seed_gives_one_set_whose_halves_share_no_file() -> None:
     labelled, again = make_set(300, 200, seed=4), make_set(300, 200, seed=4)
     assert labelled == again

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent.index.semantic.chunks import MAX_LINES, Chunk, chunk_file
@@ -66,14 +66,12 @@ def check_cover(chunks: list[Chunk], content: bytes) -> None:
 @given(
     st.lists(LINES, max_size=200).map("\n".join), st.sampled_from(["a.py", "a.js", "a.cpp", "a.rs", "a.txt"])
 )
-@settings(max_examples=300, deadline=None)
 def test_chunks_cover_every_speaking_line_once(source: str, path: str) -> None:
     content = source.encode()
     check_cover(chunk_file(path, content), content)
 
 
 @given(st.binary(max_size=300), st.sampled_from(["a.py", "a.go", "a"]))
-@settings(max_examples=200, deadline=None)
 def test_any_bytes_are_cut(content: bytes, path: str) -> None:
     chunks = chunk_file(path, content)
     if b"\0" in content:

@@ -273,6 +273,7 @@ async def test_removed_files_and_folders_are_hidden(tmp_path: Path) -> None:
     await index.close()
 
 
+@pytest.mark.slow
 @given(EDITS)
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_edits_rank_like_an_index_of_the_edited_tree(

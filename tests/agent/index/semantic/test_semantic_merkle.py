@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent.index.semantic.merkle import MerkleTree
@@ -20,7 +20,6 @@ FILES = st.dictionaries(
 
 
 @given(FILES, FILES)
-@settings(max_examples=200, deadline=None)
 def test_changes_are_what_differs(old: dict[str, bytes], new: dict[str, bytes]) -> None:
     before, after = MerkleTree(old), MerkleTree(new)
     changes = after.changes_since(before)
@@ -32,7 +31,6 @@ def test_changes_are_what_differs(old: dict[str, bytes], new: dict[str, bytes]) 
 
 
 @given(FILES)
-@settings(max_examples=100, deadline=None)
 def test_order_of_files_does_not_matter_and_each_has_its_digest(files: dict[str, bytes]) -> None:
     tree = MerkleTree(files)
     assert tree.root == MerkleTree(dict(reversed(files.items()))).root
@@ -79,7 +77,6 @@ def test_path_patterns(patterns: list[str], wanted: list[str], unwanted: list[st
 
 
 @given(st.text(alphabet="ab*?[]!-/.\\z^&~|", max_size=8))
-@settings(max_examples=300, deadline=None)
 def test_any_pattern_works_or_is_the_agents_mistake(pattern: str) -> None:
     try:
         path_filter([pattern])("a/b.py")
@@ -88,7 +85,6 @@ def test_any_pattern_works_or_is_the_agents_mistake(pattern: str) -> None:
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), max_size=30), st.integers(1, 8))
-@settings(max_examples=100, deadline=None)
 def test_best_are_the_highest_in_order(values: list[float], num: int) -> None:
     scores = np.array(values, dtype=np.float32)
     expected = sorted(range(len(values)), key=lambda index: (-values[index], index))[:num]

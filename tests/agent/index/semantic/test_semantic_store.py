@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from etude.agent.index.semantic.records import make_record, read_record, write_record
@@ -57,7 +57,6 @@ def test_a_record_comes_back_as_it_was() -> None:
 @example(20, 4)  # the flag that says that a checksum follows
 @example(20, 192)  # the width of the length
 @example(20, 16)  # a flag without a meaning
-@settings(max_examples=150, deadline=None)
 def test_a_damaged_record_is_refused_or_reads_as_it_was(place: int, change: int) -> None:
     whole = write_record(make_record("a.py", SOURCE))
     data = bytearray(whole)
@@ -71,7 +70,6 @@ def test_a_damaged_record_is_refused_or_reads_as_it_was(place: int, change: int)
 
 
 @given(st.integers(0, 200))
-@settings(max_examples=50, deadline=None)
 def test_a_torn_record_is_refused(kept: int) -> None:
     data = write_record(make_record("a.py", SOURCE))
     with pytest.raises(StoreError):
@@ -226,6 +224,7 @@ def check_rows(folder: Path, numbers: range) -> int:
     return len(found)
 
 
+@pytest.mark.slow
 def test_a_writer_killed_in_the_middle_loses_nothing_that_it_told(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WRITER, str(tmp_path), "0", "100000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
@@ -239,6 +238,7 @@ def test_a_writer_killed_in_the_middle_loses_nothing_that_it_told(tmp_path: Path
     assert check_rows(tmp_path, range(500, 503)) == 3
 
 
+@pytest.mark.slow
 def test_two_processes_write_into_one_store(tmp_path: Path) -> None:
     SemanticStore(tmp_path).close()
     writers = [

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent.index.semantic.lexical import K1, B, Lexicon, TermCounts
@@ -77,7 +77,6 @@ def naive(documents: list[dict[int, int]], question: dict[int, int]) -> list[flo
 
 
 @given(DOCUMENTS, DOCUMENTS, st.sets(st.integers(0, 11)), st.lists(st.integers(0, 12), max_size=5))
-@settings(max_examples=200, deadline=None)
 def test_scores_with_edits_are_those_of_a_lexicon_made_anew(
     base: list[dict[int, int]], more: list[dict[int, int]], gone: set[int], asked: list[int]
 ) -> None:
@@ -92,7 +91,6 @@ def test_scores_with_edits_are_those_of_a_lexicon_made_anew(
 
 
 @given(DOCUMENTS, st.data())
-@settings(max_examples=100, deadline=None)
 def test_a_lexicon_moves_documents_without_their_texts(
     documents: list[dict[int, int]], data: st.DataObject
 ) -> None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.agent.index.grep.query import FileMatches
-from etude.errors import ResourceError, SandboxError, ToolArgumentError
+from etude.errors import SandboxError, ToolArgumentError
+from etude.errors.packages import missing_package
 
 __all__ = ["Output", "Ripgrep", "parse_matches", "sort_key"]
 
@@ -111,9 +112,7 @@ def _find() -> Path:
     beside = Path(sys.executable).parent / "rg"
     found = shutil.which(str(beside)) or shutil.which("rg")
     if found is None:
-        raise ResourceError(
-            "ripgrep is not installed", field="rg", received=str(beside), fix="pip install ripgrep==14.1.0"
-        )
+        raise missing_package("searching with grep", "ripgrep", field="rg")
     return Path(found)
 
 

@@ -24,7 +24,7 @@ MAX_FEED_CHARACTERS = 1000
 
 
 class EmbedderMissingError(ConfigError):
-    """The package or the model of an embedder is not there; the lexical half of search works without it."""
+    """The model of an embedder is not there; the lexical half of search works without it."""
 
 
 @runtime_checkable

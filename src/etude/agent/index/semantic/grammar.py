@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 from etude.errors import ConfigError
+from etude.errors.packages import install_command, package_of
 
 __all__ = ["Language", "language_of", "parser_for"]
 
@@ -133,5 +134,5 @@ def _grammar(language: Language) -> Any:
         raise ConfigError(
             f"the grammar does not fit the installed tree-sitter: {error}",
             received=grammar_version(language.module),
-            fix=f"pip install -U tree-sitter {language.module.replace('_', '-')}",
+            fix=install_command("--upgrade", "tree-sitter", package_of(language.module)),
         ) from error

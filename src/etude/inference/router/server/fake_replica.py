@@ -43,6 +43,8 @@ class FakeReplica:
     """Dies after so many events of a stream; answers that are no streams are cut in any case."""
     refuse: bool = False
     """Answers 503 to everything, as one that is about to end."""
+    context: int | None = None
+    """Tokens of prompt and answer; a longer request is refused with 400."""
     running: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     """Bodies of all requests, for tests."""
@@ -138,8 +140,9 @@ async def _ready(request: Request) -> Response:
     return JSONResponse(body, 200 if replica.version is not None else 503)
 
 
-async def _models() -> Response:
-    return JSONResponse({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+async def _models(request: Request) -> Response:
+    context = request.app.state.replica.context
+    return JSONResponse({"object": "list", "data": [{"id": "fake", "max_model_len": context}]})
 
 
 async def _answer(request: Request) -> Response:
@@ -151,6 +154,8 @@ async def _answer(request: Request) -> Response:
     body = await request.json()
     replica.requests.append(body)
     plan = _plan(replica, body, request.url.path.endswith("chat/completions"), request.headers)
+    if replica.context is not None and plan.prompt_tokens + len(plan.words) > replica.context:
+        return _refusal(400, "context_length_exceeded")
     headers: dict[str, str] = {}
     if request.headers.get(EXTENSIONS_HEADER) == "tokens":
         answer_id = uuid.uuid4().hex

@@ -238,7 +238,9 @@ class Proxy:
             response = await self.http.send(request, stream=True)
             opened = await self._begin(ask, name, response)
         except httpx.LocalProtocolError as error:
-            raise UserError(f"cannot be sent on: {error}", field="headers", fix="mend the request") from error
+            raise UserError(
+                f"cannot be sent on: {error}", field="headers", fix="correct the request"
+            ) from error
         except httpx.ReadTimeout as error:
             self._fail(name, error)
             raise ReplicaSlowError(

@@ -127,6 +127,7 @@ class FakeEngine:
         if "load_fails" in self.faults:
             return {"error": "RuntimeError: out of memory"}
         self.loads.append(str(directory))
+        before = {name: parameter.clone() for name, parameter in self.model.named_parameters()}
         if "loads_half" in self.faults:
             new = dict(load_any_model(directory).named_parameters())
             with torch.no_grad():
@@ -135,7 +136,9 @@ class FakeEngine:
                         parameter.copy_(new[name])
         elif "loads_nothing" not in self.faults:
             self.model = load_any_model(directory)
-        return {"loaded": str(directory)}
+        after = self.model.named_parameters()
+        changed = any(not torch.equal(parameter, before[name]) for name, parameter in after)
+        return {"loaded": str(directory), "changed": changed}
 
     @torch.no_grad()
     def _step(self, job: Job) -> None:

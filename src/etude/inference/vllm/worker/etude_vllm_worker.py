@@ -19,6 +19,7 @@ of Étude. Its methods are called by `/collective_rpc`; arguments are strings, r
 from __future__ import annotations
 
 import base64
+import hashlib
 import re
 import statistics
 import time
@@ -33,6 +34,8 @@ _MAX_REQUESTS = 8192
 """Requests of which something is kept; beyond, the oldest are forgotten."""
 _INTERVALS = 64
 """Steps of which the time is kept."""
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By the bytes of a number."""
 
 if getattr(torch.cpu, "_is_amx_tile_supported", bool)():
     # Without it the first small bfloat16 product of the expert kernel dies with SIGILL.
@@ -43,6 +46,8 @@ class EtudeWorker:
     """Mixed into vLLM's worker: `self` is the worker, with its `model_runner`."""
 
     model_runner: Any
+    _etude_digest: str = ""
+    """Of the parameters after the last `etude_load`."""
     _etude_watch: _Watch | None = None
     _etude_routes: _Routes | None = None
 
@@ -72,11 +77,15 @@ class EtudeWorker:
     def etude_load(self, directory: str, *requests: str) -> dict[str, Any]:
         """Puts the weights of a Hugging Face directory into the model, in place. `error` says what failed;
         the weights are then a mixture, and nothing may be served from them. `progress`: positions that have
-        been computed of each of `requests` that has begun. `load_s`: how long it took."""
+        been computed of each of `requests` that has begun. `changed`: whether any parameter is another than
+        before. `load_s`: how long it took."""
         began = time.perf_counter()
         try:
+            model = self.model_runner.get_model()
+            before = self._etude_digest or _digest(model)
             self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]
-            _pack_heads_again(self.model_runner.get_model())
+            _pack_heads_again(model)
+            self._etude_digest = _digest(model)
         except Exception as error:  # reported, because an HTTP 500 would hide it
             return {"error": f"{type(error).__name__}: {error}"}
         progress = {}
@@ -85,6 +94,7 @@ class EtudeWorker:
             progress = self._etude_watch.progress
         return {
             "loaded": directory,
+            "changed": self._etude_digest != before,
             "progress": {name: progress[name] for name in requests if name in progress},
             "load_s": time.perf_counter() - began,
         }
@@ -101,6 +111,19 @@ class EtudeWorker:
         routes = self._etude_routes
         found = {} if routes is None else {name: routes.take(name) for name in requests}
         return {name: document for name, document in found.items() if document is not None}
+
+
+def _digest(model: torch.nn.Module) -> str:
+    """Of all parameters as they lie in memory, packed or not: of the sums of their bits over rows and over
+    columns, which are computed where the parameters are."""
+    digest = hashlib.blake2b(digest_size=16)
+    for parameter in model.parameters():
+        if parameter.numel():
+            bits = parameter.data.contiguous().view(_INTEGERS[parameter.element_size()])
+            rows = bits.reshape(-1, bits.shape[-1] if bits.ndim else 1)
+            for dim in (0, 1):
+                digest.update(rows.sum(dim, dtype=torch.int64).cpu().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _expert_layers(model: Any) -> list[Any]:

@@ -1,0 +1,201 @@
+"""One evaluation: a model, a suite of tasks, and how often each is played.
+
+target ──open──> sessions (greedy, then sampled) ──stored──> OUT/trajectories ──> result.json, result.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from etude.config import RunConfig
+from etude.controller.evaluation_targets import OpenTarget, Target, TargetOptions, find_target, open_target
+from etude.controller.families import open_family
+from etude.errors import ConfigError
+from etude.evaluation import (
+    EvaluationResult,
+    ModeResult,
+    Play,
+    Prices,
+    SessionRow,
+    check_infrastructure,
+    play_sessions,
+    plays_of,
+    session_figures,
+    summarize,
+)
+from etude.evaluation.results import PLAN, TRAJECTORIES
+from etude.observe import Observer, RunDirectory, make_directory, summarize_behaviour, write_json
+from etude.records import Task, Trajectory
+from etude.store.trajectories import TrajectoryLog
+from etude.tasks.frozen import tasks_digest
+from etude.tasks.harbor import read_tasks
+
+FROZEN_SPLITS = ("heldout", "validation", "heldout_family")
+"""Tasks that no training step saw."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRequest:
+    """What is to be measured."""
+
+    target: str
+    """A run's directory, a checkpoint's, or the address of an OpenAI-compatible endpoint."""
+    suite: str = "heldout"
+    """A frozen split, or a directory of Harbor task directories."""
+    num_tasks: int = 240
+    num_samples: int = 1
+    temperature: float | None = None
+    """None: greedily once and `num_samples` times at temperature 1; of an endpoint, at its own."""
+    max_sessions: int = 0
+    """Sessions at once; 0: what suits the target."""
+    out: Path | None = None
+    """Where sessions and results are kept; asked for again, the evaluation goes on from there."""
+    prices: Prices | None = None
+    options: TargetOptions = field(default_factory=TargetOptions)
+
+
+def evaluate(request: EvaluationRequest, observer: Observer) -> EvaluationResult:
+    """Plays the suite and returns the result, which `out` then holds as well.
+
+    Raises UserError for a target, a suite or a directory that cannot be used, InfrastructureError if most
+    sessions failed through no fault of the agent.
+    """
+    target = find_target(request.target, request.options)
+    tasks = load_suite(request.suite, request.num_tasks, target.config)
+    with contextlib.ExitStack() as stack:
+        log = None
+        if request.out is not None:
+            make_directory(request.out)
+            stack.enter_context(RunDirectory(request.out).lock())
+            _check_plan(request.out, _plan(request, target, tasks))
+            log = TrajectoryLog(request.out / TRAJECTORIES)
+        result = asyncio.run(_Evaluation(request, target, tasks, log, observer).play())
+        if request.out is not None:
+            result.write(request.out)
+    return result
+
+
+def load_suite(suite: str, num_tasks: int, config: RunConfig) -> list[Task]:
+    """The first tasks of a suite. Raises ConfigError, TaskError."""
+    if suite in FROZEN_SPLITS:
+        return open_family(config).evaluation_tasks(suite, num_tasks)
+    if not Path(suite).is_dir():
+        raise ConfigError(
+            "is neither a split nor a directory",
+            field="--suite",
+            received=suite,
+            fix=f"one of {', '.join(FROZEN_SPLITS)}, or a directory of tasks",
+        )
+    return read_tasks(Path(suite), "--suite")[:num_tasks]
+
+
+class _Evaluation:
+    """One sitting of an evaluation."""
+
+    def __init__(
+        self,
+        request: EvaluationRequest,
+        target: Target,
+        tasks: Sequence[Task],
+        log: TrajectoryLog | None,
+        observer: Observer,
+    ) -> None:
+        self._request, self._target, self._tasks = request, target, tasks
+        self._log, self._observer = log, observer
+        self._num_ended = self._num_graded = self._num_passed = 0
+
+    async def play(self) -> EvaluationResult:
+        request = self._request
+        modes = _modes(request, self._target)
+        plays = {mode: plays_of(self._tasks, count) for mode, (_, count) in modes.items()}
+        self._observer.stage_begins(f"evaluation on {request.suite}", sum(map(len, plays.values())))
+        runs: dict[str, list[Trajectory]] = {}
+        try:
+            async with open_target(self._target, request.temperature) as opened:
+                for mode, (temperature, _) in modes.items():
+                    runs[mode] = await self._play_mode(opened, mode, temperature, plays[mode])
+                    check_infrastructure(runs[mode])
+                units = opened.units_per_token
+        finally:
+            self._observer.stage_ends()
+        results = {
+            mode: ModeResult(temperature, *self._figures(plays[mode], runs[mode], units))
+            for mode, (temperature, _) in modes.items()
+        }
+        behaviour = summarize_behaviour(list(runs.values())[-1])
+        about = self._target.describe()
+        return EvaluationResult(about, request.suite, self._target.config.seed, results, behaviour)
+
+    async def _play_mode(
+        self, opened: OpenTarget, mode: str, temperature: float | None, plays: Sequence[Play]
+    ) -> list[Trajectory]:
+        params = opened.params if temperature is None else replace(opened.params, temperature=temperature)
+        return await play_sessions(
+            opened.runner,
+            opened.sampler,
+            plays,
+            f"eval-{mode}",
+            self._target.config.seed,
+            params,
+            self._request.max_sessions or opened.max_sessions,
+            self._log,
+            self._on_end,
+        )
+
+    def _on_end(self, trajectory: Trajectory) -> None:
+        self._num_ended += 1
+        if trajectory.reward is not None:
+            self._num_graded += 1
+            self._num_passed += bool(trajectory.facts.get("passed"))
+        rate = {"pass_rate": self._num_passed / self._num_graded} if self._num_graded else {}
+        self._observer.stage_advances(self._num_ended, rate)
+
+    def _figures(
+        self, plays: Sequence[Play], trajectories: Sequence[Trajectory], units: float
+    ) -> tuple[dict[str, Any], tuple[SessionRow, ...]]:
+        pairs = list(zip([play.task for play in plays], trajectories, strict=True))
+        rows = tuple(SessionRow.of(task, trajectory, units) for task, trajectory in pairs)
+        by_kind = summarize([task for task, _ in pairs], [trajectory for _, trajectory in pairs])
+        return {**by_kind, **session_figures(rows, self._request.prices)}, rows
+
+
+def _modes(request: EvaluationRequest, target: Target) -> dict[str, tuple[float | None, int]]:
+    """Name -> temperature and samples."""
+    if request.temperature is not None or target.kind == "endpoint":
+        name = "greedy" if request.temperature == 0 else "sampled"
+        return {name: (request.temperature, request.num_samples)}
+    return {"greedy": (0.0, 1), "sampled": (1.0, request.num_samples)}
+
+
+def _plan(request: EvaluationRequest, target: Target, tasks: Sequence[Task]) -> dict[str, Any]:
+    """What must be the same for stored sessions to count: samples may become more."""
+    return {
+        "target": target.describe(),
+        "suite": request.suite,
+        "tasks": tasks_digest(list(tasks)),
+        "temperature": request.temperature,
+        "seed": target.config.seed,
+    }
+
+
+def _check_plan(out: Path, plan: Mapping[str, Any]) -> None:
+    """Writes the plan into a new directory. Raises ConfigError for the directory of another evaluation."""
+    file = out / PLAN
+    if not file.exists():
+        write_json(file, plan)
+        return
+    before: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    other = [name for name in plan if before.get(name) != plan[name]]
+    if other:
+        raise ConfigError(
+            f"holds an evaluation with another {', another '.join(other)}",
+            field="--out",
+            received=str(out),
+            fix="name another directory, or remove this one",
+        )

@@ -1,0 +1,179 @@
+"""What can be evaluated, opened for sessions: a run, a checkpoint, or a model behind an endpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from etude.config import RunConfig
+from etude.controller.agent.models import BYTES_PER_TOKEN, ModelChoice, open_policy
+from etude.controller.backends import open_people_backend, open_run_backend
+from etude.controller.compute import settle_evaluation, use_sampling_threads
+from etude.controller.evaluate import find_checkpoint, load_policy
+from etude.controller.parts import open_parts
+from etude.environment.episodes import Environment, EpisodeLimits
+from etude.errors import ConfigError
+from etude.observe import RunDirectory
+from etude.protocols import EpisodeRunner, Sampler
+from etude.records import SamplingParams
+from etude.sandbox.types import Resources
+
+_NUM_SESSIONS = 8
+"""At once, behind an endpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions:
+    """What there is to say of a model besides its place; see the options of `etude eval run`."""
+
+    checkpoint: str | None = None
+    """Of a run."""
+    model_name: str = ""
+    key_variable: str = ""
+    native_tools: bool = True
+    context_tokens: int = 128_000
+    tools: str = ""
+    max_turns: int = 100
+    """Of a session with a model that is no run's."""
+    backend: str = ""
+    """Sandboxes for such a model; empty: as a run has by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A model with all that decides what its sessions are."""
+
+    kind: str
+    """`run`, `checkpoint` or `endpoint`."""
+    place: str
+    """Directory or address."""
+    options: TargetOptions
+    config: RunConfig
+    """Of the run, or the defaults."""
+    weights: tuple[str, ...] = ()
+    """Names, sizes and times of the files of weights."""
+
+    def describe(self) -> dict[str, Any]:
+        """Names it, in plain JSON values: two targets with the same description are the same model."""
+        options = self.options
+        named = {"kind": self.kind, "place": self.place, "weights": list(self.weights)}
+        label = options.model_name or Path(self.place).name
+        if self.kind == "run":
+            chosen = f"/{options.checkpoint}" if options.checkpoint else ""
+            return {"label": label + chosen, **named, "checkpoint": options.checkpoint}
+        return {
+            "label": label,
+            **named,
+            "tools": options.tools,
+            "native_tools": options.native_tools,
+            "max_turns": options.max_turns,
+            "context_tokens": options.context_tokens,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTarget:
+    """A model that can be sampled, in an environment."""
+
+    runner: EpisodeRunner
+    sampler: Sampler
+    params: SamplingParams
+    max_sessions: int
+    units_per_token: float = 1.0
+    """Of the tokens that its sessions record: behind an endpoint they are bytes."""
+
+
+def find_target(place: str, options: TargetOptions) -> Target:
+    """The model at an address or in a directory. Raises ConfigError, RunDirectoryError."""
+    if place.startswith(("http://", "https://")):
+        return Target("endpoint", place, options, RunConfig())
+    path = Path(place).resolve()
+    if (path / "config.toml").is_file():
+        return _run_target(RunDirectory(path), options)
+    if not (path / "config.json").is_file():
+        raise ConfigError(
+            "is neither a run, nor a checkpoint, nor an address",
+            field="TARGET",
+            received=place,
+            fix="name a directory under runs/, a directory with a config.json, or http://host:port/v1",
+        )
+    for parent in path.parents:
+        if (parent / "config.toml").is_file() and RunDirectory(parent).checkpoints in path.parents:
+            return _run_target(RunDirectory(parent), replace(options, checkpoint=path.name))
+    return Target("checkpoint", str(path), options, RunConfig(), _weights(path))
+
+
+@contextlib.asynccontextmanager
+async def open_target(target: Target, temperature: float | None) -> AsyncIterator[OpenTarget]:
+    """Raises UserError for a model that cannot be used, ResourceError where no sandboxes can be made.
+
+    `temperature`: what an endpoint is asked for; None leaves it to the endpoint.
+    """
+    opening = _open_run(target) if target.kind == "run" else _open_policy(target, temperature)
+    async with opening as opened:
+        yield opened
+
+
+def _run_target(run: RunDirectory, options: TargetOptions) -> Target:
+    weights = _weights(find_checkpoint(run, options.checkpoint))
+    return Target("run", str(run.path), options, run.config, weights)
+
+
+def _weights(directory: Path) -> tuple[str, ...]:
+    files = sorted(directory.rglob("*.safetensors"))
+    return tuple(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files)
+
+
+@contextlib.asynccontextmanager
+async def _open_run(target: Target) -> AsyncIterator[OpenTarget]:
+    run = RunDirectory(Path(target.place))
+    tokenizer, model = load_policy(run, target.options.checkpoint)
+    config = settle_evaluation(run)
+    use_sampling_threads(config)
+    async with open_parts(config, tokenizer, model) as parts:
+        await parts.serve(model, config.name)
+        yield OpenTarget(parts.environment, parts.service, SamplingParams(), config.engine.num_slots)
+
+
+@contextlib.asynccontextmanager
+async def _open_policy(target: Target, temperature: float | None) -> AsyncIterator[OpenTarget]:
+    options, config, is_endpoint = target.options, target.config, target.kind == "endpoint"
+    choice = ModelChoice(
+        model="" if is_endpoint else target.place,
+        endpoint=target.place if is_endpoint else "",
+        model_name=options.model_name,
+        key_variable=options.key_variable,
+        native_tools=options.native_tools,
+        context_tokens=options.context_tokens,
+        temperature=temperature,
+        tools=options.tools,
+        index="off",
+    )
+    named = options.backend
+    backend = open_people_backend(named) if named else open_run_backend(config.sandbox)
+    try:
+        async with open_policy(choice, one_shot=True) as policy:
+            limits = EpisodeLimits(
+                replace(policy.limits, max_turns=options.max_turns),
+                None if policy.summary is None else replace(policy.summary, jitter=0.0),
+                policy.tool_limits,
+                Resources(memory_bytes=config.sandbox.memory_bytes),
+            )
+            environment = Environment(
+                backend,
+                policy.renderer,
+                limits,
+                config.rl.reward,
+                None,
+                policy.registry,
+                policy.system,
+                policy.patience,
+            )
+            units = float(BYTES_PER_TOKEN) if is_endpoint else 1.0
+            num_sessions = _NUM_SESSIONS if is_endpoint else 2
+            yield OpenTarget(environment, policy.sampler, policy.params, num_sessions, units)
+    finally:
+        await backend.close()

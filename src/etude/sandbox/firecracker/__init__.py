@@ -1,1 +1,0 @@
-"""Sandboxes in Firecracker microVMs, for hosts with KVM."""

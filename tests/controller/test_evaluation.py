@@ -1,0 +1,131 @@
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from etude.controller.evaluation import EvaluationRequest, evaluate
+from etude.controller.evaluation_targets import TargetOptions
+from etude.errors import ConfigError, InfrastructureError
+from etude.evaluation import EvaluationResult, compare_results
+from etude.observe.observer import RecordingObserver, SilentObserver
+from etude.records import ToolCall
+from etude.tasks.harbor import write_harbor
+from tests.environment.playing import FAILS, SOLVES, TASK
+
+OPTIONS = TargetOptions(model_name="m", tools="core", backend="memory")
+
+
+class Model(ThreadingHTTPServer):
+    """An OpenAI-compatible endpoint that plays one call a message, and says how often it was asked."""
+
+    def __init__(self, turns: Sequence[Sequence[ToolCall | str]]) -> None:
+        super().__init__(("127.0.0.1", 0), Talking)
+        self.turns = turns
+        self.refuses_after = 1_000
+        self.num_asked = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class Talking(BaseHTTPRequestHandler):
+    """One request to the model."""
+
+    server: Model
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.num_asked += 1
+        if self.server.num_asked > self.server.refuses_after:
+            self.send_error(401)
+            return
+        (call,) = self.server.turns[sum(message["role"] == "assistant" for message in body["messages"])]
+        assert isinstance(call, ToolCall)
+        arguments = {name: int(v) if v.isdigit() else v for name, v in call.arguments.items()}
+        function = {"name": call.name, "arguments": json.dumps(arguments)}
+        message = {"content": "", "tool_calls": [{"index": 0, "id": "c", "function": function}]}
+        data = json.dumps({"choices": [{"index": 0, "message": message, "finish_reason": "stop"}]}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Model]]:
+    servers: list[Model] = []
+
+    def start(turns: Sequence[Sequence[ToolCall | str]]) -> Model:
+        servers.append(Model(turns))
+        threading.Thread(target=servers[-1].serve_forever, args=(0.02,), daemon=True).start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    for number in range(3):
+        metadata = {"repository": f"r{number}"}
+        write_harbor(replace(TASK, id=f"t{number}", metadata=metadata), tmp_path / "suite" / f"t{number}")
+    return tmp_path / "suite"
+
+
+def test_a_killed_evaluation_of_an_endpoint_goes_on_where_it_was(
+    suite: Path, tmp_path: Path, serve: Callable[..., Model]
+) -> None:
+    server, observer = serve(SOLVES), RecordingObserver()
+    server.refuses_after = 5
+    request = EvaluationRequest(server.url, str(suite), max_sessions=1, out=tmp_path / "a", options=OPTIONS)
+    with pytest.raises(ConfigError, match="another key"):
+        evaluate(request, SilentObserver())
+    assert not (tmp_path / "a" / "result.json").exists()
+    server.refuses_after = 1_000
+    result = evaluate(request, observer)
+    assert server.num_asked == 3 * 4 + 2, "one message of the second session was lost, one was refused"
+    figures = result.modes["sampled"].figures
+    assert (figures["pass_rate"], figures["tasks"], figures["turns"]) == (1.0, 3, 4.0)
+    assert [row.cluster for row in result.modes["sampled"].rows] == ["r0", "r1", "r2"]
+    assert [step for _, step, _ in observer.advances] == [1, 2, 3]
+    assert evaluate(request, SilentObserver()) == result == EvaluationResult.read(tmp_path / "a")
+    assert server.num_asked == 14
+    assert "| solved (pass@1) | 100.0 % (29.2 to 100.0) |" in (tmp_path / "a" / "result.md").read_text()
+    with pytest.raises(ConfigError, match="an evaluation with another temperature"):
+        evaluate(replace(request, temperature=0.5), SilentObserver())
+
+
+def test_two_models_are_compared_by_their_results(
+    suite: Path, tmp_path: Path, serve: Callable[..., Model]
+) -> None:
+    results = [
+        evaluate(
+            EvaluationRequest(serve(turns).url, str(suite), out=tmp_path / name, options=OPTIONS),
+            SilentObserver(),
+        )
+        for name, turns in (("a", FAILS), ("b", SOLVES))
+    ]
+    compared = compare_results(*results)["sampled"]["pass_rate"]
+    assert (compared["first"], compared["second"], compared["better"]) == (0.0, 1.0, 3)
+    assert compared["p_value"] == 0.25
+
+
+def test_an_endpoint_that_is_not_there_is_no_result(suite: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def at_once(delay: float) -> None:
+        """Waits for nothing."""
+
+    monkeypatch.setattr("etude.agent.runner.asyncio.sleep", at_once)
+    request = EvaluationRequest("http://127.0.0.1:9", str(suite), options=OPTIONS)
+    with pytest.raises(InfrastructureError, match="3 of 3 sessions failed"):
+        evaluate(request, SilentObserver())

@@ -1,0 +1,58 @@
+"""Resuming keeps the steps that were planned; what cannot be gone on with is refused with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etude.config import RunConfig
+from etude.controller.forecast import with_steps
+from etude.controller.run_plan import continue_plan, store_plan
+from etude.errors import RunDirectoryError
+from etude.observe import JsonlSink, RunDirectory
+
+
+def asked_for(directory: Path, limit_s: float = 600.0) -> RunConfig:
+    sections = {"midtrain": {"num_steps": 1700}, "rl": {"num_steps": 80}}
+    return RunConfig.model_validate({"runs_directory": str(directory), "max_wall_s": limit_s, **sections})
+
+
+def test_a_resumed_run_keeps_its_plan_and_takes_no_other_limit(tmp_path: Path) -> None:
+    asked = asked_for(tmp_path)
+    run = RunDirectory.create(asked)
+    store_plan(run, asked, with_steps(asked, 900, 40))
+    assert run.config == with_steps(asked, 900, 40)
+    for given in (asked, asked_for(tmp_path, 0.0), run.config):
+        assert continue_plan(given, run, has_begun=True, is_planned=True) == run.config
+    with pytest.raises(RunDirectoryError, match="this run was begun with 600") as caught:
+        continue_plan(asked_for(tmp_path, 900.0), run, has_begun=False, is_planned=True)
+    assert (caught.value.field, caught.value.received) == ("max_wall_s", 900.0)
+
+
+def test_a_limit_comes_before_training_begins_or_not_at_all(tmp_path: Path) -> None:
+    run = RunDirectory.create(asked_for(tmp_path, 0.0))
+    late = asked_for(tmp_path)
+    with pytest.raises(RunDirectoryError, match="before training begins"):
+        continue_plan(late, run, has_begun=True, is_planned=True)
+    assert continue_plan(late, run, has_begun=False, is_planned=True) == late, "nothing is trained yet"
+    assert continue_plan(late, run, has_begun=True, is_planned=False) == late, "it ends a sitting there"
+
+
+@pytest.mark.parametrize("last_step", [1290, 1700])
+def test_an_older_version_s_run_goes_on_unless_its_mid_training_was_cut(
+    tmp_path: Path, last_step: int
+) -> None:
+    old = asked_for(tmp_path)
+    run = RunDirectory.create(old)
+    with JsonlSink(run.metrics_file) as rows:
+        rows.write("midtrain", last_step, {"loss": 1.0})
+    unlimited = asked_for(tmp_path, 0.0)
+    assert continue_plan(old, run, has_begun=True, is_planned=True) == unlimited, "in mid-training"
+    (run.checkpoints / "midtrained").mkdir()
+    if last_step == 1700:
+        assert continue_plan(unlimited, run, has_begun=True, is_planned=True) == unlimited
+        return
+    with pytest.raises(RunDirectoryError, match="after about 1290 of 1700 steps") as caught:
+        continue_plan(old, run, has_begun=True, is_planned=True)
+    assert caught.value.fix is not None and "initial_checkpoint=" in caught.value.fix
