@@ -41,7 +41,8 @@ class NotingTrainer:
         self.version = PolicyVersion("run", self.version.step + 1)
         metrics = {"train_s": 0.5, "train_tokens": 10.0}
         if self._parity:
-            metrics |= {"parity_k3": self._parity[0] ** 2, "parity_max": self._parity.pop(0)}
+            metrics |= {"parity_k3": self._parity[0] ** 2, "parity_tokens": 999.0}
+            metrics |= {"parity_max": self._parity.pop(0)}
         return metrics
 
     def publish(self) -> WeightManifest:

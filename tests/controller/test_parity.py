@@ -130,16 +130,33 @@ def test_sides_of_two_versions_are_not_compared() -> None:
         asyncio.run(gate.measure(PolicyVersion("run", 2)))
 
 
+def sampled(k3: float, largest: float, num_tokens: int = 1000) -> dict[str, float]:
+    return {"parity_k3": k3, "parity_max": largest, "parity_tokens": num_tokens}
+
+
 def test_tokens_as_they_were_decoded_are_judged_as_well() -> None:
-    apart, tiny = {"parity_k3": 0.02, "parity_max": 0.2}, {"parity_k3": 1e-14, "parity_max": 1e-7}
+    apart, tiny = sampled(0.02, 0.2), sampled(1e-14, 1e-7)
     gate_of().judge_sampled(tiny, 1)
+    gate_of().judge_sampled({}, 1)
     gate_of(num_sequences=0).judge_sampled(apart, 1)
-    for strict, metrics in ({}, apart), ({}, {"parity_max": math.nan}), ({"numerics": "invariant"}, tiny):
+    for strict, metrics in ({}, apart), ({}, sampled(0.0, math.nan, 1)), ({"numerics": "invariant"}, tiny):
         with pytest.raises(ParityError, match=r"in step 7, over the tokens that the engine decoded"):
             gate_of(**strict).judge_sampled(metrics, 7)
     lenient = gate_of(on_failure="warn")
     lenient.judge_sampled(apart, 1)
     assert lenient.worst == {"sampled_failed": 1.0}
+
+
+def test_few_decoded_tokens_are_judged_with_those_of_the_next_steps() -> None:
+    """One improbable token among six, of weights rounded to bfloat16, stopped a run that was right."""
+    gate = gate_of()
+    gate.judge_sampled(sampled(1.01e-3, 0.108, 6), 1)
+    gate.judge_sampled(sampled(1e-5, 0.03, 400), 2)
+    few = sampled(2e-3, 0.2, 100)
+    gate.judge_sampled(few, 3)
+    gate.judge_sampled(few, 4)
+    with pytest.raises(ParityError, match="in step 5"):
+        gate.judge_sampled(few, 5)
 
 
 # ---- real sides --------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def learning_config(directory: Path) -> RunConfig:
     """RL that changes the weights at each step, from a model that can play."""
     tree = CONFIG.model_dump(mode="json")
     tree |= {"runs_directory": str(directory), "initial_checkpoint": str(learned())}
-    tree["rl"] |= {"num_steps": 4, "groups_per_step": 6, "group_size": 4, "level_weights": [1.0, 0.0, 0.0]}
+    tree["rl"] |= {"num_steps": 5, "groups_per_step": 6, "group_size": 4, "level_weights": [1.0, 0.0, 0.0]}
     tree |= {
         "evaluation": {"num_tasks": 4, "num_samples": 1},
         "checkpoint": {"every_s": 0.001, "curve_every_steps": 0},
@@ -98,14 +98,15 @@ def test_reinforcement_learning_goes_on_bit_for_bit_after_interrupts(tmp_path: P
         stopped = json.loads((tmp_path / "broken" / config.name / "report.json").read_text())
         assert "heldout_before" in stopped
         assert "heldout_after" not in stopped
+        steps_before = num_rl_steps(config)
         with run_elsewhere(config, resume=True) as process:
-            wait_until(process, lambda: num_rl_steps(config) >= 2)
+            wait_until(process, lambda: num_rl_steps(config) > steps_before)
             process.send_signal(signal.SIGINT)
             output = process.communicate(timeout=300)[0]
             assert process.returncode == 130, output
         assert eventually(lambda: not left_behind())
     steps_before = num_rl_steps(config)
-    assert 2 <= steps_before < 4
+    assert 2 <= steps_before < 5
     resumed, resumed_report = run_here(config, resume=True)
     sessions = collected(resumed)
     assert len({identity for identity, *_ in sessions}) == len(sessions)

@@ -174,7 +174,7 @@ async def probing(s: Sandbox) -> Any:
         "p.py",
         "from lib.tally import tally\n\ndef test_a():\n    __record__(0, tally([9]))\n"
         "    __record__(1, {'a': [None, 1.5]})\n"
-        "    raise ValueError('x')\n\ndef test_b():\n    __record__(2, print)\n",
+        "    raise ValueError('x')\n\ndef test_b():\n    __record__(2, len)\n",
     )
     return [
         await attempt(s.run_probes(["p.py"], PATIENT_S)),

@@ -24,6 +24,10 @@ from etude.protocols import Handle, Sampler, Trainer
 from etude.records import PolicyVersion, Scores, Trajectory
 from etude.training.parity import ParityFigures, choose_sequences, compare_logprobs
 
+_LEAST_SAMPLED = 256
+"""Number of decoded tokens that their mean is judged over. Fewer say nothing: with rounded weights a single
+improbable token may be 0.1 apart."""
+
 _CAUSES = (
     "look for weights that did not arrive whole (compare digests), another number format on one side, "
     "experts that are chosen anew instead of replayed, or a kernel that computes wrongly: "
@@ -57,6 +61,7 @@ class ParityGate:
         # Tokens that saw keys of older weights differ for that reason.
         keeps_keys = config.rl.max_staleness > 0 and config.rl.kv_on_update == "keep"
         self._judges_sampled = config.parity.num_sequences > 0 and not keeps_keys
+        self._sampled_k3 = self._num_sampled = 0.0
         self._trainer = trainer
         self._sampler = sampler
         self._observer = observer
@@ -96,10 +101,19 @@ class ParityGate:
 
     def judge_sampled(self, metrics: Mapping[str, float], step: int) -> None:
         """The same for the tokens of this step as they were decoded; `metrics`: what the trainer reports of
-        it. Where none was sampled by the weights that the step began with there is nothing to judge."""
-        k3, largest = metrics.get("parity_k3", 0.0), metrics.get("parity_max", 0.0)
-        passes = largest == 0.0 if self._exact else math.isfinite(largest) and k3 <= self._config.limit
-        if self._judges_sampled and not passes:
+        it. Only tokens that the weights at the step's beginning sampled count. Where steps have few of them,
+        as asynchronous ones may, those of several steps are judged together."""
+        if not self._judges_sampled or "parity_k3" not in metrics:
+            return
+        num_tokens, largest = metrics["parity_tokens"], metrics["parity_max"]
+        self._sampled_k3 += metrics["parity_k3"] * num_tokens
+        self._num_sampled += num_tokens
+        is_finite = math.isfinite(largest)
+        if not self._exact and is_finite and self._num_sampled < _LEAST_SAMPLED:
+            return
+        k3 = self._sampled_k3 / max(1.0, self._num_sampled)
+        self._sampled_k3 = self._num_sampled = 0.0
+        if not (largest == 0.0 if self._exact else is_finite and k3 <= self._config.limit):
             self._refuse(
                 "sampled_failed",
                 f"trainer and engine are too far apart in step {step}, over the tokens that the engine "

@@ -107,9 +107,10 @@ def _figures(columns: dict[str, Tensor], rows: Tensor) -> dict[str, float]:
 def _parity(columns: dict[str, Tensor], rows: Tensor) -> dict[str, float]:
     """Differences that are the engine's and not drift: of tokens that the very same weights sampled."""
     if not bool(rows.any()):
-        return {"parity_k3": 0.0, "parity_max": 0.0}
+        return {"parity_tokens": 0.0, "parity_k3": 0.0, "parity_max": 0.0}
     logprobs, rollout = columns["logprobs"][rows], columns["rollout"][rows]
     return {
+        "parity_tokens": float(len(logprobs)),
         "parity_k3": float(k3(rollout, logprobs).mean()),
         "parity_max": float((logprobs - rollout).abs().max()),
     }
