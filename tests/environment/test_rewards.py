@@ -194,7 +194,9 @@ def test_a_turn_has_a_concave_price_among_successes_and_a_call_beside_another_sa
     assert value_of([*before, calls[at] + 1, *rest]) <= solved, "one more call in a turn"
     assert value_of([*before, 1, *calls[at:]]) < solved, "one more turn"
     if rest:
-        assert value_of([*before, calls[at] + rest[0], *rest[1:]]) > solved, "the next turn's calls in this one"
+        assert value_of([*before, calls[at] + rest[0], *rest[1:]]) > solved, (
+            "the next turn's calls in this one"
+        )
     prices = [1.0 - value_of([1] * count) for count in (len(calls), len(calls) + 1, len(calls) + 2)]
     assert prices[2] - prices[1] < prices[1] - prices[0], "concave"
     assert value_of([4] * 1000) > value_of(calls[:at], 0.0) == value_of(calls, 0.0) == 0.0
