@@ -137,9 +137,9 @@ def _caption(peers: Peers) -> str:
     num_tasks = sum(len(modes["sampled"]) for modes in measured[0]["verdicts"].values())
     return (
         f"Percent of {num_tasks} held-out tasks solved at temperature 1, means of {len(measured)} seeds, "
-        "after the same mid-training; RL's lead in points with its 95 % interval. A tie is a lead whose interval "
-        f"holds 0. Seconds are those after mid-training. {found['machine']}; commit {found['commit']}; "
-        "`benchmarks/controls.py`."
+        "after the same mid-training; RL's lead in points with its 95 % interval. A tie is a lead whose "
+        f"interval holds 0. Seconds are those after mid-training. {found['machine']}; commit "
+        f"{found['commit']}; `benchmarks/controls.py`."
     )
 
 
