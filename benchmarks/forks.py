@@ -160,7 +160,8 @@ def compare(rows: dict[str, list[dict[str, float]]], curves: dict[str, list[Curv
     for of_seed in zip(*curves.values(), strict=True):
         budget = min(curve[-1][0] for curve in of_seed)
         for name, curve in zip(curves, of_seed, strict=True):
-            late = [reward for at, reward in curve if 0.75 * budget <= at <= budget]
+            within = [(at, reward) for at, reward in curve if at <= budget]
+            late = [reward for at, reward in within if at >= 0.75 * budget] or [within[-1][1]]
             rewards[name].append(statistics.mean(late))
     plain = statistics.mean(rewards[PLAIN])
     ratios = {name: statistics.mean(found) / plain for name, found in rewards.items() if name != PLAIN}
