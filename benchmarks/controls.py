@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from controls_recipes import (
     Trained,
     begin_reference,
 )
-from controls_statistics import figures_of, put_table
+from controls_statistics import figures_of, put_table, share_solved
 
 from etude.controller.evaluation import EvaluationRequest, evaluate
 from etude.controller.families import open_family
@@ -44,8 +44,6 @@ from etude.observe import SilentObserver, commit, describe_machine
 
 RESULTS = Path(__file__).parent / "results" / "controls.json"
 TUNING_SEED = 1000
-SUITES = ("heldout", "heldout_family", "observed", "composed")
-"""Splits of held-out tasks; a family that lacks one is judged without it."""
 
 
 @dataclass
@@ -111,11 +109,9 @@ class Comparison:
                 self._check_time()
                 reference = self._reference(TUNING_SEED, RL.trials[0])
                 trained = recipe.train(reference, recipe, number, Pace())["wall"]
-                rates = self._judge(trained.checkpoint, ["validation"])["validation"]["sampled"]
-                trials.append(
-                    {"settings": recipe.trials[number], "solved": rates.count("1") / len(rates)}
-                    | trained.figures()
-                )
+                verdicts = self._judge(reference, trained.checkpoint, "validation")
+                trial = {"settings": recipe.trials[number], "solved": share_solved(verdicts)}
+                trials.append(trial | trained.figures())
                 self._results.save()
                 print(f"{recipe.name} {number}: {trials[-1]}", flush=True)
 
@@ -129,28 +125,31 @@ class Comparison:
             self._check_time()
             reference = self._reference(seed, settings)
             if recipe is RL:
-                rows[MIDTRAINED] = {"wall": self._row(Trained(reference.run.checkpoints / MIDTRAINED))}
-                rows[RL.name] = {"wall": self._row(reference.trained) | reference.behaviour}
+                rows[MIDTRAINED] = {
+                    "wall": self._row(reference, Trained(reference.run.checkpoints / MIDTRAINED))
+                }
+                rows[RL.name] = {"wall": self._row(reference, reference.trained) | reference.behaviour}
             else:
                 number, pace = self._results.settings_of(recipe), self._results.pace_of(recipe)
                 found = recipe.train(reference, recipe, number, pace)
-                rows[recipe.name] = {budget: self._row(trained) for budget, trained in found.items()}
+                rows[recipe.name] = {
+                    budget: self._row(reference, trained) for budget, trained in found.items()
+                }
             self._results.save()
             print_table(f"after {recipe.name} of seed {seed}", figures_of(self._results.peers))
 
     def _reference(self, seed: int, settings: Sequence[str]) -> Reference:
         return begin_reference(self._options.config, self._options.runs, seed, settings)
 
-    def _row(self, trained: Trained) -> dict[str, Any]:
+    def _row(self, reference: Reference, trained: Trained) -> dict[str, Any]:
         """Figures of a model, where it was trained, and its verdicts."""
         about = {"commit": commit(), "machine": describe_machine().get("cpu", "")}
-        return trained.figures() | about | {"verdicts": self._judge(trained.checkpoint, SUITES)}
+        return trained.figures() | about | {"verdicts": self._judge(reference, trained.checkpoint, "heldout")}
 
-    def _judge(self, checkpoint: Path, suites: Iterable[str]) -> dict[str, dict[str, str]]:
-        """suite -> greedy, sampled -> the verdict of each task."""
-        config = Reference.config_of(checkpoint)
-        known, found = open_family(config).splits, dict[str, dict[str, str]]()
-        for suite in (suite for suite in suites if suite in known):
+    def _judge(self, reference: Reference, checkpoint: Path, split: str) -> dict[str, dict[str, str]]:
+        """suite -> greedy, sampled -> the verdict of each task; `split`: validation or heldout."""
+        found = dict[str, dict[str, str]]()
+        for suite in suites_of(reference, split):
             out = self._options.runs / "evaluations" / checkpoint.parents[1].name / checkpoint.name / suite
             request = EvaluationRequest(str(checkpoint), suite, self._options.tasks, out=out)
             modes = evaluate(request, SilentObserver()).modes
@@ -163,6 +162,15 @@ class Comparison:
     def _check_time(self) -> None:
         if time.monotonic() > self._ends_s:
             raise OutOfTimeError
+
+
+def suites_of(reference: Reference, split: str) -> list[str]:
+    """That split of all families that a run trains on, and with `heldout` families that it never sees."""
+    suites = [split, *(["heldout_family"] if split == "heldout" else [])]
+    known = open_family(reference.run.config).splits
+    return [suite for suite in suites if suite in known] + [
+        f"{name}_{split}" for name in reference.report.get("families", {})
+    ]
 
 
 def _sign(passed: bool | None) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from etude.config import RunConfig, load_config
+from etude.config import EvaluationConfig, RunConfig, load_config
 from etude.controller.train import FINAL, MIDTRAINED, train
 from etude.model.huggingface import load_model
 from etude.observe import RunDirectory, SilentObserver
@@ -21,10 +21,7 @@ from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document, NextTokenTrainer, ShuffledDocuments, save_checkpoint
 
 _LIGHT = (
-    "evaluation.num_tasks=1",
-    "evaluation.num_family_tasks=1",
-    "evaluation.num_repeated_tasks=1",
-    "evaluation.num_samples=1",
+    *(f"evaluation.{name}=1" for name in EvaluationConfig.model_fields if name.startswith("num_")),
     "checkpoint.curve_every_steps=0",
 )
 """Controls are judged by the script, and need no evaluation of their own."""
@@ -82,11 +79,6 @@ class Reference:
     def after_midtraining(self, name: str, *changes: str) -> RunConfig:
         """The same, which begins with the weights that RL began with."""
         return self.beside(name, f'initial_checkpoint="{self.run.checkpoints / MIDTRAINED}"', *changes)
-
-    @staticmethod
-    def config_of(checkpoint: Path) -> RunConfig:
-        """The configuration of the run that has this checkpoint."""
-        return RunDirectory.open(checkpoint.parents[1]).config
 
 
 Train = Callable[[Reference, "Recipe", int, Pace], dict[str, Trained]]

@@ -65,10 +65,10 @@ def lead_over(peers: Peers, recipe: Recipe, budget: str = "wall", mode: str = "s
     return Lead(statistics.fmean(differences), min(low for low, _ in bounds), max(high for _, high in bounds))
 
 
-def solved(rows: Row, budget: str = "wall", mode: str = "sampled") -> float:
-    """The share of a model's tasks that it solves, over all suites; voided sessions are left out."""
-    verdicts = "".join(modes[mode] for modes in rows[budget]["verdicts"].values())
-    return verdicts.count("1") / max(1, len(verdicts) - verdicts.count("x"))
+def share_solved(verdicts: Mapping[str, Mapping[str, str]]) -> float:
+    """Of the tasks of all suites, at temperature 1; voided sessions are left out."""
+    signs = "".join(modes["sampled"] for modes in verdicts.values())
+    return signs.count("1") / max(1, len(signs) - signs.count("x"))
 
 
 def mean_of(peers: Peers, name: str, figure: Callable[[Row], float | None]) -> float | None:
@@ -92,7 +92,7 @@ def figures_of(peers: Peers) -> Figures:
                 if lead is None:
                     continue
                 _put_lead(figures, f"rl_over_{recipe.name}_{mode}_equal_{budget}", lead)
-                rate = mean_of(peers, recipe.name, lambda row: solved(row))
+                rate = mean_of(peers, recipe.name, lambda row: share_solved(row["wall"]["verdicts"]))
                 if (budget, mode) == ("wall", "sampled") and rate is not None and rate > (best or (-1.0,))[0]:
                     best = rate, lead
                     _put_lead(figures, "rl_over_best_control_sampled", lead)
@@ -171,7 +171,7 @@ def _settings(peers: Peers, recipe: Recipe) -> str:
 def _cells(peers: Peers, name: str, budget: str) -> list[str]:
     """Seconds after mid-training, and percent of tasks solved at temperature 1."""
     seconds = mean_of(peers, name, lambda row: row[budget]["train_s"])
-    rate = mean_of(peers, name, lambda row: solved(row, budget))
+    rate = mean_of(peers, name, lambda row: share_solved(row[budget]["verdicts"]))
     return [f"{seconds or 0:,.0f}", "" if rate is None else f"{100 * rate:.1f} %"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import controls
 import pytest
 from controls_recipes import CONTROLS, RL, Pace
-from controls_statistics import BEGIN, END, figures_of, lead_over, put_table, solved, table_of
+from controls_statistics import BEGIN, END, figures_of, lead_over, put_table, share_solved, table_of
 
 from etude.config import dump_config
 from tests.controller.running import tiny_config
@@ -62,7 +62,7 @@ def test_voided_sessions_are_left_out_of_both_sides() -> None:
     lead = lead_over(stored, BEST)
     assert lead is not None
     assert lead.mean == pytest.approx(1 / 3)
-    assert solved(stored["runs"]["0"]["rl"]) == pytest.approx(2 / 3)
+    assert share_solved(stored["runs"]["0"]["rl"]["wall"]["verdicts"]) == pytest.approx(2 / 3)
 
 
 def test_the_figures_name_the_best_control_and_what_the_report_says_of_observed() -> None:
