@@ -173,11 +173,13 @@ def test_calls_side_by_side_cost_less_than_one_after_the_other() -> None:
     assert parallel.weighted(calls_only) == pytest.approx(serial.weighted(calls_only) * 3.25 / 4)
 
 
-QUICKSTART = load_config(Path(__file__).parents[2] / "configs" / "quickstart.toml").rl.reward
+QUICKSTART = load_config(
+    Path(__file__).parents[2] / "configs" / "quickstart.toml", ["rl.reward.length.weight=0.05"]
+).rl.reward
 
 
 def value_of(calls: list[int], verdict: float = 1.0) -> float:
-    """What a session with so many calls in each of its turns is worth in the quickstart."""
+    """What a session with so many calls in each turn is worth at the quickstart's price on turns."""
     first = sum(count > 0 for count in calls)
     effort = Effort(first_calls=first, parallel_calls=sum(calls) - first, turns=len(calls))
     reward = with_length(RewardBreakdown(verdict), effort, QUICKSTART.length)
