@@ -16,7 +16,7 @@ from common import Figures
 from controls_recipes import CONTROLS, RL, Recipe
 
 from etude.controller.train import MIDTRAINED
-from etude.evaluation import bootstrap_interval
+from etude.evaluation.comparison import bootstrap_interval
 from etude.evaluation.results import markdown_table
 
 Peers = Mapping[str, Any]

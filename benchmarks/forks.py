@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from etude.config import ForkConfig, RunConfig
 from etude.controller.train import train
-from etude.evaluation import bootstrap_interval
+from etude.evaluation.comparison import bootstrap_interval
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from etude.observe.observer import SilentObserver

@@ -1,6 +1,6 @@
 """Benchmark suites, their statistics, and paired comparisons."""
 
-from etude.evaluation.comparison import bootstrap_interval, compare_results, compare_rows
+from etude.evaluation.comparison import compare_results, compare_rows
 from etude.evaluation.intervals import clopper_pearson, clustered_interval, wilson_interval
 from etude.evaluation.results import EvaluationResult, ModeResult
 from etude.evaluation.sessions import Play, SessionRow, play_sessions, plays_of
@@ -14,7 +14,6 @@ __all__ = [
     "Play",
     "Prices",
     "SessionRow",
-    "bootstrap_interval",
     "check_infrastructure",
     "clopper_pearson",
     "clustered_interval",
