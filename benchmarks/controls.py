@@ -1,198 +1,214 @@
-"""Is it RL that helps? The same wall time spent on something else, from the same seeds.
+"""Is it RL that helps? The same time, or the same sampled tokens, spent on something else.
 
-    python benchmarks/controls.py runs/seed-0 [runs/seed-1 ...] [--only CONTROL] --json FILE
+    python benchmarks/controls.py --config configs/quickstart.toml        tunes, then runs what is missing
+    python benchmarks/controls.py --seeds 3,4 --minutes 240               a part of it, on another night
+    python benchmarks/controls.py --table README.md                       puts the table into README.md
 
-For each finished run, controls with its own configuration, seed and time:
+Each seed has a whole run of RL. Every control (controls_recipes.py) begins with that run's weights or
+configuration and is compared with it at equal wall time and, where it samples, at equal sampled tokens. RL
+and each control choose one of as many settings on the split `validation`, with a seed that is used for
+nothing else. All models then play the same held-out tasks of all families. Steps are counted out and no clock
+ends a run.
 
-- **midtraining**: from nothing, with as many more steps as fit into the time that RL took; the schedule is
-  stretched over all of them. No RL.
-- **rejection**: rejection-sampled fine-tuning. From the run's mid-trained weights, sessions are sampled for
-  half of the time that RL took; for the other half the weights are fine-tuned on those that were solved.
-- **on_policy_rejection**: the RL loop itself for as long, with the likelihood of solved sessions in place of
-  the policy gradient: after each step the next sessions are sampled from the new weights.
-
-Steps are counted out by the rates of the given run. The controls are ordinary runs beside it.
+Whatever is in the results file is not run again, nor is a run whose directory exists: a stopped script goes
+on where it was. Another machine goes on with a copy of the results file; all of one seed belongs on one
+machine, because controls need the weights of the seed's run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from common import Figures, print_table, write_result
+from common import print_table, write_result
+from controls_recipes import (
+    CONTROLS,
+    RL,
+    Pace,
+    Recipe,
+    Reference,
+    Trained,
+    begin_reference,
+)
+from controls_statistics import figures_of, put_table, share_solved
 
-from etude.config import RunConfig
-from etude.controller.train import MIDTRAINED, train
-from etude.model.huggingface import load_model, save_model
-from etude.observe import RunDirectory, SilentObserver
-from etude.store.trajectories import TrajectoryLog
-from etude.tokens.tokenizer import Tokenizer
-from etude.training import Document, NextTokenTrainer, ShuffledDocuments
+from etude.controller.evaluation import EvaluationRequest, evaluate
+from etude.controller.families import open_family
+from etude.controller.train import MIDTRAINED
+from etude.observe import SilentObserver, commit, describe_machine
 
-CONTROLS = ("midtraining", "rejection", "on_policy_rejection")
+RESULTS = Path(__file__).parent / "results" / "controls.json"
+TUNING_SEED = 1000
+
+
+@dataclass
+class Results:
+    """What was measured so far, in the file that is committed."""
+
+    path: Path
+    peers: dict[str, Any]
+    """`tuning`: recipe -> trials. `clusters`: suite -> the cluster of each task. `runs`: seed -> recipe ->
+    budget -> figures, and verdicts of each task: 1 solved, 0 failed, x voided."""
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        stored = json.loads(path.read_text(encoding="utf-8"))["peers"] if path.exists() else {}
+        return cls(path, {"tuning": {}, "clusters": {}, "runs": {}} | stored)
+
+    def save(self) -> None:
+        """Writes everything; called after each run, so that a stopped script loses one run at most."""
+        write_result(self.path, figures_of(self.peers), self.peers)
+
+    def settings_of(self, recipe: Recipe) -> int:
+        """The number of the trial that solved most validation tasks: the first of equally good ones."""
+        solved = [trial["solved"] for trial in self.peers["tuning"][recipe.name]]
+        return solved.index(max(solved))
+
+    def pace_of(self, recipe: Recipe) -> Pace:
+        """A step of the recipe in steps of RL, each as it was tuned."""
+        ours, rl = (self.peers["tuning"][one.name][self.settings_of(one)] for one in (recipe, RL))
+        if not ours["rl_steps"]:
+            return Pace()
+        steps = rl["rl_steps"] / ours["rl_steps"]
+        return Pace(
+            steps * ours["train_s"] / rl["train_s"], steps * ours["sampled_tokens"] / rl["sampled_tokens"]
+        )
+
+
+class OutOfTimeError(Exception):
+    """No further run may begin."""
+
+
+class Comparison:
+    """One sitting of the script."""
+
+    def __init__(self, options: argparse.Namespace, results: Results) -> None:
+        self._options, self._results = options, results
+        self._ends_s = time.monotonic() + 60.0 * options.minutes
+        names = options.only.split(",") if options.only else [recipe.name for recipe in CONTROLS]
+        self._controls = [recipe for recipe in CONTROLS if recipe.name in names]
+
+    def run(self) -> None:
+        """Tunes and runs what is missing."""
+        if not self._options.seeds:
+            return
+        self._tune()
+        for seed in self._options.seeds.split(","):
+            self._compare(int(seed))
+
+    def _tune(self) -> None:
+        """Every trial of RL and of each control: its share of solved validation tasks."""
+        for recipe in (RL, *self._controls):
+            trials = self._results.peers["tuning"].setdefault(recipe.name, [])
+            for number in range(len(trials), min(self._options.trials, len(recipe.trials))):
+                self._check_time()
+                reference = self._reference(TUNING_SEED, RL.trials[0])
+                trained = recipe.train(reference, recipe, number, Pace())["wall"]
+                verdicts = self._judge(reference, trained.checkpoint, "validation")
+                trial = {"settings": recipe.trials[number], "solved": share_solved(verdicts)}
+                trials.append(trial | trained.figures())
+                self._results.save()
+                print(f"{recipe.name} {number}: {trials[-1]}", flush=True)
+
+    def _compare(self, seed: int) -> None:
+        """RL and all controls from one seed."""
+        rows = self._results.peers["runs"].setdefault(str(seed), {})
+        settings = RL.trials[self._results.settings_of(RL)]
+        for recipe in (RL, *self._controls):
+            if recipe.name in rows:
+                continue
+            self._check_time()
+            reference = self._reference(seed, settings)
+            if recipe is RL:
+                rows[MIDTRAINED] = {
+                    "wall": self._row(reference, Trained(reference.run.checkpoints / MIDTRAINED))
+                }
+                rows[RL.name] = {"wall": self._row(reference, reference.trained) | reference.behaviour}
+            else:
+                number, pace = self._results.settings_of(recipe), self._results.pace_of(recipe)
+                found = recipe.train(reference, recipe, number, pace)
+                rows[recipe.name] = {
+                    budget: self._row(reference, trained) for budget, trained in found.items()
+                }
+            self._results.save()
+            print_table(f"after {recipe.name} of seed {seed}", figures_of(self._results.peers))
+
+    def _reference(self, seed: int, settings: Sequence[str]) -> Reference:
+        return begin_reference(self._options.config, self._options.runs, seed, settings)
+
+    def _row(self, reference: Reference, trained: Trained) -> dict[str, Any]:
+        """Figures of a model, where it was trained, and its verdicts."""
+        about = {"commit": commit(), "machine": describe_machine().get("cpu", "")}
+        return trained.figures() | about | {"verdicts": self._judge(reference, trained.checkpoint, "heldout")}
+
+    def _judge(self, reference: Reference, checkpoint: Path, split: str) -> dict[str, dict[str, str]]:
+        """suite -> greedy, sampled -> the verdict of each task; `split`: validation or heldout."""
+        found = dict[str, dict[str, str]]()
+        for suite in suites_of(reference, split):
+            out = self._options.runs / "evaluations" / checkpoint.parents[1].name / checkpoint.name / suite
+            request = EvaluationRequest(str(checkpoint), suite, self._options.tasks, out=out)
+            modes = evaluate(request, SilentObserver()).modes
+            clusters = " ".join(row.cluster for row in modes["sampled"].rows)
+            if self._results.peers["clusters"].setdefault(suite, clusters) != clusters:
+                raise SystemExit(f"{self._results.path} was measured with other tasks of {suite}: remove it")
+            found[suite] = {name: "".join(_sign(row.passed) for row in modes[name].rows) for name in modes}
+        return found
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._ends_s:
+            raise OutOfTimeError
+
+
+def suites_of(reference: Reference, split: str) -> list[str]:
+    """That split of all families that a run trains on, and with `heldout` families that it never sees."""
+    suites = [split, *(["heldout_family"] if split == "heldout" else [])]
+    known = open_family(reference.run.config).splits
+    return [suite for suite in suites if suite in known] + [
+        f"{name}_{split}" for name in reference.report.get("families", {})
+    ]
+
+
+def _sign(passed: bool | None) -> str:
+    return "x" if passed is None else str(int(passed))
 
 
 def main() -> None:
-    arguments = parse_arguments()
-    rows: dict[str, dict[str, Figures]] = {}
-    for path in arguments.runs:
-        run = RunDirectory.open(path)
-        report = run.read_json(run.report_file)
-        rows[run.name] = {"reinforcement": result_of(report)}
-        for control in CONTROLS if arguments.only is None else [arguments.only]:
-            rows[run.name][control] = result_of(run_control(run, report, control))
-            print_table(f"{run.name}: {control}", rows[run.name][control])
-    figures = compare(rows)
-    print_table("reinforcement against the controls, worst seed", figures)
-    if arguments.json:
-        write_result(arguments.json, figures, {"runs": rows})
+    """Runs what is missing, and prints the figures or the table."""
+    options = parse_arguments()
+    results = Results.load(options.json)
+    if options.table is not None:
+        put_table(options.table, results.peers)
+        return
+    try:
+        Comparison(options, results).run()
+    except OutOfTimeError:
+        print("no time for a further run; the same command goes on")
+    print_table("RL over the controls, in shares of solved tasks", figures_of(results.peers))
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, help="finished run directories, one per seed")
-    parser.add_argument("--only", choices=CONTROLS, help="run this control alone")
-    parser.add_argument("--json", type=Path, help="where to write the figures")
+    parser.add_argument("--config", type=Path, default=Path("configs/quickstart.toml"))
+    parser.add_argument("--runs", type=Path, default=Path("runs/controls"), help="where runs are kept")
+    parser.add_argument(
+        "--seeds", default="0,1,2,3,4", help='seeds of the comparison; "" only prints what is stored'
+    )
+    parser.add_argument("--only", help="names of controls, with commas between them")
+    parser.add_argument("--trials", type=int, default=3, help="settings to choose from, at most")
+    parser.add_argument("--tasks", type=int, default=240, help="of each split, at most")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no run begins after these")
+    parser.add_argument(
+        "--json", type=Path, nargs="?", default=RESULTS, const=RESULTS, help="file of the results"
+    )
+    parser.add_argument("--table", type=Path, help="put the table into this document, and run nothing")
     return parser.parse_args()
-
-
-def run_control(run: RunDirectory, report: dict[str, Any], control: str) -> dict[str, Any]:
-    """The report of a control of `run`; one that is there already is read."""
-    if control == "midtraining":
-        return report_of(midtraining_control(run, report["stages"]))
-    if control == "on_policy_rejection":
-        return report_of(on_policy_control(run, report["stages"]))
-    sampling, num_tokens = sampling_control(run, report)
-    report_of(sampling)
-    tuned = run.path.parent / f"{run.name}-tuned"
-    if not tuned.exists():
-        fine_tune(run, solved_sessions(Path(sampling.runs_directory) / sampling.name), num_tokens, tuned)
-    return report_of(evaluation_of(run, tuned))
-
-
-def report_of(config: RunConfig) -> dict[str, Any]:
-    """Runs a configuration unless it has run already."""
-    directory = Path(config.runs_directory) / config.name
-    if directory.exists():
-        return RunDirectory.open(directory).read_json(directory / "report.json")
-    return train(config, RunDirectory.create(config), SilentObserver(), resume=False)
-
-
-def beside(run: RunDirectory, suffix: str, **changes: Any) -> RunConfig:
-    """The run's configuration under another name in the same folder."""
-    names = {"name": f"{run.name}-{suffix}", "runs_directory": str(run.path.parent), "max_wall_s": 0.0}
-    return run.config.model_copy(update=names | changes)
-
-
-def midtraining_control(run: RunDirectory, stages: dict[str, float]) -> RunConfig:
-    """Mid-training for the time of mid-training and RL together."""
-    config = run.config
-    seconds = stages["midtrain_s"] + stages["rl_s"]
-    num_steps = round(config.midtrain.num_steps * seconds / stages["midtrain_s"])
-    return beside(
-        run,
-        "midtraining",
-        midtrain=config.midtrain.model_copy(update={"num_steps": num_steps}),
-        rl=config.rl.model_copy(update={"num_steps": 0}),
-    )
-
-
-def on_policy_control(run: RunDirectory, stages: dict[str, float]) -> RunConfig:
-    """Rejection sampling step by step from the run's mid-trained weights, for as many seconds as RL took: a
-    time limit becomes a plan of steps, in which the evaluations are counted."""
-    return beside(
-        run,
-        "on-policy-rejection",
-        initial_checkpoint=str(run.checkpoints / MIDTRAINED),
-        max_wall_s=stages["rl_s"] + stages["evaluation_s"],
-        rl=run.config.rl.model_copy(update={"algorithm": "rejection_sampling"}),
-    )
-
-
-def sampling_control(run: RunDirectory, report: dict[str, Any]) -> tuple[RunConfig, int]:
-    """Sampling from the mid-trained weights for half of RL's time, and the tokens to train on in the rest."""
-    rl, half_s = run.config.rl, report["stages"]["rl_s"] / 2
-    rates = report["throughput"]
-    num_steps = round(report["rl_steps"] * half_s / rates["rollout_s"])
-    optimizer = rl.optimizer.model_copy(update={"learning_rate": 0.0})
-    config = beside(
-        run,
-        "samples",
-        initial_checkpoint=str(run.checkpoints / MIDTRAINED),
-        evaluation=run.config.evaluation.model_copy(update={"num_tasks": 1}),
-        rl=rl.model_copy(update={"num_steps": num_steps, "optimizer": optimizer}),
-    )
-    return config, round(half_s * rates["training_tokens_per_s"])
-
-
-def evaluation_of(run: RunDirectory, tuned: Path) -> RunConfig:
-    """A run that only judges `tuned`."""
-    rl = run.config.rl.model_copy(update={"num_steps": 0})
-    return beside(run, "rejection", initial_checkpoint=str(tuned), rl=rl)
-
-
-def solved_sessions(directory: Path) -> list[Document]:
-    """Every solved session of a run; what the agent wrote counts."""
-    log = TrajectoryLog(RunDirectory.open(directory).trajectories)
-    members = [member for group in log.read() for member in group.members]
-    return [
-        Document(segment.tokens, segment.sampled.astype(np.float32), segment.sampled)
-        for member in members
-        if member.reward is not None and member.reward.task == 1.0
-        for segment in member.segments
-    ]
-
-
-def fine_tune(run: RunDirectory, documents: list[Document], num_tokens: int, directory: Path) -> None:
-    """AdamW at RL's peak rate over `num_tokens` tokens of the documents; saves model and tokenizer."""
-    source = run.checkpoints / MIDTRAINED
-    model, config = load_model(source), run.config.midtrain
-    settings = config.model_copy(
-        update={
-            "num_steps": num_tokens // config.tokens_per_step,
-            "optimizer": config.optimizer.model_copy(
-                update={
-                    "matrix_optimizer": "adamw",
-                    "learning_rate": run.config.rl.optimizer.learning_rate,
-                }
-            ),
-        }
-    )
-    trainer = NextTokenTrainer(
-        model, ShuffledDocuments(documents, settings.tokens_per_step, run.config.seed), settings
-    )
-    for _ in range(settings.num_steps):
-        trainer.step()
-    save_model(model, directory)
-    Tokenizer.load(source).save(directory)
-
-
-def result_of(report: dict[str, Any]) -> Figures:
-    """What is compared."""
-    after = report["heldout_after"]
-    return {
-        "wall_s": report["wall_s"],
-        "rl_steps": report["rl_steps"],
-        "greedy": after["greedy"]["pass_rate"],
-        "sampled": after["sampled"]["pass_rate"],
-        "family_greedy": report["heldout_family_after"]["greedy"]["pass_rate"],
-    }
-
-
-def compare(rows: dict[str, dict[str, Figures]]) -> Figures:
-    """Least lead of RL over each control, in pass rate."""
-    return {
-        f"{mode}_lead_over_{control}": min(
-            row["reinforcement"][mode] - row[control][mode] for row in rows.values()
-        )
-        for control in CONTROLS
-        if all(control in row for row in rows.values())
-        for mode in ("greedy", "sampled")
-    }
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python benchmarks/forks.py CHECKPOINT --json FILE --figure docs/figures/forks.svg
 
-Arms: plain groups, and half of the groups forked at a message that is chosen at random, by its surprise, or
-as the first edit. All begin with the same mid-trained checkpoint and take the same seeds. An arm's learning
-is read where all of a seed have sampled as many tokens (of all sessions, those of dropped groups and siblings
-included): the mean reward of whole sessions, averaged over the last quarter of the smallest budget among
-them, and the pass rate on held-out tasks at the run's end.
+Arms: plain groups, and half of the groups forked at a message that is chosen by its surprise (`--turns`: also
+at random, or as the first edit). All begin with the same mid-trained checkpoint and take the same seeds. An
+arm's learning is read where all of a seed have sampled as many tokens (of all sessions, those of dropped
+groups and siblings included): the mean reward of whole sessions, averaged over the last quarter of the
+smallest budget among them, and the pass rate on held-out tasks at the run's end.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from etude.config import ForkConfig, RunConfig
 from etude.controller.train import train
+from etude.evaluation.comparison import bootstrap_interval
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from etude.observe.observer import SilentObserver
@@ -46,11 +47,11 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--figure", type=Path)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--groups", type=int, default=12, help="that a step trains on")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--groups", type=int, default=4, help="that a step trains on")
     parser.add_argument("--share", type=float, default=0.5, help="of groups that are forked")
-    parser.add_argument("--turns", default="entropy,random,first_edit")
+    parser.add_argument("--turns", default="entropy", help="entropy, random or first_edit, with commas")
     parser.add_argument("--heldout", type=int, default=40, help="tasks of each evaluation")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no run begins after these")
     options = parser.parse_args()
@@ -104,7 +105,12 @@ def run_arm(options: argparse.Namespace, seed: int, forks: dict[str, Any]) -> tu
                 "seed": seed,
                 "device": "cpu",
                 "agent": {"max_turns": 7, "max_message_tokens": 128},
-                "evaluation": {"num_tasks": options.heldout},
+                "evaluation": {
+                    "num_tasks": options.heldout,
+                    "num_family_tasks": 1,
+                    "num_samples": 1,
+                    "num_repeated_tasks": 1,
+                },
                 "checkpoint": {"every_s": 1e6, "curve_every_steps": 0},
                 "rl": {
                     "num_steps": options.steps,
@@ -148,19 +154,28 @@ def tokens_by_part(log: TrajectoryLog) -> list[float]:
 
 
 def compare(rows: dict[str, list[dict[str, float]]], curves: dict[str, list[Curve]]) -> Figures:
-    """Means over seeds, and the ratios of rewards at equal sampled tokens. `fork_vs_plain_reward` is that of
-    the default choice of a message."""
+    """Means over seeds, and the ratios and differences of rewards at equal sampled tokens, these with their
+    95 % intervals over seeds. `fork_vs_plain_reward` is the ratio of the default choice of a message."""
     rewards: dict[str, list[float]] = {name: [] for name in curves}
     for of_seed in zip(*curves.values(), strict=True):
         budget = min(curve[-1][0] for curve in of_seed)
         for name, curve in zip(curves, of_seed, strict=True):
-            late = [reward for at, reward in curve if 0.75 * budget <= at <= budget]
+            within = [(at, reward) for at, reward in curve if at <= budget]
+            late = [reward for at, reward in within if at >= 0.75 * budget] or [within[-1][1]]
             rewards[name].append(statistics.mean(late))
     plain = statistics.mean(rewards[PLAIN])
     ratios = {name: statistics.mean(found) / plain for name, found in rewards.items() if name != PLAIN}
     figures = {f"{name}_vs_plain_reward": ratio for name, ratio in ratios.items()}
     figures |= {"fork_vs_plain_reward": ratios.get(ForkConfig().turn, next(iter(ratios.values())))}
     figures |= {"seeds": float(len(rewards[PLAIN]))}
+    for name in ratios:
+        pairs = zip(rewards[name], rewards[PLAIN], strict=True)
+        differences = [ours - theirs for ours, theirs in pairs]
+        figures[f"{name}_minus_plain_reward"] = statistics.mean(differences)
+        interval = bootstrap_interval(differences, [str(seed) for seed in range(len(differences))])
+        if interval is not None:
+            low, high = interval
+            figures |= {f"{name}_minus_plain_reward_low": low, f"{name}_minus_plain_reward_high": high}
     for name, found in rewards.items():
         figures[f"{name}_reward"] = statistics.mean(found)
         figures[f"{name}_reward_least"], figures[f"{name}_reward_most"] = min(found), max(found)

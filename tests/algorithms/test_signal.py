@@ -163,6 +163,15 @@ def test_rejection_sampling_trains_what_was_solved_and_nothing_else() -> None:
     assert not any(token_advantages([SOLVED, ODD], config, 1)), "no penalty for form either"
 
 
+def test_best_of_group_keeps_the_solved_sessions_with_the_highest_total_reward() -> None:
+    config = RlConfig(algorithm="best_of_group")
+    dear = Played(1.0, extra_price=0.3)
+    assert weigh_group(group(dear, SOLVED, FAILED, SOLVED), config).advantages.tolist() == [0, 1, 0, 1]
+    ruinous = Played(1.0, extra_price=2.0)
+    assert weigh_group(group(FAILED, ruinous), config).advantages.tolist() == [0, 1], "failures are not kept"
+    assert signal_of(group(ODD, FAILED), config) is Signal.NONE
+
+
 _KINDS = st.lists(st.sampled_from([FINE, MALFORMED, TOOL_ERROR]), min_size=1, max_size=5).map(tuple)
 _PLAYED = st.builds(
     Played, st.sampled_from([0.0, 0.0, 0.25, 1.0]), _KINDS, st.booleans(), st.sampled_from([0.0, 0.3])

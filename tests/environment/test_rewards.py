@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.config import LengthConfig, RewardConfig
+from etude.algorithms.advantages import member_value
+from etude.config import LengthConfig, RewardConfig, load_config
 from etude.environment.grading import Verdict
 from etude.environment.rewards import (
     Effort,
@@ -21,7 +22,7 @@ from etude.environment.rewards import (
 from etude.environment.rewards.length import _split_message
 from etude.environment.rewards.review import count_foreign_lines
 from etude.errors import ConfigError
-from etude.records import Status, Task, ToolCall
+from etude.records import RewardBreakdown, Status, Task, ToolCall
 from tests.environment.playing import (
     FAILS,
     FINISH,
@@ -170,6 +171,37 @@ def test_calls_side_by_side_cost_less_than_one_after_the_other() -> None:
     assert (parallel.turns, parallel.first_calls, parallel.parallel_calls) == (3, 3, 1)
     calls_only = LengthConfig(thinking_token=0, call_token=0, message_token=0, output_token=0, turn=0)
     assert parallel.weighted(calls_only) == pytest.approx(serial.weighted(calls_only) * 3.25 / 4)
+
+
+QUICKSTART = load_config(
+    Path(__file__).parents[2] / "configs" / "quickstart.toml", ["rl.reward.length.weight=0.05"]
+).rl.reward
+
+
+def value_of(calls: list[int], verdict: float = 1.0) -> float:
+    """What a session with so many calls in each turn is worth at the quickstart's price on turns."""
+    first = sum(count > 0 for count in calls)
+    effort = Effort(first_calls=first, parallel_calls=sum(calls) - first, turns=len(calls))
+    reward = with_length(RewardBreakdown(verdict), effort, QUICKSTART.length)
+    return member_value(reward, QUICKSTART.most_price, 1.0)
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=40), st.data())
+def test_a_turn_has_a_concave_price_among_successes_and_a_call_beside_another_saves_one(
+    calls: list[int], data: st.DataObject
+) -> None:
+    at = data.draw(st.integers(0, len(calls) - 1))
+    before, rest = calls[:at], calls[at + 1 :]
+    solved = value_of(calls)
+    assert value_of([*before, calls[at] + 1, *rest]) <= solved, "one more call in a turn"
+    assert value_of([*before, 1, *calls[at:]]) < solved, "one more turn"
+    if rest:
+        assert value_of([*before, calls[at] + rest[0], *rest[1:]]) > solved, (
+            "the next turn's calls in this one"
+        )
+    prices = [1.0 - value_of([1] * count) for count in (len(calls), len(calls) + 1, len(calls) + 2)]
+    assert prices[2] - prices[1] < prices[1] - prices[0], "concave"
+    assert value_of([4] * 1000) > value_of(calls[:at], 0.0) == value_of(calls, 0.0) == 0.0
 
 
 def test_every_sampled_token_is_counted_once_and_every_later_given_one() -> None:

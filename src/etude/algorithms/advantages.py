@@ -12,7 +12,7 @@ from etude.algorithms.baselines import BASELINES
 from etude.config import Baseline
 from etude.records import RewardBreakdown
 
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
 """Values that differ by less are equal: sums of the same terms need not be equal bit for bit."""
 
 
@@ -37,6 +37,6 @@ def member_value(reward: RewardBreakdown, most: float, weight: float) -> float:
 
 def value_advantages(values: Sequence[float], baseline: Baseline) -> NDArray[np.float32]:
     """[members] each value against the named baseline. Equal values give exactly 0."""
-    if len(values) == 0 or np.ptp(values) < _ROUNDING:
+    if len(values) == 0 or np.ptp(values) < ROUNDING:
         return np.zeros(len(values), dtype=np.float32)
     return BASELINES[baseline](np.array(values, dtype=np.float64)).astype(np.float32)

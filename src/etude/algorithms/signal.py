@@ -11,13 +11,14 @@ advantage.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.algorithms.advantages import member_value, value_advantages
+from etude.algorithms.advantages import ROUNDING, member_value, value_advantages
 from etude.config import RlConfig
 from etude.records import Group, RewardBreakdown, Segment, Status, Trajectory
 
@@ -82,8 +83,9 @@ def weigh_group(group: Group, config: RlConfig) -> GroupSignal:
     members = graded_members(group)
     verdicts = [reward.task for _, reward in members]
     solved = np.array(verdicts, dtype=np.float64) >= 1.0
-    if config.algorithm == "rejection_sampling":
-        return GroupSignal(Signal.TASK if solved.any() else Signal.NONE, members, solved.astype(np.float32))
+    if config.algorithm != "policy_gradient":
+        kept = solved & _is_best(members, solved) if config.algorithm == "best_of_group" else solved
+        return GroupSignal(Signal.TASK if kept.any() else Signal.NONE, members, kept.astype(np.float32))
     penalty = config.reward.malformed_penalty
     nothing = np.zeros(len(members), dtype=np.float32)
     if len(members) < config.min_graded:
@@ -102,6 +104,14 @@ def weigh_group(group: Group, config: RlConfig) -> GroupSignal:
 def signal_of(group: Group, config: RlConfig) -> Signal:
     """What the members of the group can be told apart by."""
     return weigh_group(group, config).kind
+
+
+def _is_best(
+    members: Sequence[tuple[Trajectory, RewardBreakdown]], solved: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """[members] whose total reward no solved member exceeds."""
+    totals = np.array([reward.total for _, reward in members], dtype=np.float64)
+    return totals >= totals[solved].max(initial=-np.inf) - ROUNDING
 
 
 def _has_sampled_fault(member: Trajectory) -> bool:

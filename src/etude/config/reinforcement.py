@@ -216,9 +216,9 @@ class RlConfig(Section):
     """Relative frequencies of the task levels."""
     train_summaries: bool = True
     """Whether the tokens of the agent's summaries are trained on; `false` serves as a control."""
-    algorithm: Literal["policy_gradient", "rejection_sampling"] = "policy_gradient"
-    """`policy_gradient`: the losses of `rl.loss`. `rejection_sampling`: fine-tuning on solved trajectories
-    only, which serves as a control."""
+    algorithm: Literal["policy_gradient", "rejection_sampling", "best_of_group"] = "policy_gradient"
+    """`policy_gradient`: the losses of `rl.loss`. Two controls: `rejection_sampling` is fine-tuning on solved
+    trajectories only; `best_of_group` on those of them that have the highest total reward of their group."""
     loss: LossConfig = LossConfig()
     """The loss."""
     feedback: FeedbackConfig = FeedbackConfig()

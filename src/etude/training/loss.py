@@ -103,7 +103,7 @@ def _penalty(loss: LossConfig, logprobs: Tensor, rows: Rows, reference_logprobs:
 
 def _terms(config: RlConfig, logprobs: Tensor, rows: Rows) -> LossTerms:
     loss, advantages = config.loss, rows.advantages
-    if config.algorithm == "rejection_sampling":
+    if config.algorithm != "policy_gradient":
         return rejection_sampling(logprobs, rows.rollout, advantages)
     anchor = _proximal(logprobs, rows) if loss.needs_proximal else rows.rollout
     match loss.kind:

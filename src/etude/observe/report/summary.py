@@ -16,7 +16,9 @@ MODES = (("greedy", "greedy"), ("sampled", "temperature 1"))
 
 BEHAVIOUR_LABELS = {
     "calls": "tool calls per session",
+    "calls_per_turn": "tool calls per turn",
     "parallel_turns": "turns with parallel calls",
+    "parallel_share": "share of turns with parallel calls",
     "turns": "turns per session",
     "reads_before_edits": "edits of files read before",
     "edits": "edits per session",
@@ -25,7 +27,7 @@ BEHAVIOUR_LABELS = {
     "finish_share": "sessions ended by the agent",
     "sampled_tokens": "sampled tokens per session",
 }
-SHARES = frozenset({"reads_before_edits", "finish_share"})
+SHARES = frozenset({"parallel_share", "reads_before_edits", "finish_share"})
 
 
 @dataclass(frozen=True, slots=True)
