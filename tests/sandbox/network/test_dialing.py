@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from benchmarks.simulation.virtual_time import run_virtual
 
-from etude.rollout.simulation import run_virtual
 from etude.sandbox.network.dialing import Connect, Dialer, Resolve, resolve_name
 from etude.sandbox.network.fake import FakeNames, MemoryStream, memory_streams
 from etude.sandbox.network.messages import Refusal, Target
