@@ -30,6 +30,7 @@ from benchmarks.simulation.router.simulated_replica import ReplicaSpec
 from benchmarks.simulation.router.simulation import PolicyMaker, RouterOutcome, RouterScenario, simulate
 from benchmarks.simulation.router.step_cost import StepCost, fit_step_cost, read_step_cost
 from common import Figures, median_figures, print_table, write_result
+from tests.fakes.replica import FakeReplica, fake_replica, running_server
 
 from etude.config import ModelConfig
 from etude.inference import Engine, EngineService
@@ -45,7 +46,6 @@ from etude.inference.load.workload import total_output_tokens
 from etude.inference.native import find_compiler
 from etude.inference.router import Ask, Router, RoutingConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
-from etude.inference.router.server.fake_replica import FakeReplica, fake_replica, running_server
 from etude.model import build_model
 from etude.records import PolicyVersion
 from etude.weights import MemoryWeights

@@ -26,7 +26,7 @@ from etude.inference.load import (
 )
 from etude.inference.load.http_target import HttpTarget
 from etude.inference.load.records import LoadError
-from etude.inference.router.server.fake_replica import FakeReplica, fake_replica, running_server
+from tests.fakes.replica import FakeReplica, fake_replica, running_server
 
 SHAPE = WorkloadShape(
     num_sessions=6,
