@@ -18,7 +18,7 @@ from tests.environment.server.serving import begin, httpx, new_host, new_site, r
 from tests.environment.server.test_server import ask, create
 from tests.fakes.faulty_sandbox import FaultyBackend
 
-from etude.environment.server.metrics import is_our_fault  # isort: skip
+from etude.environment.server.host import is_our_fault  # isort: skip
 from etude.environment.wire import task_document  # isort: skip
 
 FAILURES = "etude_environment_background_failures_total"

@@ -12,8 +12,8 @@ import pytest
 from etude.agent.journal import INTERRUPTED
 from etude.agent.tools import Registry, ToolContext, core_registry
 from etude.agent.tools.interface import WRITES_ALL
-from etude.environment.describing import describe
 from etude.environment.origins import Origin, directory_template, repository_template
+from etude.environment.server.session_routes import describe
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import ConfigError, InfrastructureError, SandboxError, UserError
 from etude.records import Status, ToolCall, ToolResult
