@@ -25,6 +25,7 @@ if __package__ in (None, ""):
 
 import httpx
 import torch
+from benchmarks.sampler_target import SamplerTarget
 from benchmarks.simulation.router.simple import RandomChoice, RoundRobin, RoundRobinSessions
 from benchmarks.simulation.router.simulated_replica import ReplicaSpec
 from benchmarks.simulation.router.simulation import PolicyMaker, RouterOutcome, RouterScenario, simulate
@@ -37,12 +38,10 @@ from etude.inference import Engine, EngineService
 from etude.inference.load import (
     LoadSession,
     LogNormal,
-    SamplerTarget,
     WorkloadShape,
     run_load,
     synthetic_sessions,
 )
-from etude.inference.load.workload import total_output_tokens
 from etude.inference.native import find_compiler
 from etude.inference.router import Ask, Router, RoutingConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
@@ -102,7 +101,7 @@ def policies(cost: StepCost) -> dict[str, PolicyMaker | None]:
 def play(cost: StepCost, sessions: Sequence[LoadSession], seed: int) -> tuple[Figures, dict[str, Any]]:
     """One seed: throughput under closed load, latency under open loads, and both with a slow replica."""
     spec, makers = ReplicaSpec(cost), policies(cost)
-    per_session = total_output_tokens(sessions) / len(sessions)
+    per_session = sum(session.output_tokens for session in sessions) / len(sessions)
 
     def each(names: Sequence[str], **load: Any) -> dict[str, RouterOutcome]:
         return {

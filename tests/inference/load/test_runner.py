@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.sampler_target import SamplerTarget
 from fastapi import FastAPI, Response
 
 from etude.agent.scripted import ScriptedSampler
@@ -17,7 +18,6 @@ from etude.inference.load import (
     LoadSession,
     LoadTurn,
     LogNormal,
-    SamplerTarget,
     TurnRecord,
     WorkloadShape,
     run_load,
