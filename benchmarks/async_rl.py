@@ -17,16 +17,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from async_rl_real import compare_real
 from async_rl_simulation import Machine, Outcome, simulate
+from benchmarks.simulation.rollout import SessionShapes
 from common import Figures, median_ratio, merge_result, print_table
 
 from etude.config import load_config
-from etude.rollout.simulation import SessionShapes
 
 _STEPS = 16
 _SESSIONS = 512

@@ -11,19 +11,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
-from etude.agent import core_registry
-from etude.config import RunConfig
-from etude.controller.reinforcement import ReinforcementLoop, make_collector
-from etude.environment.episodes import Environment
-from etude.observe.metrics import MemorySink
-from etude.observe.observer import SilentObserver
-from etude.rollout.simulation import (
+from benchmarks.simulation.rollout import (
     SessionShapes,
     SimulatedEngine,
     SimulatedEnvironment,
     SimulatedTrainer,
     run_virtual,
 )
+
+from etude.agent import core_registry
+from etude.config import RunConfig
+from etude.controller.reinforcement import ReinforcementLoop, make_collector
+from etude.environment.episodes import Environment
+from etude.observe.metrics import MemorySink
+from etude.observe.observer import SilentObserver
 from etude.store.blobs import MemoryBlobs
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens import ETUDE_TEMPLATE, Renderer, train_tokenizer

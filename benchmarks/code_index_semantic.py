@@ -29,9 +29,8 @@ from benchmarks.common import print_table, write_result
 from numpy.typing import NDArray
 
 from etude.agent.index.semantic import Embedder, MappingTree, SemanticIndex, default_embedder
-from etude.agent.index.semantic.index import Hit
+from etude.agent.index.semantic.index import VECTOR_SHARE, Hit, best, fuse_scores
 from etude.agent.index.semantic.lexical import Lexicon, TermCounts
-from etude.agent.index.semantic.ranking import VECTOR_SHARE, best, fuse_ranks, fuse_scores
 from etude.agent.index.semantic.vectors import VectorFile, append_rows, pack_rows
 
 Figures = dict[str, float]
@@ -123,7 +122,7 @@ async def _recalls(index: SemanticIndex, questions: Sequence[Question]) -> Figur
         scores = {
             "semantic": found.cosines,
             "bm25": found.words,
-            "ranks": fuse_ranks(found.cosines, found.words),
+            "ranks": _fuse_ranks(found.cosines, found.words),
         }
         scores |= {f"share_{share}": fuse_scores(found.cosines, found.words, share) for share in SHARES}
         for name, values in scores.items():
@@ -149,6 +148,21 @@ async def _recalls(index: SemanticIndex, questions: Sequence[Question]) -> Figur
             f"gain_over_{name}_high": high,
         }
     return figures
+
+
+def _fuse_ranks(
+    cosines: NDArray[np.float32], words: NDArray[np.float32], share: float = 0.5, constant: float = 10.0
+) -> NDArray[np.float32]:
+    """Reciprocal rank fusion (SIGIR 2009), to compare with."""
+    return (share / (constant + _ranks(cosines)) + (1 - share) / (constant + _ranks(words))).astype(
+        np.float32
+    )
+
+
+def _ranks(scores: NDArray[np.float32]) -> NDArray[np.int64]:
+    ranks = np.empty(len(scores), dtype=np.int64)
+    ranks[np.argsort(-np.nan_to_num(scores, nan=-np.inf), kind="stable")] = np.arange(1, len(scores) + 1)
+    return ranks
 
 
 def _answers(chunk: Hit, question: Question) -> bool:

@@ -30,6 +30,7 @@ import httpx
 import numpy as np
 from benchmarks.common import Figures, print_table, write_result
 from numpy.typing import NDArray
+from tests.fakes.replica import running_server
 from tests.inference.server.checkpoint import serve_process, write_checkpoint
 from tests.inference.server.lending import NUMERICS, RunStore, rollout
 from tests.inference.server.serving import ADMIN, qwen_model
@@ -48,7 +49,6 @@ from etude.inference.loan_client import LoanHandle
 from etude.inference.router import HealthConfig
 from etude.inference.router.server import Proxy, ReplicaAddress
 from etude.inference.router.server import build_app as build_router
-from etude.inference.router.server.fake_replica import running_server
 from etude.inference.server import ServerState
 from etude.inference.server import build_app as build_server
 from etude.inference.server.loans import LoanDesk

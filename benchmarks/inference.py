@@ -29,14 +29,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import inference_own
 import inference_router
 import torch
+from benchmarks.simulation.router.step_cost import read_step_cost
 from common import Figures, median_figures, median_ratio, print_table, write_result
 from inference_peers import PEERS, PeerFailedError, Played, Variant, Worker, variants
 from inference_work import Scenario, longest_tokens, scenarios
-
-from etude.inference.router.step_cost import read_step_cost
 
 _CHOOSING, _WARMING = 0, 1
 """Seeds of workloads that do not count; rounds have those that follow."""

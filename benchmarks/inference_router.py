@@ -13,35 +13,38 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import httpx
 import torch
+from benchmarks.sampler_target import SamplerTarget
+from benchmarks.simulation.router.simple import RandomChoice, RoundRobin, RoundRobinSessions
+from benchmarks.simulation.router.simulated_replica import ReplicaSpec
+from benchmarks.simulation.router.simulation import PolicyMaker, RouterOutcome, RouterScenario, simulate
+from benchmarks.simulation.router.step_cost import StepCost, fit_step_cost, read_step_cost
 from common import Figures, median_figures, print_table, write_result
+from tests.fakes.replica import FakeReplica, fake_replica, running_server
 
 from etude.config import ModelConfig
 from etude.inference import Engine, EngineService
 from etude.inference.load import (
     LoadSession,
     LogNormal,
-    SamplerTarget,
     WorkloadShape,
     run_load,
     synthetic_sessions,
 )
-from etude.inference.load.workload import total_output_tokens
 from etude.inference.native import find_compiler
 from etude.inference.router import Ask, Router, RoutingConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
-from etude.inference.router.server.fake_replica import FakeReplica, fake_replica, running_server
-from etude.inference.router.simple import RandomChoice, RoundRobin, RoundRobinSessions
-from etude.inference.router.simulated_replica import ReplicaSpec
-from etude.inference.router.simulation import PolicyMaker, RouterOutcome, RouterScenario, simulate
-from etude.inference.router.step_cost import StepCost, fit_step_cost, read_step_cost
 from etude.model import build_model
 from etude.records import PolicyVersion
 from etude.weights import MemoryWeights
@@ -98,7 +101,7 @@ def policies(cost: StepCost) -> dict[str, PolicyMaker | None]:
 def play(cost: StepCost, sessions: Sequence[LoadSession], seed: int) -> tuple[Figures, dict[str, Any]]:
     """One seed: throughput under closed load, latency under open loads, and both with a slow replica."""
     spec, makers = ReplicaSpec(cost), policies(cost)
-    per_session = total_output_tokens(sessions) / len(sessions)
+    per_session = sum(session.output_tokens for session in sessions) / len(sessions)
 
     def each(names: Sequence[str], **load: Any) -> dict[str, RouterOutcome]:
         return {

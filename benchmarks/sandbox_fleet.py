@@ -16,20 +16,25 @@ import json
 import math
 import random
 import statistics
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+if __package__ in (None, ""):
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.simulation.fleet.scenario import Latencies, Latency, Outcome, Scenario
+from benchmarks.simulation.fleet.simulation import simulate
+
 from etude.observe import commit, describe_machine, versions
 from etude.sandbox.fleet.fleet import Fleet
 from etude.sandbox.fleet.host import HostSpec
 from etude.sandbox.fleet.hosts import Capacity, Demand, Policy, Request
 from etude.sandbox.fleet.registry import FleetConfig
-from etude.sandbox.fleet.scenario import Latencies, Latency, Outcome, Scenario
 from etude.sandbox.fleet.scheduler import Scheduler
-from etude.sandbox.fleet.simulation import simulate
 from etude.sandbox.types import Capabilities, SandboxInfo
 
 REPETITIONS = 5

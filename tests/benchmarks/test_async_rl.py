@@ -11,8 +11,7 @@ import async_rl_real
 import common
 import pytest
 from async_rl_simulation import Machine, simulate
-
-from etude.rollout.simulation import SessionShapes, lognormal_sigma
+from benchmarks.simulation.rollout import SessionShapes, lognormal_sigma
 
 SMALL = Machine(8, 320.0, 2000.0, 0.5, SessionShapes(turns_median=4.0, message_tokens_median=24.0))
 

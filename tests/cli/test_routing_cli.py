@@ -21,10 +21,10 @@ from etude.cli.exits import EXIT_MISTAKE
 from etude.inference.ports import free_port
 from etude.inference.router import Replica
 from etude.inference.router.server import Proxy, ReplicaAddress, admin
-from etude.inference.router.server.fake_replica import FakeReplica, fake_replica
 from etude.records import Segment
 from etude.store import TrajectoryLog
 from tests.cli.commands import etude, option_names
+from tests.fakes.replica import FakeReplica, fake_replica
 from tests.inference.router.threads import in_thread, routing
 from tests.store.builders import make_group
 

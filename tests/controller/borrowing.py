@@ -22,7 +22,6 @@ from etude.controller.supervision import FaultJournal, NodeHealth
 from etude.inference.exchange import Build
 from etude.inference.router import HealthConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
-from etude.inference.router.server.fake_replica import running_server
 from etude.observe import RecordingObserver
 from etude.observe.metrics import MemorySink
 from etude.protocols import Handle
@@ -30,6 +29,7 @@ from etude.records import PolicyVersion, SampleChunk
 from tests.controller.remote.building import FAST
 from tests.controller.running import tiny_config
 from tests.environment.recording.recording_builders import qwen_tokenizer
+from tests.fakes.replica import running_server
 from tests.inference.server.lending import NUMERICS, RunStore, rollout
 from tests.inference.server.serving import ADMIN, Served
 from tests.model.builders import small_config

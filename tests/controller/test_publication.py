@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, cast
 
 import pytest
+from benchmarks.simulation.virtual_time import run_virtual
 
 from etude.controller.parity import ParityGate
 from etude.controller.publication import OverlappedPublication, PublicationInTurn
@@ -16,7 +17,6 @@ from etude.observe.metrics import MemorySink
 from etude.observe.observer import RecordingObserver
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, WeightManifest
-from etude.rollout.simulation import run_virtual
 from etude.training.parity import ParityFigures
 
 

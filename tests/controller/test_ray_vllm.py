@@ -1,4 +1,4 @@
-"""A run over Ray whose engine has the shipped fake of vLLM: the server is killed, and the run goes on."""
+"""A run over Ray whose engine has the fake of vLLM: the server is killed, and the run goes on."""
 
 from __future__ import annotations
 

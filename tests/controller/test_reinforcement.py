@@ -11,9 +11,9 @@ from etude.errors import InfrastructureError
 from etude.records import RewardBreakdown, Status, Trajectory
 from etude.rollout.collect import CollectorState
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.faulty import FaultyBackend
 from tests.controller.looping import World
 from tests.environment.playing import FAILS, SOLVES
+from tests.fakes.faulty_sandbox import FaultyBackend
 from tests.store.builders import make_trajectory
 
 

@@ -1,4 +1,4 @@
-"""Whole runs that sample through vLLM's interface, from the shipped fake server."""
+"""Whole runs that sample through vLLM's interface, from the fake server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from etude.controller.models import settle_model
 from etude.controller.starting import check_start
 from etude.controller.train import ROUTES, InterruptedRunError
 from etude.errors import ConfigError
-from etude.inference.vllm.fake import FakeServer
 from etude.model.huggingface import save_model
 from etude.model.language_model import LanguageModel, build_model
 from etude.model.loading import AnyModel, save_any_model
@@ -30,6 +29,7 @@ from etude.store.blobs import KeptBlobs
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.grammar import XmlGrammar
 from tests.controller.running import run_here, tiny_config
+from tests.fakes.vllm import FakeServer
 from tests.model import transformers_builders
 
 _SMALL = ModelConfig(

@@ -10,7 +10,6 @@ from etude.environment.episodes import EpisodeLimits
 from etude.errors import SamplerError, TaskError
 from etude.records import SampleChunk, SampleRequest, SamplingParams, Status, ToolCall, TrajectoryId
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.faulty import FaultyBackend
 from etude.store.blobs import MemoryBlobs
 from tests.environment.playing import (
     FAILS,
@@ -26,6 +25,7 @@ from tests.environment.playing import (
     script_of,
     scripted,
 )
+from tests.fakes.faulty_sandbox import FaultyBackend
 from tests.sandbox.backends import with_backend
 
 

@@ -23,7 +23,6 @@ from etude.errors import SamplerError, SandboxError
 from etude.records import Group, Relation, SamplingParams, Status, TrajectoryId
 from etude.sandbox.errors import LiveProcessesError
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.faulty import FaultyBackend, FaultySandbox
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.store.blobs import MemoryBlobs
 from etude.store.documents import group_document, group_from_document
@@ -42,6 +41,7 @@ from tests.environment.playing import (
     scripted,
 )
 from tests.environment.stored import LIMITS, SUMMARIES, byte_renderer, sampler_of
+from tests.fakes.faulty_sandbox import FaultyBackend, FaultySandbox
 from tests.sandbox.backends import with_backend
 
 PARENT = TrajectoryId("run", TASK.id, 0, 4, 0)

@@ -16,9 +16,9 @@ from etude.environment.verdicts import Grader
 from etude.errors import SandboxError, TaskError
 from etude.records import Task
 from etude.sandbox.fake import MemoryBackend, MemorySandbox
-from etude.sandbox.faulty import FaultyBackend
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
+from tests.fakes.faulty_sandbox import FaultyBackend
 from tests.sandbox.backends import with_backend
 
 SOLVED = dict(TARGET.solution_files)

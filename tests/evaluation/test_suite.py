@@ -9,8 +9,8 @@ from etude.evaluation import evaluate_policy
 from etude.evaluation.suite import check_infrastructure
 from etude.records import RewardBreakdown, Status
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.faulty import FaultyBackend
 from tests.environment.playing import FAILS, SOLVES, TASK, new_environment, script_of, scripted
+from tests.fakes.faulty_sandbox import FaultyBackend
 from tests.store.builders import make_trajectory
 
 TASKS = [replace(TASK, id=f"task-{number}") for number in range(5)]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import SamplerError
-from etude.inference.stop_texts import StopTexts
+from etude.inference.sequences import StopTexts
 from tests.inference.builders import Client, drain, prompt, small_engine
 from tests.model.builders import small_model
 

@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import math
 from pathlib import Path
@@ -8,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.errors import ResourceError, RunDirectoryError
-from etude.observe import JsonlSink, MemorySink, TeeSink, TensorBoardSink, WandbSink, read_metrics
+from etude.errors import RunDirectoryError
+from etude.observe import JsonlSink, read_metrics
 
 
 class Clock:
@@ -84,23 +83,3 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
 
 def test_no_file_has_no_rows(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []
-
-
-def test_a_tee_hands_rows_to_every_sink() -> None:
-    sinks = MemorySink(), MemorySink()
-    tee = TeeSink(sinks)
-    tee.write("rl", 1, {"reward": 1.0})
-    tee.close()
-    assert sinks[0].rows == sinks[1].rows == [{"kind": "rl", "step": 1, "reward": 1.0}]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is not None, reason="tensorboard is installed")
-def test_a_missing_tensorboard_is_a_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ResourceError, match="pip install tensorboard"):
-        TensorBoardSink(tmp_path)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_missing_wandb_is_a_clear_error() -> None:
-    with pytest.raises(ResourceError, match="pip install wandb"):
-        WandbSink("project", "name", {})

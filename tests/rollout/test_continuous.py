@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from benchmarks.simulation.rollout import SessionShapes, SimulatedEngine, SimulatedEnvironment, run_virtual
 
 from etude.config import RlConfig
 from etude.environment.episodes import Environment
@@ -16,7 +17,6 @@ from etude.rollout import Collected, ContinuousCollector
 from etude.rollout.buffer import Taken
 from etude.rollout.curriculum import CollectorState
 from etude.rollout.kept import read_kept
-from etude.rollout.simulation import SessionShapes, SimulatedEngine, SimulatedEnvironment, run_virtual
 from etude.rollout.tally import Tally
 from etude.store.trajectories import TrajectoryLog
 from tests.environment.playing import renderer

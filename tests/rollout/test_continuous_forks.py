@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.simulation.rollout import SimulatedEnvironment, run_virtual
 
 from etude.agent import ScriptedSampler
 from etude.config import RlConfig
@@ -14,7 +15,6 @@ from etude.protocols import Sampler
 from etude.records import Group, GroupOrigin, Task, Trajectory, TrajectoryId
 from etude.rollout import Collected, ContinuousCollector
 from etude.rollout.curriculum import CollectorState
-from etude.rollout.simulation import SimulatedEnvironment, run_virtual
 from etude.store.trajectories import TrajectoryLog
 from tests.environment.playing import FAILS, SOLVES, new_environment, script_of
 from tests.rollout.collecting import task_source

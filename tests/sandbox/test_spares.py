@@ -15,10 +15,10 @@ import pytest
 from etude.errors import AgentError, ResourceError, SandboxError
 from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
 from etude.sandbox.local.cgroups import ControlGroups
-from etude.sandbox.local.fake_groups import FakeGroups
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
+from tests.fakes.control_groups import FakeGroups
 from tests.sandbox.scenes import (
     becomes_true,
     below,

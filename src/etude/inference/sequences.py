@@ -14,7 +14,6 @@ from xxhash import xxh3_64_hexdigest
 from etude.inference.cache import PAGE_TOKENS, PagedCache
 from etude.inference.radix import Node
 from etude.inference.sampling import Alternatives, hash_key
-from etude.inference.stop_texts import StopTexts
 from etude.records import PolicyVersion, SampleChunk, SampleRequest
 
 TokenBytes = Callable[[Sequence[int]], bytes]
@@ -327,3 +326,19 @@ class Sequences:
         routes = self.cache.routes[pages].reshape(-1, *self.cache.routes.shape[2:])
         skipped = first_page * PAGE_TOKENS
         return routes[first - skipped : end - skipped].copy()
+
+
+class StopTexts:
+    """Finds stop texts in the bytes of one request's sampled tokens, wherever the tokens' edges lie."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        """`texts`: not empty, none of them the empty text."""
+        self._texts = [text.encode() for text in texts]
+        self._kept = max(len(text) for text in self._texts) - 1
+        self._tail = b""
+
+    def completes(self, piece: bytes) -> bool:
+        """Takes the next token's bytes; whether one of the texts ends within them."""
+        window = self._tail + piece
+        self._tail = window[len(window) - self._kept :] if self._kept < len(window) else window
+        return any(text in window for text in self._texts)

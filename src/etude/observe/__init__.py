@@ -12,9 +12,6 @@ from etude.observe.metrics import (
     MemorySink,
     MetricRow,
     MetricSink,
-    TeeSink,
-    TensorBoardSink,
-    WandbSink,
     read_metrics,
 )
 from etude.observe.observer import Observer, RecordingObserver, SilentObserver
@@ -30,9 +27,6 @@ __all__ = [
     "RecordingObserver",
     "RunDirectory",
     "SilentObserver",
-    "TeeSink",
-    "TensorBoardSink",
-    "WandbSink",
     "commit",
     "describe_machine",
     "make_directory",

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from etude.errors import RunDirectoryError
-from etude.errors.packages import missing_package
 
 MetricRow = dict[str, Any]
 """One row: `kind`, `step`, `wall_s` and the values; text is a label (`split`, `mode`, `name`), NaN or inf."""
@@ -93,56 +91,6 @@ class JsonlSink:
         return max((float(row.get("wall_s", 0.0)) for row in _rows(whole)), default=0.0)
 
 
-class TeeSink:
-    """Hands every row to several sinks, in order."""
-
-    def __init__(self, sinks: Sequence[MetricSink]) -> None:
-        self._sinks = tuple(sinks)
-
-    def write(self, kind: str, step: int, values: Mapping[str, float | str]) -> None:
-        """Writes to each sink."""
-        for sink in self._sinks:
-            sink.write(kind, step, values)
-
-    def close(self) -> None:
-        """Closes each sink."""
-        for sink in self._sinks:
-            sink.close()
-
-
-class TensorBoardSink:
-    """Event files for TensorBoard. Raises ResourceError where `tensorboard` is not installed."""
-
-    def __init__(self, directory: Path) -> None:
-        module = _optional("tensorboard.summary", "tensorboard")
-        self._writer = module.Writer(str(directory))
-
-    def write(self, kind: str, step: int, values: Mapping[str, float | str]) -> None:
-        """Writes each number as `kind/labels/name`."""
-        for name, value in _series(kind, values).items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """Flushes and closes the event file."""
-        self._writer.close()
-
-
-class WandbSink:
-    """Rows for Weights & Biases. Raises ResourceError where `wandb` is not installed."""
-
-    def __init__(self, project: str, name: str, config: Mapping[str, Any]) -> None:
-        module = _optional("wandb", "wandb")
-        self._run = module.init(project=project, name=name, config=dict(config), resume="allow")
-
-    def write(self, kind: str, step: int, values: Mapping[str, float | str]) -> None:
-        """Logs the numbers, with the step as `kind/step`: each kind has steps of its own."""
-        self._run.log({f"{kind}/step": step, **_series(kind, values)})
-
-    def close(self) -> None:
-        """Ends the W&B run."""
-        self._run.finish()
-
-
 def read_metrics(path: Path) -> list[MetricRow]:
     """All whole rows of a `metrics.jsonl`, in order; none where the file does not exist yet.
 
@@ -188,16 +136,3 @@ def _plain(values: Mapping[str, float | str]) -> dict[str, float | str]:
             number = float(value)
             plain[name] = number if math.isfinite(number) else str(number)
     return plain
-
-
-def _series(kind: str, values: Mapping[str, float | str]) -> dict[str, float]:
-    labels = [str(values[label]) for label in LABELS if label in values]
-    prefix = "/".join([kind, *labels])
-    return {f"{prefix}/{name}": value for name, value in values.items() if not isinstance(value, str)}
-
-
-def _optional(module: str, package: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise missing_package("this metric sink", package) from error

@@ -14,16 +14,12 @@ from typing import Any, TypeVar
 
 from etude.errors import AgentError, SandboxError
 from etude.sandbox.interface import Command, OnOutput, Sandbox, SandboxBackend
-from etude.sandbox.template import Template
 from etude.sandbox.types import (
-    Capabilities,
     CommandResult,
     FileInfo,
     GrepMatch,
-    Network,
     ProbeReport,
     ProcessInfo,
-    Resources,
     SandboxInfo,
     SnapshotInfo,
     SnapshotKind,
@@ -221,58 +217,3 @@ class WrappedCommands:
     async def kill(self, pid: int) -> bool:
         """See Commands.kill."""
         return await self._owner.call("commands.kill", lambda s: s.commands.kill(pid))
-
-
-class WrappedBackend:
-    """Implements SandboxBackend around another one. Subclasses fill in what they change."""
-
-    def __init__(self, inner: SandboxBackend) -> None:
-        self.inner = inner
-
-    def capabilities(self) -> Capabilities:
-        """See SandboxBackend.capabilities."""
-        return self.inner.capabilities()
-
-    async def create(
-        self,
-        template: Template | None = None,
-        resources: Resources | None = None,
-        network: Network | None = None,
-        timeout_s: float | None = None,
-        snapshot: str | None = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> Sandbox:
-        """See SandboxBackend.create."""
-        return await self.inner.create(template, resources, network, timeout_s, snapshot, metadata)
-
-    async def connect(self, sandbox_id: str) -> Sandbox:
-        """See SandboxBackend.connect."""
-        return await self.inner.connect(sandbox_id)
-
-    async def list(self) -> list[SandboxInfo]:
-        """See SandboxBackend.list."""
-        return await self.inner.list()
-
-    async def list_snapshots(self) -> list[SnapshotInfo]:
-        """See SandboxBackend.list_snapshots."""
-        return await self.inner.list_snapshots()
-
-    async def delete_snapshot(self, snapshot: str) -> None:
-        """See SandboxBackend.delete_snapshot."""
-        await self.inner.delete_snapshot(snapshot)
-
-    async def export_snapshot(self, snapshot: str, target: Path) -> None:
-        """See SandboxBackend.export_snapshot."""
-        await self.inner.export_snapshot(snapshot, target)
-
-    async def import_snapshot(self, source: Path) -> SnapshotInfo:
-        """See SandboxBackend.import_snapshot."""
-        return await self.inner.import_snapshot(source)
-
-    async def close(self) -> None:
-        """See SandboxBackend.close."""
-        await self.inner.close()
-
-    def doctor(self) -> list[str]:
-        """See SandboxBackend.doctor."""
-        return self.inner.doctor()

@@ -1,8 +1,8 @@
 import pytest
+from tests.fakes.web import FakeWeb
 from tool_scenes import in_memory
 
 from etude.agent import ToolLimits
-from etude.agent.fake_web import FakeWeb
 from etude.agent.tools.fetch import Fetch
 from etude.agent.tools.web_search import WebSearch
 from etude.errors import InfrastructureError

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from benchmarks.simulation.virtual_time import run_virtual
 
 from etude.controller.remote.patient import PatientSampler
 from etude.errors import SamplerError
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
-from etude.rollout.simulation.virtual_time import run_virtual
 
 VERSION = PolicyVersion("run", 0, "digest")
 TOKENS = np.arange(3, dtype=np.int32)

@@ -17,13 +17,13 @@ from etude.controller.local import LocalHandle
 from etude.controller.remote.engine_part import EnginePart
 from etude.errors import ResourceError
 from etude.inference.vllm import FetchedSnapshots, ModelSnapshots, Replica, VllmSampler, open_snapshot
-from etude.inference.vllm.fake import FakeServer
 from etude.model import LanguageModel
 from etude.model.scoring import score_sequences
 from etude.protocols import Handle
 from etude.records import PolicyVersion, SampleChunk, WeightManifest
 from etude.weights.manifest import digest_entries
 from tests.controller.remote.building import Fleet, request, sample, until
+from tests.fakes.vllm import FakeServer
 
 
 class VllmFleet(Fleet):

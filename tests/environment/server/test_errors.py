@@ -13,12 +13,12 @@ from etude.errors import UserError
 from etude.records import Status
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.faulty import FaultyBackend
 from tests.environment.playing import TASK
 from tests.environment.server.serving import begin, httpx, new_host, new_site, remote, turn
 from tests.environment.server.test_server import ask, create
+from tests.fakes.faulty_sandbox import FaultyBackend
 
-from etude.environment.server.metrics import is_our_fault  # isort: skip
+from etude.environment.server.host import is_our_fault  # isort: skip
 from etude.environment.wire import task_document  # isort: skip
 
 FAILURES = "etude_environment_background_failures_total"

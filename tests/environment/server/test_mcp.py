@@ -15,8 +15,8 @@ from mcp.shared.exceptions import MCPError
 
 from etude.environment.mcp import session_server
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.faulty import FaultyBackend
 from tests.environment.server.serving import TOKEN, begin, httpx, new_host, new_site, remote
+from tests.fakes.faulty_sandbox import FaultyBackend
 
 EDIT = {"path": "lib/tally.py", "start": 2, "text": "    return sum(xs)"}
 

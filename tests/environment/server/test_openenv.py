@@ -10,10 +10,10 @@ import pytest
 from etude.agent.inputs import call_document
 from etude.errors import SandboxError
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.faulty import FaultyBackend
 from tests.environment.playing import FINISH, MEND, READ, SPOIL
 from tests.environment.server.serving import TOKEN, TOKENS, asking, new_host, new_site, served
 from tests.environment.server.test_server import Socket
+from tests.fakes.faulty_sandbox import FaultyBackend
 
 
 def action(*calls: Any) -> dict[str, Any]:

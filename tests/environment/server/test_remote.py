@@ -19,7 +19,6 @@ from etude.errors import InfrastructureError, SandboxError, UserError
 from etude.records import Status, Task, ToolCall, TrajectoryId
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxLostError, SandboxMissingError
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.faulty import FaultyBackend
 from etude.sandbox.interface import SandboxBackend
 from tests.environment.playing import FINISH, MEND, READ, SOLVES, TASK, TEST, renderer, scripted
 from tests.environment.server.serving import (
@@ -34,6 +33,7 @@ from tests.environment.server.serving import (
     until,
 )
 from tests.environment.server.test_sessions import counting_site
+from tests.fakes.faulty_sandbox import FaultyBackend
 from tests.sandbox.backends import with_backend
 
 from etude.environment.remote import RemoteEnvironment, RemoteSession  # isort: skip

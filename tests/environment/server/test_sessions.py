@@ -12,19 +12,19 @@ import pytest
 from etude.agent.journal import INTERRUPTED
 from etude.agent.tools import Registry, ToolContext, core_registry
 from etude.agent.tools.interface import WRITES_ALL
-from etude.environment.describing import describe
 from etude.environment.origins import Origin, directory_template, repository_template
+from etude.environment.server.session_routes import describe
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import ConfigError, InfrastructureError, SandboxError, UserError
 from etude.records import Status, ToolCall, ToolResult
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxStateError
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.faulty import FaultyBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import SnapshotKind
 from etude.tokens.grammar import ToolSchema
 from tests.environment.playing import FINISH, MEND, READ, SPOIL, TASK, TEST
 from tests.environment.server.serving import Seen, begin, new_site, turn, until
+from tests.fakes.faulty_sandbox import FaultyBackend
 
 
 class Counting:

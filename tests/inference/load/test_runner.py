@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.sampler_target import SamplerTarget
 from fastapi import FastAPI, Response
 
 from etude.agent.scripted import ScriptedSampler
@@ -17,7 +18,6 @@ from etude.inference.load import (
     LoadSession,
     LoadTurn,
     LogNormal,
-    SamplerTarget,
     TurnRecord,
     WorkloadShape,
     run_load,
@@ -26,7 +26,7 @@ from etude.inference.load import (
 )
 from etude.inference.load.http_target import HttpTarget
 from etude.inference.load.records import LoadError
-from etude.inference.router.server.fake_replica import FakeReplica, fake_replica, running_server
+from tests.fakes.replica import FakeReplica, fake_replica, running_server
 
 SHAPE = WorkloadShape(
     num_sessions=6,

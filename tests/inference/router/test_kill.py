@@ -18,7 +18,7 @@ from etude.inference.load.http_target import HttpTarget
 from etude.inference.ports import free_port
 from etude.inference.router import HealthConfig, MemberState
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
-from etude.inference.router.server.fake_replica import running_server
+from tests.fakes.replica import running_server
 from tests.inference.server.checkpoint import write_checkpoint
 
 _START_S = 90.0
@@ -27,7 +27,7 @@ _START_S = 90.0
 def start(kind: str, port: int, checkpoint: Path) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     if kind == "fake":
-        module = "etude.inference.router.server.fake_replica"
+        module = "tests.fakes.replica"
         command = ["-m", module, "--port", str(port), "--token-s", "0.01"]
     else:
         code = "from etude.cli import main; main()"

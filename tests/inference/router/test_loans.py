@@ -17,7 +17,7 @@ from etude.inference.loan_client import LoanEndedError, LoanHandle
 from etude.inference.router import HealthConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
 from etude.inference.router.server.app import REPLICA_HEADER
-from etude.inference.router.server.fake_replica import running_server
+from tests.fakes.replica import running_server
 from tests.inference.server.lending import HOME, RunStore, lendable
 from tests.inference.server.serving import ADMIN, Served
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from etude.inference.router import Ask, NoReplicaError, Router, RoutingConfig
-from etude.inference.router.arms import choose_arm
+from etude.inference.router.policy import choose_arm
 
 
 def router_of(*names: str, **options: float) -> Router:

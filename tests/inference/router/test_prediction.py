@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.inference.router.prediction import ResidualMean
+from etude.inference.router.policy import ResidualMean
 
 
 def test_the_rest_of_a_heavy_tail_grows_with_age() -> None:

@@ -15,8 +15,8 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.inference.router.server import Proxy, ReplicaAddress, serve
-from etude.inference.router.server.fake_replica import FakeReplica, fake_replica
 from etude.sandbox.server.process import open_listeners
+from tests.fakes.replica import FakeReplica, fake_replica
 
 _LIMIT_S = 120.0
 _HEAVY = ("torch", "transformers", "etude.inference.engine")

@@ -24,8 +24,8 @@ from etude.inference.router.members import MemberState
 from etude.inference.router.pools import Lender, LendingWindow, Move
 from etude.inference.router.server import Proxy, ProxyConfig, ReplicaAddress, build_app
 from etude.inference.router.server.events import EventGuard
-from etude.inference.router.server.fake_replica import FakeReplica, fake_replica, running_server
 from etude.inference.router.server.hints import read_hints
+from tests.fakes.replica import FakeReplica, fake_replica, running_server
 
 _LIMIT_S = 60.0
 HEALTH = HealthConfig(interval_s=0.05, timeout_s=30.0, backoff_s=0.05)

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from benchmarks.simulation.router.simple import RandomChoice, RoundRobin, RoundRobinSessions
+from benchmarks.simulation.router.simulated_replica import ReplicaSpec
+from benchmarks.simulation.router.simulation import Kill, RouterScenario, simulate
+from benchmarks.simulation.router.step_cost import StepCost, fit_step_cost, read_step_cost
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError
 from etude.inference.load.workload import LogNormal, WorkloadShape, synthetic_sessions
 from etude.inference.router import Router, RoutingConfig
-from etude.inference.router.simple import RandomChoice, RoundRobin, RoundRobinSessions
-from etude.inference.router.simulated_replica import ReplicaSpec
-from etude.inference.router.simulation import Kill, RouterScenario, simulate
-from etude.inference.router.step_cost import StepCost, fit_step_cost, read_step_cost
 
 COST = StepCost(0.0012, 0.00018, 0.0008, 0.0001)
 SPEC = ReplicaSpec(COST)

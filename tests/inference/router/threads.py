@@ -12,7 +12,7 @@ from typing import Any
 
 from etude.inference.router import HealthConfig
 from etude.inference.router.server import Proxy, ReplicaAddress, build_app
-from etude.inference.router.server.fake_replica import running_server
+from tests.fakes.replica import running_server
 
 _LIMIT_S = 60.0
 

@@ -21,7 +21,6 @@ from etude.errors import PartLostError, SamplerError, WeightUpdateError
 from etude.inference import Answer, Engine
 from etude.inference.exchange import Event
 from etude.inference.loan_client import LoanEndedError, LoanHandle
-from etude.inference.router.server.fake_replica import running_server
 from etude.inference.server.checkpoints import checkpoint_manifest
 from etude.inference.server.engine_thread import EngineThread
 from etude.inference.server.loans import fetch_from_store
@@ -30,6 +29,7 @@ from etude.model.scoring import score_sequences
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, WeightManifest
 from etude.weights.documents import manifest_document, version_document
+from tests.fakes.replica import running_server
 from tests.inference.server.lending import (
     HOME,
     RunStore,

@@ -11,13 +11,16 @@ import pytest
 
 from etude.inference.vllm.servers import CPU_ENVIRONMENT
 
-_BUILDER = Path(__file__).parents[3] / "benchmarks" / "environments.py"
-_FAKE = "from etude.inference.vllm.fake.process import main\n\nmain()\n"
+_ROOT = Path(__file__).parents[3]
+_BUILDER = _ROOT / "benchmarks" / "environments.py"
+_FAKE = (
+    f"import sys\n\nsys.path.append({str(_ROOT)!r})\nfrom tests.fakes.vllm.process import main\n\nmain()\n"
+)
 ENVIRONMENT = CPU_ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def fake_vllm(directory: Path) -> dict[str, object]:
-    """A section `engine.vllm` with which the shipped fake is started as vLLM is, in processes of its own."""
+    """A section `engine.vllm` with which the fake is started as vLLM is, in processes of its own."""
     package = directory / "vllm" / "entrypoints" / "openai"
     package.mkdir(parents=True)
     (package / "api_server.py").write_text(_FAKE)

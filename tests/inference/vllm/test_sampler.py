@@ -1,4 +1,4 @@
-"""The sampler over the shipped fake server, which computes with small models of ours."""
+"""The sampler over the fake server, which computes with small models of ours."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 
 from etude.errors import PrefixMissError, SamplerError, WeightUpdateError
 from etude.inference.vllm import Probe, Replica, SnapshotDirectory, VllmSampler
-from etude.inference.vllm.fake import FakeServer
 from etude.model.scoring import score_sequences
 from etude.records import PolicyVersion, WeightManifest
+from tests.fakes.vllm import FakeServer
 from tests.inference.vllm.builders import Reader, asynchronous, publish, tiny_model, tokens
 
 MODELS = {step: tiny_model(step, max_positions=256) for step in range(3)}

@@ -12,10 +12,10 @@ from etude.errors import ConfigError, SandboxError
 from etude.sandbox.docker.api import Engine, EngineError
 from etude.sandbox.docker.backend import DockerBackend, PodmanBackend
 from etude.sandbox.docker.container import HOST_LABEL, OWNER_LABEL, Setup, container_config
-from etude.sandbox.docker.fake import FakeEngine, Fault
 from etude.sandbox.errors import SandboxMissingError, SnapshotError, TemplateError, Unsupported
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Resources
+from tests.fakes.docker.engine import FakeEngine, Fault
 from tests.sandbox.docker import contract
 from tests.sandbox.docker.contract import COMMAND_UID, FILES, needs_namespaces
 

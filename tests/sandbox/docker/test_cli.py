@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.sandbox.docker.fake import FakeEngine
+from tests.fakes.docker.engine import FakeEngine
 from tests.sandbox.docker.contract import needs_namespaces
 
 pytestmark = [

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from benchmarks.simulation.virtual_time import run_virtual
 
 from etude.errors import AgentError, ConfigError, SandboxError
-from etude.rollout.simulation import run_virtual
 from etude.sandbox.errors import (
     CapacityError,
     PathMissingError,

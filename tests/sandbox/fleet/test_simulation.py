@@ -8,15 +8,15 @@ import statistics
 from dataclasses import replace
 
 import pytest
+from benchmarks.simulation.fleet.scenario import Latencies, Latency, Scenario
+from benchmarks.simulation.fleet.simulated_host import ImageCache
+from benchmarks.simulation.fleet.simulation import simulate
+from benchmarks.simulation.flows import Endpoint, Flow, Transfers, VirtualClock
 from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.sandbox.errors import CapacityError
-from etude.sandbox.fleet.flows import Endpoint, Flow, Transfers, VirtualClock
 from etude.sandbox.fleet.hosts import Capacity, Demand, Policy
-from etude.sandbox.fleet.scenario import Latencies, Latency, Scenario
-from etude.sandbox.fleet.simulated_host import ImageCache
-from etude.sandbox.fleet.simulation import simulate
 
 GB = 1_000_000_000
 SMALL = Scenario(

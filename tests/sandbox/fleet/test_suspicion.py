@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.simulation.virtual_time import run_virtual
 
-from etude.rollout.simulation import run_virtual
 from etude.sandbox.errors import SandboxLostError, SandboxMissingError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.fleet.fleet import Fleet

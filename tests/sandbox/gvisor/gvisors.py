@@ -1,4 +1,4 @@
-"""gVisor backends for tests: the real runsc where there is one, the shipped fake for what must fail."""
+"""gVisor backends for tests: the real runsc where there is one, the fake for what must fail."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 from etude.sandbox.gvisor.backend import GvisorBackend
 from etude.sandbox.gvisor.doctor import find_problems
-from etude.sandbox.gvisor.fake_runsc import INTERPRETER, install_fake
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
+from tests.fakes.runsc import INTERPRETER, install_fake
 from tests.sandbox.scenes import becomes_true
 
 Result = TypeVar("Result")

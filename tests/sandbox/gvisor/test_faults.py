@@ -11,9 +11,9 @@ import pytest
 
 from etude.errors import ResourceError, SandboxError
 from etude.sandbox.gvisor.backend import GvisorBackend
-from etude.sandbox.gvisor.fake_runsc import install_fake
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.template import Template
+from tests.fakes.runsc import install_fake
 from tests.sandbox.gvisor.gvisors import HastyAtCheckpoint, HastyAtStart, needs_namespaces, with_gvisor
 from tests.sandbox.scenes import becomes_true
 

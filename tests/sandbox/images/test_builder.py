@@ -14,12 +14,12 @@ import pytest
 from etude.errors import SandboxError
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.builder import Build, Builder
-from etude.sandbox.images.fake import Call, Changes, FakeLayerRunner
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.images.runner import RunResult
 from etude.sandbox.images.stage import DEFAULT_PATH, architecture
 from etude.sandbox.local.runner import SandboxRunner
 from etude.sandbox.template import Image
+from tests.fakes.layer_runner import Call, Changes, FakeLayerRunner
 from tests.sandbox.images.image_builders import (
     add,
     file_member,

@@ -9,10 +9,10 @@ import pytest
 
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.builder import Builder
-from etude.sandbox.images.fake import FakeLayerRunner
 from etude.sandbox.images.harbor import template_from_environment
 from etude.sandbox.images.image_store import ImageStore
 from etude.sandbox.template import Image, Template
+from tests.fakes.layer_runner import FakeLayerRunner
 from tests.sandbox.images.image_builders import add_files, read_image, write_tree
 
 DOCKERFILE = """FROM python:3.11-slim

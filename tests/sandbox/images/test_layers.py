@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from etude.errors import ResourceError
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.extract import OPAQUE_XATTR
-from etude.sandbox.images.fake import layer_bytes
 from etude.sandbox.images.layers import LayerStore, default_owner
 from etude.sandbox.images.pack import pack_directory
 from etude.sandbox.images.view import ImageView
+from tests.fakes.layer_runner import layer_bytes
 from tests.sandbox.images.image_builders import (
     Row,
     add,
@@ -249,7 +249,7 @@ FILL = """
 import io, os, sys
 from pathlib import Path
 from etude.errors import ResourceError
-from etude.sandbox.images.fake import layer_bytes
+from tests.fakes.layer_runner import layer_bytes
 from etude.sandbox.images.layers import LayerStore
 store = LayerStore(Path(sys.argv[1]), (0, 0))
 store.add_tar(io.BytesIO(layer_bytes({"small": b"x"})))

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etude.sandbox.network.dialing import open_tcp
-from etude.sandbox.network.fake import FakeNames, MemoryStream, memory_streams
 from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy, ProxyLimits
 from etude.sandbox.network.streams import AsyncioStream, Stream
+from tests.fakes.network import FakeNames, MemoryStream, memory_streams
 
 PUBLIC = "93.184.216.34"
 """An address that passes the checks; no test connects to it."""

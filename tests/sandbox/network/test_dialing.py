@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from benchmarks.simulation.virtual_time import run_virtual
 
-from etude.rollout.simulation import run_virtual
 from etude.sandbox.network.dialing import Connect, Dialer, Resolve, resolve_name
-from etude.sandbox.network.fake import FakeNames, MemoryStream, memory_streams
 from etude.sandbox.network.messages import Refusal, Target
+from tests.fakes.network import FakeNames, MemoryStream, memory_streams
 from tests.sandbox.network.builders import PUBLIC
 
 OTHER = "198.41.0.4"

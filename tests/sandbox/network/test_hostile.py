@@ -6,12 +6,12 @@ import asyncio
 import dataclasses
 
 import pytest
+from benchmarks.simulation.virtual_time import run_virtual
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.rollout.simulation import run_virtual
-from etude.sandbox.network.fake import memory_streams
 from etude.sandbox.network.proxy import ProxyLimits
+from tests.fakes.network import memory_streams
 from tests.sandbox.network.builders import (
     LOOPBACK,
     PATIENT,

@@ -17,9 +17,9 @@ import pytest
 
 from etude.errors import ConfigError, SandboxError
 from etude.sandbox.network.environment import proxy_environment
-from etude.sandbox.network.fake import FakeNames, memory_streams
 from etude.sandbox.network.log import RequestLog
 from etude.sandbox.network.proxy import EgressProxy, ProxyLimits
+from tests.fakes.network import FakeNames, memory_streams
 from tests.sandbox.network.builders import (
     LOOPBACK,
     PATIENT,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.sandbox.network.fake import memory_streams
 from etude.sandbox.network.streams import AsyncioStream, BufferedStream, UpstreamError, UpstreamStream
+from tests.fakes.network import memory_streams
 from tests.sandbox.network.builders import LOOPBACK, echo, serving
 
 

@@ -29,11 +29,19 @@ from typing import Any, BinaryIO
 import xxhash
 
 from etude.agent.inputs import ChunksIn, from_document, merge, to_document
-from etude.environment.recording.message_documents import message_document, message_of
 from etude.environment.recording.session_map import Generation, SessionMap
 from etude.errors import EtudeError, StoreError
 from etude.records import RewardBreakdown, SampleChunk, SamplingParams
-from etude.tokens.chat.messages import Answer, Message
+from etude.tokens.chat.client_tools import client_tool
+from etude.tokens.chat.messages import (
+    Answer,
+    Call,
+    Message,
+    Opening,
+    Results,
+    SystemWords,
+    UserWords,
+)
 
 FORMAT = 1
 _KEPT_HISTORIES = 8
@@ -295,3 +303,42 @@ def _cut(data: bytes) -> Iterator[bytes]:
         end = data.find(b"\n", position) + 1 or len(data)
         yield data[position:end]
         position = end
+
+
+def message_document(message: Message) -> dict[str, Any]:
+    """The message as plain JSON values."""
+    match message:
+        case Opening(system, tools, agent):
+            raw = [dict(tool.raw["function"]) for tool in tools]
+            return {"kind": "opening", "system": system, "tools": raw, "agent": agent}
+        case SystemWords(text):
+            return {"kind": "system", "text": text}
+        case UserWords(text):
+            return {"kind": "user", "text": text}
+        case Results(outputs):
+            return {"kind": "results", "outputs": list(outputs)}
+        case Answer(text, calls, reasoning):
+            rows = [[call.id, call.name, call.arguments] for call in calls]
+            return {"kind": "answer", "text": text, "calls": rows, "reasoning": reasoning}
+
+
+def message_of(document: Mapping[str, Any]) -> Message:
+    """What `message_document` gave. Raises KeyError, ValueError or TypeError for anything else."""
+    match document["kind"]:
+        case "opening":
+            tools = tuple(
+                client_tool(row["name"], row["description"], row["parameters"], "tools")
+                for row in document["tools"]
+            )
+            return Opening(document["system"], tools, document["agent"])
+        case "system":
+            return SystemWords(document["text"])
+        case "user":
+            return UserWords(document["text"])
+        case "results":
+            return Results(tuple(document["outputs"]))
+        case "answer":
+            calls = tuple(Call(*row) for row in document["calls"])
+            return Answer(document["text"], calls, document["reasoning"])
+        case kind:
+            raise ValueError(f"unknown kind {kind!r}")

@@ -15,15 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.environment.server.metrics import EnvironmentMetrics, is_our_fault
 from etude.environment.sessions import EnvironmentSession, Site, close_all
+from etude.errors import AgentError, UserError
 from etude.records import Task, ToolCall, ToolResult
-from etude.sandbox.errors import CapacityError, SandboxMissingError
-from etude.sandbox.server.metrics import Labels
+from etude.sandbox.errors import CapacityError, SandboxMissingError, SandboxStateError
+from etude.sandbox.server.metrics import Labels, Metrics
 from etude.sandbox.server.state import Creations
 
 _log = logging.getLogger("etude.environment.server")
 _LOOK_S = 1.0
+_REFUSALS = (CapacityError, SandboxMissingError, SandboxStateError)
+_REFUSED = {"session", "sessions", "snapshot", "calls", "kept_bytes", "episode_id", "environment.server"}
+"""Fields of this server's own refusals: a limit of the tenant's, a session that it has ended. The same kinds
+with other fields come from the sandboxes behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,3 +311,19 @@ class SessionHost:
 
 def _nobody(position: int, call: ToolCall, result: ToolResult | None = None) -> None:
     """Whom a turn's progress is told where nobody watches."""
+
+
+class EnvironmentMetrics(Metrics):
+    """As a sandbox server's, under names of its own."""
+
+    def text(self, gauges: Mapping[tuple[str, Labels], float]) -> str:
+        """See Metrics.text."""
+        # The class above and its middleware name what they count themselves after sandboxes.
+        return super().text(gauges).replace("etude_sandbox_", "etude_environment_")
+
+
+def is_our_fault(error: BaseException) -> bool:
+    """Whether an operator should hear of a failure: the infrastructure's, or a defect of the server."""
+    if isinstance(error, _REFUSALS):
+        return error.field not in _REFUSED
+    return not isinstance(error, (UserError, AgentError))

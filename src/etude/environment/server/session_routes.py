@@ -10,7 +10,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from etude.agent.inputs import result_document
-from etude.environment.describing import describe
 from etude.environment.server import requests
 from etude.environment.server.creating import create_session, no_such_snapshot
 from etude.environment.server.host import SessionHost
@@ -291,3 +290,27 @@ async def _fork(
                 rows.append({"id": made.id})
     host.metrics.count("etude_environment_forks", len(rows), tenant=tenant)
     return rows
+
+
+def describe(session: EnvironmentSession) -> dict[str, Any]:
+    """A session as clients see it: plain JSON values."""
+    return {
+        "id": session.id,
+        "task": session.task.id if session.task else None,
+        "instruction": session.instruction,
+        "state": session.state,
+        "busy": session.busy,
+        "turns": session.num_turns,
+        "finished": session.finished,
+        "agent_error": session.agent_error,
+        "origin": session.origin.digest,
+        "created_s": session.created_s,
+        "parent": session.parent,
+        "parent_turn": session.parent_turn,
+        "differences": [difference.to_document() for difference in session.differences],
+        "snapshots": [kept.turn for kept in session.snapshots.kept],
+        "snapshot_failures": session.snapshots.num_failures,
+        "tools_digest": session.site.tools.digest,
+        "last_event": session.events.last,
+        "facts": session.facts.to_dict(),
+    }

@@ -3,7 +3,6 @@
 from etude.inference.load.records import LoadError, TurnRecord
 from etude.inference.load.report import LoadReport, summarise
 from etude.inference.load.runner import LoadTarget, run_load
-from etude.inference.load.sampler_target import SamplerTarget
 from etude.inference.load.workload import LoadSession, LoadTurn, LogNormal, WorkloadShape, synthetic_sessions
 
 __all__ = [
@@ -13,7 +12,6 @@ __all__ = [
     "LoadTarget",
     "LoadTurn",
     "LogNormal",
-    "SamplerTarget",
     "TurnRecord",
     "WorkloadShape",
     "run_load",

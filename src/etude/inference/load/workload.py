@@ -7,7 +7,6 @@ tools then take. Everything is drawn from the seed before anything runs, so ever
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -146,8 +145,3 @@ def shorten(session: LoadSession, tokens: int) -> LoadSession:
 
 def _between(value: float, highest: int) -> int:
     return min(max(1, round(value)), highest)
-
-
-def total_output_tokens(sessions: Sequence[LoadSession]) -> int:
-    """Tokens that the sessions sample together."""
-    return sum(session.output_tokens for session in sessions)

@@ -5,23 +5,28 @@
                         plus the price of computing the prefix there
     request alone    -> least rest of the requests in flight
 
-The rest of a request or session is predicted from how long it has gone on (`prediction.py`), so that long
+The rest of a request or session is predicted from how long it has gone on (`ResidualMean`), so that long
 sessions are spread over the replicas while they run, not only counted. The class holds tables and
 arithmetic and nothing else: the simulation runs the very code that production runs.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from etude.inference.router.arms import choose_arm
-from etude.inference.router.prediction import ResidualMean
+import xxhash
+
 from etude.inference.router.types import Ask, NoReplicaError, Replica, RoutingConfig
 
 _Load = Callable[[Replica], float]
 _MOST_SLOWNESS = 8.0
+_RANGE = float(1 << 64)
+"""Of a hash."""
+_WEIGHT_AT_MOST = 512.0
+"""Samples that an old mean counts for: beyond that it forgets, so that it follows a changing load."""
 
 
 @dataclass(slots=True, eq=False)
@@ -288,3 +293,66 @@ class Router:
         if session.replica is not None:
             session.replica.sessions.discard(name)
         session.replica, session.held_tokens = None, 0
+
+
+def choose_arm(key: str, shares: Mapping[str, float]) -> str | None:
+    """Which policy version a session gets in an A/B test: by share, sticky, without a table.
+
+    Weighted rendezvous hashing (Schindelhauer and Schomaker, 2005): every arm draws an exponential number
+    from the hash of (session, arm), divided by its share; the least wins. Another router decides alike, and
+    when an arm comes or goes, only the sessions that it wins or loses move. Arms of share 0 get nothing; None
+    where no arm is left.
+    """
+    drawn = {
+        arm: -math.log((xxhash.xxh3_64_intdigest(f"{arm}\0{key}".encode()) + 0.5) / _RANGE) / share
+        for arm, share in shares.items()
+        if share > 0.0
+    }
+    return min(drawn, key=lambda arm: (drawn[arm], arm), default=None)
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Those that reached one age."""
+
+    mean_rest: float
+    weight: float
+
+
+class ResidualMean:
+    """Expected rest by age, learnt from finished lengths. Ages double from bucket to bucket.
+
+    The longer an agent's session (or an answer) has run, the longer it will probably go on: with lognormal or
+    Pareto lengths the expected rest *grows* with the age. So a session's rest is predicted from its age
+    alone, by the mean rest of those that reached that age before (the mean residual life).
+
+    Before anything has been learnt at an age, the rest is `prior` or the age itself, whichever is more: what
+    has lasted long lasts as long again (the rule of a Pareto tail of exponent 2).
+    """
+
+    def __init__(self, prior: float, first_age: float = 1.0, num_buckets: int = 24) -> None:
+        """`prior`: mean length expected at the start; it counts for four samples, not more."""
+        if prior <= 0.0 or first_age <= 0.0 or num_buckets < 1:
+            raise ValueError(
+                f"ResidualMean: all must be positive, received {(prior, first_age, num_buckets)}"
+            )
+        self._ages = [0.0, *(first_age * 2.0**n for n in range(num_buckets - 1))]
+        self._buckets = [_Bucket(max(prior, age), 4.0) for age in self._ages]
+
+    def learn(self, length: float) -> None:
+        """Counts one finished length in, at every age that it reached."""
+        for age, bucket in zip(self._ages, self._buckets, strict=True):
+            if age > length:
+                break
+            bucket.weight = min(bucket.weight + 1.0, _WEIGHT_AT_MOST)
+            bucket.mean_rest += (length - age - bucket.mean_rest) / bucket.weight
+
+    def rest(self, age: float) -> float:
+        """Expected rest of what has this age; never negative."""
+        upper = next((n for n, start in enumerate(self._ages) if start > age), None)
+        if upper is None:
+            return max(self._buckets[-1].mean_rest, 0.0)
+        low, high = self._ages[upper - 1], self._ages[upper]
+        share = (age - low) / (high - low)
+        before, after = self._buckets[upper - 1].mean_rest, self._buckets[upper].mean_rest
+        return max((1.0 - share) * before + share * after, 0.0)

@@ -1,7 +1,7 @@
 """HTTP/1.1 over a Unix socket, as much of it as daemons with a local API speak. Standard library only.
 
 One connection for each request. The client half is `UnixHttp`; the functions below it read and write
-heads and bodies, and serve the shipped fakes too.
+heads and bodies, and serve the fake engine of the tests too.
 """
 
 from __future__ import annotations

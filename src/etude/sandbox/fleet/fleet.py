@@ -18,12 +18,12 @@ import asyncio
 import dataclasses
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from etude.errors import ConfigError, InfrastructureError, ResourceError, SandboxError
 from etude.sandbox.errors import SandboxLostError
-from etude.sandbox.fleet.capabilities import common_capabilities
 from etude.sandbox.fleet.draining import DrainReport, drain
 from etude.sandbox.fleet.forking import fork_sandbox
 from etude.sandbox.fleet.heartbeat import Heartbeats
@@ -36,6 +36,9 @@ from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
 
 MAX_KNOWN_IMAGES = 10_000
+_Isolation = Literal["none", "namespaces", "container", "gvisor", "vm"]
+_ISOLATION: tuple[_Isolation, ...] = ("none", "namespaces", "container", "gvisor", "vm")
+"""Weakest first."""
 
 
 class Fleet:
@@ -354,3 +357,21 @@ class Fleet:
 
 async def _kill(sandbox: Sandbox) -> None:
     await sandbox.kill()
+
+
+def common_capabilities(hosts: Sequence[Capabilities]) -> Capabilities:
+    """The weakest isolation, and only what every host offers."""
+    forks = {host.fork for host in hosts}
+    moves = {host.migrate for host in hosts}
+    weakest = _ISOLATION[min(_ISOLATION.index(host.isolation) for host in hosts)]
+    return Capabilities(
+        backend="fleet",
+        isolation=weakest,
+        commands=all(host.commands for host in hosts),
+        network=all(host.network for host in hosts),
+        images=all(host.images for host in hosts),
+        snapshots=frozenset.intersection(*(host.snapshots for host in hosts)),
+        pause=frozenset.intersection(*(host.pause for host in hosts)),
+        fork=None if None in forks else "full" if forks == {"full"} else "filesystem",
+        migrate=None if None in moves else "live" if moves == {"live"} else "filesystem",
+    )

@@ -8,9 +8,9 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.agent.index.semantic.index import best, fuse_scores
 from etude.agent.index.semantic.merkle import MerkleTree
 from etude.agent.index.semantic.paths import path_filter
-from etude.agent.index.semantic.ranking import best, fuse_ranks, fuse_scores
 from etude.errors import ToolArgumentError
 
 PATHS = st.lists(st.sampled_from("abc"), min_size=1, max_size=3).map(lambda names: "/".join(names) + ".py")
@@ -99,5 +99,3 @@ def test_a_chunk_without_a_vector_is_ranked_by_its_words() -> None:
 def test_without_any_known_word_vectors_decide() -> None:
     scores = fuse_scores(np.array([0.1, 0.3], np.float32), np.zeros(2, np.float32))
     assert best(scores, 1).tolist() == [1]
-    ranked = fuse_ranks(np.array([0.1, 0.3], np.float32), np.array([0, 0.1], np.float32))
-    assert best(ranked, 1).tolist() == [1]

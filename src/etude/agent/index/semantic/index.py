@@ -17,7 +17,6 @@ from etude.agent.index.semantic.embedding import Embedder, feed
 from etude.agent.index.semantic.merkle import Changes
 from etude.agent.index.semantic.overlay import Edits, Overlay
 from etude.agent.index.semantic.paths import path_filter
-from etude.agent.index.semantic.ranking import best, fuse_scores
 from etude.agent.index.semantic.records import HASH_BYTES
 from etude.agent.index.semantic.state import NO_ROW, TreeState, empty_state
 from etude.agent.index.semantic.store import SemanticStore
@@ -32,6 +31,10 @@ MAX_FRESH_CHUNKS = 128
 """Chunks of edited files that one search embeds: a second or two. The rest waits for the next search."""
 _KEPT_VECTORS = 20_000
 """Of edited chunks, for all overlays together: 30 MB with the default model."""
+VECTOR_SHARE = 0.7
+"""Of a score; the rest is BM25's. Chosen on the development half (docs/code-index.md)."""
+_UNSEEN_COSINE = 0.5
+"""What a chunk without a vector is given for its cosine, times its share of the best BM25 score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,3 +318,29 @@ class _VectorCache:
             self._vectors.update(vectors)
             while len(self._vectors) > self._size:
                 self._vectors.popitem(last=False)
+
+
+def fuse_scores(
+    cosines: NDArray[np.float32], words: NDArray[np.float32], share: float = VECTOR_SHARE
+) -> NDArray[np.float32]:
+    """`share` * cosine + (1 - `share`) * BM25 as a part of its best.
+
+    Cosines of one model have one scale for all questions, BM25 has none. `cosines`: NaN for chunks that have
+    no vector yet; these are ranked by their words.
+    """
+    best_words = float(words.max(initial=0))
+    relative = words / best_words if best_words > 0 else np.zeros_like(words)
+    known = np.where(np.isnan(cosines), relative * _UNSEEN_COSINE, cosines)
+    return (share * known + (1 - share) * relative).astype(np.float32)
+
+
+def best(scores: NDArray[np.float32], num: int) -> NDArray[np.int64]:
+    """Indices of the `num` highest, highest first, earlier ones first among equals."""
+    num = min(num, len(scores))
+    if num < len(scores):
+        # All that reach the lowest score that gets in, so that equal scores do not depend on the partition.
+        least = np.partition(scores, len(scores) - num)[len(scores) - num]
+        candidates = np.flatnonzero(scores >= least)
+    else:
+        candidates = np.arange(len(scores))
+    return candidates[np.argsort(-scores[candidates], kind="stable")][:num]

@@ -16,13 +16,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from etude.sandbox.docker.chamber import PATH
+import etude
+from tests.fakes.docker.chamber import PATH
 
-_SOURCE = str(Path(__file__).resolve().parents[3])
+_ROOTS = os.pathsep.join(
+    str(Path(file).resolve().parents[n]) for file, n in ((__file__, 3), (etude.__file__, 1))
+)
 _LAUNCH = """
-import sys
-sys.path.insert(0, sys.argv[1])
-from etude.sandbox.docker.chamber import main
+import os, sys
+sys.path[:0] = sys.argv[1].split(os.pathsep)
+from tests.fakes.docker.chamber import main
 main(sys.argv[2:])
 """
 _RUN_S = 60.0
@@ -30,7 +33,7 @@ _RUN_S = 60.0
 
 def chamber_command(root: Path, hostname: str, argv: list[str]) -> list[str]:
     """The command line that runs `argv` in a chamber."""
-    return [sys.executable, "-I", "-S", "-B", "-c", _LAUNCH, _SOURCE, str(root), hostname, *argv]
+    return [sys.executable, "-I", "-S", "-B", "-c", _LAUNCH, _ROOTS, str(root), hostname, *argv]
 
 
 @dataclass

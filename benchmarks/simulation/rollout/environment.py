@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+from benchmarks.simulation.rollout.sessions import SessionShape, SessionShapes
 from numpy.typing import NDArray
 
 from etude.agent import AgentSession, SessionLimits, run_session
@@ -20,7 +21,6 @@ from etude.records import (
     Trajectory,
     TrajectoryId,
 )
-from etude.rollout.simulation.sessions import SessionShape, SessionShapes
 from etude.tokens.renderer import Renderer
 
 LOOK = ToolCall("read_file", {"path": "a.py"})

@@ -1,7 +1,7 @@
-"""A program in namespaces with a directory as its root: what the shipped fakes run instead of a container
+"""A program in namespaces with a directory as its root: what the fakes run instead of a container
 or a guest.
 
-    python3 -m etude.sandbox.docker.chamber ROOT HOSTNAME PROGRAM ARGUMENT...
+    python3 -m tests.fakes.docker.chamber ROOT HOSTNAME PROGRAM ARGUMENT...
 
 Below the directory lie the host's programs, read-only, and a `/dev` and `/proc` of its own. **This is no
 sandbox**: it exists so that the program inside can be run for real against an engine that is not there. It

@@ -2,10 +2,10 @@ import asyncio
 
 import numpy as np
 import pytest
+from benchmarks.simulation.rollout import SimulatedEngine, run_virtual
 
 from etude.errors import SamplerError
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams, WeightManifest
-from etude.rollout.simulation import SimulatedEngine, run_virtual
 
 
 def version(step: int) -> PolicyVersion:

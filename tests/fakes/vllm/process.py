@@ -11,8 +11,8 @@ from pathlib import Path
 
 import uvicorn
 
-from etude.inference.vllm.fake.engine import FakeEngine
-from etude.inference.vllm.fake.server import build_app
+from tests.fakes.vllm.engine import FakeEngine
+from tests.fakes.vllm.server import build_app
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """A replica without a model: the server's API, made-up words at a fixed pace, and ways to fail.
 
-For tests, and to try the router out: `python -m etude.inference.router.server.fake_replica --port 8001`.
+To try the router out: `python -m tests.fakes.replica --port 8001`.
 A word is a token. What it says is a function of the conversation, so that any replica says the same.
 """
 

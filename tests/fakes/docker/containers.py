@@ -15,10 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.sandbox.docker.chamber import PATH, make_root
-from etude.sandbox.docker.fake_images import FakeImage, chamber_command, copy_tree
 from etude.sandbox.docker.frames import STDERR, STDOUT, pack_frame
 from etude.sandbox.inside.processes import DescendantProcesses, descendants
+from tests.fakes.docker.chamber import PATH, make_root
+from tests.fakes.docker.images import FakeImage, chamber_command, copy_tree
 
 State = Literal["created", "running", "paused", "exited"]
 _CHUNK = 1 << 16

@@ -13,12 +13,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from etude.sandbox.docker.fake_containers import FakeContainer, Refusal
-from etude.sandbox.docker.fake_images import BuildError, full_name
 from etude.sandbox.docker.http import Head, pack_head
+from tests.fakes.docker.containers import FakeContainer, Refusal
+from tests.fakes.docker.images import BuildError, full_name
 
 if TYPE_CHECKING:
-    from etude.sandbox.docker.fake import FakeEngine
+    from tests.fakes.docker.engine import FakeEngine
 
 MIN_API_VERSION = "1.24"
 _NAME = re.compile(r"/?[a-zA-Z0-9][a-zA-Z0-9_.-]+")

@@ -10,9 +10,10 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from benchmarks.simulation.flows import VirtualClock
+from benchmarks.simulation.router.step_cost import StepCost
+
 from etude.inference.load.workload import LoadTurn
-from etude.inference.router.step_cost import StepCost
-from etude.sandbox.fleet.flows import VirtualClock
 
 
 @dataclass(slots=True, eq=False)

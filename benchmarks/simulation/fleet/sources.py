@@ -6,9 +6,9 @@ import itertools
 import math
 from collections.abc import Callable
 
-from etude.sandbox.fleet.flows import Endpoint, Flow, Transfers
-from etude.sandbox.fleet.scenario import Scenario
-from etude.sandbox.fleet.simulated_host import SimulatedHost
+from benchmarks.simulation.fleet.scenario import Scenario
+from benchmarks.simulation.fleet.simulated_host import SimulatedHost
+from benchmarks.simulation.flows import Endpoint, Flow, Transfers
 
 Arrived = Callable[[SimulatedHost, str, bool], None]
 """Called with host, image and whether all of it is there."""

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from etude.sandbox.docker.fake_containers import FakeContainer, Refusal
-from etude.sandbox.docker.fake_images import FakeImages
-from etude.sandbox.docker.fake_routes import MIN_API_VERSION, Call, find_route
 from etude.sandbox.docker.http import pack_head, read_body, read_head
+from tests.fakes.docker.containers import FakeContainer, Refusal
+from tests.fakes.docker.images import FakeImages
+from tests.fakes.docker.routes import MIN_API_VERSION, Call, find_route
 
 API_VERSION = "1.47"
 _REASONS = {200: "OK", 201: "Created", 204: "No Content", 304: "Not Modified", 400: "Bad Request",

@@ -1,10 +1,9 @@
 import asyncio
 
 import pytest
+from benchmarks.simulation.virtual_time import run_virtual
 from hypothesis import given
 from hypothesis import strategies as st
-
-from etude.rollout.simulation import run_virtual
 
 
 def test_a_year_passes_at_once() -> None:

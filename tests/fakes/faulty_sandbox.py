@@ -1,17 +1,18 @@
-"""A backend that fails on purpose: for whoever must show that a failure of ours is no verdict on an agent."""
+"""A backend that fails on purpose: to show that a failure of ours is no verdict on an agent."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from etude.errors import SandboxError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
-from etude.sandbox.wrapping import WrappedBackend, WrappedSandbox
+from etude.sandbox.wrapping import WrappedSandbox
 
 
-class FaultyBackend(WrappedBackend):
+class FaultyBackend:
     """`SandboxBackend` around another one: named operations fail a number of times, then work.
 
     Operations are `create` and the names of the methods of `Sandbox`, `Files` (`files.read`) and `Commands`
@@ -20,10 +21,14 @@ class FaultyBackend(WrappedBackend):
 
     def __init__(self, inner: SandboxBackend, failures: Mapping[str, int]) -> None:
         """`failures`: operation -> how many of its next calls raise SandboxError."""
-        super().__init__(inner)
+        self.inner = inner
         self.remaining = dict(failures)
         self.num_created = 0
         self.num_killed = 0
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not made to fail is the inner backend's."""
+        return getattr(self.inner, name)
 
     async def create(
         self,

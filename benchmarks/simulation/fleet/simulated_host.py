@@ -7,9 +7,10 @@ import random
 from collections import OrderedDict, deque
 from dataclasses import dataclass
 
-from etude.sandbox.fleet.flows import Endpoint, Flow
+from benchmarks.simulation.fleet.scenario import Scenario
+from benchmarks.simulation.flows import Endpoint, Flow
+
 from etude.sandbox.fleet.hosts import Pressure
-from etude.sandbox.fleet.scenario import Scenario
 
 
 @dataclass(slots=True, eq=False)

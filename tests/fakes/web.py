@@ -1,4 +1,4 @@
-"""A web in memory, for tests and for tasks that bring their own pages."""
+"""A web in memory."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 
 from etude.errors import SamplerError
-from etude.inference.vllm.fake.engine import FakeEngine, Job
+from tests.fakes.vllm.engine import FakeEngine, Job
 
 _PREFIX = "generate-tokens-"
 _START_S = 60.0

@@ -17,13 +17,14 @@ import statistics
 import time
 from collections import deque
 
+from benchmarks.simulation.fleet.scenario import Outcome, Scenario
+from benchmarks.simulation.fleet.simulated_host import SimulatedHost, Start
+from benchmarks.simulation.fleet.sources import ImageSources
+from benchmarks.simulation.flows import Transfers, VirtualClock
+
 from etude.sandbox.errors import CapacityError
-from etude.sandbox.fleet.flows import Transfers, VirtualClock
 from etude.sandbox.fleet.hosts import Request
-from etude.sandbox.fleet.scenario import Outcome, Scenario
 from etude.sandbox.fleet.scheduler import Scheduler
-from etude.sandbox.fleet.simulated_host import SimulatedHost, Start
-from etude.sandbox.fleet.sources import ImageSources
 
 
 def simulate(scenario: Scenario) -> Outcome:

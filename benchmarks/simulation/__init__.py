@@ -1,0 +1,1 @@
+"""The code that routes, places and trains, driven by discrete events in virtual time."""

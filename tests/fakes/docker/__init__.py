@@ -1,0 +1,1 @@
+"""A Docker engine in this process that speaks the real API over a socket."""

@@ -1,0 +1,5 @@
+"""A server that speaks as vLLM does."""
+
+from tests.fakes.vllm.server import FakeServer
+
+__all__ = ["FakeServer"]
