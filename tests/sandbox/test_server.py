@@ -30,11 +30,12 @@ from etude.sandbox.pool import PooledBackend
 from etude.sandbox.server import Limits, read_token, sandbox_routes, serve
 from etude.sandbox.server import state as server_state
 from etude.sandbox.server import streams as server_streams
-from etude.sandbox.server.metrics import Metrics
-from etude.sandbox.server.process import Draining, DrainingServer, is_loopback
 from etude.sandbox.server.streams import BUFFER_BYTES, OutputBuffer
 from etude.sandbox.template import Template
 from etude.sandbox.wire_types import FRAMES
+from etude.serving.listening import is_loopback
+from etude.serving.metrics import Metrics
+from etude.serving.process import Draining, DrainingServer
 from tests.sandbox.serving import TOKEN, RemoteBackend, ScriptedBackend, build_app, served, until
 
 HEADERS = {"authorization": f"Bearer {TOKEN}", "accept": "application/json"}

@@ -84,7 +84,7 @@ def serve_command(
     from etude.environment.recording import MapLimits, RecordingLimits
     from etude.environment.recording.server import read_tokens
     from etude.environment.recording.server.process import check_address
-    from etude.sandbox.server.process import open_listeners
+    from etude.serving.listening import open_listeners
 
     check_address(host, certificate)
     store.mkdir(parents=True, exist_ok=True)

@@ -43,7 +43,8 @@ def relay_command(
 ) -> None:
     """Serve a weight store to the engines of one cluster, until SIGTERM."""
     # Heavy: FastAPI comes with them, and torch.
-    from etude.sandbox.server.process import Draining, check_token, open_listeners, run_server
+    from etude.serving.listening import check_token, open_listeners
+    from etude.serving.process import Draining, run_server
     from etude.weights.folders import open_folder
     from etude.weights.relay import Relay
     from etude.weights.server import build_app

@@ -104,7 +104,7 @@ def serve_command(
     check_choices(kernels, grammar, drafts, cache_dtype, weight_dtype)
     # Heavy: torch and FastAPI come with them.
     from etude.inference.server import KeyLimits, ServerLimits
-    from etude.sandbox.server.process import open_listeners
+    from etude.serving.listening import open_listeners
 
     engine = EngineChoice(
         num_sessions, cache_mib * _MIB, kernels, speculative_tokens, drafts, cache_dtype, weight_dtype

@@ -20,7 +20,8 @@ from tests.environment.server.serving import httpx, new_host
 from etude.environment.recording.server.process import read_tokens  # isort: skip
 from etude.environment.recording.server.process import serve as serve_recordings  # isort: skip
 from etude.environment.server.process import serve  # isort: skip
-from etude.sandbox.server.process import is_loopback, open_listeners, read_token  # isort: skip
+from etude.serving.listening import is_loopback, open_listeners  # isort: skip
+from etude.serving.token_files import read_token  # isort: skip
 
 
 def taken_port() -> tuple[socket.socket, int]:

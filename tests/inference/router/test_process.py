@@ -15,7 +15,7 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.inference.router.server import Proxy, ReplicaAddress, serve
-from etude.sandbox.server.process import open_listeners
+from etude.serving.listening import open_listeners
 from tests.fakes.replica import FakeReplica, fake_replica
 
 _LIMIT_S = 120.0

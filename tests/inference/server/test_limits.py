@@ -19,7 +19,7 @@ from etude.inference.server.errors import RateLimitError
 from etude.inference.server.limits import Key
 from etude.inference.server.metrics import ServeMetrics
 from etude.records import PolicyVersion, TensorEntry, WeightManifest
-from etude.sandbox.server.process import open_listeners
+from etude.serving.listening import open_listeners
 from etude.weights.documents import manifest_document
 from tests.inference.server.serving import (
     ADMIN,

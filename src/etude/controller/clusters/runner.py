@@ -306,7 +306,7 @@ def check_clusters(settings: ClustersConfig) -> None:
     without a token, a token or a certificate that cannot be read. Raises ConfigError."""
     if not settings.listen:
         return
-    from etude.sandbox.server.process import check_token, open_listeners
+    from etude.serving.listening import check_token, open_listeners
 
     check_token(settings.address[0], read_secret(settings.token, "clusters.token") is not None)
     for listener in open_listeners(*settings.address):

@@ -19,8 +19,8 @@ from etude.environment.sessions import EnvironmentSession, Site, close_all
 from etude.errors import AgentError, UserError
 from etude.records import Task, ToolCall, ToolResult
 from etude.sandbox.errors import CapacityError, SandboxMissingError, SandboxStateError
-from etude.sandbox.server.metrics import Labels, Metrics
 from etude.sandbox.server.state import Creations
+from etude.serving.metrics import Labels, Metrics
 
 _log = logging.getLogger("etude.environment.server")
 _LOOK_S = 1.0

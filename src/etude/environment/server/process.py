@@ -12,7 +12,9 @@ from pathlib import Path
 
 from etude.environment.server.app import build_app
 from etude.environment.server.host import SessionHost
-from etude.sandbox.server.process import Draining, check_token, open_listeners, read_tenants, run_server
+from etude.serving.listening import check_token, open_listeners
+from etude.serving.process import Draining, run_server
+from etude.serving.token_files import read_tenants
 
 __all__ = ["DEFAULT_PORT", "SERVER", "read_tenants", "serve"]
 

@@ -14,7 +14,7 @@ from etude.inference.server.errors import document
 from etude.inference.server.requests import state_of
 from etude.inference.server.responding import refusal
 from etude.inference.server.state import ServerState
-from etude.sandbox.server.sweeping import sweeping
+from etude.serving.sweeping import sweeping
 
 _SWEEP_S = 15.0
 

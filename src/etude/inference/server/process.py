@@ -12,7 +12,8 @@ from pathlib import Path
 
 from etude.inference.server.app import build_app
 from etude.inference.server.state import ServerState
-from etude.sandbox.server.process import Draining, check_host, run_server
+from etude.serving.listening import check_host
+from etude.serving.process import Draining, run_server
 
 DEFAULT_PORT = 8660
 SERVER = "inference server"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from etude.sandbox.server.app import build_app
-from etude.sandbox.server.process import read_token, serve
+from etude.sandbox.server.process import serve
 from etude.sandbox.server.state import Limits
+from etude.serving.token_files import read_token
 
 __all__ = ["Limits", "build_app", "read_token", "serve"]

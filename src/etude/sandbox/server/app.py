@@ -15,10 +15,10 @@ from etude.config.secrets import AccessError, check_bearer
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.server import inside_routes, sandbox_routes, server_routes
 from etude.sandbox.server.error_answers import answer_errors
-from etude.sandbox.server.metrics import Metrics
 from etude.sandbox.server.requests import state_of
 from etude.sandbox.server.state import KeyConflictError, Limits, ServerState
 from etude.sandbox.wire_types import API
+from etude.serving.metrics import Metrics
 
 
 def build_app(

@@ -15,7 +15,7 @@ from etude.environment.recording.server import agent_routes, control_routes
 from etude.environment.recording.server.requests import recordings_of
 from etude.environment.recording.sessions import Recordings
 from etude.errors import EtudeError
-from etude.sandbox.server.sweeping import sweeping
+from etude.serving.sweeping import sweeping
 
 _log = logging.getLogger("etude.recording.server")
 _SWEEP_S = 30.0

@@ -15,13 +15,9 @@ from pathlib import Path
 
 from etude.environment.recording.server.app import build_app
 from etude.environment.recording.sessions import Recordings
-from etude.sandbox.server.process import (
-    Draining,
-    check_host,
-    open_listeners,
-    read_or_make_tenants,
-    run_server,
-)
+from etude.serving.listening import check_host, open_listeners
+from etude.serving.process import Draining, run_server
+from etude.serving.token_files import read_or_make_tenants
 
 DEFAULT_PORT = 8650
 SERVER = "recording server"

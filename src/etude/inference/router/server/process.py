@@ -11,7 +11,8 @@ from pathlib import Path
 
 from etude.inference.router.server.app import build_app
 from etude.inference.router.server.proxy import Proxy, ReplicaAddress
-from etude.sandbox.server.process import Draining, check_host, open_listeners, run_server
+from etude.serving.listening import check_host, open_listeners
+from etude.serving.process import Draining, run_server
 
 DEFAULT_PORT = 8670
 SERVER = "router"

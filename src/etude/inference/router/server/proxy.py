@@ -28,7 +28,7 @@ from etude.inference.router.server.events import EventGuard, error_event, usage_
 from etude.inference.router.server.hints import Hints
 from etude.inference.router.server.loans import LoanKeeper
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
-from etude.sandbox.server.metrics import Labels, Metrics
+from etude.serving.metrics import Labels, Metrics
 
 _CONNECT_S = 2.0
 _MAX_PLACES = 20_000

@@ -1,0 +1,103 @@
+"""Addresses that a server listens on, checked and taken before anything is started."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+import sys
+
+from etude.errors import ConfigError
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def check_host(host: str, guarded: bool, message: str, fix: str) -> None:
+    """Raises ConfigError for an address that others reach, unless the server is `guarded` against them."""
+    if not guarded and not is_loopback(host):
+        raise ConfigError(message, field="host", received=host, fix=f"{fix}, or bind to 127.0.0.1")
+
+
+def check_token(host: str, has_token: bool) -> None:
+    """Raises ConfigError for an address that others reach, where no token is asked for."""
+    check_host(host, has_token, "other hosts can reach this address, and there is no token", "give a token")
+
+
+def open_listeners(host: str, port: int) -> list[socket.socket]:
+    """Sockets bound to an address, not listening yet; `port` 0: any that is free.
+
+    Raises ConfigError that names the port if it is taken or may not be used, or the host if it is none of
+    this machine's.
+    """
+    try:
+        # By the protocol's number asyncio knows to send at once.
+        found = socket.getaddrinfo(
+            host.strip("[]"), port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
+        )
+    except OSError as error:
+        raise _not_bound(host, port, error) from error
+    listeners: list[socket.socket] = []
+    absent: OSError | None = None
+    for family, kind, number, _, address in dict.fromkeys(found):
+        chosen = port or (listeners[0].getsockname()[1] if listeners else 0)
+        try:
+            listeners.append(_bound(family, kind, number, (address[0], chosen, *address[2:])))
+        except OSError as error:
+            if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                absent = error  # such as ::1 of `localhost`, where there is no IPv6
+                continue
+            for listener in listeners:
+                listener.close()
+            raise _not_bound(host, port, error) from error
+    if not listeners:
+        assert absent is not None, "getaddrinfo gives one address at least"
+        raise _not_bound(host, port, absent) from absent
+    return listeners
+
+
+def _bound(family: int, kind: int, number: int, address: tuple[object, ...]) -> socket.socket:
+    listener = socket.socket(family, kind, number)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        listener.bind(address)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _not_bound(host: str, port: int, error: OSError) -> ConfigError:
+    if error.errno == errno.EADDRINUSE:
+        return ConfigError(
+            "something else listens on this port",
+            field="port",
+            received=port,
+            fix=f"end what uses port {port}, or name another with --port",
+        )
+    if error.errno == errno.EACCES:
+        return ConfigError(
+            "may not be used without privileges", field="port", received=port, fix="name one from 1024 on"
+        )
+    return ConfigError(
+        f"is no address of this machine: {error.strerror or error}",
+        field="host",
+        received=host,
+        fix="127.0.0.1, or an address that `ip address` lists",
+    )
+
+
+def say(name: str, words: str) -> None:
+    """Not by way of a log: whoever starts a server waits for this, if they are still there."""
+    with contextlib.suppress(OSError):
+        print(f"{name}: {words}", file=sys.stderr, flush=True)

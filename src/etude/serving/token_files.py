@@ -1,0 +1,99 @@
+"""Files of tokens: read, and made where there are none."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from etude.errors import ConfigError
+from etude.serving.listening import say
+
+_TOKEN_BYTES = 32
+
+
+def read_token(path: Path, server: str = "sandbox server") -> str:
+    """The token in a file; a new one is written (mode 0600) if there is no file, and where is told on stderr.
+
+    The token itself is not printed: logs are read by others. `server`: who says so. Raises ConfigError for
+    a file that others may read, or that holds no token.
+    """
+    made = _make_token(path, "", server)
+    if made is not None:
+        return made
+    token = _private_text(path, "token_file").strip()
+    if not token or len(token.split()) > 1:
+        raise ConfigError(
+            "the file holds no token" if not token else "holds more than a token",
+            field="token_file",
+            received=str(path),
+            fix="remove it: a new one is made",
+        )
+    return token
+
+
+def read_tenants(path: Path, field: str = "tenants") -> dict[str, str]:
+    """Token -> tenant, from lines `TENANT TOKEN`; `#` begins a comment.
+
+    Raises ConfigError for a file that others may read, a line of another form, or a token that two have.
+    """
+    tokens: dict[str, str] = {}
+    for number, line in enumerate(_private_text(path, field).splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 2 or words[1] in tokens:
+            raise ConfigError(
+                "must be TENANT TOKEN, each token once",
+                field=f"{field}: line {number}",
+                received=str(path),
+                fix="correct the line",
+            )
+        tokens[words[1]] = words[0]
+    if not tokens:
+        raise ConfigError("holds no token", field=field, received=str(path), fix="add TENANT TOKEN")
+    return tokens
+
+
+def read_or_make_tenants(path: Path, server: str, tenant: str = "local") -> dict[str, str]:
+    """See `read_tenants`; without a file one is made (mode 0600) with a token for `tenant`."""
+    made = _make_token(path, f"{tenant} ", server)
+    return {made: tenant} if made is not None else read_tenants(path, "token_file")
+
+
+def _make_token(path: Path, before: str, server: str) -> str | None:
+    """Writes a new token into a new file, behind `before`; None if there is a file. Raises ConfigError."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the token: {error.strerror}",
+            field="token_file",
+            received=str(path),
+            fix="name another",
+        ) from error
+    token = secrets.token_urlsafe(_TOKEN_BYTES)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(f"{before}{token}\n")
+    say(server, f"a new token is in {path}")
+    return token
+
+
+def _private_text(path: Path, field: str) -> str:
+    """A file that only its owner may read. Raises ConfigError."""
+    try:
+        with path.open() as file:
+            mode = os.fstat(file.fileno()).st_mode
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "is no text"
+        raise ConfigError(
+            f"cannot be read: {reason}", field=field, received=str(path), fix="name another"
+        ) from error
+    if mode & 0o077:
+        raise ConfigError(
+            "others may read the token", field=field, received=str(path), fix=f"chmod 600 {path}"
+        )
+    return text
