@@ -509,7 +509,7 @@ def test_metrics_tell_what_lives_waits_and_fails() -> None:
 def test_histograms_add_up(times_s: list[float]) -> None:
     metrics = Metrics()
     for time_s in times_s:
-        metrics.observe(time_s, operation='a"b\n')
+        metrics.observe("times", time_s, operation='a"b\n')
     lines = metrics.text({}).splitlines()
     counts = [int(line.rpartition(" ")[2]) for line in lines if "_bucket" in line]
     assert counts == sorted(counts)

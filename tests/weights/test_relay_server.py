@@ -83,7 +83,7 @@ def test_a_relay_before_another_fetches_each_byte_once(relay: RelayServer, tmp_p
 
 def test_notes_that_are_none_are_refused(relay: RelayServer) -> None:
     folder = RelayFolder(relay.url, token=TOKEN)
-    with pytest.raises(StoreError, match="smaller"):
+    with pytest.raises(StoreError, match="too large"):
         folder.write("pins/x.json", b"x" * (1 << 17))
     headers = {"authorization": f"Bearer {TOKEN}"}
     for name in ("commits/%2e%2e/%2e%2e/secret", "commits//x"):

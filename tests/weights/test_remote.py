@@ -13,11 +13,12 @@ from fastapi import FastAPI, Response
 from moto.server import ThreadedMotoServer
 
 from etude.errors import StoreError, WeightUpdateError
+from etude.serving.process import ServerThread
 from etude.weights import StoreWeights, Subscriber, WeightStore
 from etude.weights.client import RelayFolder
 from etude.weights.folders import DirectoryFolder, MissingError, TakenError, UnavailableError, open_folder
 from etude.weights.relay import Relay
-from etude.weights.server import RelayServer, ServerThread
+from etude.weights.server import RelayServer
 from etude.weights.writer import StoreWriter
 from tests.weights.stores import FAST, assert_is, failing_store, tensors_at, version_at
 

@@ -8,7 +8,14 @@ from typing import Annotated
 
 import typer
 
-from etude.cli.serving_options import CertificateOption, DrainOption, HostOption, KeyOption, PortOption
+from etude.cli.serving_options import (
+    AllowedHostOption,
+    CertificateOption,
+    DrainOption,
+    HostOption,
+    KeyOption,
+    PortOption,
+)
 from etude.config.secrets import read_secret
 
 _GIB = 1 << 30
@@ -34,6 +41,7 @@ def relay_command(
     cache: CacheOption,
     cache_gib: CacheSizeOption = 1024.0,
     host: HostOption = "127.0.0.1",
+    allowed_host: AllowedHostOption = None,
     port: PortOption = 8670,
     token: TokenOption = "",
     store_token: StoreTokenOption = "",
@@ -64,6 +72,7 @@ def relay_command(
         draining,
         open_listeners(host, port),
         note=f"of {store}" + ("" if secret else "; no token: for this machine only"),
+        allowed_hosts=(host, *(allowed_host or ())),
         certificate=certificate,
         key=key,
     )

@@ -8,6 +8,10 @@ from typing import Annotated
 import typer
 
 HostOption = Annotated[str, typer.Option(help="Address to listen on. Public ones need keys or TLS.")]
+AllowedHostOption = Annotated[
+    list[str] | None,
+    typer.Option("--allowed-host", help="Another host name by which clients reach the server. Repeatable."),
+]
 PortOption = Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")]
 DrainOption = Annotated[
     float, typer.Option("--drain-s", min=0, help="Seconds to finish running requests after SIGTERM.")

@@ -7,6 +7,7 @@ import errno
 import ipaddress
 import socket
 import sys
+from collections.abc import Sequence
 
 from etude.errors import ConfigError
 
@@ -62,6 +63,12 @@ def open_listeners(host: str, port: int) -> list[socket.socket]:
         assert absent is not None, "getaddrinfo gives one address at least"
         raise _not_bound(host, port, absent) from absent
     return listeners
+
+
+def accepted_hosts(listeners: Sequence[socket.socket], configured: Sequence[str]) -> frozenset[str]:
+    """The names by which a server may be asked, besides the address at which a connection arrives."""
+    on_all = any(listener.getsockname()[0] in ("0.0.0.0", "::") for listener in listeners)
+    return frozenset((*configured, *((socket.gethostname(),) if on_all else ())))
 
 
 def _bound(family: int, kind: int, number: int, address: tuple[object, ...]) -> socket.socket:

@@ -1,4 +1,7 @@
-"""Counters and latencies of a server as Prometheus text, without a library for it."""
+"""Counters, gauges and histograms of a server in Prometheus' text format.
+
+The only writer of that format: `prometheus_client` may replace what is inside of this class.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper ends of the latency histogram's buckets."""
+LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper ends of a histogram's buckets, where no others are given."""
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -15,51 +18,85 @@ Labels = tuple[tuple[str, str], ...]
 class Metrics:
     """Counts and times of one server, for one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        server: str = "etude",
+        counters: Mapping[str, str] | None = None,
+        histograms: Mapping[str, tuple[tuple[float, ...], str]] | None = None,
+    ) -> None:
+        """`server`: prefix of what the middleware measures. `counters`: descriptions by name; these are shown
+        from the start. `histograms`: upper ends of the buckets and description by name."""
+        self.server = server
+        self._counters = dict(counters or {})
+        self._histograms = dict(histograms or {})
         self._counts: Counter[tuple[str, Labels]] = Counter()
-        self._buckets: dict[Labels, list[int]] = {}
-        self._sums: Counter[Labels] = Counter()
+        self._times: dict[tuple[str, Labels], tuple[list[int], list[float]]] = {}
+        for name in self._counters:
+            self._counts[name, ()] = 0
+        for name in self._histograms:
+            self.observe(name, 0.0, 0)
 
     def count(self, name: str, num: int = 1, **labels: str) -> None:
-        """Adds to a counter."""
+        """Adds to the counter `{name}_total`."""
         self._counts[name, tuple(sorted(labels.items()))] += num
 
-    def observe(self, seconds: float, **labels: str) -> None:
-        """Adds one request's duration to the latency histogram."""
-        key = tuple(sorted(labels.items()))
-        buckets = self._buckets.setdefault(key, [0] * (len(BUCKETS_S) + 1))
-        buckets[bisect_left(BUCKETS_S, seconds)] += 1
-        self._sums[key] += seconds  # type: ignore[assignment]
+    def observe(self, name: str, seconds: float, num: int = 1, **labels: str) -> None:
+        """Adds `num` times of `seconds` each to the histogram `name`."""
+        ends = self._ends(name)
+        key = name, tuple(sorted(labels.items()))
+        buckets, total_s = self._times.setdefault(key, ([0] * (len(ends) + 1), [0.0]))
+        buckets[bisect_left(ends, seconds)] += num
+        total_s[0] += seconds * num
 
-    def text(self, gauges: Mapping[tuple[str, Labels], float]) -> str:
-        """Everything in Prometheus' text format; `gauges`: what is read at this moment."""
-        lines: list[str] = []
-        lines += _families("counter", {(f"{n}_total", labels): c for (n, labels), c in self._counts.items()})
-        lines += _families("gauge", gauges)
-        if self._buckets:
-            lines.append("# TYPE etude_sandbox_request_seconds histogram")
-        for labels, buckets in sorted(self._buckets.items()):
-            lines += self._histogram(labels, buckets)
+    def total(self, name: str) -> int:
+        """A counter's value, all labels together."""
+        return sum(num for (known, _), num in self._counts.items() if known == name)
+
+    def text(self, gauges: Mapping[tuple[str, Labels], float] | Mapping[str, float] | None = None) -> str:
+        """Everything in Prometheus' text format; `gauges`: what is read at this moment, by name, or by name
+        and labels."""
+        labelled = {name for (name, labels), _ in self._counts.items() if labels}
+        counts = {
+            (f"{name}_total", labels): num
+            for (name, labels), num in self._counts.items()
+            if labels or name not in labelled
+        }
+        described = {f"{name}_total": words for name, words in self._counters.items()}
+        lines = [*_family("counter", counts, described)]
+        rows = {(key, ()) if isinstance(key, str) else key: value for key, value in (gauges or {}).items()}
+        lines += _family("gauge", rows, {})
+        last = ""
+        for (name, labels), (buckets, total_s) in sorted(self._times.items()):
+            if name != last:
+                last = name
+                words = self._histograms[name][1] if name in self._histograms else ""
+                lines += _head(name, "histogram", words)
+            count = 0
+            for end, num in zip((*(f"{end:g}" for end in self._ends(name)), "+Inf"), buckets, strict=True):
+                count += num
+                lines.append(f"{name}_bucket{_braces((*labels, ('le', end)))} {count}")
+            lines.append(f"{name}_sum{_braces(labels)} {total_s[0]:.6f}")
+            lines.append(f"{name}_count{_braces(labels)} {count}")
         return "\n".join(lines) + "\n"
 
-    def _histogram(self, labels: Labels, buckets: list[int]) -> Iterable[str]:
-        name, total = "etude_sandbox_request_seconds", 0
-        for end_s, num in zip((*BUCKETS_S, float("inf")), buckets, strict=True):
-            total += num
-            end = "+Inf" if end_s == float("inf") else f"{end_s:g}"
-            yield f"{name}_bucket{_braces((*labels, ('le', end)))} {total}"
-        yield f"{name}_sum{_braces(labels)} {self._sums[labels]:.6f}"
-        yield f"{name}_count{_braces(labels)} {total}"
+    def _ends(self, name: str) -> tuple[float, ...]:
+        return self._histograms[name][0] if name in self._histograms else LATENCY_S
 
 
-def _families(kind: str, values: Mapping[tuple[str, Labels], float]) -> Iterable[str]:
+def _family(
+    kind: str, values: Mapping[tuple[str, Labels], float], described: Mapping[str, str]
+) -> Iterable[str]:
     """Lines of one kind, each name's together below its type."""
     last = ""
     for (name, labels), value in sorted(values.items()):
         if name != last:
-            yield f"# TYPE {name} {kind}"
+            yield from _head(name, kind, described.get(name, ""))
             last = name
-        yield f"{name}{_braces(labels)} {value:g}"
+        yield f"{name}{_braces(labels)} {value:.15g}"
+
+
+def _head(name: str, kind: str, words: str) -> list[str]:
+    return [*([f"# HELP {name} {words}"] if words else []), f"# TYPE {name} {kind}"]
 
 
 def _braces(labels: Labels) -> str:

@@ -11,22 +11,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Self
 
 import uvicorn
+from fastapi import FastAPI
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from etude.errors import ConfigError, InfrastructureError
-from etude.serving.listening import say
+from etude.serving.listening import accepted_hosts, open_listeners, say
 
 _LOOK_S = 0.2
 _CLOSE_S = 10.0
+_START_S = 60.0
+_MOST_CONNECTIONS = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,41 +51,54 @@ class Draining:
 
 
 async def run_server(
-    app: ASGIApp,
+    app: FastAPI,
     name: str,
     draining: Draining,
     listeners: Sequence[socket.socket],
     *,
     note: str = "",
+    allowed_hosts: Sequence[str] = (),
     certificate: Path | None = None,
     key: Path | None = None,
 ) -> None:
     """Serves an application until a signal ends it; says on stderr when and where it is ready.
 
-    Takes the listeners over. `note`: what else to say of it then. Raises ConfigError for a certificate that
-    cannot be used.
+    Takes the listeners over. `note`: what else to say of it then. `allowed_hosts`: names by which it may be
+    asked, besides the address of the connection; this machine's too where it listens on all addresses.
+    Raises ConfigError for a certificate that cannot be used.
     """
     try:
-        config = uvicorn.Config(
-            app,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=int(_CLOSE_S),
-            ssl_certfile=certificate,
-            ssl_keyfile=key,
-        )
-        _load(config, certificate, key)
+        app.state.allowed_hosts = accepted_hosts(listeners, allowed_hosts)
+        config = configure(app, certificate, key, int(_CLOSE_S))
         await DrainingServer(config, name, draining, note).serve(list(listeners))
     finally:
         for listener in listeners:
             listener.close()
 
 
-def _load(config: uvicorn.Config, certificate: Path | None, key: Path | None) -> None:
+def configure(
+    app: ASGIApp, certificate: Path | None = None, key: Path | None = None, close_s: int = 2
+) -> uvicorn.Config:
+    """How every server of ours runs: with as many open files as the machine allows, half of them for
+    connections, and no connection for ever that sends no request.
+
+    `close_s`: what is being answered at the end may take so long. Raises ConfigError for a certificate that
+    cannot be used.
+    """
     if key is not None and certificate is None:
         raise ConfigError(
             "a key without a certificate", field="certificate", received=str(key), fix="give --certificate"
         )
+    config = uvicorn.Config(
+        app,
+        http=HeadTimedProtocol,
+        log_level="warning",
+        access_log=False,
+        limit_concurrency=min(_raise_file_limit() // 2, _MOST_CONNECTIONS),
+        timeout_graceful_shutdown=close_s,
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )
     try:
         config.load()
     except (OSError, ssl.SSLError) as error:
@@ -89,6 +110,93 @@ def _load(config: uvicorn.Config, certificate: Path | None, key: Path | None) ->
             received=str(certificate),
             fix="give the PEM files of a certificate and of its key",
         ) from error
+    return config
+
+
+def _raise_file_limit() -> int:
+    """Raises the limit on open files to the most that this process may have; that number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else _MOST_CONNECTIONS * 2
+
+
+class HeadTimedProtocol(H11Protocol):
+    """uvicorn's connection, which has to send the whole head of a request within `head_s` of its beginning
+    and of its last answer; uvicorn itself waits for ever once it has got a first byte."""
+
+    head_s = 20.0
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        super().connection_made(transport)
+        self._expect_head()
+
+    def on_response_complete(self) -> None:
+        """The next request may come."""
+        super().on_response_complete()
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def _expect_head(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self.loop.call_later(self.head_s, self._check_head)
+
+    def _check_head(self) -> None:
+        is_answering = self.cycle is not None and not self.cycle.response_complete
+        if self in self.connections and not is_answering:  # a web socket has left the connections
+            self.transport.close()
+
+
+class ServerThread:
+    """An application's server in a thread of its own: for one process that is server and more."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        certificate: Path | None = None,
+        key: Path | None = None,
+        allowed_hosts: Sequence[str] = (),
+    ) -> None:
+        """`port` 0: any that is free. `allowed_hosts`: see `run_server`; `host` is one.
+        `certificate`, `key`: PEM files, for https. Raises ConfigError where the address or the certificate
+        cannot be used."""
+        self._server = uvicorn.Server(configure(app, certificate, key))
+        self._listeners = open_listeners(host, port)
+        app.state.allowed_hosts = accepted_hosts(self._listeners, (host, *allowed_hosts))
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": self._listeners}, name="server", daemon=True
+        )
+        scheme = "https" if certificate is not None else "http"
+        self.url = f"{scheme}://{host}:{self._listeners[0].getsockname()[1]}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        deadline = time.monotonic() + _START_S
+        while not self._server.started:
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                self._close()
+                raise InfrastructureError("the server does not start", field="listen", received=self.url)
+            time.sleep(0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+        self._close()
+
+    def _close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
 
 
 class DrainingServer(uvicorn.Server):

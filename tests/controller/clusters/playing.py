@@ -31,9 +31,9 @@ from etude.errors import WeightUpdateError
 from etude.observe.observer import RecordingObserver
 from etude.protocols import EpisodeRunner, KvPolicy
 from etude.records import PolicyVersion, SamplingParams, Trajectory, TrajectoryId, WeightManifest
+from etude.serving.process import ServerThread
 from etude.store.blobs import MemoryBlobs
 from etude.weights.folders import Folder, open_folder
-from etude.weights.server import ServerThread
 from tests.environment.playing import SOLVES, TASK, new_environment, script_of
 
 MAKINGS = Makings({"model": "tiny", "tokenizer": "bytes"})

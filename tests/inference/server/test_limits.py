@@ -17,7 +17,7 @@ from etude.errors import ConfigError
 from etude.inference.server import KeyLimits, Keys, check_address, read_keys, serve
 from etude.inference.server.errors import RateLimitError
 from etude.inference.server.limits import Key
-from etude.inference.server.metrics import ServeMetrics
+from etude.inference.server.metrics import serve_metrics
 from etude.records import PolicyVersion, TensorEntry, WeightManifest
 from etude.serving.listening import open_listeners
 from etude.weights.documents import manifest_document
@@ -190,9 +190,9 @@ def test_readiness_tells_the_load(sampler: PlayedSampler) -> None:
 
 
 def test_a_histogram_is_cumulative() -> None:
-    metrics = ServeMetrics()
+    metrics = serve_metrics()
     for seconds in (0.001, 0.02, 0.02, 1e9):
-        metrics.observe("request", seconds)
+        metrics.observe("etude_serve_request_seconds", seconds)
     text = metrics.text({})
     counts = [int(n) for n in re.findall(r'request_seconds_bucket\{le="[^"]+"\} (\d+)', text)]
     assert counts == sorted(counts) and counts[-1] == 4 and counts[0] == 1

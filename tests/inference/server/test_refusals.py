@@ -246,7 +246,7 @@ def test_an_engine_that_dies_in_mid_stream_is_an_error_event(sampler: PlayedSamp
             list(client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True))
         assert client.chat.completions.create(model=MODEL, messages=MESSAGES).choices[0].message.content
         assert not served.state.live and not sampler.open_sessions
-        assert served.state.metrics.total("engine_failures") == 1
+        assert served.state.metrics.total("etude_serve_engine_failures") == 1
 
 
 def test_a_defect_of_ours_tells_nothing_and_harms_nobody(sampler: PlayedSampler) -> None:
@@ -297,4 +297,4 @@ def test_a_client_that_leaves_aborts_its_request(sampler: PlayedSampler, stream:
                     received += raw.recv(65536)
         wait_for(lambda: not served.state.live)
         wait_for(lambda: sampler.aborted == [sampler.requests[0].id] and not sampler.open_sessions)
-        assert served.state.metrics.total("aborted") == 1
+        assert served.state.metrics.total("etude_serve_aborted") == 1

@@ -240,7 +240,7 @@ async def open_clusters(
         yield here
         return
     from etude.controller.clusters.server import build_app
-    from etude.weights.server import ServerThread
+    from etude.serving.process import ServerThread
 
     inbox = Inbox(directory / INBOX, settings.max_result_bytes)
     inbox.sweep(log.contains)

@@ -12,9 +12,9 @@ from etude.environment.history import TurnConflictError
 from etude.environment.server import mcp_routes, openenv_routes, server_routes, session_routes
 from etude.environment.server.host import SessionHost
 from etude.environment.server.requests import AccessError, host_of
-from etude.sandbox.server.app import Measured
 from etude.sandbox.server.error_answers import answer_errors
 from etude.sandbox.server.state import KeyConflictError
+from etude.serving.application import Measured
 
 
 def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> FastAPI:

@@ -93,7 +93,7 @@ class SessionHost:
         self.limits = limits or HostLimits()
         self.tasks = dict(tasks or {})
         self.roots = tuple(root.resolve() for root in roots)
-        self.metrics = EnvironmentMetrics()
+        self.metrics = Metrics("etude_environment")
         self.metrics.count("etude_environment_background_failures", 0)
         self.snapshots: dict[str, str] = {}
         """Snapshots that clients asked for -> whose they are. They outlive their sessions."""
@@ -311,15 +311,6 @@ class SessionHost:
 
 def _nobody(position: int, call: ToolCall, result: ToolResult | None = None) -> None:
     """Whom a turn's progress is told where nobody watches."""
-
-
-class EnvironmentMetrics(Metrics):
-    """As a sandbox server's, under names of its own."""
-
-    def text(self, gauges: Mapping[tuple[str, Labels], float]) -> str:
-        """See Metrics.text."""
-        # The class above and its middleware name what they count themselves after sandboxes.
-        return super().text(gauges).replace("etude_sandbox_", "etude_environment_")
 
 
 def is_our_fault(error: BaseException) -> bool:

@@ -91,7 +91,7 @@ async def _update(request: Request, staging: bool, activating: bool) -> Response
                 version = version_of(body.get("version"))
             if activating:
                 await state.sink.activate(version, kv)
-                state.metrics.count("weight_updates")
+                state.metrics.count("etude_serve_weight_updates")
     except Exception as error:
         return refusal(state, "admin", error)
     return JSONResponse({"version": shown(state.sink.current()), "staged": shown(version)})

@@ -208,7 +208,7 @@ async def _lent(request: Request, work: Callable[[LoanDesk, Loan], Awaitable[Res
         except LoanOverError:
             raise
         except EtudeError as error:
-            state.metrics.count("requests", endpoint="loan", status=str(_FAILED))
+            state.metrics.count("etude_serve_requests", endpoint="loan", status=str(_FAILED))
             return JSONResponse({"error": wire.error_row(error)}, _FAILED)
     except Exception as error:
         return refusal(state, "loan", error)

@@ -28,17 +28,17 @@ _CLIENT_LEFT = 499
 def refusal(state: ServerState, endpoint: str, error: Exception) -> Response:
     """The response for an error; it is counted."""
     if isinstance(error, ClientDisconnect):
-        state.metrics.count("requests", endpoint=endpoint, status=str(_CLIENT_LEFT))
+        state.metrics.count("etude_serve_requests", endpoint=endpoint, status=str(_CLIENT_LEFT))
         return Response(status_code=_CLIENT_LEFT)
     status, document, headers = describe(state, error)
-    state.metrics.count("requests", endpoint=endpoint, status=str(status))
+    state.metrics.count("etude_serve_requests", endpoint=endpoint, status=str(status))
     return JSONResponse(document, status, headers=dict(headers))
 
 
 def describe(state: ServerState, error: Exception) -> tuple[int, dict[str, Any], Mapping[str, str]]:
     """Status, document and headers; defects of ours are logged."""
     if not isinstance(error, UserError):
-        state.metrics.count("engine_failures")
+        state.metrics.count("etude_serve_engine_failures")
     if not isinstance(error, EtudeError):
         _log.error("a request failed", exc_info=error)
     return error_document(error)
@@ -61,7 +61,7 @@ async def respond(request: Request, live: LiveRequest, endpoint: str, stream: bo
     finally:
         await _end(leaving, answering)
         live.leave()
-    live.state.metrics.count("requests", endpoint=endpoint, status="200")
+    live.state.metrics.count("etude_serve_requests", endpoint=endpoint, status="200")
     return JSONResponse(document, headers=headers)
 
 
@@ -94,7 +94,9 @@ class _EventStream(Response):
         try:
             await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
             status = sending.result() if sending.done() else _CLIENT_LEFT
-            self._live.state.metrics.count("requests", endpoint=self._endpoint, status=str(status))
+            self._live.state.metrics.count(
+                "etude_serve_requests", endpoint=self._endpoint, status=str(status)
+            )
         finally:
             await _end(sending, leaving)
             self._live.leave()

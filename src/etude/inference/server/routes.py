@@ -81,7 +81,7 @@ async def _plain(
         document = await with_body(request, lambda body: work(state, body))
     except Exception as error:
         return refusal(state, endpoint, error)
-    state.metrics.count("requests", endpoint=endpoint, status="200")
+    state.metrics.count("etude_serve_requests", endpoint=endpoint, status="200")
     return JSONResponse(document)
 
 
@@ -132,7 +132,7 @@ async def models(request: Request) -> Response:
         key_of(request)
     except Exception as error:
         return refusal(state, "models", error)
-    state.metrics.count("requests", endpoint="models", status="200")
+    state.metrics.count("etude_serve_requests", endpoint="models", status="200")
     return JSONResponse({"object": "list", "data": [_model_row(state)]})
 
 
@@ -145,7 +145,7 @@ async def model(request: Request, name: str) -> Response:
         check_model({"model": name}, state.model)
     except Exception as error:
         return refusal(state, "models", error)
-    state.metrics.count("requests", endpoint="models", status="200")
+    state.metrics.count("etude_serve_requests", endpoint="models", status="200")
     return JSONResponse(_model_row(state))
 
 
@@ -164,5 +164,5 @@ async def side_channel(request: Request, answer_id: str) -> Response:
         body = state.channel.get(answer_id, key_of(request).name)
     except Exception as error:
         return refusal(state, "side_channel", error)
-    state.metrics.count("requests", endpoint="side_channel", status="200")
+    state.metrics.count("etude_serve_requests", endpoint="side_channel", status="200")
     return Response(body, media_type="application/octet-stream")

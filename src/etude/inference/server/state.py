@@ -16,7 +16,7 @@ from etude.inference.server.histories import ChatFrames
 from etude.inference.server.leases import Leases
 from etude.inference.server.limits import Key, Keys
 from etude.inference.server.loans import LoanDesk
-from etude.inference.server.metrics import ServeMetrics
+from etude.inference.server.metrics import serve_metrics
 from etude.inference.server.schema import ServedModel
 from etude.inference.server.side_channel import ChoiceRecorder, SideChannel, encode
 from etude.protocols import Sampler, WeightSink
@@ -102,7 +102,7 @@ class ServerState:
         self.admin_token = admin_token
         self.pool = pool
         self.engine = engine or EngineView()
-        self.metrics = ServeMetrics()
+        self.metrics = serve_metrics()
         self.frames = ChatFrames(model.shelf) if model.shelf is not None else None
         self.channel = SideChannel(self.limits.side_channel_s, self.limits.side_channel_bytes)
         self.leases = Leases(sampler, self.limits.idle_s, self.limits.conversations)
@@ -137,7 +137,7 @@ class ServerState:
             raise UnavailableError("the server is full", received=self.num_answers, retry_after_s=2)
         key.enter(num)
         key.spend(answer.usage.prompt_tokens)
-        self.metrics.count("prompt_tokens", answer.usage.prompt_tokens)
+        self.metrics.count("etude_serve_prompt_tokens", answer.usage.prompt_tokens)
         request = LiveRequest(self, answer, key, asked)
         self.live.add(request)
         return request
@@ -227,9 +227,9 @@ class LiveRequest:
             if self._recorders:
                 body = encode([recorder.result() for recorder in self._recorders])
                 self.state.channel.put(self.answer.id, self.key.name, body)
-            metrics.observe("request", time.monotonic() - self.began_s)
+            metrics.observe("etude_serve_request_seconds", time.monotonic() - self.began_s)
         except (GeneratorExit, asyncio.CancelledError):  # the client has left
-            metrics.count("aborted")
+            metrics.count("etude_serve_aborted")
             raise
         finally:
             self.leave()
@@ -240,7 +240,7 @@ class LiveRequest:
         if not self._left:
             self._left = True
             self.key.leave(len(self.answer.jobs))
-            self.state.metrics.count("cached_tokens", self.answer.usage.cached_tokens)
+            self.state.metrics.count("etude_serve_cached_tokens", self.answer.usage.cached_tokens)
             self.state.live.discard(self)
             self.gone.set()
 
@@ -257,10 +257,12 @@ class LiveRequest:
     def _measure_tokens(self, event: Sampled, count: int) -> None:
         metrics, now_s = self.state.metrics, time.monotonic()
         if event.index not in self._sampled:
-            metrics.observe("time_to_first_token", now_s - self.began_s)
+            metrics.observe("etude_serve_time_to_first_token_seconds", now_s - self.began_s)
         else:
-            metrics.observe("inter_token", (now_s - self._last_s[event.index]) / count, count)
+            metrics.observe(
+                "etude_serve_inter_token_seconds", (now_s - self._last_s[event.index]) / count, count
+            )
         self._last_s[event.index] = now_s
         self._sampled[event.index] = self._sampled.get(event.index, 0) + count
-        metrics.count("sampled_tokens", count)
+        metrics.count("etude_serve_sampled_tokens", count)
         self.key.spend(count)

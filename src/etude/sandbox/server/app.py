@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import Depends, FastAPI, Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from etude.config.secrets import AccessError, check_bearer
 from etude.sandbox.interface import SandboxBackend
@@ -18,7 +16,7 @@ from etude.sandbox.server.error_answers import answer_errors
 from etude.sandbox.server.requests import state_of
 from etude.sandbox.server.state import KeyConflictError, Limits, ServerState
 from etude.sandbox.wire_types import API
-from etude.serving.metrics import Metrics
+from etude.serving.application import Measured
 
 
 def build_app(
@@ -58,32 +56,3 @@ def build_app(
     answer_errors(app, lambda request, error: state_of(request).note_error(error), statuses)
     app.add_middleware(Measured, metrics=state.metrics)
     return app
-
-
-class Measured:
-    """Middleware that measures each request from its first byte to the last of its answer."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes the request on."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = 0
-
-        async def noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        start_s = time.monotonic()
-        try:
-            await self._app(scope, receive, noting)
-        finally:
-            name = getattr(scope.get("route"), "name", "none")
-            self._metrics.observe(time.monotonic() - start_s, operation=name)
-            self._metrics.count("etude_sandbox_requests", operation=name, status=str(status))

@@ -174,7 +174,7 @@ class ServerState:
         self._work: WorkDirectory | None = None
         self.probe = SharedProbe(MachineProbe(self._spool))
         """Of this host, for fleets."""
-        self.metrics = Metrics()
+        self.metrics = Metrics("etude_sandbox")
         self.templates = TemplateShelf(limits.template_bytes)
         self.creations = Creations(limits.num_keys)
         self.draining = False

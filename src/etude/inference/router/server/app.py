@@ -24,7 +24,7 @@ from etude.inference.router.server.health import watch
 from etude.inference.router.server.hints import read_hints
 from etude.inference.router.server.proxy import Opened, Proxy, ReplicaAddress, ReplicaSlowError
 from etude.inference.router.types import NoReplicaError
-from etude.sandbox.server.app import Measured
+from etude.serving.application import Measured
 from etude.serving.metrics import Labels
 
 _log = logging.getLogger("etude.router.server")

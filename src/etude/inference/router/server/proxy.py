@@ -28,7 +28,7 @@ from etude.inference.router.server.events import EventGuard, error_event, usage_
 from etude.inference.router.server.hints import Hints
 from etude.inference.router.server.loans import LoanKeeper
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
-from etude.serving.metrics import Labels, Metrics
+from etude.serving.metrics import Metrics
 
 _CONNECT_S = 2.0
 _MAX_PLACES = 20_000
@@ -90,14 +90,6 @@ class ProxyConfig:
     """Of requests that name none."""
 
 
-class RouterMetrics(Metrics):
-    """As a sandbox server's, under names of its own."""
-
-    def text(self, gauges: Mapping[tuple[str, Labels], float]) -> str:
-        """See Metrics.text."""
-        return super().text(gauges).replace("etude_sandbox_", "etude_router_")
-
-
 @dataclass(slots=True, eq=False)
 class Opened:
     """An answer that has begun: of a stream the first event, of anything else the whole body."""
@@ -130,7 +122,7 @@ class Proxy:
         self.members = Members(self.router, health)
         self.lender, self.day = lender or Lender(), day
         self.addresses: dict[str, ReplicaAddress] = {}
-        self.metrics = RouterMetrics()
+        self.metrics = Metrics("etude_router")
         self.draining = False
         self.http = httpx.AsyncClient(
             timeout=httpx.Timeout(self.config.answer_s, connect=_CONNECT_S),

@@ -1,0 +1,246 @@
+"""The application that every server of ours begins with; its own routes are added to it.
+
+request -> measured -> Host and Origin checked -> route -> answer
+                               |                    |
+                               +------ errors ------+--> one shape, one table of statuses
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.params import Depends as Dependency
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import etude
+from etude.errors import EtudeError, UserError
+from etude.serving.access import AccessError, check_bearer, check_names
+from etude.serving.errors import BodyTooLargeError, ErrorShape, RouteError
+from etude.serving.metrics import Metrics
+
+CLIENT_LEFT = 499
+STALL_S = 60.0
+"""A client that sends or takes no byte for so long is taken for gone."""
+
+OnError = Callable[[HTTPConnection, Exception, int], None]
+"""Called with every error and its status before it is answered, to be counted."""
+
+
+def build_application(
+    title: str,
+    errors: ErrorShape,
+    *,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
+    on_error: OnError = lambda connection, error, status: None,
+    metrics: Metrics | None = None,
+    health: Callable[..., Awaitable[Any]] | None = None,
+    ready: Callable[..., Awaitable[Any]] | None = None,
+    figures: Callable[[Request], Awaitable[str]] | None = None,
+    guard: Dependency | None = None,
+) -> FastAPI:
+    """An application with `/health`, `/openapi.json` and what else is given.
+
+    `metrics`: measures every request. `health`: says `healthy` without one. `figures`: the text of
+    `/metrics`, which `guard` stands before. `app.state.allowed_hosts` holds the names, besides its address,
+    by which it may be asked.
+    """
+    app = FastAPI(
+        title=title,
+        version=etude.__version__,
+        lifespan=lifespan,
+        responses=errors.responses(),
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.allowed_hosts = ()
+
+    def answer(connection: HTTPConnection, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=CLIENT_LEFT)  # nobody reads it
+        status, document, headers = errors.describe(error)
+        on_error(connection, error, status)
+        return Json(document, status, headers=dict(headers))
+
+    _answer_errors(app, answer)
+    app.add_middleware(_NamesChecked, answer=answer)
+    if metrics is not None:
+        app.add_middleware(Measured, metrics=metrics)
+    app.add_api_route("/health", health or _healthy, name="health")
+    if ready is not None:
+        app.add_api_route("/ready", ready, name="ready")
+    if figures is not None:
+
+        async def show(request: Request) -> Response:
+            """Counters, gauges and latencies for Prometheus."""
+            return PlainTextResponse(await figures(request), media_type="text/plain; version=0.0.4")
+
+        app.add_api_route("/metrics", show, name="metrics", dependencies=[guard] if guard else None)
+    return app
+
+
+def bearer_required(token: str | None) -> Dependency:
+    """What lets a request with the token as its bearer pass; None: every request."""
+
+    async def check(connection: HTTPConnection) -> None:
+        check_bearer(connection.headers, token)
+
+    return Depends(check)
+
+
+class Json(JSONResponse):
+    """JSON in ASCII: file names and output may hold lone surrogates."""
+
+    def render(self, content: Any) -> bytes:
+        """The bytes of the answer."""
+        return json.dumps(content).encode()
+
+
+# Bodies
+
+
+async def pieces(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
+    """A request's body as it comes. Raises BodyTooLargeError beyond `limit_bytes`, and UserError where none
+    of it comes for `STALL_S`."""
+    received = 0
+    stream = request.stream()
+    while True:
+        try:
+            async with asyncio.timeout(STALL_S):
+                piece = await anext(stream, None)
+        except TimeoutError as error:
+            raise UserError(f"nothing came for {STALL_S:g} s", field="body", fix="send it again") from error
+        if piece is None:
+            return
+        received += len(piece)
+        _check_size(received, limit_bytes)
+        yield piece
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """A request's whole body. Raises BodyTooLargeError beyond `limit_bytes`."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal():
+        _check_size(int(declared), limit_bytes)
+    return b"".join([piece async for piece in pieces(request, limit_bytes)])
+
+
+def _check_size(num_bytes: int, limit_bytes: int) -> None:
+    if num_bytes > limit_bytes:
+        fix = f"send {limit_bytes} bytes at most"
+        raise BodyTooLargeError("the request is too large", field="body", received=num_bytes, fix=fix)
+
+
+# Errors
+
+
+def _answer_errors(app: FastAPI, answer: Callable[[HTTPConnection, Exception], Response]) -> None:
+    async def on_error(request: Request, error: Exception) -> Response:
+        return answer(request, error)
+
+    async def on_refusal(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), "it is registered for these"
+        response = answer(request, _refusal(request, error))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def on_invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError), "it is registered for these"
+        return answer(request, _invalid(error))
+
+    for kind in (EtudeError, TimeoutError, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, on_error)
+    app.add_exception_handler(HTTPException, on_refusal)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+
+
+def _refusal(request: Request, error: HTTPException) -> RouteError:
+    fix = "GET /openapi.json describes every route"
+    if error.status_code == 405:
+        headers = error.headers or {}
+        fix = f"use {headers.get('allow') or headers.get('Allow')}"
+    asked = f"{request.method} {request.url.path}"
+    found = RouteError(str(error.detail), field="path", received=asked, fix=fix)
+    found.status = error.status_code
+    return found
+
+
+def _invalid(error: RequestValidationError) -> UserError:
+    """A parameter of the path or the query that is missing or of another type."""
+    first = error.errors()[0]
+    where, *names = first["loc"]
+    field = ".".join(map(str, names)) or str(where)
+    return UserError(
+        str(first["msg"]), field=field, received=first.get("input"), fix=f"send it in the {where}"
+    )
+
+
+async def _healthy() -> Response:
+    """Whether the process answers."""
+    return Json({"status": "healthy"})
+
+
+# Middleware
+
+
+class _NamesChecked:
+    """Refuses requests by a name that is not the server's, whatever credentials they show."""
+
+    def __init__(self, app: ASGIApp, answer: Callable[[HTTPConnection, Exception], Response]) -> None:
+        self._app = app
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on, or answers it."""
+        if scope["type"] in ("http", "websocket"):
+            connection = HTTPConnection(scope)
+            address = scope["server"][0] if scope.get("server") else None
+            try:
+                check_names(connection.headers, address, connection.app.state.allowed_hosts)
+            except AccessError as error:
+                answer = self._answer(connection, error)
+                if scope["type"] == "http":
+                    await answer(scope, receive, send)
+                else:
+                    await send({"type": "websocket.close", "code": 1008, "reason": error.message})
+                return
+        await self._app(scope, receive, send)
+
+
+class Measured:
+    """Measures each request from its first byte to the last of its answer."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        status = 0
+
+        async def noting(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        start_s = time.monotonic()
+        try:
+            await self._app(scope, receive, noting)
+        finally:
+            operation, server = getattr(scope.get("route"), "name", "none"), self._metrics.server
+            seconds = time.monotonic() - start_s
+            self._metrics.observe(f"{server}_request_seconds", seconds, operation=operation)
+            self._metrics.count(f"{server}_requests", operation=operation, status=str(status))

@@ -1,0 +1,158 @@
+"""Errors as answers, in the two shapes that our servers speak: our own, and OpenAI's.
+
+A shape makes a status, a JSON document and headers of an error, by a table from types of errors; what is in
+no table is a defect of ours, a 500 that tells nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import etude.errors
+from etude.errors import AgentError, EtudeError, InfrastructureError, UserError
+from etude.serving.access import AccessError
+
+ErrorAnswer = tuple[int, dict[str, Any], Mapping[str, str]]
+"""HTTP status, document and headers."""
+
+
+class BodyTooLargeError(UserError):
+    """A request body over the limit."""
+
+
+class RouteError(UserError):
+    """No such path, or not with this method."""
+
+    status = 404
+
+
+class ErrorShape(Protocol):
+    """How a server answers errors."""
+
+    def describe(self, error: BaseException) -> ErrorAnswer:
+        """Status, document and headers for an error."""
+        ...
+
+    def responses(self) -> dict[int | str, dict[str, Any]]:
+        """The errors of every route as OpenAPI describes them, by status."""
+        ...
+
+
+_OWN: tuple[tuple[type[BaseException], int], ...] = (
+    (AccessError, 401),
+    (AgentError, 422),
+    (UserError, 400),
+    (InfrastructureError, 502),
+    (TimeoutError, 408),
+)
+
+
+class OwnErrors:
+    """`{"error": {"kind", "message", "field", "received", "fix"}}`."""
+
+    def __init__(
+        self,
+        statuses: Mapping[type[BaseException], int],
+        encode: Callable[[BaseException], dict[str, Any]] | None = None,
+    ) -> None:
+        """`statuses`: by type, the first that fits, before those of the base classes. `encode`: the object
+        of an error, `encode_error` without one."""
+        self._statuses = [*statuses.items(), *_OWN]
+        self._encode = encode or encode_error
+
+    def describe(self, error: BaseException) -> ErrorAnswer:
+        """See ErrorShape."""
+        own = error.status if isinstance(error, RouteError) else None
+        status = own or next((status for kind, status in self._statuses if isinstance(error, kind)), 500)
+        return status, {"error": self._encode(error)}, _headers(error)
+
+    def responses(self) -> dict[int | str, dict[str, Any]]:
+        """See ErrorShape."""
+        fields = dict.fromkeys(("kind", "message", "field", "fix"), "string") | {"received": "any"}
+        return _responses(self._statuses, fields)
+
+
+OpenAIKinds = Sequence[tuple[type[EtudeError], int, str, str | None]]
+"""Type of error, HTTP status, OpenAI's `type` and `code`; the first that fits counts."""
+
+
+class OpenAIErrors:
+    """OpenAI's error object: `{"error": {"message", "type", "param", "code"}}`."""
+
+    def __init__(self, kinds: OpenAIKinds) -> None:
+        """`kinds`: the last one fits every EtudeError, as a rule."""
+        self._kinds = kinds
+
+    def describe(self, error: BaseException) -> ErrorAnswer:
+        """See ErrorShape."""
+        if isinstance(error, RouteError):
+            words = f"{error.message}: {error.received}"
+            return error.status, openai_document(words, "invalid_request_error"), _headers(error)
+        for kind, status, name, code in self._kinds:
+            if isinstance(error, kind):
+                return status, openai_document(str(error), name, error.field, code), _headers(error)
+        return 500, openai_document("the server failed", "server_error", None, "internal_error"), {}
+
+    def responses(self) -> dict[int | str, dict[str, Any]]:
+        """See ErrorShape."""
+        fields = dict.fromkeys(("message", "type", "param", "code"), "string")
+        return _responses(((kind, status) for kind, status, _, _ in self._kinds), fields)
+
+
+def openai_document(
+    message: str, kind: str = "server_error", param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def encode_error(error: BaseException, known: Container[str] = etude.errors.__all__) -> dict[str, Any]:
+    """`kind`, `message`, `field`, `received` and `fix` of an error, for our own shape.
+
+    `known`: names of the kinds that clients know; others cross as the nearest base. What is neither an
+    EtudeError nor a TimeoutError is a fault of the server.
+    """
+    if isinstance(error, TimeoutError):
+        return {"kind": "TimeoutError", "message": str(error), "field": None, "received": None, "fix": None}
+    if not isinstance(error, EtudeError):
+        error = InfrastructureError(f"the server failed: {type(error).__name__}: {error}", field="server")
+    names = (base.__name__ for base in type(error).__mro__)
+    return {
+        "kind": next((name for name in names if name in known), "EtudeError"),
+        "message": error.message,
+        "field": error.field,
+        "received": _plain(error.received),
+        "fix": error.fix,
+    }
+
+
+def _plain(value: object) -> object:
+    """A value as JSON carries it; what it cannot carry, as its repr."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        return repr(value)
+
+
+def _headers(error: BaseException) -> Mapping[str, str]:
+    """`retry-after` of an error that says how long to wait."""
+    seconds = getattr(error, "retry_after_s", None)
+    return {} if seconds is None else {"retry-after": str(max(1, math.ceil(seconds)))}
+
+
+def _responses(
+    kinds: Iterable[tuple[type[BaseException], int]], fields: Mapping[str, str]
+) -> dict[int | str, dict[str, Any]]:
+    names: dict[int, list[str]] = {}
+    for kind, status in kinds:
+        names.setdefault(status, []).append(kind.__name__)
+    properties = {name: {} if kind == "any" else {"type": [kind, "null"]} for name, kind in fields.items()}
+    error = {"type": "object", "properties": {"error": {"type": "object", "properties": properties}}}
+    content = {"application/json": {"schema": error}}
+    return {
+        status: {"description": ", ".join(found), "content": content}
+        for status, found in sorted(names.items())
+    }
