@@ -426,7 +426,7 @@ def test_a_client_that_takes_nothing_does_not_fill_the_server(monkeypatch: pytes
             reader, writer = await asyncio.open_connection(host, int(port), limit=1)
             body = json.dumps({"cmd": "flood 1000", "stream": True}).encode()
             head = (
-                f"POST /v1/sandboxes/{sandbox.id}/commands/run HTTP/1.1\r\nhost: x\r\n"
+                f"POST /v1/sandboxes/{sandbox.id}/commands/run HTTP/1.1\r\nhost: localhost\r\n"
                 f"authorization: Bearer {TOKEN}\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(body)}\r\n\r\n"
             )

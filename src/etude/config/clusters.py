@@ -17,6 +17,9 @@ class ClustersConfig(Section):
     token: SecretSource = ""
     """Source of the control API's token: `file:PATH` or `env:NAME`. Empty: no token, on a loopback address
     only."""
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Host names by which clusters reach the control API, besides the address in `listen`. Requests by other
+    names are refused."""
     certificate: str = ""
     """PEM file of a TLS certificate for the control API. Without one the token crosses the network
     unencrypted, unless a reverse proxy adds TLS."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import hmac
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator
 
-from etude.errors import ConfigError, UserError
-
-_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+from etude.errors import ConfigError
 
 
 def _names_a_place(source: str) -> str:
@@ -69,25 +65,6 @@ def _read_private(path: Path, field: str) -> str:
     if mode & 0o077:
         raise ConfigError("others may read it", field=field, received=str(path), fix=f"chmod 600 {path}")
     return text
-
-
-class AccessError(UserError):
-    """A request without the token that is asked for."""
-
-
-def check_bearer(headers: Mapping[str, str], token: str | None) -> None:
-    """Raises AccessError for a request without the token as its bearer, in the same time whatever it has; or,
-    where there is no token, for one by a foreign name: a web page can point its own at the loopback address.
-    """
-    if token is None:
-        asked = headers.get("host", "")
-        name = asked if asked.endswith("]") else asked.rpartition(":")[0] or asked
-        if name not in _LOOPBACK_NAMES:
-            raise AccessError("only loopback names reach this server", field="Host", received=asked)
-        return
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.encode()):
-        raise AccessError("the token is missing or wrong", field="token", fix="send it as a bearer")
 
 
 def bearer(token: str | None) -> dict[str, str]:

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from etude.errors import AgentError, EtudeError, InfrastructureError, SandboxError, UserError
+from etude.errors import EtudeError, SandboxError, UserError
 from etude.sandbox.errors import (
     CapacityError,
     PathMissingError,
@@ -45,6 +44,8 @@ from etude.sandbox.types import (
     TestFailure,
     TestReport,
 )
+from etude.serving.errors import encode_error as encode_plainly
+from etude.serving.errors import plain
 
 Encoded = tuple[Any, bytes]
 """A value of a JSON header, and bytes beside it."""
@@ -76,17 +77,14 @@ ERRORS: Mapping[str, type[EtudeError]] = {
 }
 """Every error that crosses the wire as itself, by its name."""
 
-_STATUS: tuple[tuple[type[BaseException], int], ...] = (
-    (PathMissingError, 404),
-    (SandboxMissingError, 404),
-    (SandboxStateError, 409),
-    (CapacityError, 503),
-    (Unsupported, 501),
-    (AgentError, 422),
-    (UserError, 400),
-    (InfrastructureError, 502),
-    (TimeoutError, 408),
-)
+STATUSES: Mapping[type[BaseException], int] = {
+    PathMissingError: 404,
+    SandboxMissingError: 404,
+    SandboxStateError: 409,
+    CapacityError: 503,
+    Unsupported: 501,
+}
+"""HTTP statuses of errors, where they are not those of every server."""
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:
@@ -94,53 +92,20 @@ def encode_error(error: BaseException) -> dict[str, Any]:
 
     What is no EtudeError is a fault of the server: it crosses as SandboxError, and TimeoutError as itself.
     """
-    if isinstance(error, EtudeError):
-        return {
-            "kind": _known_kind(type(error)),
-            "message": error.message,
-            "field": error.field,
-            "received": _plain(error.received),
-            "fix": error.fix,
-        }
-    if isinstance(error, TimeoutError):
-        return {"kind": "TimeoutError", "message": str(error), "field": None, "received": None, "fix": None}
-    message = f"the sandbox server failed: {type(error).__name__}: {error}"
-    return {
-        "kind": "SandboxError",
-        "message": message,
-        "field": "sandbox.server",
-        "received": None,
-        "fix": None,
-    }
+    if not isinstance(error, (EtudeError, TimeoutError)):
+        message = f"the sandbox server failed: {type(error).__name__}: {error}"
+        error = SandboxError(message, field="sandbox.server")
+    return encode_plainly(error, ERRORS)
 
 
 def decode_error(raw: object) -> EtudeError | TimeoutError:
     """The typed error that `encode_error` wrote; what cannot be read is a SandboxError."""
     if not isinstance(raw, dict) or not isinstance(raw.get("message"), str):
-        return SandboxError("the server sent no readable error", field="sandbox.server", received=_plain(raw))
+        return SandboxError("the server sent no readable error", field="sandbox.server", received=plain(raw))
     if raw.get("kind") == "TimeoutError":
         return TimeoutError(raw["message"])
     kind = ERRORS.get(str(raw.get("kind")), SandboxError)
     return kind(raw["message"], field=raw.get("field"), received=raw.get("received"), fix=raw.get("fix"))
-
-
-def status_of(error: BaseException) -> int:
-    """The HTTP status that goes with an error."""
-    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
-
-
-def _known_kind(kind: type[BaseException]) -> str:
-    return next(base.__name__ for base in kind.__mro__ if base.__name__ in ERRORS)
-
-
-def _plain(value: object) -> object:
-    """A value as JSON carries it; what it cannot carry, as its repr."""
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError, RecursionError):
-        return repr(value)
 
 
 # Results
@@ -280,9 +245,7 @@ Fields = Mapping[str, tuple[type, ...]]
 def checked(raw: object, fields: Fields) -> Header:
     """The fields of a request, ready to be passed on by name. Raises UserError that names the culprit."""
     if not isinstance(raw, dict):
-        raise UserError(
-            "a request is a JSON object", field="body", received=_plain(raw), fix="send an object"
-        )
+        raise UserError("a request is a JSON object", field="body", received=plain(raw), fix="send an object")
     unknown = sorted(set(raw) - set(fields))
     if unknown:
         raise UserError("unknown field", field=unknown[0], fix="one of " + ", ".join(fields))
@@ -291,7 +254,7 @@ def checked(raw: object, fields: Fields) -> Header:
         wanted = (*kinds, int) if float in kinds else kinds
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise UserError(f"must be {names}", field=name, received=_plain(value), fix="correct the request")
+            raise UserError(f"must be {names}", field=name, received=plain(value), fix="correct the request")
     return {name: raw[name] for name in fields if name in raw}
 
 
@@ -299,7 +262,7 @@ def strings(value: object, field: str) -> list[str]:
     """A list of strings. Raises UserError."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise UserError(
-            "must be a list of strings", field=field, received=_plain(value), fix="correct the value"
+            "must be a list of strings", field=field, received=plain(value), fix="correct the value"
         )
     return value
 

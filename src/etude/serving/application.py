@@ -164,12 +164,12 @@ def _answer_errors(app: FastAPI, answer: Callable[[HTTPConnection, Exception], R
 
 
 def _refusal(request: Request, error: HTTPException) -> RouteError:
-    fix = "GET /openapi.json describes every route"
+    field, fix = "path", "GET /openapi.json describes every route"
     if error.status_code == 405:
         headers = error.headers or {}
-        fix = f"use {headers.get('allow') or headers.get('Allow')}"
+        field, fix = "method", f"use {headers.get('allow') or headers.get('Allow')}"
     asked = f"{request.method} {request.url.path}"
-    found = RouteError(str(error.detail), field="path", received=asked, fix=fix)
+    found = RouteError(str(error.detail), field=field, received=asked, fix=fix)
     found.status = error.status_code
     return found
 

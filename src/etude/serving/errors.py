@@ -98,7 +98,7 @@ class OpenAIErrors:
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
         """See ErrorShape."""
-        fields = dict.fromkeys(("message", "type", "param", "code"), "string")
+        fields: dict[str, str] = dict.fromkeys(("message", "type", "param", "code"), "string")
         return _responses(((kind, status) for kind, status, _, _ in self._kinds), fields)
 
 
@@ -124,12 +124,12 @@ def encode_error(error: BaseException, known: Container[str] = etude.errors.__al
         "kind": next((name for name in names if name in known), "EtudeError"),
         "message": error.message,
         "field": error.field,
-        "received": _plain(error.received),
+        "received": plain(error.received),
         "fix": error.fix,
     }
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """A value as JSON carries it; what it cannot carry, as its repr."""
     try:
         return json.loads(json.dumps(value))

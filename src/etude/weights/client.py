@@ -80,7 +80,7 @@ class RelayFolder:
                 raise MissingError("there is nothing here", field="weights.url", received=self.url + path)
             if response.is_success:
                 return response
-            if response.status_code == 401:
+            if response.status_code == 401 and '"Host"' not in response.text:
                 raise StoreError(
                     "the relay asks for a token, and got none or another",
                     field="weights.token",

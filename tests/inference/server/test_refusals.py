@@ -288,7 +288,7 @@ def test_a_client_that_leaves_aborts_its_request(sampler: PlayedSampler, stream:
     with serving(make_state(sampler)) as served:
         body = json.dumps({"prompt": "x", "stream": stream, "max_tokens": 900}).encode()
         with socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2]))) as raw:
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+            head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
             raw.sendall(head.encode() + body)
             wait_for(lambda: sampler.requests)
             if stream:

@@ -151,7 +151,7 @@ class ControlClient:
     def _error(self, response: httpx.Response) -> Exception:
         told = _told(response)
         message, fix = told.get("message") or response.text[:300], told.get("fix")
-        if response.status_code == 401:
+        if response.status_code == 401 and told.get("field") == "token":
             return ConfigError(
                 "the run asks for a token, and got none or another",
                 field="token",

@@ -278,7 +278,12 @@ async def open_clusters(
     app = build_app(control, read_secret(settings.token, "clusters.token"))
     host, port = settings.address
     with ServerThread(
-        app, host, port, _path(settings.certificate), _path(settings.certificate_key)
+        app,
+        host,
+        port,
+        _path(settings.certificate),
+        _path(settings.certificate_key),
+        settings.allowed_hosts,
     ) as server:
         command = sampling_command(server.url, settings)
         observer.say(f"control API at {server.url}: `{command}` plays sessions")

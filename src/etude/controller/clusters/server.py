@@ -6,31 +6,33 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import Response
 
-from etude.config.secrets import AccessError, check_bearer
 from etude.controller.clusters.board import UnknownMemberError
 from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import DamagedSessionError, UnwrittenSessionError
 from etude.errors import ConfigError, UserError, WeightUpdateError
 from etude.records import PolicyVersion
-from etude.sandbox.server.error_answers import answer_errors
-from etude.sandbox.server.streams import Json, read_body, read_request
+from etude.sandbox.server.streams import read_request
 from etude.sandbox.wire_types import Fields, checked
+from etude.serving.application import Json, bearer_required, build_application, read_body
+from etude.serving.errors import OwnErrors
+from etude.serving.metrics import Metrics
 from etude.weights.documents import version_of
 
 MOST_CLAIMED = 4096
 """Sessions that a cluster may ask for at once."""
 _BODY_BYTES = 1 << 20
 _NONE = type(None)
-_STATUSES: dict[type[Exception], int] = {
-    AccessError: 401,
-    ConfigError: 409,
-    UnknownMemberError: 410,
-    DamagedSessionError: 422,
-    UnwrittenSessionError: 507,
-}
+_ERRORS = OwnErrors(
+    {
+        ConfigError: 409,
+        UnknownMemberError: 410,
+        DamagedSessionError: 422,
+        UnwrittenSessionError: 507,
+    }
+)
 _JOIN: Fields = {"name": (str,), "api": (int,), "makings": (dict,)}
 _BEAT: Fields = {"member": (str,), "version": (dict, _NONE), "running": (dict,), "trouble": (str,)}
 _CLAIM: Fields = {"member": (str,), "version": (dict, _NONE), "most": (int,)}
@@ -40,8 +42,8 @@ router = APIRouter(prefix="/v1")
 
 
 def build_app(control: Control, token: str | None) -> FastAPI:
-    """An ASGI application over a run's control. `token`: what clusters must present as a bearer; None:
-    whoever reaches it by a loopback name is let in."""
+    """An ASGI application over a run's control. `token`: what clusters must present as a bearer; None: none
+    is asked for."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -51,26 +53,13 @@ def build_app(control: Control, token: str | None) -> FastAPI:
         finally:
             await control.close()
 
-    async def check(request: Request) -> None:
-        check_bearer(request.headers, token)
+    async def figures(request: Request) -> str:
+        return Metrics().text({f"etude_clusters_{name}": value for name, value in control.figures().items()})
 
-    app = FastAPI(title="Étude control", lifespan=lifespan, openapi_url=None)
+    guard = bearer_required(token)
+    app = build_application("Étude control", _ERRORS, lifespan=lifespan, figures=figures, guard=guard)
     app.state.control = control
-    app.include_router(router, dependencies=[Depends(check)])
-
-    @app.get("/health")
-    async def health() -> Response:
-        return Json({"status": "healthy"})
-
-    @app.get("/metrics", dependencies=[Depends(check)])
-    async def metrics() -> Response:
-        rows = [
-            f"# TYPE etude_clusters_{name} gauge\netude_clusters_{name} {value:g}\n"
-            for name, value in control.figures().items()
-        ]
-        return PlainTextResponse("".join(rows), media_type="text/plain; version=0.0.4")
-
-    answer_errors(app, lambda request, error: None, _STATUSES)
+    app.include_router(router, dependencies=[guard])
     return app
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 
-import etude
 from etude.environment.history import TurnConflictError
 from etude.environment.server import mcp_routes, openenv_routes, server_routes, session_routes
 from etude.environment.server.host import SessionHost
-from etude.environment.server.requests import AccessError, host_of
-from etude.sandbox.server.error_answers import answer_errors
+from etude.environment.server.requests import tenant_of
 from etude.sandbox.server.state import KeyConflictError
-from etude.serving.application import Measured
+from etude.sandbox.wire_types import STATUSES, encode_error
+from etude.serving.application import build_application
+from etude.serving.errors import OwnErrors
 
 
 def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> FastAPI:
     """An ASGI application that serves a host's sessions, and closes it when it ends.
 
-    `tokens`: token -> tenant; none: whoever reaches it by a loopback name is the tenant `local`.
+    `tokens`: token -> tenant; none: every request is of the tenant `local`.
     """
 
     @asynccontextmanager
@@ -30,7 +30,19 @@ def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> Fas
             stack.push_async_callback(host.close)
             yield
 
-    app = FastAPI(title="Étude environments", version=etude.__version__, lifespan=lifespan)
+    async def figures(request: Request) -> str:
+        tenant_of(request)
+        return host.metrics_text()
+
+    app = build_application(
+        "Étude environments",
+        OwnErrors({KeyConflictError: 409, TurnConflictError: 409, **STATUSES}, encode_error),
+        lifespan=lifespan,
+        on_error=lambda connection, error, status: host.note_error(error),
+        metrics=host.metrics,
+        ready=server_routes.ready,
+        figures=figures,
+    )
     app.state.host = host
     app.state.tokens = dict(tokens or {})
     app.state.episodes = {}
@@ -43,7 +55,4 @@ def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> Fas
         mcp_routes.router,
     ):
         app.include_router(router)
-    statuses = {AccessError: 401, KeyConflictError: 409, TurnConflictError: 409}
-    answer_errors(app, lambda request, error: host_of(request).note_error(error), statuses)
-    app.add_middleware(Measured, metrics=host.metrics)
     return app

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -13,9 +12,9 @@ from etude.environment.server.host import Held, SessionHost
 from etude.errors import UserError
 from etude.sandbox.server.streams import LongAnswer, OutputBuffer, Work, read_request
 from etude.sandbox.wire_types import FRAMES, Fields, checked, strings
+from etude.serving.access import AccessError, bearer_of, find_token
 
 _NONE = type(None)
-_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
 LOCAL_TENANT = "local"
 """Whose sessions are where no tokens are asked for."""
 
@@ -41,49 +40,27 @@ FORK: Fields = {"count": (int, _NONE), "turn": (int, _NONE)}
 NOTHING: Fields = {}
 
 
-class AccessError(UserError):
-    """A request without a token of the server's."""
-
-
 def host_of(request: HTTPConnection) -> SessionHost:
     """The sessions of the server that got the request."""
     return request.app.state.host
 
 
 def tenant_of(connection: HTTPConnection) -> str:
-    """Whose request it is. Raises AccessError.
-
-    Without tokens names matter: a web page can point its own name at the loopback address, or ask for it.
-    """
+    """Whose request it is. Raises AccessError."""
     tokens: Mapping[str, str] = connection.app.state.tokens
     if not tokens:
-        origin = connection.headers.get("origin")
-        asked = connection.headers.get("host", "")
-        for field, host in (("Host", asked), ("Origin", origin and origin.partition("://")[2])):
-            if host is not None and _name(host) not in _LOOPBACK_NAMES:
-                raise AccessError("only loopback names reach this server", field=field, received=host)
         return LOCAL_TENANT
-    scheme, _, given = connection.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer":
-        given = ""
-    return tenant_of_token(tokens, given or connection.path_params.get("token", ""))
-
-
-def _name(host: str) -> str:
-    """A host without its port."""
-    return host if host.endswith("]") else host.rpartition(":")[0] or host
+    return tenant_of_token(tokens, bearer_of(connection.headers) or connection.path_params.get("token", ""))
 
 
 def tenant_of_token(tokens: Mapping[str, str], given: str) -> str:
-    """The tenant that has this token. Raises AccessError. Takes as long whichever it is."""
-    found = [
-        tenant for token, tenant in tokens.items() if hmac.compare_digest(token.encode(), given.encode())
-    ]
-    if not found:
+    """The tenant that has this token. Raises AccessError."""
+    found = find_token(tokens, given)
+    if found is None:
         raise AccessError(
             "the token is missing or wrong", field="token", fix="send a token of the server's as a bearer"
         )
-    return found[0]
+    return found
 
 
 # Coroutines, all three: FastAPI runs plain functions in threads, which costs a millisecond and a race.

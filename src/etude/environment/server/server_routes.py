@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 
 from fastapi import APIRouter, WebSocket, WebSocketDisconnect
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import Response
 
 from etude.environment.server.requests import Host, Tenant, host_of, tenant_of
 from etude.errors import EtudeError
-from etude.sandbox.server.streams import STALL_S, Json
 from etude.sandbox.wire_types import encode_error
+from etude.serving.application import STALL_S, Json
 
 router = APIRouter()
 open_router = APIRouter()
@@ -21,13 +21,6 @@ REFUSED, TOO_SLOW = 4401, 4408
 """Close codes: no access or no such session; events were dropped for a slow client."""
 
 
-@open_router.get("/health")
-async def health() -> Response:
-    """Whether the process answers."""
-    return Json({"status": "healthy"})
-
-
-@open_router.get("/ready")
 async def ready(host: Host) -> Response:
     """`ready` (200), or why nothing new is begun (503)."""
     if host.draining:
@@ -36,12 +29,6 @@ async def ready(host: Host) -> Response:
     if problems:
         return Json({"status": "unable", "problems": problems}, 503)
     return Json({"status": "ready"})
-
-
-@router.get("/metrics")
-async def metrics(host: Host, tenant: Tenant) -> Response:
-    """Counters, gauges and latencies for Prometheus."""
-    return PlainTextResponse(host.metrics_text(), media_type="text/plain; version=0.0.4")
 
 
 @router.get("/tools")

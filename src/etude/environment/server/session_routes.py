@@ -25,8 +25,9 @@ from etude.environment.wire import (
 from etude.errors import InfrastructureError, UserError
 from etude.records import ToolCall, ToolResult
 from etude.sandbox.inside.frames import pack
-from etude.sandbox.server.streams import Json, OutputBuffer
+from etude.sandbox.server.streams import OutputBuffer
 from etude.sandbox.wire_types import Encoded, encode_diff, encode_error
+from etude.serving.application import Json
 
 router = APIRouter(prefix="/sessions")
 snapshot_router = APIRouter(prefix="/snapshots")

@@ -7,16 +7,14 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI
 
-from etude.config.secrets import AccessError, check_bearer
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.server import inside_routes, sandbox_routes, server_routes
-from etude.sandbox.server.error_answers import answer_errors
-from etude.sandbox.server.requests import state_of
 from etude.sandbox.server.state import KeyConflictError, Limits, ServerState
-from etude.sandbox.wire_types import API
-from etude.serving.application import Measured
+from etude.sandbox.wire_types import API, STATUSES, encode_error
+from etude.serving.application import bearer_required, build_application
+from etude.serving.errors import OwnErrors
 
 
 def build_app(
@@ -28,7 +26,7 @@ def build_app(
 ) -> FastAPI:
     """An ASGI application that serves sandboxes and closes the backends when it ends.
 
-    `token`: what clients must present as a bearer; None: anyone who reaches it by a loopback name.
+    `token`: what clients must present as a bearer; None: none is asked for.
     `peers`: addresses of servers to which sandboxes may be moved. `spool`: directory for uploads and
     exports on their way, `spool` of the state directory if None; what a killed server left is removed.
     """
@@ -42,17 +40,19 @@ def build_app(
         finally:
             await state.close()
 
-    async def check(request: Request) -> None:
-        check_bearer(request.headers, token)
-
-    app = FastAPI(title="Étude sandboxes", lifespan=lifespan, openapi_url=None)
+    guard = bearer_required(token)
+    app = build_application(
+        "Étude sandboxes",
+        OwnErrors({KeyConflictError: 409, **STATUSES}, encode_error),
+        lifespan=lifespan,
+        on_error=lambda connection, error, status: state.note_error(error),
+        metrics=state.metrics,
+        health=server_routes.health,
+        figures=lambda request: state.metrics_text(),
+        guard=guard,
+    )
     app.state.sandboxes = state
-    guarded = [Depends(check)]
-    app.include_router(server_routes.open_router)
-    app.include_router(server_routes.router, dependencies=guarded)
-    app.include_router(sandbox_routes.router, prefix=API, dependencies=guarded)
-    app.include_router(inside_routes.router, prefix=API, dependencies=guarded)
-    statuses = {AccessError: 401, KeyConflictError: 409}
-    answer_errors(app, lambda request, error: state_of(request).note_error(error), statuses)
-    app.add_middleware(Measured, metrics=state.metrics)
+    app.include_router(server_routes.router, dependencies=[guard])
+    app.include_router(sandbox_routes.router, prefix=API, dependencies=[guard])
+    app.include_router(inside_routes.router, prefix=API, dependencies=[guard])
     return app

@@ -24,8 +24,9 @@ from etude.sandbox.server.requests import (
     split_files,
 )
 from etude.sandbox.server.state import Held, ServerState
-from etude.sandbox.server.streams import Json, LongAnswer, OutputBuffer, query, read_body
+from etude.sandbox.server.streams import LongAnswer, OutputBuffer, query
 from etude.sandbox.wire_types import Encoded, encode, encode_diff
+from etude.serving.application import Json, read_body
 
 router = APIRouter(prefix="/sandboxes/{sandbox_id}")
 

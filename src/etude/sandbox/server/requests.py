@@ -14,18 +14,11 @@ from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.file_trees import TreeWriter
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.server.state import Held, ServerState
-from etude.sandbox.server.streams import (
-    LongAnswer,
-    OutputBuffer,
-    Work,
-    frames_of,
-    pieces,
-    query,
-    read_request,
-)
+from etude.sandbox.server.streams import LongAnswer, OutputBuffer, Work, frames_of, query, read_request
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
 from etude.sandbox.wire_types import FRAMES, Encoded, Fields, checked, encode, strings
+from etude.serving.application import pieces
 
 _NONE = type(None)
 _COMMAND: Fields = {

@@ -26,9 +26,10 @@ from etude.sandbox.server.requests import (
     resources_of,
 )
 from etude.sandbox.server.state import Creation, ServerState
-from etude.sandbox.server.streams import Json, query, read_request
+from etude.sandbox.server.streams import query, read_request
 from etude.sandbox.template import Template
 from etude.sandbox.wire_types import Encoded, decode_template, encode, encode_error
+from etude.serving.application import Json
 
 router = APIRouter()
 

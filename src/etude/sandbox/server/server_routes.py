@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse, Response
+from fastapi.responses import Response
 
 from etude.errors import SandboxError
 from etude.sandbox.errors import SnapshotError
@@ -15,26 +15,18 @@ from etude.sandbox.fleet.remote_probe import encode_capacity, encode_pressure
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.server.requests import State, long, receive_tree
 from etude.sandbox.server.state import ServerState
-from etude.sandbox.server.streams import Json, LongAnswer, query
+from etude.sandbox.server.streams import LongAnswer, query
 from etude.sandbox.wire_types import SPEAKS, Encoded, encode
+from etude.serving.application import Json
 
 router = APIRouter()
-open_router = APIRouter()
-"""Routes that need no token."""
 
 
-@open_router.get("/health")
 async def health(state: State) -> Response:
     """`ready` (200) or `draining` (503)."""
     if state.draining:
         return Json({"status": "draining"}, 503)
     return Json({"status": "ready"})
-
-
-@router.get("/metrics")
-async def metrics(state: State) -> Response:
-    """Counters, gauges and latencies for Prometheus."""
-    return PlainTextResponse(await state.metrics_text(), media_type="text/plain; version=0.0.4")
 
 
 @router.get("/v1/capabilities")

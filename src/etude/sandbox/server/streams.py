@@ -17,19 +17,20 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from etude.errors import EtudeError, UserError
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
-from etude.sandbox.wire_types import BEAT_S, FRAMES, Encoded, encode_error, status_of
+from etude.sandbox.wire_types import BEAT_S, FRAMES, STATUSES, Encoded, encode_error
+from etude.serving.application import STALL_S, Json, read_body
+from etude.serving.errors import OwnErrors
 
+_ERRORS = OwnErrors(STATUSES, encode_error)
 _log = logging.getLogger("etude.sandbox.server")
 
 BUFFER_BYTES = 4 << 20
 """Output of one command that waits for its client; what comes beyond it is dropped."""
-STALL_S = 60.0
-"""A client that takes no byte for so long is taken for gone."""
 
 Work = Coroutine[Any, Any, Encoded]
 
@@ -79,14 +80,6 @@ class OutputBuffer:
         if not self.finished.is_set():
             self._something.clear()
         return frames
-
-
-class Json(JSONResponse):
-    """JSON in ASCII: file names and output may hold lone surrogates."""
-
-    def render(self, content: Any) -> bytes:
-        """The bytes of the answer."""
-        return json.dumps(content).encode()
 
 
 class LongAnswer(Response):
@@ -171,8 +164,8 @@ class LongAnswer(Response):
         """Sends the end of the answer. False if the client did not take it."""
         error = asyncio.CancelledError() if work.cancelled() else work.exception()
         if not self._begun and (self._plain or error is not None):
-            body = work.result()[0] if error is None else {"error": encode_error(error)}
-            answer = Json(body, 200 if error is None else status_of(error))
+            status, body, _ = (200, work.result()[0], {}) if error is None else _ERRORS.describe(error)
+            answer = Json(body, status)
             await answer(scope, receive, send)
             return True
         for frame in [] if self._output is None else self._output.take():
@@ -218,34 +211,6 @@ async def _gone(receive: Receive) -> None:
     """Returns when the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def pieces(request: Request, limit_bytes: int) -> AsyncIterator[bytes]:
-    """A request's body as it comes. Raises UserError beyond `limit_bytes`."""
-    received = 0
-    async for piece in request.stream():
-        received += len(piece)
-        if received > limit_bytes:
-            raise UserError(
-                "the request is too large",
-                field="body",
-                received=received,
-                fix=f"send {limit_bytes} bytes at most",
-            )
-        yield piece
-
-
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """A request's whole body. Raises UserError beyond `limit_bytes`."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit_bytes:
-        raise UserError(
-            "the request is too large",
-            field="body",
-            received=int(declared),
-            fix=f"send {limit_bytes} bytes at most",
-        )
-    return b"".join([piece async for piece in pieces(request, limit_bytes)])
 
 
 async def read_request(request: Request, limit_bytes: int) -> tuple[Any, bytes]:
