@@ -15,6 +15,8 @@ _RATE_SHARE = 0.1
 class NoReplicaError(SamplerError):
     """No replica may take this request now: none is ready in its pool, or none serves its version."""
 
+    retry_after_s = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:

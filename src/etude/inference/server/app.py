@@ -6,14 +6,14 @@ import contextlib
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from starlette.exceptions import HTTPException
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import HTTPConnection
 
 from etude.inference.server import admin, loan_routes, routes
-from etude.inference.server.errors import document
+from etude.inference.server.errors import ERRORS
 from etude.inference.server.requests import state_of
-from etude.inference.server.responding import refusal
 from etude.inference.server.state import ServerState
+from etude.serving.application import build_application
 from etude.serving.sweeping import sweeping
 
 _SWEEP_S = 15.0
@@ -33,16 +33,18 @@ def build_app(state: ServerState) -> FastAPI:
         finally:
             state.leases.close()
 
-    app = FastAPI(title="Étude", lifespan=lifespan, openapi_url=None)
+    def on_error(connection: HTTPConnection, error: Exception, status: int) -> None:
+        if status >= 500:
+            state.metrics.count("etude_serve_engine_failures")
+        state.metrics.count("etude_serve_requests", endpoint="other", status=str(status))
+
+    app = build_application(
+        "Étude", ERRORS, lifespan=lifespan, on_error=on_error, health=_health, ready=_ready, figures=_figures
+    )
     app.state.serving = state
     app.include_router(routes.router)
     app.include_router(admin.router)
     app.include_router(loan_routes.router)
-    app.add_api_route("/health", _health)
-    app.add_api_route("/ready", _ready)
-    app.add_api_route("/metrics", _metrics)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_error)
     return app
 
 
@@ -66,8 +68,7 @@ async def _ready(request: Request) -> Response:
     return JSONResponse(row, 200 if is_open else 503)
 
 
-async def _metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+async def _figures(request: Request) -> str:
     state = state_of(request)
     gauges = {f"etude_serve_{name}": float(value) for name, value in state.load().items()}
     gauges["etude_serve_conversations"] = float(len(state.leases))
@@ -78,15 +79,4 @@ async def _metrics(request: Request) -> Response:
     if state.loans is not None:
         gauges["etude_serve_lent"] = float(state.loans.loan is not None)
         gauges["etude_serve_last_return_seconds"] = state.loans.last_return_s
-    return PlainTextResponse(state.metrics.text({**gauges, **await state.engine.gauges()}))
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
-    assert isinstance(error, HTTPException)
-    words = f"{error.detail}: {request.method} {request.url.path}"
-    return JSONResponse(document(words, "invalid_request_error", None, None), error.status_code)
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    return refusal(state_of(request), "other", error)
+    return state.metrics.text({**gauges, **await state.engine.gauges()})

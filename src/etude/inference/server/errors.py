@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
 from etude.errors import EtudeError, InfrastructureError, UserError
+from etude.serving.access import AccessError
+from etude.serving.errors import BodyTooLargeError, OpenAIErrors
 from etude.tokens.chat.errors import ContextLengthError
 
 __all__ = [
-    "BodyTooLargeError",
+    "ERRORS",
     "ForbiddenError",
     "LoanConflictError",
     "LoanOverError",
@@ -20,12 +18,7 @@ __all__ = [
     "RefusedKeyError",
     "UnavailableError",
     "VersionNotServedError",
-    "error_document",
 ]
-
-
-class BodyTooLargeError(UserError):
-    """A request body over the limit."""
 
 
 class RefusedKeyError(UserError):
@@ -80,35 +73,21 @@ class UnavailableError(_LaterError, InfrastructureError):
     """The server answers no requests now: it is about to end, or has no weights yet."""
 
 
-_KINDS: tuple[tuple[type[EtudeError], int, str, str | None], ...] = (
-    (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
-    (RefusedKeyError, 401, "authentication_error", "invalid_api_key"),
-    (ForbiddenError, 403, "permission_error", "forbidden"),
-    (NoSuchModelError, 404, "invalid_request_error", "model_not_found"),
-    (NoSuchAnswerError, 404, "invalid_request_error", "answer_not_found"),
-    (VersionNotServedError, 409, "invalid_request_error", "version_not_served"),
-    (LoanConflictError, 409, "invalid_request_error", "lent"),
-    (LoanOverError, 410, "invalid_request_error", "loan_over"),
-    (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
-    (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
-    (UserError, 400, "invalid_request_error", None),
-    (UnavailableError, 503, "server_error", "unavailable"),
-    (InfrastructureError, 503, "server_error", "engine_failed"),
+ERRORS = OpenAIErrors(
+    (
+        (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
+        (AccessError, 401, "authentication_error", "foreign_name"),
+        (RefusedKeyError, 401, "authentication_error", "invalid_api_key"),
+        (ForbiddenError, 403, "permission_error", "forbidden"),
+        (NoSuchModelError, 404, "invalid_request_error", "model_not_found"),
+        (NoSuchAnswerError, 404, "invalid_request_error", "answer_not_found"),
+        (VersionNotServedError, 409, "invalid_request_error", "version_not_served"),
+        (LoanConflictError, 409, "invalid_request_error", "lent"),
+        (LoanOverError, 410, "invalid_request_error", "loan_over"),
+        (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
+        (RateLimitError, 429, "rate_limit_error", "rate_limit_exceeded"),
+        (UserError, 400, "invalid_request_error", None),
+        (UnavailableError, 503, "server_error", "unavailable"),
+        (InfrastructureError, 503, "server_error", "engine_failed"),
+    )
 )
-
-
-def error_document(error: Exception) -> tuple[int, dict[str, Any], Mapping[str, str]]:
-    """HTTP status, body and headers for an error. What is not the client's doing is a 5xx, which clients try
-    again; of a defect of ours nothing but that is told."""
-    headers: dict[str, str] = {}
-    if isinstance(error, _LaterError):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
-    for kind, status, name, code in _KINDS:
-        if isinstance(error, kind):
-            return status, document(str(error), name, error.field, code), headers
-    return 500, document("the server failed", "server_error", None, "internal_error"), headers
-
-
-def document(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

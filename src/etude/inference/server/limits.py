@@ -8,7 +8,6 @@ The file has one line a key; what follows the token is optional and overrides th
 
 from __future__ import annotations
 
-import hmac
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from etude.errors import ConfigError
 from etude.inference.server.errors import RateLimitError, RefusedKeyError
+from etude.serving.access import find_token
 from etude.tokens.chat.errors import BadRequestError
 
 _MIN_TOKEN_CHARACTERS = 16
@@ -106,15 +106,14 @@ class Keys:
         """The key of a bearer token. Raises RefusedKeyError."""
         if self._open is not None:
             return self._open
-        given = token.encode("utf-8", "surrogatepass")
-        found = [key for known, key in self._keys.items() if hmac.compare_digest(known.encode(), given)]
-        if not found:
+        found = find_token(self._keys, token)
+        if found is None:
             raise RefusedKeyError(
                 "no such key" if token else "the key is missing",
                 field="Authorization",
                 fix="send `Authorization: Bearer TOKEN` with a token of the server's tokens file",
             )
-        return found[0]
+        return found
 
 
 def read_keys(path: Path, defaults: KeyLimits) -> Keys:

@@ -25,8 +25,9 @@ from etude.inference.headers import CLIENT_HEADER
 from etude.inference.server.admin import kv_policy, read_manifest, read_version
 from etude.inference.server.errors import ForbiddenError, LoanOverError
 from etude.inference.server.loans import Loan, LoanDesk
-from etude.inference.server.requests import body_of, check_admin, data_of, state_of, token_of
+from etude.inference.server.requests import body_of, check_admin, data_of, state_of
 from etude.inference.server.responding import refusal
+from etude.serving.access import bearer_of
 from etude.tokens.chat.fields import text, wrong
 
 router = APIRouter()
@@ -202,7 +203,7 @@ async def _lent(request: Request, work: Callable[[LoanDesk, Loan], Awaitable[Res
     state = state_of(request)
     try:
         desk = _desk_of(request)
-        loan = desk.find(token_of(request))
+        loan = desk.find(bearer_of(request.headers))
         try:
             return await work(desk, loan)
         except LoanOverError:

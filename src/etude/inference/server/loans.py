@@ -13,7 +13,6 @@ who does not renew it loses it, so a run that dies, or a router, takes no replic
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 import time
@@ -33,6 +32,7 @@ from etude.inference.server.errors import LoanConflictError, LoanOverError, Unav
 from etude.inference.server.home import HeldWeights, HomeWeights, in_thread
 from etude.protocols import KvPolicy, Sampler, WeightSink
 from etude.records import PolicyVersion, Scores, WeightManifest
+from etude.serving.access import is_token
 from etude.weights import make_subscriber
 
 _log = logging.getLogger("etude.inference.server")
@@ -191,7 +191,7 @@ class LoanDesk:
     def find(self, token: str) -> Loan:
         """The loan that a token opens; one that has just ended too. Raises LoanOverError."""
         for loan in (self.loan, self._past):
-            if loan is not None and hmac.compare_digest(loan.token.encode(), token.encode()):
+            if loan is not None and is_token(token, loan.token):
                 return loan
         raise LoanOverError("there is no such loan, or it has ended", field="authorization")
 

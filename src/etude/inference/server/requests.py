@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import Request
 
 from etude.inference.headers import EXTENSIONS_HEADER, SESSION_HEADER, VERSION_HEADER
-from etude.inference.server.errors import BodyTooLargeError, ForbiddenError, RefusedKeyError
+from etude.inference.server.errors import ForbiddenError, RefusedKeyError
 from etude.inference.server.limits import Key
 from etude.inference.server.state import ServerState
+from etude.serving.access import bearer_of, is_token
+from etude.serving.application import read_body
 from etude.tokens.chat.fields import parse_body, unsupported, wrong
 
 _MAX_NAME_CHARACTERS = 256
@@ -25,20 +26,14 @@ def state_of(request: Request) -> ServerState:
     return request.app.state.serving
 
 
-def token_of(request: Request) -> str:
-    """The bearer token of a request; empty if there is none."""
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else ""
-
-
 def key_of(request: Request) -> Key:
     """The key that sends a request. Raises RefusedKeyError."""
-    return state_of(request).keys.find(token_of(request))
+    return state_of(request).keys.find(bearer_of(request.headers))
 
 
 def check_admin(request: Request) -> None:
     """Raises RefusedKeyError without a token, ForbiddenError for another than the administrator's."""
-    token, wanted = token_of(request), state_of(request).admin_token
+    token, wanted = bearer_of(request.headers), state_of(request).admin_token
     if not wanted:
         raise ForbiddenError(
             "this server has no administrator",
@@ -47,7 +42,7 @@ def check_admin(request: Request) -> None:
         )
     if not token:
         raise RefusedKeyError("the administrator's token is missing", field="Authorization")
-    if not hmac.compare_digest(token.encode("utf-8", "surrogatepass"), wanted.encode()):
+    if not is_token(token, wanted):
         raise ForbiddenError("not the administrator's token", field="Authorization")
 
 
@@ -67,19 +62,7 @@ async def with_body(request: Request, work: Callable[[dict[str, Any]], T]) -> T:
 
 async def data_of(request: Request) -> bytes:
     """The body of a request. Raises BodyTooLargeError."""
-    limit = state_of(request).limits.body_bytes
-    fix = f"send at most {limit} bytes"
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise BodyTooLargeError("the body is too large", field="body", received=int(declared), fix=fix)
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise BodyTooLargeError("the body is too large", field="body", received=f"over {limit}", fix=fix)
-        parts.append(part)
-    return b"".join(parts)
+    return await read_body(request, state_of(request).limits.body_bytes)
 
 
 def conversation_of(request: Request, key: Key) -> str | None:

@@ -17,7 +17,7 @@ from etude.errors import EtudeError, UserError
 from etude.inference.headers import SIDE_CHANNEL_HEADER
 from etude.inference.server.answering import Event
 from etude.inference.server.documents import SSE_END, sse
-from etude.inference.server.errors import error_document
+from etude.inference.server.errors import ERRORS
 from etude.inference.server.side_channel import SIDE_CHANNEL_PATH
 from etude.inference.server.state import LiveRequest, ServerState
 
@@ -41,7 +41,7 @@ def describe(state: ServerState, error: Exception) -> tuple[int, dict[str, Any],
         state.metrics.count("etude_serve_engine_failures")
     if not isinstance(error, EtudeError):
         _log.error("a request failed", exc_info=error)
-    return error_document(error)
+    return ERRORS.describe(error)
 
 
 async def respond(request: Request, live: LiveRequest, endpoint: str, stream: bool) -> Response:

@@ -16,7 +16,6 @@ PUT    /router/arms                   {"run@7": 0.9, "run@8": 0.1}; {} gives all
 
 from __future__ import annotations
 
-import hmac
 import math
 import time
 from typing import Any
@@ -29,15 +28,10 @@ from etude.inference.router.borrowing import Borrower
 from etude.inference.router.members import Member
 from etude.inference.router.server.loans import LoanKeeper
 from etude.inference.router.server.proxy import Proxy, ReplicaAddress
-
-_LOOPBACK = ("127.0.0.1", "::1")
-_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
+from etude.serving.access import AccessError, bearer_of, find_token
+from etude.serving.listening import is_loopback
 
 router = APIRouter(prefix="/router")
-
-
-class AdminError(UserError):
-    """A request for the router's own tables without the right to it."""
 
 
 class NoSuchReplicaError(UserError):
@@ -227,7 +221,7 @@ def _number(body: dict[str, Any], field: str, default: float) -> float:
 
 
 def _proxy_of(request: Request, *, borrowing: bool = False) -> Proxy:
-    """The proxy, for those who may change it, or with `borrowing` may borrow. Raises AdminError."""
+    """The proxy, for those who may change it, or with `borrowing` may borrow. Raises AccessError."""
     _check_admin(request, request.app.state.borrower_token if borrowing else None)
     return request.app.state.proxy
 
@@ -287,38 +281,9 @@ def _text(body: dict[str, Any], field: str) -> str:
 
 
 def _check_admin(request: Request, other: str | None = None) -> None:
-    """Raises AdminError. `other`: a token that does as well here."""
-    token: str | None = request.app.state.admin_token
-    if token is not None or other is not None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        found = given.encode("utf-8", "surrogatepass")
-        if not any(hmac.compare_digest(found, one.encode()) for one in (token, other) if one is not None):
-            raise AdminError("the admin token is missing or wrong", field="authorization")
-        return
-    if not _is_local(request):
-        raise AdminError("only this machine may ask", fix="start the router with an admin token")
-    check_name(request)
-
-
-def _is_local(request: Request) -> bool:
-    return request.client is not None and request.client.host in _LOOPBACK
-
-
-def check_name(request: Request) -> None:
-    """Raises AdminError for a request from this machine, without a key, by a foreign name.
-
-    A web page can point its own host name at the loopback address; replicas see the router's name only.
-    """
-    if not _is_local(request) or "authorization" in request.headers:
-        return
-    origin = request.headers.get("origin")
-    for field, host in (("host", request.headers.get("host", "")), ("origin", origin)):
-        if host is not None and _name(host.rpartition("//")[2]) not in _LOOPBACK_NAMES:
-            raise AdminError(
-                "only loopback names reach this router without a key", field=field, received=host
-            )
-
-
-def _name(host: str) -> str:
-    """A host without its port."""
-    return host if host.endswith("]") else host.rpartition(":")[0] or host
+    """Raises AccessError. `other`: a token that does as well here."""
+    known = [one for one in (request.app.state.admin_token, other) if one is not None]
+    if known and find_token(dict.fromkeys(known, True), bearer_of(request.headers)) is None:
+        raise AccessError("the admin token is missing or wrong", field="authorization")
+    if not known and (request.client is None or not is_loopback(request.client.host)):
+        raise AccessError("only this machine may ask", fix="start the router with an admin token")

@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.exceptions import HTTPException
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-import etude
 from etude.errors import EtudeError, UserError
 from etude.inference.router.members import MemberState
 from etude.inference.router.server import admin
-from etude.inference.router.server.admin import AdminError, NoSuchReplicaError, check_name
-from etude.inference.router.server.events import error_body
+from etude.inference.router.server.admin import NoSuchReplicaError
 from etude.inference.router.server.health import watch
 from etude.inference.router.server.hints import read_hints
 from etude.inference.router.server.proxy import Opened, Proxy, ReplicaAddress, ReplicaSlowError
 from etude.inference.router.types import NoReplicaError
-from etude.serving.application import Measured
+from etude.serving.access import AccessError
+from etude.serving.application import build_application, read_body
+from etude.serving.errors import BodyTooLargeError, OpenAIErrors
 from etude.serving.metrics import Labels
 
-_log = logging.getLogger("etude.router.server")
 REPLICA_HEADER = "x-etude-replica"
 _DROPPED = frozenset(("content-length", "connection", "transfer-encoding", "keep-alive", "date", "server"))
-_RETRY_AFTER_S = "1"
 
 T = TypeVar("T")
 
 
-class LargeBodyError(UserError):
-    """A request over the size limit."""
+ERRORS = OpenAIErrors(
+    (
+        (AccessError, 401, "authentication_error", "unauthorised"),
+        (NoSuchReplicaError, 404, "invalid_request_error", "not_found"),
+        (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
+        (UserError, 400, "invalid_request_error", "invalid_request"),
+        (NoReplicaError, 503, "server_error", "no_replica"),
+        (ReplicaSlowError, 504, "server_error", "replica_slow"),
+        (EtudeError, 502, "server_error", "replica_lost"),
+    )
+)
 
 
 def build_app(
@@ -67,21 +72,16 @@ def build_app(
                 await watching
             await proxy.close()
 
-    app = FastAPI(title="Étude router", version=etude.__version__, lifespan=lifespan, openapi_url=None)
+    app = build_application(
+        "Étude router", ERRORS, lifespan=lifespan, metrics=proxy.metrics, ready=_ready, figures=_figures
+    )
     app.state.proxy = proxy
     app.state.admin_token = admin_token
     app.state.borrower_token = borrower_token
-    app.add_api_route("/health", _health, methods=["GET"], name="health")
-    app.add_api_route("/ready", _ready, methods=["GET"], name="ready")
-    app.add_api_route("/metrics", _metrics, methods=["GET"], name="metrics")
     app.include_router(admin.router)
     for path in ("/v1/{path:path}", "/tokenize", "/detokenize"):
-        app.add_api_route(path, _forward, methods=["GET", "POST", "DELETE"], name="forward")
-    app.add_exception_handler(HTTPException, _on_refusal)
-    app.add_exception_handler(Exception, _on_error)
-    app.add_exception_handler(EtudeError, _on_error)
-    app.add_exception_handler(ClientDisconnect, _on_departure)
-    app.add_middleware(Measured, metrics=proxy.metrics)
+        for method in ("GET", "POST", "DELETE"):
+            app.add_api_route(path, _forward, methods=[method], name="forward")
     return app
 
 
@@ -90,7 +90,6 @@ def build_app(
 
 async def _forward(request: Request) -> Response:
     proxy: Proxy = request.app.state.proxy
-    check_name(request)
     if proxy.draining:
         raise NoReplicaError("the router is ending", fix="ask another router")
     query = f"?{request.url.query}" if request.url.query else ""
@@ -99,7 +98,7 @@ async def _forward(request: Request) -> Response:
     if owner is not None:
         answer = await proxy.fetch_from(owner, target, request.headers.raw)
         return Response(answer.content, answer.status_code, _kept(answer.headers))
-    body = await _read_body(request, proxy.config.body_bytes)
+    body = await read_body(request, proxy.config.body_bytes)
     hints = read_hints(request.headers, body, proxy.config.pool)
     opening = proxy.open(hints, request.method, target, request.headers.raw, body)
     opened = await _unless_gone(request, opening)
@@ -123,19 +122,6 @@ class _Relayed(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._proxy.discard(self._opened)
-
-
-async def _read_body(request: Request, limit_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit_bytes:
-            raise LargeBodyError(
-                "the request is too large", field="body", received=size, fix=f"at most {limit_bytes} bytes"
-            )
-        parts.append(part)
-    return b"".join(parts)
 
 
 async def _unless_gone(request: Request, opening: Awaitable[Opened]) -> Opened:
@@ -168,10 +154,6 @@ def _kept(headers: Any) -> dict[str, str]:
 # ---- about the router ---------------------------------------------------------------------------
 
 
-async def _health() -> Response:
-    return JSONResponse({"status": "ok"})
-
-
 async def _ready(request: Request) -> Response:
     proxy: Proxy = request.app.state.proxy
     ready = [r for r in proxy.router.replicas.values() if r.ready]
@@ -187,7 +169,7 @@ async def _ready(request: Request) -> Response:
     return JSONResponse(body, 200 if ready and not proxy.draining else 503)
 
 
-async def _metrics(request: Request) -> Response:
+async def _figures(request: Request) -> str:
     proxy: Proxy = request.app.state.proxy
     gauges: dict[tuple[str, Labels], float] = {}
     for name, member in proxy.members.members.items():
@@ -204,38 +186,4 @@ async def _metrics(request: Request) -> Response:
         gauges["etude_router_last_recall_seconds", ()] = proxy.loans.last_recall_s
     gauges["etude_router_spills", ()] = proxy.router.spills
     gauges["etude_router_ejections", ()] = proxy.members.ejections
-    return PlainTextResponse(proxy.metrics.text(gauges))
-
-
-async def _on_error(request: Request, error: Exception) -> Response:
-    if not isinstance(error, EtudeError):
-        _log.error("a request failed", exc_info=error)
-        return JSONResponse(error_body("the router failed", "internal_error"), 500)
-    status, code, kind = 502, "replica_lost", "server_error"
-    headers: dict[str, str] = {}
-    if isinstance(error, AdminError):
-        status, code, kind = 401, "unauthorised", "authentication_error"
-    elif isinstance(error, NoSuchReplicaError):
-        status, code, kind = 404, "not_found", "invalid_request_error"
-    elif isinstance(error, LargeBodyError):
-        status, code, kind = 413, "request_too_large", "invalid_request_error"
-    elif isinstance(error, UserError):
-        status, code, kind = 400, "invalid_request", "invalid_request_error"
-    elif isinstance(error, NoReplicaError):
-        status, code, headers = 503, "no_replica", {"retry-after": _RETRY_AFTER_S}
-    elif isinstance(error, ReplicaSlowError):
-        status, code = 504, "replica_slow"
-    return JSONResponse(error_body(str(error), code, kind, error.field), status, headers)
-
-
-async def _on_refusal(request: Request, error: Exception) -> Response:
-    """No such path, or not with this method: in the shape of every other error."""
-    assert isinstance(error, HTTPException), "it is registered for these"
-    words = f"{error.detail}: {request.method} {request.url.path}"
-    body = error_body(words, None, "invalid_request_error")
-    return JSONResponse(body, error.status_code, headers=error.headers)
-
-
-async def _on_departure(request: Request, error: Exception) -> Response:
-    """A client that has left; nobody reads this."""
-    return Response(status_code=499)
+    return proxy.metrics.text(gauges)

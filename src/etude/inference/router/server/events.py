@@ -10,6 +10,8 @@ import json
 import re
 from typing import Any
 
+from etude.serving.errors import openai_document
+
 _BOUNDARY = re.compile(rb"\r?\n\r?\n")
 _DONE = re.compile(rb"^data:\s*\[DONE\]", re.MULTILINE)
 _ERROR = re.compile(rb'^data:\s*\{\s*"error"', re.MULTILINE)
@@ -63,11 +65,4 @@ def usage_in(document: bytes) -> dict[str, Any] | None:
 
 def error_event(message: str, code: str) -> bytes:
     """The event that tells a client that its answer was cut; OpenAI's clients raise it as an APIError."""
-    return b"data: " + json.dumps(error_body(message, code)).encode() + b"\n\n"
-
-
-def error_body(
-    message: str, code: str | None, kind: str = "server_error", param: str | None = None
-) -> dict[str, Any]:
-    """OpenAI's error object."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return b"data: " + json.dumps(openai_document(message, code=code)).encode() + b"\n\n"
