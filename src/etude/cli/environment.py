@@ -15,6 +15,7 @@ from rich.text import Text
 
 from etude.cli.exits import error_console
 from etude.cli.output import output_console, print_json
+from etude.cli.serving_options import AllowedHostOption
 from etude.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ def serve_command(
         Path | None, typer.Option(help="File with the sandbox server's token.")
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    allowed_host: AllowedHostOption = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8652,
     tasks: Annotated[
         Path | None, typer.Option(help="Directory of Harbor task directories that clients may open by name.")
@@ -86,7 +88,15 @@ def serve_command(
     site = new_site(backend, tools, snapshot_every, life_s, sandbox_server, sandbox_token_file, index)
     limits = HostLimits(TenantLimits(sessions=max_sessions), idle_s=idle_s)
     sessions = SessionHost(site, limits, read_tasks(tasks), roots or ())
-    serve(sessions, host=host, port=port, tokens=tokens, certificate=certificate, key=key)
+    serve(
+        sessions,
+        host=host,
+        port=port,
+        tokens=tokens,
+        allowed_hosts=allowed_host or (),
+        certificate=certificate,
+        key=key,
+    )
 
 
 @env_app.command("list")

@@ -12,6 +12,7 @@ import typer
 
 from etude.cli.served_model import EngineChoice, OpenedModel, check_choices, open_checkpoint, running_engine
 from etude.cli.serving_options import (
+    AllowedHostOption,
     CertificateOption,
     DrainOption,
     GrammarOption,
@@ -65,6 +66,7 @@ def serve_command(
     num_slots: SlotsOption = 16,
     kernels: KernelsOption = "auto",
     host: HostOption = "127.0.0.1",
+    allowed_host: AllowedHostOption = None,
     port: PortOption = 8650,
     token_file: TokenFileOption = None,
     drain_s: DrainOption = 60.0,
@@ -99,7 +101,8 @@ def serve_command(
             default_max_tokens=max_answer_tokens,
         )
         version = PolicyVersion(lineage or opened.served.name, step)
-        serving = {"host": host, "listeners": listeners, "drain_s": drain_s}
+        serving: dict[str, Any] = {"host": host, "listeners": listeners, "drain_s": drain_s}
+        serving["allowed_hosts"] = tuple(allowed_host or ())
         recording = _Recording(
             opened, version, EngineChoice(num_slots, 0, kernels, 0), store, tenants, limits
         )

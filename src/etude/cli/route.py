@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from etude.cli.route_tables import lend_command, recall_command, release_command, replicas_command
 from etude.cli.serving_options import (
     AdminTokenOption,
+    AllowedHostOption,
     CertificateOption,
     KeyOption,
 )
@@ -110,6 +111,7 @@ def route_command(
     replica_token_file: ReplicaTokenOption = None,
     borrower_token_file: BorrowerTokenOption = None,
     replicas_check_keys: KeysOption = None,
+    allowed_host: AllowedHostOption = None,
     drain_s: DrainOption = None,
     certificate: CertificateOption = None,
     key: KeyOption = None,
@@ -131,6 +133,7 @@ def route_command(
             "port": port,
             "pool": pool,
             "replicas_check_keys": replicas_check_keys,
+            "allowed_hosts": allowed_host,
             "spill_factor": spill_factor,
             "replicas": _replicas(replicas) if replicas else None,
             "arms": _shares(arms) if arms else None,
@@ -155,6 +158,7 @@ def route_command(
         admin_token=token,
         borrower_token=borrowers,
         replicas_check_keys=chosen.replicas_check_keys,
+        allowed_hosts=chosen.allowed_hosts,
         drain_s=chosen.limits.drain_s,
         certificate=certificate,
         key=key,

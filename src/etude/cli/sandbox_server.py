@@ -40,6 +40,7 @@ from etude.cli.sandbox_options import (
     make_template,
     pass_on,
 )
+from etude.cli.serving_options import AllowedHostOption
 from etude.errors import SandboxError, UserError
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def serve_command(
     host: Annotated[
         str, typer.Option(help="Address to listen on. Use TLS for others than loopback.")
     ] = "127.0.0.1",
+    allowed_host: AllowedHostOption = None,
     port: Annotated[int, typer.Option(min=1, max=65535)] = 8642,
     max_live: Annotated[int, typer.Option(min=1, help="Most running sandboxes per backend.")] = 256,
     token_file: TokenOption = None,
@@ -113,6 +115,7 @@ def serve_command(
             token=token,
             peers=tuple(peers or ()),
             spool=root / "spool",
+            allowed_hosts=allowed_host or (),
             certificate=certificate,
             key=key,
         )

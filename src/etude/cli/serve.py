@@ -22,6 +22,7 @@ from etude.cli.served_model import (
 )
 from etude.cli.serving_options import (
     AdminTokenOption,
+    AllowedHostOption,
     CacheDtypeOption,
     CacheOption,
     CertificateOption,
@@ -72,6 +73,7 @@ AnswerTimeOption = Annotated[float, typer.Option(min=1, help="Longest time of on
 def serve_command(
     model: ModelArgument,
     host: HostOption = "127.0.0.1",
+    allowed_host: AllowedHostOption = None,
     port: PortOption = 8660,
     name: NameOption = None,
     tokens_file: TokensOption = None,
@@ -123,7 +125,7 @@ def serve_command(
             ServerLimits(max_body, max_requests, answer_s, idle_s),
             admin_token,
             pool,
-            _Listening(listeners, drain_s, certificate, key),
+            _Listening(listeners, (host, *(allowed_host or ())), drain_s, certificate, key),
         )
         asyncio.run(serving.run())
 
@@ -144,6 +146,7 @@ class _Listening:
     """Where and how the server listens."""
 
     listeners: Sequence[socket.socket]
+    allowed_hosts: Sequence[str]
     drain_s: float
     certificate: Path | None
     key: Path | None
@@ -181,7 +184,14 @@ class _Serving:
                 desk,
             )
             at = self.listening
-            await serve(state, at.listeners, drain_s=at.drain_s, certificate=at.certificate, key=at.key)
+            await serve(
+                state,
+                at.listeners,
+                allowed_hosts=at.allowed_hosts,
+                drain_s=at.drain_s,
+                certificate=at.certificate,
+                key=at.key,
+            )
 
     def _desk(self, engine: RunningEngine) -> LoanDesk:
         from etude.inference.exchange import Build

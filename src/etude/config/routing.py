@@ -143,6 +143,9 @@ class RouterConfig(Section):
     """Address to listen on."""
     port: int = Field(default=8670, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
+    allowed_hosts: list[str] = Field(default_factory=list)
+    """Host names by which clients reach the router, besides its address. Requests by other names are
+    refused."""
     pool: Name = "serve"
     """Pool for requests that name none."""
     replicas_check_keys: bool = False

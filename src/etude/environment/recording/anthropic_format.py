@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etude.environment.recording.errors import (
-    BodyTooLargeError,
     BusyError,
     ContextLengthError,
     NoSuchSessionError,
@@ -21,6 +20,7 @@ from etude.environment.recording.errors import (
 from etude.environment.recording.fields import SamplingDefaults, sampling_params
 from etude.environment.recording.service import Ask, Begun, Ended, Event, Sampled
 from etude.errors import EtudeError, UserError
+from etude.serving.errors import BodyTooLargeError, ErrorAnswer
 from etude.tokens.chat.client_tools import ClientTool, client_tool
 from etude.tokens.chat.fields import flag, integer, objects, stop_strings, text, unsupported, wrong
 from etude.tokens.chat.messages import Answer, Call, Message, Opening, UserWords, ordered_results
@@ -275,17 +275,17 @@ _KINDS: tuple[tuple[type[EtudeError], int, str], ...] = (
 )
 
 
-def error_document(error: Exception) -> tuple[int, dict[str, Any]]:
+def error_document(error: BaseException) -> ErrorAnswer:
     """HTTP status and body for an error. What is not the client's doing is a 5xx, which clients try again."""
     if isinstance(error, ContextLengthError):
         shown = f"prompt is too long: {error.num_tokens} tokens > {error.max_tokens} maximum"
-        return 400, _error("invalid_request_error", shown)
+        return 400, _error("invalid_request_error", shown), {}
     for kind, status, name in _KINDS:
         if isinstance(error, kind):
-            return status, _error(name, str(error))
+            return status, _error(name, str(error)), {}
     if isinstance(error, EtudeError):
-        return 529, _error("overloaded_error", str(error))
-    return 500, _error("api_error", "the server failed")
+        return 529, _error("overloaded_error", str(error)), {}
+    return 500, _error("api_error", "the server failed"), {}
 
 
 def _error(kind: str, message: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from etude.tokens.chat.errors import BadRequestError, ContextLengthError
 
 __all__ = [
     "BadRequestError",
-    "BodyTooLargeError",
     "BusyError",
     "ContextLengthError",
     "DrainingError",
@@ -15,10 +14,6 @@ __all__ = [
     "RefusedKeyError",
     "SessionEndedError",
 ]
-
-
-class BodyTooLargeError(UserError):
-    """A request body over the limit."""
 
 
 class RefusedKeyError(UserError):

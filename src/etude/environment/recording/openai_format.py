@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.environment.recording.errors import (
-    BodyTooLargeError,
     BusyError,
     ContextLengthError,
     NoSuchSessionError,
@@ -22,6 +21,8 @@ from etude.environment.recording.errors import (
 from etude.environment.recording.fields import SamplingDefaults, sampling_params
 from etude.environment.recording.service import Ask, Begun, Ended, Event, Sampled
 from etude.errors import EtudeError, UserError
+from etude.serving.access import AccessError
+from etude.serving.errors import BodyTooLargeError, OpenAIErrors
 from etude.tokens.chat.fields import flag, integer, objects, stop_strings, unsupported
 from etude.tokens.chat.messages import (
     Opening,
@@ -206,23 +207,16 @@ def sse(document: Mapping[str, Any]) -> bytes:
     return f"data: {json.dumps(document)}\n\n".encode()
 
 
-_KINDS: tuple[tuple[type[EtudeError], int, str, str | None], ...] = (
-    (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
-    (RefusedKeyError, 401, "authentication_error", "invalid_api_key"),
-    (NoSuchSessionError, 404, "invalid_request_error", "session_not_found"),
-    (SessionEndedError, 410, "invalid_request_error", "session_ended"),
-    (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
-    (BusyError, 429, "rate_limit_error", "rate_limit_exceeded"),
-    (UserError, 400, "invalid_request_error", None),
+ERRORS = OpenAIErrors(
+    (
+        (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
+        (AccessError, 401, "authentication_error", "foreign_name"),
+        (RefusedKeyError, 401, "authentication_error", "invalid_api_key"),
+        (NoSuchSessionError, 404, "invalid_request_error", "session_not_found"),
+        (SessionEndedError, 410, "invalid_request_error", "session_ended"),
+        (BodyTooLargeError, 413, "invalid_request_error", "request_too_large"),
+        (BusyError, 429, "rate_limit_error", "rate_limit_exceeded"),
+        (UserError, 400, "invalid_request_error", None),
+        (EtudeError, 503, "server_error", None),
+    )
 )
-
-
-def error_document(error: Exception) -> tuple[int, dict[str, Any]]:
-    """HTTP status and body for an error. What is not the client's doing is a 5xx, which clients try again."""
-    for kind, status, name, code in _KINDS:
-        if isinstance(error, kind):
-            row = {"message": str(error), "type": name, "param": error.field, "code": code}
-            return status, {"error": row}
-    shown = str(error) if isinstance(error, EtudeError) else "the server failed"
-    status = 503 if isinstance(error, EtudeError) else 500
-    return status, {"error": {"message": shown, "type": "server_error", "param": None, "code": None}}

@@ -11,7 +11,6 @@ A live session is journaled (`journal`): a server that was killed has it again (
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import secrets
 import time
@@ -39,6 +38,7 @@ from etude.environment.recording.session_map import SessionMap
 from etude.environment.recording.spec import SessionSpec
 from etude.protocols import Sampler
 from etude.records import Group, RewardBreakdown, Status, Trajectory
+from etude.serving.access import find_token
 from etude.store.blobs import BlobStore, FileBlobs
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.chat.shelf import RendererShelf
@@ -135,14 +135,10 @@ class Recordings:
 
     def tenant_of(self, token: str) -> str:
         """The tenant of a token. Raises RefusedKeyError."""
-        found = [
-            name
-            for known, name in self._tenants.items()
-            if hmac.compare_digest(known.encode(), _bytes(token))
-        ]
-        if not found:
+        tenant = find_token(self._tenants, token)
+        if tenant is None:
             raise RefusedKeyError("no such token", field="Authorization", fix="send a tenant's token")
-        return found[0]
+        return tenant
 
     def find(self, session_id: str) -> RecordedSession:
         """The live session of an id. Raises NoSuchSessionError and SessionEndedError."""
@@ -389,7 +385,3 @@ class Recordings:
             consent=spec.consent,
             facts=facts,
         )
-
-
-def _bytes(token: str) -> bytes:
-    return token.encode("utf-8", "surrogatepass")

@@ -7,7 +7,7 @@ Then, after `drain_s` or at a second signal, every session is closed and the pro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from etude.environment.server.app import build_app
@@ -30,6 +30,7 @@ def serve(
     port: int = DEFAULT_PORT,
     tokens: Mapping[str, str] | None = None,
     drain_s: float = 60.0,
+    allowed_hosts: Sequence[str] = (),
     certificate: Path | None = None,
     key: Path | None = None,
 ) -> None:
@@ -55,6 +56,7 @@ def serve(
             draining,
             listeners,
             note=_note(host_sessions, tokens),
+            allowed_hosts=(host, *allowed_hosts),
             certificate=certificate,
             key=key,
         )

@@ -32,6 +32,7 @@ async def serve(
     listeners: Sequence[socket.socket],
     *,
     drain_s: float = 60.0,
+    allowed_hosts: Sequence[str] = (),
     certificate: Path | None = None,
     key: Path | None = None,
 ) -> None:
@@ -53,6 +54,7 @@ async def serve(
         Draining("requests", drain_s, begin, is_busy),
         listeners,
         note=f"it serves {state.model.name} ({state.sink.current() or 'no weights yet'})",
+        allowed_hosts=allowed_hosts,
         certificate=certificate,
         key=key,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from etude.sandbox.interface import SandboxBackend
@@ -25,6 +25,7 @@ def serve(
     peers: tuple[str, ...] = (),
     spool: Path | None = None,
     drain_s: float = 60.0,
+    allowed_hosts: Sequence[str] = (),
     certificate: Path | None = None,
     key: Path | None = None,
 ) -> None:
@@ -45,4 +46,14 @@ def serve(
 
     draining = Draining("sandboxes", drain_s, begin, is_busy)
     listeners = open_listeners(host, port)
-    asyncio.run(run_server(app, "sandbox server", draining, listeners, certificate=certificate, key=key))
+    asyncio.run(
+        run_server(
+            app,
+            "sandbox server",
+            draining,
+            listeners,
+            allowed_hosts=(host, *allowed_hosts),
+            certificate=certificate,
+            key=key,
+        )
+    )

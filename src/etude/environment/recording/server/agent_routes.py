@@ -20,12 +20,13 @@ from etude.environment.recording.server.requests import AGENT_HEADER, body_of, r
 from etude.environment.recording.service import Ask, Begun, Event
 from etude.environment.recording.sessions import RecordedSession, Recordings
 from etude.errors import EtudeError
+from etude.serving.errors import ErrorAnswer
 
 router = APIRouter()
 _log = logging.getLogger("etude.recording.server")
 _LOOK_S = 0.5
 
-ErrorWriter = Callable[[Exception], tuple[int, dict[str, Any]]]
+ErrorWriter = Callable[[BaseException], ErrorAnswer]
 Write = Callable[[AsyncIterator[Event]], AsyncIterator[bytes]]
 Whole = Callable[[AsyncIterator[Event]], Coroutine[Any, Any, dict[str, Any]]]
 
@@ -41,10 +42,10 @@ async def chat_completions(request: Request) -> Response:
         writer = openai_format.ChatWriter(read, f"chatcmpl-{secrets.token_hex(12)}", tokenizer)
         stream = writer.stream if read.stream else None
         return await _answer(
-            request, session, read.ask, writer.whole, stream, openai_format.error_document, _openai_event
+            request, session, read.ask, writer.whole, stream, openai_format.ERRORS.describe, _openai_event
         )
     except Exception as error:
-        return _refused(request, error, openai_format.error_document)
+        return _refused(request, error, openai_format.ERRORS.describe)
 
 
 @router.post("/v1/messages")
@@ -189,7 +190,7 @@ class _Stream(Response):
             first = await anext(self._events)
         except EtudeError as error:  # nothing was sent yet: clients try again by the status
             self._recordings.counts["errors"] += 1
-            status, document = self._error_writer(error)
+            status, document, _ = self._error_writer(error)
             await _send_whole(send, status, document)
             return
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -231,5 +232,5 @@ def _refused(request: Request, error: Exception, error_writer: ErrorWriter) -> R
         return Response(status_code=499)
     if not isinstance(error, EtudeError):
         _log.error("a request failed", exc_info=error)
-    status, document = error_writer(error)
+    status, document, _ = error_writer(error)
     return JSONResponse(document, status)

@@ -7,14 +7,16 @@ import logging
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from starlette.exceptions import HTTPException
+from fastapi.responses import JSONResponse, Response
+from starlette.requests import HTTPConnection
 
-from etude.environment.recording.openai_format import error_document
+from etude.environment.recording.openai_format import ERRORS
 from etude.environment.recording.server import agent_routes, control_routes
 from etude.environment.recording.server.requests import recordings_of
 from etude.environment.recording.sessions import Recordings
 from etude.errors import EtudeError
+from etude.serving.application import build_application
+from etude.serving.metrics import Metrics
 from etude.serving.sweeping import sweeping
 
 _log = logging.getLogger("etude.recording.server")
@@ -32,16 +34,16 @@ def build_app(recordings: Recordings) -> FastAPI:
         finally:
             await recordings.close()
 
-    app = FastAPI(title="Étude recordings", lifespan=lifespan, openapi_url=None)
+    def on_error(connection: HTTPConnection, error: Exception, status: int) -> None:
+        recordings.counts["errors"] += 1
+
+    app = build_application(
+        "Étude recordings", ERRORS, lifespan=lifespan, on_error=on_error, health=_health, figures=_figures
+    )
     app.state.recordings = recordings
     app.include_router(agent_routes.router)
     app.include_router(agent_routes.router, prefix="/s/{session}")
     app.include_router(control_routes.router)
-    app.add_api_route("/health", _health)
-    app.add_api_route("/metrics", _metrics)
-    app.add_exception_handler(EtudeError, _on_error)
-    app.add_exception_handler(HTTPException, _on_refusal)
-    app.add_exception_handler(Exception, _on_error)
     return app
 
 
@@ -53,36 +55,16 @@ async def _sweep(recordings: Recordings) -> None:
         _log.error("idle sessions could not be stored: %s", error)
 
 
-async def _on_error(request: Request, error: Exception) -> Response:
-    recordings_of(request).counts["errors"] += 1
-    if not isinstance(error, EtudeError):
-        _log.error("a request failed", exc_info=error)
-    status, document = error_document(error)
-    return JSONResponse(document, status)
-
-
-async def _on_refusal(request: Request, error: Exception) -> Response:
-    """No such route, or not with this method: in the shape of every other error."""
-    assert isinstance(error, HTTPException), "it is registered for these"
-    recordings_of(request).counts["errors"] += 1
-    words = f"{error.detail}: {request.method} {request.url.path}"
-    row = {"message": words, "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": row}, error.status_code, headers=error.headers)
-
-
 async def _health(request: Request) -> Response:
     recordings = recordings_of(request)
     state = {"status": "draining" if recordings.draining else "ok", "sessions": len(recordings)}
     return JSONResponse(state, 503 if recordings.draining else 200)
 
 
-async def _metrics(request: Request) -> Response:
-    """Prometheus' text format."""
+async def _figures(request: Request) -> str:
     recordings = recordings_of(request)
-    lines: list[str] = []
-    for name, value in sorted(recordings.counts.items()):
-        lines += [f"# TYPE etude_recording_{name}_total counter", f"etude_recording_{name}_total {value}"]
+    found = Metrics()
+    for name, value in recordings.counts.items():
+        found.count(f"etude_recording_{name}", value)
     gauges = {"sessions": len(recordings), "requests_running": recordings.num_requests}
-    for name, value in gauges.items():
-        lines += [f"# TYPE etude_recording_{name} gauge", f"etude_recording_{name} {value}"]
-    return PlainTextResponse("\n".join(lines) + "\n")
+    return found.text({f"etude_recording_{name}": value for name, value in gauges.items()})

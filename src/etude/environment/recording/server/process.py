@@ -48,6 +48,7 @@ async def serve(
     host: str = "127.0.0.1",
     port: int = DEFAULT_PORT,
     drain_s: float = 60.0,
+    allowed_hosts: Sequence[str] = (),
     certificate: Path | None = None,
     key: Path | None = None,
     listeners: Sequence[socket.socket] | None = None,
@@ -77,4 +78,13 @@ async def serve(
         note = "; ".join(filter(None, (note, f"took up {recovered} live session{'s' * (recovered != 1)}")))
     draining = Draining("sessions", drain_s, begin, is_busy)
     taken = open_listeners(host, port) if listeners is None else listeners
-    await run_server(app, SERVER, draining, taken, note=note, certificate=certificate, key=key)
+    await run_server(
+        app,
+        SERVER,
+        draining,
+        taken,
+        note=note,
+        allowed_hosts=(host, *allowed_hosts),
+        certificate=certificate,
+        key=key,
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import Request
 
-from etude.environment.recording.errors import BodyTooLargeError, RefusedKeyError
+from etude.environment.recording.errors import RefusedKeyError
 from etude.environment.recording.sessions import RecordedSession, Recordings
+from etude.serving.access import bearer_of
+from etude.serving.application import read_body
 from etude.tokens.chat.fields import parse_body
 
 SESSION_HEADER = "x-etude-session"
@@ -22,9 +23,7 @@ def recordings_of(request: Request) -> Recordings:
 
 def key_of(request: Request) -> str:
     """The key of a request: `x-api-key`, or a bearer; empty if there is none."""
-    headers: Mapping[str, str] = request.headers
-    scheme, _, given = headers.get("authorization", "").partition(" ")
-    return headers.get("x-api-key") or (given.strip() if scheme.lower() == "bearer" else "")
+    return request.headers.get("x-api-key") or bearer_of(request.headers)
 
 
 def tenant_of(request: Request) -> str:
@@ -44,12 +43,4 @@ def session_of(request: Request) -> RecordedSession:
 
 async def body_of(request: Request) -> dict[str, Any]:
     """The JSON object of a request. Raises BodyTooLargeError and BadRequestError."""
-    limit = recordings_of(request).limits.body_bytes
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise BodyTooLargeError("the body is too large", field="body", fix=f"send at most {limit} bytes")
-        parts.append(part)
-    return parse_body(b"".join(parts))
+    return parse_body(await read_body(request, recordings_of(request).limits.body_bytes))

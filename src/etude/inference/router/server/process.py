@@ -29,6 +29,7 @@ def serve(
     borrower_token: str | None = None,
     replicas_check_keys: bool = False,
     drain_s: float = 60.0,
+    allowed_hosts: Sequence[str] = (),
     certificate: Path | None = None,
     key: Path | None = None,
 ) -> None:
@@ -56,4 +57,15 @@ def serve(
     if not replicas:
         note += ": POST /router/replicas adds some"
     listeners = open_listeners(host, port)
-    asyncio.run(run_server(app, SERVER, draining, listeners, note=note, certificate=certificate, key=key))
+    asyncio.run(
+        run_server(
+            app,
+            SERVER,
+            draining,
+            listeners,
+            note=note,
+            allowed_hosts=(host, *allowed_hosts),
+            certificate=certificate,
+            key=key,
+        )
+    )
