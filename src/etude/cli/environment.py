@@ -246,10 +246,10 @@ async def _place(place: str, tools: str, token: str | None) -> AsyncIterator[tup
     """A workspace in one environment, and the digest of its tools."""
     from etude.environment.origins import Origin
     from etude.environment.remote import RemoteEnvironment
-    from etude.environment.server import SessionHost
-    from etude.environment.server.loopback import on_loopback
+    from etude.environment.server import SessionHost, build_app
     from etude.environment.sessions import EnvironmentSession
     from etude.sandbox.template import Template
+    from etude.serving.process import served
 
     files = {"main.py": "print('hello')\n"}
     kind, _, backend = place.partition(":")
@@ -262,7 +262,7 @@ async def _place(place: str, tools: str, token: str | None) -> AsyncIterator[tup
             yield session, site.tools.digest
             return
         if kind == "cloud":
-            place = await stack.enter_async_context(on_loopback(SessionHost(new_site(backend, tools))))
+            place = await stack.enter_async_context(served(build_app(SessionHost(new_site(backend, tools)))))
             token = None
         elif kind not in ("http", "https"):
             raise UserError(

@@ -40,7 +40,7 @@ def read_secret(source: str, field: str) -> str | None:
             received=f"{len(source)} characters, not shown",
             fix="name a file that holds the token alone, or a variable that is set to it",
         )
-    text = _read_private(Path(name), field) if kind == "file" else os.environ.get(name, "")
+    text = read_private(Path(name), field) if kind == "file" else os.environ.get(name, "")
     words = text.split()
     if len(words) != 1:
         raise ConfigError(
@@ -52,7 +52,8 @@ def read_secret(source: str, field: str) -> str | None:
     return words[0]
 
 
-def _read_private(path: Path, field: str) -> str:
+def read_private(path: Path, field: str) -> str:
+    """The text of a file that only its owner may read. Raises ConfigError."""
     try:
         with path.open(encoding="utf-8") as file:
             mode = os.fstat(file.fileno()).st_mode

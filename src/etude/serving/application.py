@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -28,6 +28,7 @@ from etude.serving.access import AccessError, check_bearer, check_names
 from etude.serving.errors import BodyTooLargeError, ErrorShape, RouteError
 from etude.serving.metrics import Metrics
 
+T = TypeVar("T")
 CLIENT_LEFT = 499
 STALL_S = 60.0
 """A client that sends or takes no byte for so long is taken for gone."""
@@ -138,6 +139,30 @@ def _check_size(num_bytes: int, limit_bytes: int) -> None:
     if num_bytes > limit_bytes:
         fix = f"send {limit_bytes} bytes at most"
         raise BodyTooLargeError("the request is too large", field="body", received=num_bytes, fix=fix)
+
+
+# Clients that leave
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client, which has sent its whole request, has left."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` makes, unless the client leaves first: then it is cancelled. Raises ClientDisconnect."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(until_gone(request.receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)
 
 
 # Errors

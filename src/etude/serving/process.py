@@ -17,7 +17,8 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -153,6 +154,26 @@ class HeadTimedProtocol(H11Protocol):
         is_answering = self.cycle is not None and not self.cycle.response_complete
         if self in self.connections and not is_answering:  # a web socket has left the connections
             self.transport.close()
+
+
+@asynccontextmanager
+async def served(app: FastAPI) -> AsyncIterator[str]:
+    """The address of an application on a free port of the loopback address, in this event loop."""
+    server = uvicorn.Server(configure(app))
+    listeners = open_listeners("127.0.0.1", 0)
+    running = asyncio.ensure_future(server.serve(listeners))
+    try:
+        async with asyncio.timeout(_START_S):
+            while not server.started:
+                if running.done():
+                    raise InfrastructureError("the server did not start", field="listen")
+                await asyncio.sleep(0.005)
+        yield _url("http", listeners[0])
+    finally:
+        server.should_exit = True
+        await running
+        for listener in listeners:
+            listener.close()
 
 
 class ServerThread:

@@ -6,6 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
+from etude.config.secrets import read_private
 from etude.errors import ConfigError
 from etude.serving.listening import say
 
@@ -21,7 +22,7 @@ def read_token(path: Path, server: str = "sandbox server") -> str:
     made = _make_token(path, "", server)
     if made is not None:
         return made
-    token = _private_text(path, "token_file").strip()
+    token = read_private(path, "token_file").strip()
     if not token or len(token.split()) > 1:
         raise ConfigError(
             "the file holds no token" if not token else "holds more than a token",
@@ -38,7 +39,7 @@ def read_tenants(path: Path, field: str = "tenants") -> dict[str, str]:
     Raises ConfigError for a file that others may read, a line of another form, or a token that two have.
     """
     tokens: dict[str, str] = {}
-    for number, line in enumerate(_private_text(path, field).splitlines(), 1):
+    for number, line in enumerate(read_private(path, field).splitlines(), 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
@@ -79,21 +80,3 @@ def _make_token(path: Path, before: str, server: str) -> str | None:
         file.write(f"{before}{token}\n")
     say(server, f"a new token is in {path}")
     return token
-
-
-def _private_text(path: Path, field: str) -> str:
-    """A file that only its owner may read. Raises ConfigError."""
-    try:
-        with path.open() as file:
-            mode = os.fstat(file.fileno()).st_mode
-            text = file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "is no text"
-        raise ConfigError(
-            f"cannot be read: {reason}", field=field, received=str(path), fix="name another"
-        ) from error
-    if mode & 0o077:
-        raise ConfigError(
-            "others may read the token", field=field, received=str(path), fix=f"chmod 600 {path}"
-        )
-    return text

@@ -7,19 +7,6 @@ from etude.serving.access import AccessError
 from etude.serving.errors import BodyTooLargeError, OpenAIErrors
 from etude.tokens.chat.errors import ContextLengthError
 
-__all__ = [
-    "ERRORS",
-    "ForbiddenError",
-    "LoanConflictError",
-    "LoanOverError",
-    "NoSuchAnswerError",
-    "NoSuchModelError",
-    "RateLimitError",
-    "RefusedKeyError",
-    "UnavailableError",
-    "VersionNotServedError",
-]
-
 
 class RefusedKeyError(UserError):
     """A key that is missing or unknown."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from etude.config.secrets import read_private
 from etude.errors import ConfigError
 from etude.inference.server.errors import RateLimitError, RefusedKeyError
 from etude.serving.access import find_token
@@ -118,18 +119,8 @@ class Keys:
 
 def read_keys(path: Path, defaults: KeyLimits) -> Keys:
     """The keys of a tokens file. Raises ConfigError for one that others may read, or that is malformed."""
-    try:
-        mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"cannot be read: {error}", field="--tokens-file", received=str(path), fix="name a readable file"
-        ) from error
-    if mode & 0o077:
-        raise ConfigError(
-            "others may read the tokens", field="--tokens-file", received=str(path), fix=f"chmod 600 {path}"
-        )
     keys: dict[str, Key] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(read_private(path, "--tokens-file").splitlines(), start=1):
         if line.strip() and not line.lstrip().startswith("#"):
             key = _key(line, f"{path}:{number}", defaults)
             if key.token in keys or any(key.name == other.name for other in keys.values()):

@@ -20,16 +20,16 @@ from etude.inference.server.documents import SSE_END, sse
 from etude.inference.server.errors import ERRORS
 from etude.inference.server.side_channel import SIDE_CHANNEL_PATH
 from etude.inference.server.state import LiveRequest, ServerState
+from etude.serving.application import CLIENT_LEFT, unless_gone, until_gone
 
 _log = logging.getLogger("etude.inference.server")
-_CLIENT_LEFT = 499
 
 
 def refusal(state: ServerState, endpoint: str, error: Exception) -> Response:
     """The response for an error; it is counted."""
     if isinstance(error, ClientDisconnect):
-        state.metrics.count("etude_serve_requests", endpoint=endpoint, status=str(_CLIENT_LEFT))
-        return Response(status_code=_CLIENT_LEFT)
+        state.metrics.count("etude_serve_requests", endpoint=endpoint, status=str(CLIENT_LEFT))
+        return Response(status_code=CLIENT_LEFT)
     status, document, headers = describe(state, error)
     state.metrics.count("etude_serve_requests", endpoint=endpoint, status=str(status))
     return JSONResponse(document, status, headers=dict(headers))
@@ -51,15 +51,9 @@ async def respond(request: Request, live: LiveRequest, endpoint: str, stream: bo
         headers[SIDE_CHANNEL_HEADER] = f"{SIDE_CHANNEL_PATH}/{live.answer.id}"
     if stream:
         return _EventStream(live, endpoint, headers)
-    leaving = asyncio.create_task(_departure(request.receive))
-    answering = asyncio.create_task(_whole(live))
     try:
-        await asyncio.wait([leaving, answering], return_when=asyncio.FIRST_COMPLETED)
-        if not answering.done():
-            raise ClientDisconnect
-        document = answering.result()
+        document = await unless_gone(request, _whole(live))
     finally:
-        await _end(leaving, answering)
         live.leave()
     live.state.metrics.count("etude_serve_requests", endpoint=endpoint, status="200")
     return JSONResponse(document, headers=headers)
@@ -90,10 +84,10 @@ class _EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the answer ends or the client leaves."""
         sending = asyncio.create_task(self._send(send))
-        leaving = asyncio.create_task(_departure(receive))
+        leaving = asyncio.create_task(until_gone(receive))
         try:
             await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
-            status = sending.result() if sending.done() else _CLIENT_LEFT
+            status = sending.result() if sending.done() else CLIENT_LEFT
             self._live.state.metrics.count(
                 "etude_serve_requests", endpoint=self._endpoint, status=str(status)
             )
@@ -112,7 +106,7 @@ class _EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._send_events(send, first, events)
         except OSError:
-            return _CLIENT_LEFT
+            return CLIENT_LEFT
         finally:
             await events.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -144,11 +138,6 @@ async def _push(send: Send, documents: list[dict[str, Any]], rest: bytes = b"") 
     data = b"".join([*(sse(document) for document in documents), rest])
     if data:
         await send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-async def _departure(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:

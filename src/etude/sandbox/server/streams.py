@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from etude.errors import EtudeError, UserError
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.wire_types import BEAT_S, FRAMES, STATUSES, Encoded, encode_error
-from etude.serving.application import STALL_S, Json, read_body
+from etude.serving.application import STALL_S, Json, read_body, until_gone
 from etude.serving.errors import OwnErrors
 
 _ERRORS = OwnErrors(STATUSES, encode_error)
@@ -116,7 +116,7 @@ class LongAnswer(Response):
         """The answer as ASGI sends it."""
         work = asyncio.ensure_future(self._work)
         work.add_done_callback(self._note_error)
-        gone = asyncio.ensure_future(_gone(receive))
+        gone = asyncio.ensure_future(until_gone(receive))
         delivered = False
         try:
             if self._first is None or await self._send(send, self._first):
@@ -205,12 +205,6 @@ class LongAnswer(Response):
         except (TimeoutError, OSError):
             return False
         return True
-
-
-async def _gone(receive: Receive) -> None:
-    """Returns when the client has left."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def read_request(request: Request, limit_bytes: int) -> tuple[Any, bytes]:

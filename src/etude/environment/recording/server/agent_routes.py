@@ -20,11 +20,11 @@ from etude.environment.recording.server.requests import AGENT_HEADER, body_of, r
 from etude.environment.recording.service import Ask, Begun, Event
 from etude.environment.recording.sessions import RecordedSession, Recordings
 from etude.errors import EtudeError
+from etude.serving.application import unless_gone, until_gone
 from etude.serving.errors import ErrorAnswer
 
 router = APIRouter()
 _log = logging.getLogger("etude.recording.server")
-_LOOK_S = 0.5
 
 ErrorWriter = Callable[[BaseException], ErrorAnswer]
 Write = Callable[[AsyncIterator[Event]], AsyncIterator[bytes]]
@@ -115,27 +115,11 @@ async def _answer(
     if stream is not None:
         return _Stream(recordings, session, events, begun, stream, error_writer, error_event)
     try:
-        document = await _watched(request, events, whole(_chained([begun], events)))
+        document = await unless_gone(request, whole(_chained([begun], events)))
     finally:
         await events.aclose()
         recordings.leave(session)
     return JSONResponse(document)
-
-
-async def _watched(
-    request: Request, events: AsyncGenerator[Event], work: Coroutine[Any, Any, dict[str, Any]]
-) -> dict[str, Any]:
-    """Waits for an answer; if its client leaves, the answer is aborted. Raises ClientDisconnect."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not (await asyncio.wait([task], timeout=_LOOK_S))[0]:
-            if await request.is_disconnected():
-                raise ClientDisconnect
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            await asyncio.wait([task])
 
 
 async def _chained(begun: Sequence[Event], events: AsyncGenerator[Event]) -> AsyncGenerator[Event]:
@@ -173,7 +157,7 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the answer ends or the client leaves."""
         sending = asyncio.create_task(self._send(send))
-        leaving = asyncio.create_task(_departure(receive))
+        leaving = asyncio.create_task(until_gone(receive))
         try:
             await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -205,11 +189,6 @@ class _Stream(Response):
             data = self._error_event(self._error_writer(error)[1])
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
-async def _departure(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _send_whole(send: Send, status: int, document: dict[str, Any]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from etude.errors import EtudeError, UserError
@@ -21,7 +20,7 @@ from etude.inference.router.server.hints import read_hints
 from etude.inference.router.server.proxy import Opened, Proxy, ReplicaAddress, ReplicaSlowError
 from etude.inference.router.types import NoReplicaError
 from etude.serving.access import AccessError
-from etude.serving.application import build_application, read_body
+from etude.serving.application import build_application, read_body, unless_gone
 from etude.serving.errors import BodyTooLargeError, OpenAIErrors
 from etude.serving.metrics import Labels
 
@@ -101,7 +100,7 @@ async def _forward(request: Request) -> Response:
     body = await read_body(request, proxy.config.body_bytes)
     hints = read_hints(request.headers, body, proxy.config.pool)
     opening = proxy.open(hints, request.method, target, request.headers.raw, body)
-    opened = await _unless_gone(request, opening)
+    opened = await unless_gone(request, opening)
     headers = {**_kept(opened.response.headers), REPLICA_HEADER: opened.replica}
     if opened.rest is None:
         return Response(opened.first, opened.response.status_code, headers)
@@ -122,29 +121,6 @@ class _Relayed(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._proxy.discard(self._opened)
-
-
-async def _unless_gone(request: Request, opening: Awaitable[Opened]) -> Opened:
-    """The answer, unless the client leaves first: then the replica's work is stopped.
-
-    Raises ClientDisconnect.
-    """
-    work = asyncio.ensure_future(opening)
-    gone = asyncio.ensure_future(_departure(request))
-    try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientDisconnect
-        return work.result()
-    finally:
-        for task in (work, gone):
-            task.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
-
-
-async def _departure(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _kept(headers: Any) -> dict[str, str]:
