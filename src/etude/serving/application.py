@@ -67,6 +67,7 @@ def build_application(
 
     def answer(connection: HTTPConnection, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):
+            on_error(connection, error, CLIENT_LEFT)
             return Response(status_code=CLIENT_LEFT)  # nobody reads it
         status, document, headers = errors.describe(error)
         on_error(connection, error, status)

@@ -12,14 +12,13 @@ from fastapi.responses import JSONResponse, Response
 
 from etude.errors import WeightUpdateError
 from etude.inference.server.requests import body_of, check_admin, state_of
-from etude.inference.server.responding import refusal
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, WeightManifest
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.fields import unsupported, wrong
 from etude.weights.documents import manifest_of, version_document, version_of
 
-router = APIRouter()
+router = APIRouter(tags=["admin"])
 _BODY_FIELDS = {"manifest", "version", "kv"}
 
 
@@ -49,10 +48,7 @@ def _refused() -> Iterator[None]:
 @router.get("/admin/weights")
 async def current(request: Request) -> Response:
     """The version in service; null where there is none."""
-    try:
-        check_admin(request)
-    except Exception as error:
-        return refusal(state_of(request), "admin", error)
+    check_admin(request)
     return JSONResponse({"version": shown(state_of(request).sink.current())})
 
 
@@ -76,24 +72,21 @@ async def activate(request: Request) -> Response:
 
 async def _update(request: Request, staging: bool, activating: bool) -> Response:
     state = state_of(request)
-    try:
-        check_admin(request)
-        body = await body_of(request)
-        for name in body.keys() - _BODY_FIELDS:
-            raise unsupported(f"body.{name}", body[name], "there is no such field")
-        kv = kv_policy(body.get("kv", "keep"))
-        with _refused():
-            if staging:
-                manifest = manifest_of(body.get("manifest"))
-                version = manifest.version
-                await state.sink.stage(manifest)
-            else:
-                version = version_of(body.get("version"))
-            if activating:
-                await state.sink.activate(version, kv)
-                state.metrics.count("etude_serve_weight_updates")
-    except Exception as error:
-        return refusal(state, "admin", error)
+    check_admin(request)
+    body = await body_of(request)
+    for name in body.keys() - _BODY_FIELDS:
+        raise unsupported(f"body.{name}", body[name], "there is no such field")
+    kv = kv_policy(body.get("kv", "keep"))
+    with _refused():
+        if staging:
+            manifest = manifest_of(body.get("manifest"))
+            version = manifest.version
+            await state.sink.stage(manifest)
+        else:
+            version = version_of(body.get("version"))
+        if activating:
+            await state.sink.activate(version, kv)
+            state.metrics.count("etude_serve_weight_updates")
     return JSONResponse({"version": shown(state.sink.current()), "staged": shown(version)})
 
 

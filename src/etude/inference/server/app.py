@@ -36,7 +36,8 @@ def build_app(state: ServerState) -> FastAPI:
     def on_error(connection: HTTPConnection, error: Exception, status: int) -> None:
         if status >= 500:
             state.metrics.count("etude_serve_engine_failures")
-        state.metrics.count("etude_serve_requests", endpoint="other", status=str(status))
+        (endpoint,) = getattr(connection.scope.get("route"), "tags", None) or ["other"]
+        state.metrics.count("etude_serve_requests", endpoint=endpoint, status=str(status))
 
     app = build_application(
         "Étude", ERRORS, lifespan=lifespan, on_error=on_error, health=_health, ready=_ready, figures=_figures

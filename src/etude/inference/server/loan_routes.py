@@ -26,7 +26,6 @@ from etude.inference.server.admin import kv_policy, read_manifest, read_version
 from etude.inference.server.errors import ForbiddenError, LoanOverError
 from etude.inference.server.loans import Loan, LoanDesk
 from etude.inference.server.requests import body_of, check_admin, data_of, state_of
-from etude.inference.server.responding import refusal
 from etude.serving.access import bearer_of
 from etude.tokens.chat.fields import text, wrong
 
@@ -39,7 +38,7 @@ _FAILED = 422
 # ---- the owner's --------------------------------------------------------------------------------
 
 
-@router.post("/admin/loan")
+@router.post("/admin/loan", tags=["admin"])
 async def lend(request: Request) -> Response:
     """Lends the replica."""
 
@@ -54,7 +53,7 @@ async def lend(request: Request) -> Response:
     return await _owned(request, work)
 
 
-@router.get("/admin/loan")
+@router.get("/admin/loan", tags=["admin"])
 async def standing(request: Request) -> Response:
     """Where the replica stands."""
 
@@ -64,7 +63,7 @@ async def standing(request: Request) -> Response:
     return await _owned(request, work)
 
 
-@router.delete("/admin/loan")
+@router.delete("/admin/loan", tags=["admin"])
 async def recall(request: Request) -> Response:
     """Recalls the replica."""
 
@@ -76,11 +75,8 @@ async def recall(request: Request) -> Response:
 
 
 async def _owned(request: Request, work: Callable[[LoanDesk], Awaitable[Response]]) -> Response:
-    try:
-        check_admin(request)
-        return await work(_desk_of(request))
-    except Exception as error:
-        return refusal(state_of(request), "admin", error)
+    check_admin(request)
+    return await work(_desk_of(request))
 
 
 def _standing(desk: LoanDesk) -> dict[str, Any]:
@@ -97,7 +93,7 @@ def _standing(desk: LoanDesk) -> dict[str, Any]:
 # ---- the run's ----------------------------------------------------------------------------------
 
 
-@router.post("/loan/begin")
+@router.post("/loan/begin", tags=["loan"])
 async def begin(request: Request) -> Response:
     """The run begins."""
 
@@ -108,7 +104,7 @@ async def begin(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/stage")
+@router.post("/loan/stage", tags=["loan"])
 async def stage(request: Request) -> Response:
     """Takes a version of the run beside the one in service."""
 
@@ -119,7 +115,7 @@ async def stage(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/activate")
+@router.post("/loan/activate", tags=["loan"])
 async def activate(request: Request) -> Response:
     """Puts a version of the run into service, when the last user has gone."""
 
@@ -132,7 +128,7 @@ async def activate(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/exchange")
+@router.post("/loan/exchange", tags=["loan"])
 async def exchange(request: Request) -> Response:
     """What sessions want of the engine."""
 
@@ -143,7 +139,7 @@ async def exchange(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/poll")
+@router.post("/loan/poll", tags=["loan"])
 async def poll(request: Request) -> Response:
     """What the engine has to tell."""
 
@@ -154,7 +150,7 @@ async def poll(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/forget")
+@router.post("/loan/forget", tags=["loan"])
 async def forget(request: Request) -> Response:
     """A client is gone."""
 
@@ -165,7 +161,7 @@ async def forget(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/score")
+@router.post("/loan/score", tags=["loan"])
 async def score(request: Request) -> Response:
     """Log-probabilities of given tokens."""
 
@@ -176,7 +172,7 @@ async def score(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/pulse")
+@router.post("/loan/pulse", tags=["loan"])
 async def pulse(request: Request) -> Response:
     """Renews the lease."""
 
@@ -187,7 +183,7 @@ async def pulse(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/end")
+@router.post("/loan/end", tags=["loan"])
 async def end(request: Request) -> Response:
     """Gives the replica back."""
 
@@ -200,19 +196,16 @@ async def end(request: Request) -> Response:
 
 
 async def _lent(request: Request, work: Callable[[LoanDesk, Loan], Awaitable[Response]]) -> Response:
-    state = state_of(request)
+    desk = _desk_of(request)
+    loan = desk.find(bearer_of(request.headers))
     try:
-        desk = _desk_of(request)
-        loan = desk.find(bearer_of(request.headers))
-        try:
-            return await work(desk, loan)
-        except LoanOverError:
-            raise
-        except EtudeError as error:
-            state.metrics.count("etude_serve_requests", endpoint="loan", status=str(_FAILED))
-            return JSONResponse({"error": wire.error_row(error)}, _FAILED)
-    except Exception as error:
-        return refusal(state, "loan", error)
+        return await work(desk, loan)
+    except LoanOverError:
+        raise
+    except EtudeError as error:
+        metrics = state_of(request).metrics
+        metrics.count("etude_serve_requests", endpoint="loan", status=str(_FAILED))
+        return JSONResponse({"error": wire.error_row(error)}, _FAILED)
 
 
 def _desk_of(request: Request) -> LoanDesk:

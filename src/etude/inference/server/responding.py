@@ -10,7 +10,6 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from etude.errors import EtudeError, UserError
@@ -23,16 +22,6 @@ from etude.inference.server.state import LiveRequest, ServerState
 from etude.serving.application import CLIENT_LEFT, unless_gone, until_gone
 
 _log = logging.getLogger("etude.inference.server")
-
-
-def refusal(state: ServerState, endpoint: str, error: Exception) -> Response:
-    """The response for an error; it is counted."""
-    if isinstance(error, ClientDisconnect):
-        state.metrics.count("etude_serve_requests", endpoint=endpoint, status=str(CLIENT_LEFT))
-        return Response(status_code=CLIENT_LEFT)
-    status, document, headers = describe(state, error)
-    state.metrics.count("etude_serve_requests", endpoint=endpoint, status=str(status))
-    return JSONResponse(document, status, headers=dict(headers))
 
 
 def describe(state: ServerState, error: Exception) -> tuple[int, dict[str, Any], Mapping[str, str]]:

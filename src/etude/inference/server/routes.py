@@ -20,7 +20,7 @@ from etude.inference.server.requests import (
     wants_tokens,
     with_body,
 )
-from etude.inference.server.responding import refusal, respond
+from etude.inference.server.responding import respond
 from etude.inference.server.schema import check_fields, check_model
 from etude.inference.server.side_channel import SIDE_CHANNEL_PATH
 from etude.inference.server.state import Asked, ServedAnswer, ServerState
@@ -32,13 +32,13 @@ Build = Callable[[ServerState, Mapping[str, Any], Key, str | None], tuple[Served
 """Reads a body; the answer that is to be sampled, and whether it is streamed."""
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", tags=["chat_completions"])
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
     return await _answer(request, "chat_completions", _build_chat)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", tags=["completions"])
 async def completions(request: Request) -> Response:
     """OpenAI's completions."""
     return await _answer(request, "completions", _build_completion)
@@ -60,15 +60,11 @@ def _build_completion(
 
 async def _answer(request: Request, endpoint: str, build: Build) -> Response:
     state = state_of(request)
-    try:
-        key = key_of(request)
-        state.version()
-        conversation, asked = conversation_of(request, key), Asked(pin_of(request), wants_tokens(request))
-        answer, stream = await with_body(request, lambda body: build(state, body, key, conversation))
-        live = state.begin(answer, key, asked)
-        return await respond(request, live, endpoint, stream)
-    except Exception as error:
-        return refusal(state, endpoint, error)
+    key = key_of(request)
+    state.version()
+    conversation, asked = conversation_of(request, key), Asked(pin_of(request), wants_tokens(request))
+    answer, stream = await with_body(request, lambda body: build(state, body, key, conversation))
+    return await respond(request, state.begin(answer, key, asked), endpoint, stream)
 
 
 async def _plain(
@@ -76,16 +72,13 @@ async def _plain(
 ) -> Response:
     """A request that samples nothing."""
     state = state_of(request)
-    try:
-        key_of(request)
-        document = await with_body(request, lambda body: work(state, body))
-    except Exception as error:
-        return refusal(state, endpoint, error)
+    key_of(request)
+    document = await with_body(request, lambda body: work(state, body))
     state.metrics.count("etude_serve_requests", endpoint=endpoint, status="200")
     return JSONResponse(document)
 
 
-@router.post("/tokenize")
+@router.post("/tokenize", tags=["tokenize"])
 async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of a conversation as a chat completion would send it."""
     return await _plain(request, "tokenize", _tokenize)
@@ -111,7 +104,7 @@ def _tokenize(state: ServerState, body: Mapping[str, Any]) -> dict[str, Any]:
     return {"count": len(tokens), "max_model_len": model.max_context_tokens, "tokens": tokens.tolist()}
 
 
-@router.post("/detokenize")
+@router.post("/detokenize", tags=["detokenize"])
 async def detokenize(request: Request) -> Response:
     """The text of token ids, control tokens by their names."""
     return await _plain(request, "detokenize", _detokenize)
@@ -124,27 +117,21 @@ def _detokenize(state: ServerState, body: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": tokenizer.decode(read_token_ids(body.get("tokens"), tokenizer, "tokens"))}
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", tags=["models"])
 async def models(request: Request) -> Response:
     """The one model that is served."""
     state = state_of(request)
-    try:
-        key_of(request)
-    except Exception as error:
-        return refusal(state, "models", error)
+    key_of(request)
     state.metrics.count("etude_serve_requests", endpoint="models", status="200")
     return JSONResponse({"object": "list", "data": [_model_row(state)]})
 
 
-@router.get("/v1/models/{name:path}")
+@router.get("/v1/models/{name:path}", tags=["models"])
 async def model(request: Request, name: str) -> Response:
     """One model by its name."""
     state = state_of(request)
-    try:
-        key_of(request)
-        check_model({"model": name}, state.model)
-    except Exception as error:
-        return refusal(state, "models", error)
+    key_of(request)
+    check_model({"model": name}, state.model)
     state.metrics.count("etude_serve_requests", endpoint="models", status="200")
     return JSONResponse(_model_row(state))
 
@@ -156,13 +143,10 @@ def _model_row(state: ServerState) -> dict[str, Any]:
     return {**row, **more}
 
 
-@router.get(SIDE_CHANNEL_PATH + "/{answer_id}")
+@router.get(SIDE_CHANNEL_PATH + "/{answer_id}", tags=["side_channel"])
 async def side_channel(request: Request, answer_id: str) -> Response:
     """The tokens of an answer as binary frames."""
     state = state_of(request)
-    try:
-        body = state.channel.get(answer_id, key_of(request).name)
-    except Exception as error:
-        return refusal(state, "side_channel", error)
+    body = state.channel.get(answer_id, key_of(request).name)
     state.metrics.count("etude_serve_requests", endpoint="side_channel", status="200")
     return Response(body, media_type="application/octet-stream")
