@@ -81,3 +81,23 @@ def _modules_of(requirements: list[str]) -> set[str]:
     wanted = {re.split(r"[^A-Za-z0-9.-]", line)[0].lower() for line in requirements}
     found = importlib.metadata.packages_distributions().items()
     return {module for module, names in found if wanted & {name.lower() for name in names}} - {"etude"}
+
+
+def test_the_core_and_what_servers_share_with_it_need_no_web_framework() -> None:
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('fastapi', 'starlette', 'uvicorn'))\n"  # None: not imported
+        "import etude.records, etude.protocols, etude.config, etude.tokens, etude.model, etude.algorithms\n"
+        "import etude.weights, etude.training, etude.inference\n"
+        "import etude.serving.access, etude.serving.errors, etude.serving.metrics, etude.serving.token_files\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_tokens_are_compared_and_servers_are_started_in_one_place() -> None:
+    words = re.compile(r"compare_digest|\bFastAPI\(|uvicorn\.(Config|Server)\(|# TYPE ")
+    source = ROOT / "src" / "etude"
+    found = {
+        path.relative_to(source).parts[0] for path in source.rglob("*.py") if words.search(path.read_text())
+    }
+    assert found == {"serving"}

@@ -125,7 +125,7 @@ def test_a_token_is_made_once_and_kept_from_others(
         read_token(path)
     path.chmod(0o600)
     path.write_text("\n")
-    with pytest.raises(ConfigError, match="no token"):
+    with pytest.raises(ConfigError, match="no secret"):
         read_token(path)
     with pytest.raises(ConfigError, match="cannot write"):
         read_token(tmp_path / "absent" / "token")
@@ -782,7 +782,7 @@ def test_a_flood_does_not_fill_the_memory_of_the_server(tmp_path: Path) -> None:
 
 def draining_server(is_busy: Callable[[], Awaitable[bool]], drain_s: float) -> DrainingServer:
     config = uvicorn.Config(lambda scope: None, log_level="warning")
-    return DrainingServer(config, "one", Draining("things", drain_s, lambda: None, is_busy))
+    return DrainingServer(config, "one", Draining("things", drain_s, None, is_busy))
 
 
 @pytest.mark.parametrize("error", [SandboxLostError("the host is away"), ZeroDivisionError()])

@@ -62,10 +62,7 @@ def relay_command(
     folder = open_folder(store, read_secret(store_token, "--store-token"))
     relay = Relay(folder, cache, int(cache_gib * _GIB))
 
-    async def is_busy() -> bool:
-        return relay.is_fetching
-
-    draining = Draining("fetches", drain_s, lambda: None, is_busy)
+    draining = Draining("fetches", drain_s, None, lambda: relay.is_fetching)
     serving = run_server(
         build_app(relay, secret),
         "weight relay",

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Protocol, Self
 
 import uvicorn
 from fastapi import FastAPI
@@ -38,6 +38,12 @@ _START_S = 60.0
 _MOST_CONNECTIONS = 1 << 14
 
 
+class Drainable(Protocol):
+    """The state of a server that can be told to take nothing new."""
+
+    draining: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Draining:
     """How a server ends: what it waits for, and for how long."""
@@ -45,9 +51,9 @@ class Draining:
     held: str
     """What it holds, in words."""
     drain_s: float
-    begin: Callable[[], None]
-    """Refuses what is new from then on."""
-    is_busy: Callable[[], Awaitable[bool]]
+    state: Drainable | None
+    """What refuses everything new once it is draining."""
+    is_busy: Callable[[], bool | Awaitable[bool]]
     """Whether some of `held` are still there."""
 
 
@@ -266,7 +272,8 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         draining = self._draining
-        draining.begin()
+        if draining.state is not None:
+            draining.state.draining = True
         say(
             self._name,
             f"ending once its {draining.held} have, in {draining.drain_s:g} s at the latest; "
@@ -284,7 +291,8 @@ class DrainingServer(uvicorn.Server):
     async def _is_busy(self) -> bool:
         """Whether something is held; for what cannot be asked it is taken to be so."""
         try:
-            return await self._draining.is_busy()
+            busy = self._draining.is_busy()
+            return busy if isinstance(busy, bool) else await busy
         except InfrastructureError:
             return True
 

@@ -6,7 +6,7 @@ import os
 import secrets
 from pathlib import Path
 
-from etude.config.secrets import read_private
+from etude.config.secrets import read_private, read_secret
 from etude.errors import ConfigError
 from etude.serving.listening import say
 
@@ -19,17 +19,8 @@ def read_token(path: Path, server: str = "sandbox server") -> str:
     The token itself is not printed: logs are read by others. `server`: who says so. Raises ConfigError for
     a file that others may read, or that holds no token.
     """
-    made = _make_token(path, "", server)
-    if made is not None:
-        return made
-    token = read_private(path, "token_file").strip()
-    if not token or len(token.split()) > 1:
-        raise ConfigError(
-            "the file holds no token" if not token else "holds more than a token",
-            field="token_file",
-            received=str(path),
-            fix="remove it: a new one is made",
-        )
+    token = _make_token(path, "", server) or read_secret(f"file:{path}", "token_file")
+    assert token is not None, "read_secret raises where there is none"
     return token
 
 

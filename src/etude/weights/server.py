@@ -6,9 +6,8 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from etude.errors import StoreError
-from etude.serving.access import AccessError
 from etude.serving.application import bearer_required, build_application, read_body
-from etude.serving.errors import BodyTooLargeError, OwnErrors
+from etude.serving.errors import OwnErrors
 from etude.serving.metrics import Metrics
 from etude.serving.process import ServerThread
 from etude.weights.folders import MissingError, UnavailableError
@@ -22,16 +21,7 @@ class _RefusedError(StoreError):
     """A request that no relay does."""
 
 
-_ERRORS = OwnErrors(
-    {
-        MissingError: 404,
-        UnavailableError: 503,
-        AccessError: 401,
-        _RefusedError: 400,
-        BodyTooLargeError: 400,
-        StoreError: 502,
-    }
-)
+_ERRORS = OwnErrors({MissingError: 404, UnavailableError: 503, _RefusedError: 400})
 
 
 def build_app(relay: Relay, token: str | None = None) -> FastAPI:

@@ -82,7 +82,7 @@ def test_a_new_token_is_not_shown_but_where_it_lies(
     ]
     assert token not in said[0] and other not in said[1]
     assert read_token(tmp_path / "one") == token
-    with pytest.raises(ConfigError, match="more than a token"):
+    with pytest.raises(ConfigError, match="more than one word"):
         read_token(tmp_path / "two")
 
 

@@ -26,12 +26,7 @@ MOST_CLAIMED = 4096
 _BODY_BYTES = 1 << 20
 _NONE = type(None)
 _ERRORS = OwnErrors(
-    {
-        ConfigError: 409,
-        UnknownMemberError: 410,
-        DamagedSessionError: 422,
-        UnwrittenSessionError: 507,
-    }
+    {ConfigError: 409, UnknownMemberError: 410, DamagedSessionError: 422, UnwrittenSessionError: 507}
 )
 _JOIN: Fields = {"name": (str,), "api": (int,), "makings": (dict,)}
 _BEAT: Fields = {"member": (str,), "version": (dict, _NONE), "running": (dict,), "trouble": (str,)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from etude.environment.server.app import build_app
 from etude.environment.server.host import HostLimits, SessionHost, TenantLimits
-from etude.environment.server.process import read_tenants, serve
+from etude.environment.server.process import serve
+from etude.serving.token_files import read_tenants
 
 __all__ = ["HostLimits", "SessionHost", "TenantLimits", "build_app", "read_tenants", "serve"]

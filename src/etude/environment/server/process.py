@@ -14,9 +14,6 @@ from etude.environment.server.app import build_app
 from etude.environment.server.host import SessionHost
 from etude.serving.listening import check_token, open_listeners
 from etude.serving.process import Draining, run_server
-from etude.serving.token_files import read_tenants
-
-__all__ = ["DEFAULT_PORT", "SERVER", "read_tenants", "serve"]
 
 DEFAULT_PORT = 8652
 SERVER = "environment server"
@@ -41,13 +38,7 @@ def serve(
     check_token(host, bool(tokens))
     app = build_app(host_sessions, tokens)
 
-    def begin() -> None:
-        host_sessions.draining = True
-
-    async def is_busy() -> bool:
-        return bool(host_sessions.num_busy)
-
-    draining = Draining("turns", drain_s, begin, is_busy)
+    draining = Draining("turns", drain_s, host_sessions, lambda: bool(host_sessions.num_busy))
     listeners = open_listeners(host, port)
     asyncio.run(
         run_server(

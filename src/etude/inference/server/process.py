@@ -42,16 +42,10 @@ async def serve(
     keys cross the network in the clear. Raises ConfigError.
     """
 
-    def begin() -> None:
-        state.draining = True
-
-    async def is_busy() -> bool:
-        return bool(state.live)
-
     await run_server(
         build_app(state),
         SERVER,
-        Draining("requests", drain_s, begin, is_busy),
+        Draining("requests", drain_s, state, lambda: bool(state.live)),
         listeners,
         note=f"it serves {state.model.name} ({state.sink.current() or 'no weights yet'})",
         allowed_hosts=allowed_hosts,

@@ -38,13 +38,10 @@ def serve(
     app = build_app(backends, token, limits, peers, spool)
     state: ServerState = app.state.sandboxes
 
-    def begin() -> None:
-        state.draining = True
-
     async def is_busy() -> bool:
         return any((await state.prune()).values())
 
-    draining = Draining("sandboxes", drain_s, begin, is_busy)
+    draining = Draining("sandboxes", drain_s, state, is_busy)
     listeners = open_listeners(host, port)
     asyncio.run(
         run_server(

@@ -34,18 +34,15 @@ Whole = Callable[[AsyncIterator[Event]], Coroutine[Any, Any, dict[str, Any]]]
 @router.post("/v1/chat/completions")
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
-    try:
-        session = session_of(request)
-        body = await body_of(request)
-        read = openai_format.read_chat(body, request.headers.get(AGENT_HEADER, ""), session.spec.sampling)
-        tokenizer = recordings_of(request).renderers.tokenizer
-        writer = openai_format.ChatWriter(read, f"chatcmpl-{secrets.token_hex(12)}", tokenizer)
-        stream = writer.stream if read.stream else None
-        return await _answer(
-            request, session, read.ask, writer.whole, stream, openai_format.ERRORS.describe, _openai_event
-        )
-    except Exception as error:
-        return _refused(request, error, openai_format.ERRORS.describe)
+    session = session_of(request)
+    body = await body_of(request)
+    read = openai_format.read_chat(body, request.headers.get(AGENT_HEADER, ""), session.spec.sampling)
+    tokenizer = recordings_of(request).renderers.tokenizer
+    writer = openai_format.ChatWriter(read, f"chatcmpl-{secrets.token_hex(12)}", tokenizer)
+    stream = writer.stream if read.stream else None
+    return await _answer(
+        request, session, read.ask, writer.whole, stream, openai_format.ERRORS.describe, _openai_event
+    )
 
 
 @router.post("/v1/messages")
@@ -68,7 +65,7 @@ async def messages(request: Request) -> Response:
             _anthropic_event,
         )
     except Exception as error:
-        return _refused(request, error, anthropic_format.error_document)
+        return _refused(request, error)
 
 
 @router.post("/v1/messages/count_tokens")
@@ -81,7 +78,7 @@ async def count_tokens(request: Request) -> Response:
         read = anthropic_format.read_messages(body, agent, session.spec.sampling, counting=True)
         return JSONResponse({"input_tokens": session.map.measure(read.ask.messages, read.ask.params)})
     except Exception as error:
-        return _refused(request, error, anthropic_format.error_document)
+        return _refused(request, error)
 
 
 @router.get("/v1/models")
@@ -205,11 +202,12 @@ def _anthropic_event(document: dict[str, Any]) -> bytes:
     return f"event: error\ndata: {json.dumps(document)}\n\n".encode()
 
 
-def _refused(request: Request, error: Exception, error_writer: ErrorWriter) -> Response:
+def _refused(request: Request, error: Exception) -> Response:
+    """An error in Anthropic's shape."""
     recordings_of(request).counts["errors"] += 1
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     if not isinstance(error, EtudeError):
         _log.error("a request failed", exc_info=error)
-    status, document, _ = error_writer(error)
+    status, document, _ = anthropic_format.error_document(error)
     return JSONResponse(document, status)

@@ -62,12 +62,6 @@ async def serve(
     check_address(host, certificate)
     app = build_app(recordings)
 
-    def begin() -> None:
-        recordings.draining = True
-
-    async def is_busy() -> bool:
-        return len(recordings) > 0
-
     try:
         recovered = await asyncio.to_thread(recordings.recover)
     except BaseException:
@@ -76,7 +70,7 @@ async def serve(
         raise
     if recovered:
         note = "; ".join(filter(None, (note, f"took up {recovered} live session{'s' * (recovered != 1)}")))
-    draining = Draining("sessions", drain_s, begin, is_busy)
+    draining = Draining("sessions", drain_s, recordings, lambda: len(recordings) > 0)
     taken = open_listeners(host, port) if listeners is None else listeners
     await run_server(
         app,

@@ -16,6 +16,7 @@ PUT    /router/arms                   {"run@7": 0.9, "run@8": 0.1}; {} gives all
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from typing import Any
@@ -29,9 +30,11 @@ from etude.inference.router.members import Member
 from etude.inference.router.server.loans import LoanKeeper
 from etude.inference.router.server.proxy import Proxy, ReplicaAddress
 from etude.serving.access import AccessError, bearer_of, find_token
+from etude.serving.application import read_body
 from etude.serving.listening import is_loopback
 
 router = APIRouter(prefix="/router")
+_BODY_BYTES = 1 << 20
 
 
 class NoSuchReplicaError(UserError):
@@ -260,7 +263,7 @@ def _check_known(proxy: Proxy, name: str) -> None:
 async def _body_of(request: Request, known: set[str] | None) -> dict[str, Any]:
     """The JSON object of a request; with `known`, of these fields alone. Raises UserError."""
     try:
-        body = await request.json()
+        body = json.loads(await read_body(request, _BODY_BYTES))
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):

@@ -46,13 +46,7 @@ def serve(
     )
     app = build_app(proxy, replicas, admin_token, borrower_token)
 
-    def begin() -> None:
-        proxy.draining = True
-
-    async def is_busy() -> bool:
-        return proxy.router.num_in_flight > 0
-
-    draining = Draining("answers", drain_s, begin, is_busy)
+    draining = Draining("answers", drain_s, proxy, lambda: proxy.router.num_in_flight > 0)
     note = f"{len(replicas)} replica{'s' * (len(replicas) != 1)}"
     if not replicas:
         note += ": POST /router/replicas adds some"
