@@ -15,7 +15,7 @@ from fastapi import FastAPI, Request, Response
 from etude.errors import ConfigError, StoreError, UserError
 from etude.serving.access import AccessError, check_names, find_token
 from etude.serving.application import bearer_required, build_application, read_body
-from etude.serving.errors import BodyTooLargeError, OpenAIErrors, OwnErrors
+from etude.serving.errors import BodyTooLargeError, ErrorShape, OpenAIErrors, OwnErrors
 from etude.serving.process import HeadTimedProtocol, ServerThread
 
 OWN = OwnErrors({StoreError: 507})
@@ -25,7 +25,7 @@ OPENAI = OpenAIErrors(
 )  # fmt: skip
 
 
-def application(errors=OWN, token: str | None = None) -> FastAPI:
+def application(errors: ErrorShape = OWN, token: str | None = None) -> FastAPI:
     app = build_application("Test", errors, guard=bearer_required(token))
 
     @app.post("/echo", dependencies=[bearer_required(token)])
