@@ -79,7 +79,7 @@ class RlTrainer:
         self.adapters = Adapters(model, config.adapter) if config.adapter.rank else None
         """What is trained, where that is not the model itself. Their sum with it is always in its weights."""
         learning = self.adapters or model
-        self._is_cut = is_cut(device_of(model), self._ranks)
+        self._is_cut = is_cut(model, self._ranks)
         self._optimizer = Optimizer(learning, config.optimizer, num_updates, self._ranks, offending)
         self._version = PolicyVersion(lineage, 0)
         self._published: dict[int, str] = {}

@@ -1,6 +1,6 @@
 """A step's micro-batches on several threads of one process, whose number changes no bit.
 
-    micro-batches, cut by lengths alone ──> one thread each ──> gradients, added in the micro-batches' order
+    micro-batches, cut by lengths alone ──> one thread each ──> gradients, added in their order
 
 Each is computed with one compute thread from its first operation to its last gradient, so threads meet once per
 micro-batch and not inside of each product: on cores that are shared with others, one that is away for some
@@ -20,13 +20,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from etude.model import LanguageModel
 from etude.training.parallel.ranks import Ranks
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
 _LEAST_TOKENS = 768
-"""Of a micro-batch that is cut for threads alone: in smaller ones, what each costs by itself begins to count."""
+"""Of a micro-batch that is cut for threads alone: in smaller ones, what each costs by itself counts."""
 _MOST_BATCHES = 16
 
 
@@ -35,10 +36,11 @@ def count_batches(num_sequences: int, num_tokens: int) -> int:
     return max(1, min(num_sequences, num_tokens // _LEAST_TOKENS, _MOST_BATCHES))
 
 
-def is_cut(device: torch.device, ranks: Ranks) -> bool:
-    """Whether threads share micro-batches: on a CPU where this process trains alone. Elsewhere the threads are
-    those of PyTorch's operators."""
-    return device.type == "cpu" and ranks.world_size == 1
+def is_cut(model: nn.Module, ranks: Ranks) -> bool:
+    """Whether threads share micro-batches: on a CPU where this process trains alone, of models whose forward
+    pass is known to leave nothing behind. Elsewhere the threads are those of PyTorch's operators."""
+    on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return isinstance(model, LanguageModel) and on_cpu and ranks.world_size == 1
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class NextTokenTrainer:
         self._config = config
         self._ranks: Ranks = ranks or SingleRank()
         self._learning = _learning(model, drafts)
-        self._is_cut = is_cut(device_of(model), self._ranks)
+        self._is_cut = is_cut(model, self._ranks)
         self._optimizer = Optimizer(
             self._learning, config.optimizer, config.num_steps, self._ranks, offending
         )
@@ -100,9 +100,7 @@ class NextTokenTrainer:
             weight = share.weight
             return (objective * weight if weight != 1.0 else objective), (weight * found, weight * drafted)
 
-        for found, drafted in add_gradients(
-            self._learning, compute, self._ranks.share(plan), num_threads
-        ):
+        for found, drafted in add_gradients(self._learning, compute, self._ranks.share(plan), num_threads):
             sums += found
             draft_sums = drafted + (draft_sums if len(draft_sums) else 0.0)
         sums = self._ranks.all_reduce_(sums)
