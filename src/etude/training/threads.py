@@ -2,9 +2,9 @@
 
     micro-batches, cut by lengths alone ──> one thread each ──> gradients, added in their order
 
-Each is computed with one compute thread from its first operation to its last gradient, so threads meet once per
-micro-batch and not inside of each product: on cores that are shared with others, one that is away for some
-milliseconds would be waited for at every such meeting.
+Each is computed with one compute thread from its first operation to its last gradient, so threads meet once
+per micro-batch and not inside of each product: on cores that are shared with others, one that is away for
+some milliseconds would be waited for at every such meeting.
 """
 
 from __future__ import annotations

@@ -154,10 +154,11 @@ void etude_product(const Product *product, int64_t threads) { run_pieces((int)th
 /* Values of a vector here. */
 int64_t etude_lanes(void) { return LANES; }
 
-/* Whether these products outrun the MKL within PyTorch: it leaves AMD's wide vectors unused. */
+/* Whether these products outrun the MKL within PyTorch, as they do on AMD's processors: by a few percent of a product,
+ * and by what an expert's two products save when they are one call. */
 int64_t etude_outruns_mkl(void)
 {
-#if defined(__AVX512F__) && defined(__x86_64__)
+#if defined(__AVX2__) && defined(__FMA__) && defined(__x86_64__)
     __builtin_cpu_init();
     return __builtin_cpu_is("amd") != 0;
 #else
