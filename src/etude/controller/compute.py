@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
-import os
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -20,7 +19,7 @@ from etude.inference.engine import Kernels
 from etude.inference.native import load_library
 from etude.model import LanguageModel
 from etude.observe import Observer, RunDirectory
-from etude.observe.machine import available_memory_bytes
+from etude.observe.machine import available_cores, available_memory_bytes
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
@@ -228,7 +227,7 @@ def place_model(model: AnyModule, config: RunConfig) -> AnyModule:
 def set_threads(configured: int, device: Device = "cpu") -> int:
     """Sets and returns the number of compute threads: as configured, else on a CPU one for each core. A stage
     of training may use fewer of them (`ThreadChoice`)."""
-    cores = len(os.sched_getaffinity(0)) if device == "cpu" else torch.get_num_threads()
+    cores = available_cores() if device == "cpu" else torch.get_num_threads()
     torch.set_num_threads(configured or cores)
     return torch.get_num_threads()
 
