@@ -144,7 +144,8 @@ class RlTrainer:
         self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
     ) -> list[Scores]:
         """See Trainer.score."""
-        scored = score_sequences(self.model, sequences, routes=routes)
+        with share_threads(cut=self._is_cut):
+            scored = score_sequences(self.model, sequences, routes=routes)
         return [Scores(logprobs, self._version) for logprobs in scored]
 
     def save(

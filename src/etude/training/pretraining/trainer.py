@@ -26,7 +26,7 @@ from etude.training.parallel.ranks import Ranks, Share, SingleRank
 from etude.training.pretraining.context import set_context, with_context_of
 from etude.training.pretraining.documents import Batches, Document
 from etude.training.pretraining.drafts import DraftLoss, hidden_and_logprobs
-from etude.training.threads import add_gradients, count_batches, is_cut, share_threads
+from etude.training.threads import add_gradients, count_batches, is_cut, map_in_order, share_threads
 
 EVALUATED_TOKENS = 16_384
 """Tokens computed at once where no gradient is wanted."""
@@ -209,7 +209,6 @@ class NextTokenTrainer:
         return objective, found, drafted.detach().double().cpu()
 
 
-@torch.no_grad()
 def evaluate_loss(
     model: LanguageModel,
     documents: Sequence[Document],
@@ -223,18 +222,23 @@ def evaluate_loss(
     ranks = ranks or SingleRank()
     documents = [document for document in documents if document.agent[1:].any()]
     lengths = [len(document.tokens) for document in documents]
-    total, count = 0.0, 0
-    for share in ranks.share(pack_sequences(lengths, max_tokens, ranks.world_size)):
+    shares = ranks.share(pack_sequences(lengths, max_tokens, ranks.world_size))
+
+    @torch.no_grad()  # each thread has a mode of its own
+    def compute(share: Share) -> Tensor:
         chosen = [documents[i] for i in share.indices]
         batch = PackedSequences.pack([document.tokens for document in chosen], device_of(model))
         agent = batch.pack_rows([document.agent for document in chosen])
         agent[batch.starts] = False
         targets = agent.nonzero().flatten()
         logprobs, _ = packed_logprobs(model, batch, targets)
-        if share.weight:
-            total -= float(logprobs.double().sum())
-            count += len(targets)
-    total, count = ranks.all_reduce_(torch.tensor([total, count], dtype=torch.float64)).tolist()
+        return share.weight * torch.tensor(
+            [-float(logprobs.double().sum()), len(targets)], dtype=torch.float64
+        )
+
+    with share_threads(cut=is_cut(model, ranks)) as num_threads:
+        sums = sum(map_in_order(compute, shares, num_threads), torch.zeros(2, dtype=torch.float64))
+    total, count = ranks.all_reduce_(sums).tolist()
     return total / count if count else float("nan")
 
 
