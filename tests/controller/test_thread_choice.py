@@ -46,7 +46,7 @@ def test_the_fastest_number_is_taken_after_five_turns_of_each(fastest: int) -> N
     choice = choose(machine, 14, lines)
     assert choice.chosen == fastest
     assert machine.used == [1, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2, *[fastest] * 3]
-    assert len(lines) == 1 and f"{fastest} threads of 2" in lines[0]
+    assert len(lines) == 1 and f"{fastest} of 2 threads" in lines[0]
     assert torch.get_num_threads() == 2, "what was set is set again"
 
 
@@ -57,6 +57,11 @@ def test_a_machine_that_becomes_ten_times_slower_meanwhile_is_judged_by_medians(
     for _ in range(3):
         choice.step(machine.step)
     assert choice.chosen == 2
+
+
+def test_of_numbers_that_are_alike_the_larger_is_taken() -> None:
+    assert choose(Machine({1: 1.0, 2: 1.02}), 11).chosen == 2
+    assert choose(Machine({1: 1.0, 2: 1.05}), 11).chosen == 1
 
 
 def test_steps_of_any_length_are_compared_by_the_token() -> None:

@@ -1,6 +1,7 @@
 """How many threads a stage of training runs on: found on the stage's own first steps.
 
-    step 0 warms up ──> 1, 2, 4 ... threads in turn, five steps each ──> the least median time per token
+    step 0 warms up ──> 1, 2, 4 ... threads in turn, five steps each ──> the least median time per token,
+                                                                         or more threads that take hardly longer
 
 The number changes no bit of a run (see `training.threads`), so the steps that are measured are the run's own.
 Two virtual cores may be one core's worth or two, as others use them: each stage measures again, and so does a
@@ -18,6 +19,8 @@ import torch
 from etude.config import RunConfig
 
 _ROUNDS = 5
+_TIE = 1.03
+"""Up to so many times the least time, more threads are taken: they have the more to gain when others leave."""
 
 
 class ThreadChoice:
@@ -41,8 +44,6 @@ class ThreadChoice:
         self._is_warm = False
         self.chosen = 0 if len(self._counts) > 1 else limit
         """0 as long as it is being measured."""
-        self.token_s = 0.0
-        """Seconds per token on the chosen number, where there was a choice."""
 
     def step(self, take: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
         """Takes a step, which returns its metrics, on as many threads as its turn is."""
@@ -67,6 +68,7 @@ class ThreadChoice:
         if len(self._times) < _ROUNDS * num_counts:
             return
         medians = [statistics.median(self._times[place::num_counts]) for place in range(num_counts)]
-        self.token_s, self.chosen = min(zip(medians, self._counts, strict=True))
-        rates = ", ".join(f"{1 / s:,.0f} on {n}" for s, n in zip(medians, self._counts, strict=True))
-        self._say(f"{self._title}: {self.chosen} threads of {self._counts[-1]} (tokens/s: {rates})")
+        by_count = list(zip(self._counts, medians, strict=True))
+        self.chosen = max(count for count, median in by_count if median <= _TIE * min(medians))
+        rates = ", ".join(f"{1 / median:,.0f} on {count}" for count, median in by_count)
+        self._say(f"{self._title}: {self.chosen} of {self._counts[-1]} threads (tokens/s: {rates})")
