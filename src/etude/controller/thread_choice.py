@@ -1,7 +1,7 @@
 """How many threads a stage of training runs on: found on the stage's own first steps.
 
-    step 0 warms up ──> 1, 2, 4 ... threads in turn, five steps each ──> the least median time per token,
-                                                                         or more threads that take hardly longer
+    step 0 warms up ──> 1, 2, 4 ... threads in turn, five steps each ──> the least median time per token
+                                          (or more threads, where that takes hardly longer)
 
 The number changes no bit of a run (see `training.threads`), so the steps that are measured are the run's own.
 Two virtual cores may be one core's worth or two, as others use them: each stage measures again, and so does a
@@ -20,7 +20,7 @@ from etude.config import RunConfig
 
 _ROUNDS = 5
 _TIE = 1.03
-"""Up to so many times the least time, more threads are taken: they have the more to gain when others leave."""
+"""Up to so many times the least time, more threads are taken: they gain more when others leave."""
 
 
 class ThreadChoice:
