@@ -50,10 +50,10 @@ class Stage:
     """A mid-training of its own, which counts the multiply-adds of its products."""
 
     def __init__(self, config: RunConfig, documents: Sequence[Document], vocab_size: int, seed: int) -> None:
-        model = LanguageModel(config.model, vocab_size)
-        model.initialise(seed)
+        self.model = LanguageModel(config.model, vocab_size)
+        self.model.initialise(seed)
         self._batches = ShuffledDocuments(documents, config.midtrain.tokens_per_step, seed)
-        self._trainer = NextTokenTrainer(model, self._batches, config.midtrain)
+        self._trainer = NextTokenTrainer(self.model, self._batches, config.midtrain)
         self._config, self._vocab_size = config.model, vocab_size
         self.products = 0.0
         draw = self._batches.draw
@@ -138,7 +138,8 @@ def measure_round(
 ) -> Figures:
     """One choice, and one run on each number of threads, the first of which changes from round to round."""
     cores = set_threads(0)
-    stage, choice = Stage(config, documents, vocab_size, number), ThreadChoice(config, "mid-training", print)
+    stage = Stage(config, documents, vocab_size, number)
+    choice = ThreadChoice(config, stage.model, "mid-training", print)
     while not choice.chosen:
         choice.step(stage.step)
     counts = [1 + (number + place) % cores for place in range(cores)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from torch import nn
 
 from etude.config import CheckpointConfig, RunConfig
 from etude.controller.next_token import AnyNextTokenTrainer
@@ -45,7 +46,7 @@ def test_a_stage_is_over_with_its_last_step_alone(
     monkeypatch.setattr(time, "monotonic", lambda: float(trainer.num_steps_taken))
     with JsonlSink(tmp_path / "rows") as rows, StopSignal(SilentObserver(), max_wall_s=stop_at) as stop:
         observer = SilentObserver()
-        latest, threads = tmp_path / "latest", ThreadChoice(RunConfig(num_threads=1), "sft")
+        latest, threads = tmp_path / "latest", ThreadChoice(RunConfig(num_threads=1), nn.Module(), "sft")
         runner = StageRunner("sft", "sft", checkpoint, latest, stop, rows, observer, dict, threads)
         assert runner.run(cast(AnyNextTokenTrainer, trainer), 10, lambda _: None) is is_over
     assert trainer.saved == ([] if is_over else [4])

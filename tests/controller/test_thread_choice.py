@@ -6,9 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
 
 from etude.config import RunConfig
 from etude.controller.thread_choice import ThreadChoice
+from tests.model.builders import small_model
+
+MODEL = small_model()
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +38,7 @@ class Machine:
 
 def choose(machine: Machine, steps: int, lines: list[str] | None = None) -> ThreadChoice:
     say = (lambda _: None) if lines is None else lines.append
-    choice = ThreadChoice(RunConfig(device="cpu"), "stage", say, lambda: machine.now)
+    choice = ThreadChoice(RunConfig(device="cpu"), MODEL, "stage", say, lambda: machine.now)
     for _ in range(steps):
         choice.step(machine.step)
     return choice
@@ -66,7 +70,7 @@ def test_of_numbers_that_are_alike_the_larger_is_taken() -> None:
 
 def test_steps_of_any_length_are_compared_by_the_token() -> None:
     machine = Machine({1: 1.0, 2: 1.2})
-    choice = ThreadChoice(RunConfig(device="cpu"), "stage", clock=lambda: machine.now)
+    choice = ThreadChoice(RunConfig(device="cpu"), MODEL, "stage", clock=lambda: machine.now)
     choice.step(machine.step)
     for turn in range(10):
         choice.step(lambda turn=turn: machine.step(300.0 if turn % 2 == 0 else 100.0))
@@ -83,15 +87,18 @@ def test_a_step_that_trained_on_nothing_is_no_measurement() -> None:
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "model"),
     [
-        RunConfig(device="cpu", num_threads=2),
-        RunConfig.model_validate({"device": "cpu", "parallel": {"ranks": 2}}),
-        RunConfig(device="cuda"),
+        (RunConfig(device="cpu", num_threads=2), MODEL),
+        (RunConfig.model_validate({"device": "cpu", "parallel": {"ranks": 2}}), MODEL),
+        (RunConfig(device="cuda"), MODEL),
+        (RunConfig(device="cpu"), nn.Linear(1, 1)),
     ],
 )
-def test_what_is_configured_or_not_shared_by_threads_is_not_measured(config: RunConfig) -> None:
-    choice, machine = ThreadChoice(config, "stage"), Machine({2: 1.0})
+def test_what_is_configured_or_not_shared_by_threads_is_not_measured(
+    config: RunConfig, model: nn.Module
+) -> None:
+    choice, machine = ThreadChoice(config, model, "stage"), Machine({2: 1.0})
     choice.step(machine.step)
     assert choice.chosen == 2 and machine.used == [2]
 

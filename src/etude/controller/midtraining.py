@@ -38,7 +38,7 @@ def run_midtraining(
     trainer = NextTokenTrainer(model, batches, config.midtrain)
     total = config.midtrain.num_steps
     curve_steps = {round(share * total) for share in _CURVE_SHARES}
-    threads = ThreadChoice(config, MIDTRAINING, observer.say)
+    threads = ThreadChoice(config, model, MIDTRAINING, observer.say)
     runner = StageRunner(
         STAGE, MIDTRAINING, config.checkpoint, latest, stop, metrics, observer, _shown, threads
     )

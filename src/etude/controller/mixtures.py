@@ -128,7 +128,7 @@ class _Training:
             self.metrics,
             self.observer,
             _shown,
-            ThreadChoice(self.config, title, self.observer.say),
+            ThreadChoice(self.config, self.model, title, self.observer.say),
         )
         if not runner.restore(trainer):
             self._enter_stages(trainer, 0)

@@ -104,7 +104,7 @@ def _time_midtraining(
     """Mean wall seconds of a step, after the first ones, which are slower, on as many threads as the first
     ones were fastest with; these stay set."""
     batches = ShuffledDocuments(documents, config.midtrain.tokens_per_step, config.seed)
-    trainer, threads = NextTokenTrainer(model, batches, config.midtrain), ThreadChoice(config, _NAME)
+    trainer, threads = NextTokenTrainer(model, batches, config.midtrain), ThreadChoice(config, model, _NAME)
     for _ in range(_WARM_UP_STEPS):
         trainer.step()
     while not threads.chosen:

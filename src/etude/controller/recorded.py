@@ -137,7 +137,8 @@ class _RecordedRun:
     def train(self) -> dict[str, Any]:
         rl = self._config.rl
         self._observer.stage_begins("reinforcement learning on recorded trajectories", rl.num_steps)
-        threads = ThreadChoice(self._config, "reinforcement learning", self._observer.say)
+        title = "reinforcement learning"
+        threads = ThreadChoice(self._config, self._trainer.model, title, self._observer.say)
         exhausted = False
         while self._trainer.version.step < rl.num_steps and not self._stop:
             groups = self._stream.take(rl.groups_per_step, lambda: bool(self._stop))

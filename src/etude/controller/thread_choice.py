@@ -15,8 +15,10 @@ import time
 from collections.abc import Callable, Mapping
 
 import torch
+from torch import nn
 
 from etude.config import RunConfig
+from etude.model import LanguageModel
 
 _ROUNDS = 5
 _TIE = 1.03
@@ -29,14 +31,19 @@ class ThreadChoice:
     def __init__(
         self,
         config: RunConfig,
+        model: nn.Module,
         title: str,
         say: Callable[[str], None] = lambda _: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`config`: settled. At most as many threads as are set now; with a configured number, one core,
-        several ranks or a GPU there is no choice. `title`: of the stage, for people."""
+        """`config`: settled. `model`: what is trained. At most as many threads as are set now; there is no
+        choice with a configured number, on one core, and where threads do not share micro-batches: with
+        several ranks, on a GPU, of transformers' models. `title`: of the stage, for people."""
         limit = torch.get_num_threads()
-        fixed = config.num_threads or config.parallel.ranks > 1 or config.device != "cpu"
+        elsewhere = (
+            config.parallel.ranks > 1 or config.device != "cpu" or not isinstance(model, LanguageModel)
+        )
+        fixed = bool(config.num_threads) or elsewhere
         self._counts = [] if fixed else [n for n in (1, 2, 4, 8, 16) if n < limit] + [limit]
         self._title, self._say, self._clock = title, say, clock
         self._times: list[float] = []

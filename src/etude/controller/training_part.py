@@ -89,7 +89,8 @@ class TrainingPart:
     @functools.cached_property
     def _threads(self) -> ThreadChoice:
         """Made at the first step, which has the threads that are set for this part."""
-        return ThreadChoice(self._config, "reinforcement learning", self._observer.say)
+        model = self._trainer.model
+        return ThreadChoice(self._config, model, "reinforcement learning", self._observer.say)
 
     @property
     def version(self) -> PolicyVersion:
