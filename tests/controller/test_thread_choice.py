@@ -63,9 +63,23 @@ def test_a_machine_that_becomes_ten_times_slower_meanwhile_is_judged_by_medians(
     assert choice.chosen == 2
 
 
+def test_a_machine_that_others_leave_in_mid_run_is_measured_again() -> None:
+    machine, lines = Machine({1: 1.0, 2: 1.3}), []
+    choice = choose(machine, 11 + 200, lines)
+    assert choice.chosen == 1
+    machine.seconds = {1: 0.1, 2: 0.06}
+    for _ in range(11):
+        choice.step(machine.step)
+    assert choice.chosen == 2 and machine.used[-1] == 2
+    for _ in range(400):
+        choice.step(machine.step)
+    assert len(lines) == 2, "a choice that stays is not repeated"
+    assert machine.used.count(1) < 11 + 200 + 20
+
+
 def test_of_numbers_that_are_alike_the_larger_is_taken() -> None:
     assert choose(Machine({1: 1.0, 2: 1.02}), 11).chosen == 2
-    assert choose(Machine({1: 1.0, 2: 1.05}), 11).chosen == 1
+    assert choose(Machine({1: 1.0, 2: 1.08}), 11).chosen == 1
 
 
 def test_steps_of_any_length_are_compared_by_the_token() -> None:

@@ -4,8 +4,8 @@
                                           (or more threads, where that takes hardly longer)
 
 The number changes no bit of a run (see `training.threads`), so the steps that are measured are the run's own.
-Two virtual cores may be one core's worth or two, as others use them: each stage measures again, and so does a
-run that is resumed.
+Two virtual cores may be one core's worth or two, as others use them: it is measured again now and then, by
+each stage, and when a run is resumed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from etude.config import RunConfig
 from etude.model import LanguageModel
 
 _ROUNDS = 5
-_TIE = 1.03
+_TIE = 1.05
 """Up to so many times the least time, more threads are taken: they gain more when others leave."""
+_STEPS_BETWEEN = 200
+"""From one measurement to the next."""
 
 
 class ThreadChoice:
@@ -48,34 +50,43 @@ class ThreadChoice:
         self._title, self._say, self._clock = title, say, clock
         self._times: list[float] = []
         """Seconds per token of the measured steps, the counts in turn."""
-        self._is_warm = False
+        self._wait = 1
+        """Steps until measuring begins; the first one warms up."""
         self.chosen = 0 if len(self._counts) > 1 else limit
-        """0 as long as it is being measured."""
+        """0 until it has been measured for the first time."""
 
     def step(self, take: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
         """Takes a step, which returns its metrics, on as many threads as its turn is."""
         before, began = torch.get_num_threads(), self._clock()
-        count = self.chosen or self._counts[len(self._times) % len(self._counts)]
+        measures = len(self._counts) > 1 and not self._wait
+        turn = self._counts[len(self._times) % len(self._counts)] if measures else self.chosen
         if self._counts:
-            torch.set_num_threads(count)
+            torch.set_num_threads(turn or self._counts[0])
         try:
             figures = take()
         finally:
             torch.set_num_threads(before)
         num_tokens = figures.get("tokens", figures.get("train_tokens", 0.0))
-        if not self.chosen and num_tokens:
-            if self._is_warm:
-                self._add((self._clock() - began) / num_tokens)
-            self._is_warm = True
+        if not num_tokens:
+            return figures
+        if measures:
+            self._add((self._clock() - began) / num_tokens)
+        else:
+            self._wait = max(0, self._wait - 1)
         return figures
 
     def _add(self, token_s: float) -> None:
         self._times.append(token_s)
-        num_counts = len(self._counts)
-        if len(self._times) < _ROUNDS * num_counts:
+        size = len(self._counts)
+        if len(self._times) < _ROUNDS * size:
             return
-        medians = [statistics.median(self._times[place::num_counts]) for place in range(num_counts)]
-        by_count = list(zip(self._counts, medians, strict=True))
-        self.chosen = max(count for count, median in by_count if median <= _TIE * min(medians))
-        rates = ", ".join(f"{1 / median:,.0f} on {count}" for count, median in by_count)
-        self._say(f"{self._title}: {self.chosen} of {self._counts[-1]} threads (tokens/s: {rates})")
+        rounds = [self._times[first : first + size] for first in range(0, len(self._times), size)]
+        # Against the same round's first: one that was slow altogether says nothing of threads.
+        ratios = [statistics.median(one[place] / one[0] for one in rounds) for place in range(size)]
+        most = _TIE * min(ratios)
+        chosen = max(count for count, ratio in zip(self._counts, ratios, strict=True) if ratio <= most)
+        if chosen != self.chosen:
+            rates = [1 / statistics.median(one[place] for one in rounds) for place in range(size)]
+            shown = ", ".join(f"{rate:,.0f} on {n}" for rate, n in zip(rates, self._counts, strict=True))
+            self._say(f"{self._title}: {chosen} of {self._counts[-1]} threads (tokens/s: {shown})")
+        self.chosen, self._times, self._wait = chosen, [], _STEPS_BETWEEN
