@@ -128,8 +128,8 @@ class RunConfig(Section):
     step on a GPU; see docs/planning.md. Requires `executor = "local"`, one rank and `rl.max_staleness =
     0`."""
     num_threads: int = Field(default=0, ge=0)
-    """Number of compute threads of training. 0 measures which number is fastest, and stores it with the
-    run."""
+    """Number of compute threads of training, which changes no bit of the result. 0: each stage measures on
+    its first steps which number is fastest, and says so; again when it is resumed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device for training and sampling. `cuda`: the first GPU that CUDA reports, see docs/gpu.md. `auto`: a
     GPU if there is one with Triton, otherwise `cpu`."""
