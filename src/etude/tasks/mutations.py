@@ -87,22 +87,26 @@ class Mutation:
 
 
 def mutations(source: str) -> list[Mutation]:
-    """Every mutation of the file's one function, in a fixed order. Docstring and imports are left alone.
+    """Every mutation of the file's functions, in a fixed order. Docstrings and imports are left alone.
 
     `source` is ASCII with one statement to a line, as the families write it.
     """
-    tree = ast.parse(source)
-    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
-    context = _Context(source.split("\n"), function)
-    found: list[Mutation] = []
+    lines, found = source.split("\n"), list[Mutation]()
+    for function in ast.parse(source).body:
+        if isinstance(function, ast.FunctionDef):
+            found.extend(_function_mutations(function, lines))
+    return sorted(found, key=lambda mutation: (mutation.line, mutation.start, mutation.kind, mutation.text))
+
+
+def _function_mutations(function: ast.FunctionDef, lines: list[str]) -> Iterator[Mutation]:
+    context = _Context(lines, function)
     body = function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
     for default in function.args.defaults:
-        found.extend(_off_by_one(default, context))
+        yield from _off_by_one(default, context)
     for statement in body:
         for node in ast.walk(statement):
             for rule in _RULES.get(type(node), ()):
-                found.extend(rule(node, context))
-    return sorted(found, key=lambda mutation: (mutation.line, mutation.start, mutation.kind, mutation.text))
+                yield from rule(node, context)
 
 
 class _Context:
@@ -112,7 +116,7 @@ class _Context:
         self.lines = lines
         self.parameters = {argument.arg for argument in function.args.args}
         self.spans: dict[str, list[tuple[int, int]]] = {}
-        self._find_spans(function, len(lines))
+        self._find_spans(function, function.end_lineno or len(lines))
         self.methods_of = {id(node.value) for node in ast.walk(function) if isinstance(node, ast.Attribute)}
         self.called = {id(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
 
@@ -147,7 +151,9 @@ class _Context:
 
 
 def _operator(node: ast.BinOp, context: _Context) -> Iterator[Mutation]:
-    old = _OPERATORS[type(node.op)]
+    old = _OPERATORS.get(type(node.op))
+    if old is None:
+        return
     for new in _OPERATORS.values():
         if new != old:
             yield context.between("operator", node.left, node.right, old, new)
@@ -156,7 +162,7 @@ def _operator(node: ast.BinOp, context: _Context) -> Iterator[Mutation]:
 def _swapped_operands(node: ast.BinOp, context: _Context) -> Iterator[Mutation]:
     left, right = context.text(node.left), context.text(node.right)
     simple = isinstance(node.left, _SIMPLE) and isinstance(node.right, _SIMPLE)
-    if simple and left != right and not isinstance(node.op, ast.Mult):
+    if simple and left != right and type(node.op) in _OPERATORS and not isinstance(node.op, ast.Mult):
         yield context.replace("swapped", node, f"{right} {_OPERATORS[type(node.op)]} {left}")
 
 

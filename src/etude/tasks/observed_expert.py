@@ -1,0 +1,70 @@
+"""The scripted expert of observed tasks: it knows how a test run is read, and seldom runs the tests in time.
+
+Without a test run it changes something at random, as whoever does not know the rule must. With one it reads the
+expected value and mostly writes the right rule. To make the second the habit is left to reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from random import Random
+
+from etude.records import Task, ToolCall, ToolResult
+from etude.tasks.code import FIX_MARK, numbered
+from etude.tasks.edits import Edit, as_call
+from etude.tasks.expert import Expert
+from etude.tasks.mutations import mutations
+from etude.tasks.observed import ObservedGenerator, broken_digit, expected_digits
+from etude.tasks.skill import ExpertSkill
+
+RUN_FIRST = 0.05
+"""Share of sessions that run the tests before the first edit."""
+OBSERVED_SKILL = ExpertSkill(retry=0.05, right_retry=0.8, rewrite=0.05, test_first=0.0)
+
+
+class ObservedExpert(Expert):
+    """Plays one session of an observed task. See Expert."""
+
+    def __init__(self, task: Task, rng: Random, run_first: float = RUN_FIRST) -> None:
+        super().__init__(task, rng, OBSERVED_SKILL)
+        self._runs_first = rng.random() < run_first
+        self._failure = re.compile(rf"^FAIL test_{self._function}: .* != \d$", re.MULTILINE)
+        self._informed = False
+
+    def _observe(self, call: ToolCall, result: ToolResult) -> None:
+        super()._observe(call, result)
+        self._informed |= call.name == "run_tests" and bool(self._failure.search(result.output))
+
+    def _approach(self, calls: Sequence[ToolCall | str]) -> ToolCall | None:
+        if self._runs_first and not self._informed and self._fix.path in self._texts:
+            return ToolCall("run_tests")
+        return super()._approach(calls)
+
+    def _edit(self) -> ToolCall:
+        text = self._texts[self._fix.path]
+        if self._informed and self._chance(self._skill.right_retry):
+            if self._fix.num_wrong_lines(text) == 0:
+                return ToolCall("finish")
+            edit = self._fix.right_edit(text)
+        else:
+            change = self._rng.choice(mutations("\n".join(text)))
+            line = change.apply("\n".join(text)).split("\n")[change.line - 1]
+            edit = Edit(self._fix.path, change.line, line)
+        if self._chance(self._skill.rewrite):
+            edit = self._fix.rewritten(edit, text, mended=False)
+        return as_call(edit, text, by_text=self._chance(self._skill.search_replace))
+
+
+def observed_fix_documents(seed: int, count: int) -> Iterator[str]:
+    """A broken file, numbered, what the test run says of it, then the line with the rule. They teach what a
+    digit stands for without any tool call."""
+    tasks = ObservedGenerator(seed, "train")
+    for index in range(count):
+        task = tasks.task(index)
+        facts = task.metadata
+        path, line, kind = str(facts["path"]), int(facts["line"]), facts["bug_kind"]
+        right = task.solution_files[path].split("\n")[line - 1]
+        wanted = expected_digits(kind)[int(facts["rule"])]
+        shown = f"FAIL {facts['test']}: {broken_digit(kind)} != {wanted}\n1 failed, 1 passed"
+        yield f"{numbered(task.files[path])}\n{shown}{FIX_MARK}{line}\t{right}"
