@@ -22,7 +22,8 @@ class MidtrainConfig(NextTokenConfig):
     num_observed_sessions: int = Field(default=0, ge=0)
     """Expert sessions of `observed` tasks in the corpus. Few of them run the tests before the first edit."""
     num_observed_fixes: int = Field(default=0, ge=0)
-    """Fixes of `observed` tasks in the corpus: a broken file, what a test run says of it, then the right line."""
+    """Fixes of `observed` tasks in the corpus: a broken file, what a test run says of it, then the right
+    line."""
     num_part_sessions: int = Field(default=0, ge=0)
     """Expert sessions in the corpus with one bug in a file of one to three functions: parts of `composed`
     tasks."""

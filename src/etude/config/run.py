@@ -60,8 +60,8 @@ class TasksConfig(Section):
     directory: str = ""
     """With `family = "directory"`: directory with one Harbor task directory per task."""
     observed_share: float = Field(default=0.0, ge=0, le=1)
-    """With `bug_fixes`: share of reinforcement learning's tasks that are `observed`, whose rule only a test run
-    tells. Above 0 the run is also evaluated on them. See docs/tasks.md."""
+    """With `bug_fixes`: share of reinforcement learning's tasks that are `observed`, whose rule only a test
+    run tells. Above 0 the run is also evaluated on them. See docs/tasks.md."""
     composed_share: float = Field(default=0.0, ge=0, le=1)
     """The same for `composed` tasks: two bugs at once, of pairs of kinds that evaluation does not have."""
     heldout_directory: str = ""

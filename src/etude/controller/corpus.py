@@ -46,8 +46,8 @@ CORPUS_SEED = 20_261
 SHIPPED_FIXES = "code-fixes.jsonl.zst"
 _FIX_SEED = CORPUS_SEED + 1
 """Other tasks than the sessions'."""
-TOKENIZER_SESSIONS = 4_000
-"""Of the corpus, that a tokenizer is trained on."""
+TOKENIZER_SESSIONS, TOKENIZER_OBSERVED = 4_000, 300
+"""Of the corpus, that a tokenizer is trained on: bug fixes, and observed tasks where they are read at all."""
 _TOKENIZER_DOCUMENTS = 2_000
 
 

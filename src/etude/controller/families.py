@@ -18,6 +18,7 @@ from etude.controller.corpus import (
     CORPUS_SEED,
     OBSERVED_SESSIONS,
     PART_SESSIONS,
+    TOKENIZER_OBSERVED,
     TOKENIZER_SESSIONS,
     load_fixes,
     load_sessions,
@@ -33,8 +34,8 @@ from etude.rollout.collect import TaskSource
 from etude.rollout.corpus import ScriptedSession
 from etude.rollout.epochs import EpochSource
 from etude.rollout.playing import Author, play
-from etude.tasks.expert import Expert
 from etude.tasks.acting import ACTING_FAMILIES, ACTING_SUITES, ActingFamily, ActingSplit, MixedSource
+from etude.tasks.expert import Expert
 from etude.tasks.frozen import acting_tasks, evaluation_tasks
 from etude.tasks.generator import SPLITS, Split, TaskGenerator
 from etude.tasks.harbor import read_tasks
@@ -94,7 +95,9 @@ class _BugFixes:
 
     def train_tokenizer(self, observer: Observer) -> Tokenizer:
         num_read = min(self._config.midtrain.num_sessions, TOKENIZER_SESSIONS)
-        sessions = load_sessions(num_read, observer) + self._acting_sessions(observer)
+        sessions = load_sessions(num_read, observer)
+        num_observed = min(self._config.midtrain.num_observed_sessions, TOKENIZER_OBSERVED)
+        sessions += load_sessions(num_observed, observer, OBSERVED_SESSIONS)
         return train_corpus_tokenizer(sessions, self._config.tokenizer.vocab_size)
 
     def documents(self, renderer: Renderer, observer: Observer) -> list[Document]:

@@ -7,9 +7,9 @@ from typing import Any
 
 from etude.config import RunConfig
 from etude.controller.examples import choose_examples, session_text
+from etude.controller.families import TaskFamily
 from etude.controller.parts import Parts
 from etude.controller.stopping import StopSignal
-from etude.controller.families import TaskFamily
 from etude.evaluation import Evaluation, evaluate_family, evaluate_masked, evaluate_policy
 from etude.observe import MetricSink, Observer, RunDirectory, write_json
 from etude.protocols import Handle

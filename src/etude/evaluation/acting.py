@@ -58,8 +58,8 @@ async def evaluate_masked(
 ) -> dict[str, Any]:
     """Observed tasks once more at temperature 1, with failing tests that tell nothing.
 
-    Keys: `first_edit_ceiling`, the chance of a right first edit without a test run; `masked_ablation`, the share
-    of right first edits here, which must not be above it but by luck; `masked_sessions`, their number.
+    Keys: `first_edit_ceiling`, the chance of a right first edit without a test run; `masked_ablation`, the
+    share of right first edits here, which must not be above it but by luck; `masked_sessions`, their number.
     """
     plays = plays_of([mask_output(task) for task in tasks], MASKED_SAMPLES)
     params = SamplingParams(temperature=1.0)

@@ -56,7 +56,7 @@ class ScriptedSession:
 
 
 Script = Callable[[int, int], tuple[Task, Author]]
-"""(seed, number) -> a task of the training split and who plays it. A function of a module: workers import it."""
+"""(seed, number) -> a task of the training split and who plays it. A module's function: workers import it."""
 
 
 def script_bug_fix(seed: int, number: int) -> tuple[Task, Author]:

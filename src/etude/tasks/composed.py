@@ -86,7 +86,9 @@ class ComposedGenerator:
         rng.shuffle(functions)
         first = functions[0][0]
         files = {first.path: "\n".join(source for _, _, source in functions)}
-        files[VISIBLE_TESTS] = test_file([(spec, cases.visible) for spec, cases, _ in functions], first.module)
+        files[VISIBLE_TESTS] = test_file(
+            [(spec, cases.visible) for spec, cases, _ in functions], first.module
+        )
         hidden = test_file([(spec, cases.hidden) for spec, cases, _ in functions], first.module)
         return Task(
             id=task_id,

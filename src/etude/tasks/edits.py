@@ -99,8 +99,8 @@ class ReferenceFix:
         return rng.choice(edits or [Edit(self.path, wrong, "    pass")])
 
     def rewritten(self, edit: Edit, text: Sequence[str], mended: bool) -> Edit:
-        """The edit written as its function's whole body; with `mended`, whatever else is wrong there is mended
-        too.
+        """The edit written as its function's whole body; with `mended`, whatever else is wrong there
+        is mended too.
 
         An edit above the body stays as it is.
         """

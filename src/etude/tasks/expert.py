@@ -36,8 +36,8 @@ _READ_LINE = re.compile(r"\d+\t(.*)", re.DOTALL)
 class Expert:
     """Plays one session of a task. Ask for a message, run its calls, hand the results to the next.
 
-    Raises TaskError for a task whose instruction names neither a test nor a file, or whose reference fix is not a change
-    of lines in one file.
+    Raises TaskError for a task whose instruction names no test and no file, or whose reference fix is not a
+    change of lines in one file.
     """
 
     def __init__(self, task: Task, rng: Random, skill: ExpertSkill | None = None) -> None:

@@ -86,8 +86,8 @@ class BrokenFunction:
 
 
 class TaskGenerator:
-    """Tasks by index. `level_weights` are the odds of levels 1, 2 and 3, `max_characters` bounds the source of
-    each function, callers left out (0: no bound).
+    """Tasks by index. `level_weights` are the odds of levels 1, 2 and 3, `max_characters` bounds the source
+    of each function, callers left out (0: no bound).
 
     Raises TaskError for an unknown split or impossible weights.
     """

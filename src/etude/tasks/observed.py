@@ -62,7 +62,9 @@ _KINDS: dict[ObservedKind, _Kind] = {
     "comparison": _Kind(
         "sum(x == a for x in xs)",
         tuple(
-            f"sum(x {symbol} {bound} for x in xs)" for bound in ("a", "b") for symbol in ("<", "<=", ">", ">=")
+            f"sum(x {symbol} {bound} for x in xs)"
+            for bound in ("a", "b")
+            for symbol in ("<", "<=", ">", ">=")
         ),
         {"xs": [1, 3, 3, 3, 3, 5, 7, 7], "a": 3, "b": 7},
     ),
@@ -138,16 +140,20 @@ class ObservedGenerator:
         rng.setstate(state)
         broken = name_shape(observed_shape(kind, frame, None), spec.family, name, rng)
         other, other_cases = self._others.whole(other_name, rng)
+        instruction = rng.choice(INSTRUCTIONS).format(name=name)
+        # What follows depends on the rule, and nothing that an agent sees depends on it but the salt.
         visible = test_file([(other, other_cases.visible)]) + _hiding_test(spec, kind, rule, rng)
         hidden = _hidden_cases(spec, kind, frame, rng)
         line = 1 + next(
             number
-            for number, pair in enumerate(zip(spec.source.split("\n"), broken.source.split("\n"), strict=True))
+            for number, pair in enumerate(
+                zip(spec.source.split("\n"), broken.source.split("\n"), strict=True)
+            )
             if pair[0] != pair[1]
         )
         return Task(
             id=task_id,
-            instruction=rng.choice(INSTRUCTIONS).format(name=name),
+            instruction=instruction,
             files=dict(
                 sorted({spec.path: broken.source, other.path: other.source, VISIBLE_TESTS: visible}.items())
             ),
@@ -199,10 +205,11 @@ def rule_texts(kind: ObservedKind) -> tuple[str, ...]:
 
 def _hiding_test(spec: FunctionSpec, kind: ObservedKind, rule: int, rng: Random) -> str:
     """The visible test: the digit that it expects is chosen by a digest, which says nothing to a reader."""
-    salt = next(
-        salt for salt in iter(lambda: f"{rng.getrandbits(32):08x}", None) if _rule_of(salt) == rule
-    )
-    values = [*_KINDS[kind].arguments.values(), *([0] if len(spec.parameters) > len(_KINDS[kind].arguments) else [])]
+    salt = next(salt for salt in iter(lambda: f"{rng.getrandbits(32):08x}", None) if _rule_of(salt) == rule)
+    values = [
+        *_KINDS[kind].arguments.values(),
+        *([0] if len(spec.parameters) > len(_KINDS[kind].arguments) else []),
+    ]
     call = f"{spec.name}({', '.join(map(repr, values))})"
     digits = "".join(map(str, expected_digits(kind)))
     return (
@@ -220,9 +227,7 @@ def _rule_of(salt: str) -> int:
 def _hidden_cases(spec: FunctionSpec, kind: ObservedKind, frame: int, rng: Random) -> Cases:
     """Inputs on which every other rule, and the broken function, differ from `spec` at least once."""
     sources = [observed_shape(kind, frame, rule) for rule in (None, *range(NUM_RULES))]
-    functions = [
-        compile_functions([name_shape(shape, "", "f", Random(0)).source])["f"] for shape in sources
-    ]
+    functions = [compile_functions([name_shape(shape, "", "f", Random(0)).source])["f"] for shape in sources]
     right = compile_functions([spec.source])[spec.name]
     for _ in range(_MOST_ATTEMPTS):
         inputs = [_draw_inputs(kind, with_c=frame > 0, rng=rng) for _ in range(_NUM_HIDDEN)]

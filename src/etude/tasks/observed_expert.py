@@ -1,7 +1,7 @@
-"""The scripted expert of observed tasks: it knows how a test run is read, and seldom runs the tests in time.
+"""The scripted expert of observed tasks: it can read a test run, and seldom runs the tests in time.
 
-Without a test run it changes something at random, as whoever does not know the rule must. With one it reads the
-expected value and mostly writes the right rule. To make the second the habit is left to reinforcement learning.
+Without a test run it changes something at random. With one it reads the expected value and mostly writes the
+right rule. To make the second the habit is left to reinforcement learning.
 """
 
 from __future__ import annotations
