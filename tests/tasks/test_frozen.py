@@ -7,9 +7,9 @@ from typing import cast
 
 import pytest
 
-from etude.tasks.acting import ACTING_SUITES, ActingFamily, ActingSplit
+from etude.tasks.acting import ACTING_SUITES, ActingFamily
 from etude.tasks.frozen import FROZEN_COUNT, acting_tasks, committed_digests, evaluation_tasks, tasks_digest
-from etude.tasks.generator import SPLITS, Split
+from etude.tasks.generator import SPLITS, FunctionSplit, Split
 
 
 @pytest.mark.slow
@@ -33,7 +33,7 @@ def test_levels_and_bug_kinds_come_equally_often() -> None:
 @pytest.mark.parametrize("suite", ACTING_SUITES)
 def test_tasks_of_acting_families_are_the_committed_ones(suite: str) -> None:
     family, _, split = suite.partition("_")
-    tasks = acting_tasks(cast(ActingFamily, family), cast(ActingSplit, split))
+    tasks = acting_tasks(cast(ActingFamily, family), cast(FunctionSplit, split))
     assert tasks_digest(tasks) == committed_digests()[suite], "old figures no longer compare with new ones"
 
 

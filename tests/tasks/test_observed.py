@@ -19,11 +19,11 @@ from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
 from etude.tasks.frozen import acting_tasks
 from etude.tasks.functions import compile_functions
+from etude.tasks.generator import FUNCTION_SPLITS
 from etude.tasks.observed import (
     CEILING,
     NUM_RULES,
     OBSERVED_KINDS,
-    OBSERVED_SPLITS,
     ObservedGenerator,
     ObservedKind,
     broken_digit,
@@ -89,7 +89,7 @@ def test_the_runner_prints_a_digit_of_its_own_for_each_rule(kind: ObservedKind) 
         assert output == f"FAIL {task.metadata['test']}: {broken_digit(kind)} != {digit}\n1 failed, 1 passed"
 
 
-@given(INDICES, st.sampled_from(OBSERVED_SPLITS))
+@given(INDICES, st.sampled_from(FUNCTION_SPLITS))
 def test_hidden_tests_accept_the_rule_and_no_other(index: int, split: str) -> None:
     task = ObservedGenerator(5, split).task(index)  # pyright: ignore[reportArgumentType]
     assert passes(task, {**task.files, **task.solution_files}, hidden=True)
@@ -119,9 +119,9 @@ def test_a_masked_run_says_the_same_of_every_rule_and_still_passes_when_right(in
 def test_functions_of_one_split_are_in_no_other() -> None:
     hashes = {
         split: {ObservedGenerator(0, split).task(index).metadata["function_hash"] for index in range(150)}
-        for split in OBSERVED_SPLITS
+        for split in FUNCTION_SPLITS
     }
-    assert len(hashes["heldout"]) == 18, "each of its functions"
+    assert len(hashes["heldout"]) == 18, "three for each of two constants and three kinds"
     assert not hashes["train"] & hashes["heldout"]
     assert not (hashes["train"] | hashes["heldout"]) & hashes["validation"]
 

@@ -34,10 +34,10 @@ from etude.rollout.collect import TaskSource
 from etude.rollout.corpus import ScriptedSession
 from etude.rollout.epochs import EpochSource
 from etude.rollout.playing import Author, play
-from etude.tasks.acting import ACTING_FAMILIES, ACTING_SUITES, ActingFamily, ActingSplit, MixedSource
+from etude.tasks.acting import ACTING_FAMILIES, ACTING_SUITES, ActingFamily, MixedSource
 from etude.tasks.expert import Expert
 from etude.tasks.frozen import acting_tasks, evaluation_tasks
-from etude.tasks.generator import SPLITS, Split, TaskGenerator
+from etude.tasks.generator import SPLITS, FunctionSplit, Split, TaskGenerator
 from etude.tasks.harbor import read_tasks
 from etude.tasks.trails import TrailAuthor, TrailGenerator, check_lengths
 from etude.tokens.renderer import Renderer
@@ -128,7 +128,7 @@ class _BugFixes:
         _check_split(split, [*SPLITS, *ACTING_SUITES])
         if split in ACTING_SUITES:
             name, _, acting_split = split.partition("_")
-            return acting_tasks(cast(ActingFamily, name), cast(ActingSplit, acting_split), count)
+            return acting_tasks(cast(ActingFamily, name), cast(FunctionSplit, acting_split), count)
         return evaluation_tasks(cast(Split, split), count)
 
     def _acting_sessions(self, observer: Observer) -> list[ScriptedSession]:

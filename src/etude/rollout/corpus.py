@@ -27,6 +27,7 @@ from etude.tasks.expert import Expert, ExpertSkill
 from etude.tasks.generator import TaskGenerator
 from etude.tasks.observed import ObservedGenerator
 from etude.tasks.observed_expert import ObservedExpert
+from etude.tasks.part_expert import PartExpert
 from etude.tokens.grammar import XmlGrammar
 from etude.tokens.renderer import Renderer
 from etude.tokens.template import ETUDE_TEMPLATE
@@ -66,9 +67,9 @@ def script_bug_fix(seed: int, number: int) -> tuple[Task, Author]:
 
 
 def script_part(seed: int, number: int) -> tuple[Task, Author]:
-    """A part of a composed task: one bug, in a file of several functions."""
+    """A part of a composed task: one bug, in one of several files."""
     task = ComposedGenerator(seed, "train").part(number)
-    return task, Expert(task, Random(f"part/{seed}/{number}"))
+    return task, PartExpert(task, Random(f"part/{seed}/{number}"))
 
 
 def script_observed(seed: int, number: int) -> tuple[Task, Author]:

@@ -8,14 +8,13 @@ from typing import Literal, get_args
 
 from etude.records import Task
 from etude.tasks.composed import ComposedGenerator
+from etude.tasks.generator import FUNCTION_SPLITS
 from etude.tasks.observed import ObservedGenerator
 
 ActingFamily = Literal["observed", "composed"]
 ACTING_FAMILIES: tuple[ActingFamily, ...] = get_args(ActingFamily)
-ActingSplit = Literal["train", "validation", "heldout"]
-ACTING_SPLITS: tuple[ActingSplit, ...] = get_args(ActingSplit)
 ACTING_SUITES: tuple[str, ...] = tuple(
-    f"{family}_{split}" for family in ACTING_FAMILIES for split in ACTING_SPLITS
+    f"{family}_{split}" for family in ACTING_FAMILIES for split in FUNCTION_SPLITS
 )
 """Names of their frozen evaluation tasks."""
 

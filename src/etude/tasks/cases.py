@@ -102,10 +102,9 @@ def _run(
     return fresh + repeated
 
 
-def test_file(functions: Sequence[tuple[FunctionSpec, Sequence[Case]]], module: str = "") -> str:
-    """A test file with one test for each function and one assertion for each case. `module`: where the
-    functions are; empty: each in its own."""
-    imports = "".join(f"from {module or spec.module} import {spec.name}\n" for spec, _ in functions)
+def test_file(functions: Sequence[tuple[FunctionSpec, Sequence[Case]]]) -> str:
+    """A test file with one test for each function and one assertion for each case."""
+    imports = "".join(f"from {spec.module} import {spec.name}\n" for spec, _ in functions)
     tests = "".join(
         f"\n\ndef test_{spec.name}():\n"
         + "".join(f"    assert {spec.name}({case.arguments}) == {case.result}\n" for case in cases)

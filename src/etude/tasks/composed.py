@@ -1,8 +1,8 @@
-"""Composed: several bugs at once, one in each function of a file.
+"""Composed: several bugs at once, each in a file of its own. The instruction names the files.
 
-    part      one bug in a file of one to three functions     what mid-training reads
-    pair      two functions, a bug in each, of two kinds      what reinforcement learning trains on
-    triple    three functions, three kinds                    held out only
+    part      one to three files, a bug in one of them     what mid-training reads
+    pair      two files, a bug in each, of two kinds       what reinforcement learning trains on
+    triple    three files, three kinds                     held out only
 
 Each pair and each triple of bug kinds belongs to one split, so that the held-out ones are new combinations of
 parts that are known (arXiv 2509.25123: reinforcement learning carries over to those, rejection fine-tuning on
@@ -14,32 +14,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import combinations
 from random import Random
-from typing import Literal, get_args
 
 from etude.errors import TaskError
 from etude.records import Task
 from etude.tasks.cases import Cases, test_file
 from etude.tasks.functions import NAMES, FunctionSpec
-from etude.tasks.generator import ALLOWED_PATHS, HIDDEN_TESTS, VISIBLE_TESTS, TaskGenerator
+from etude.tasks.generator import (
+    ALLOWED_PATHS,
+    FUNCTION_SPLITS,
+    HIDDEN_TESTS,
+    VISIBLE_TESTS,
+    FunctionSplit,
+    TaskGenerator,
+)
 from etude.tasks.mutations import BUG_KINDS, BugKind
 
-ComposedSplit = Literal["train", "validation", "heldout"]
-COMPOSED_SPLITS: tuple[ComposedSplit, ...] = get_args(ComposedSplit)
 Combination = tuple[BugKind, ...]
 
 _NUM_CLASSES = 6
 _MAX_CHARACTERS = 160
 """Of a function: sessions stay short."""
-_MOST_FUNCTIONS = 3
+_MOST_FILES = 3
 
 
-def combinations_of(split: ComposedSplit, size: int) -> list[Combination]:
+def combinations_of(split: FunctionSplit, size: int) -> list[Combination]:
     """The combinations of `size` bug kinds that tasks of the split have. No triple is of `train`."""
     found = combinations(range(len(BUG_KINDS)), size)
     return [tuple(BUG_KINDS[i] for i in chosen) for chosen in found if _split_of(chosen) == split]
 
 
-def _split_of(chosen: Sequence[int]) -> ComposedSplit:
+def _split_of(chosen: Sequence[int]) -> FunctionSplit:
     """Of pairs two thirds are trained on and a sixth judges; of triples five sixths judge."""
     number = sum(chosen) % _NUM_CLASSES
     if number == 0:
@@ -50,11 +54,12 @@ def _split_of(chosen: Sequence[int]) -> ComposedSplit:
 class ComposedGenerator:
     """Tasks by index, each a pure function of (seed, split, index). Raises TaskError for an unknown split."""
 
-    def __init__(self, seed: int, split: ComposedSplit = "train") -> None:
-        if split not in COMPOSED_SPLITS:
-            fix = f"one of {', '.join(COMPOSED_SPLITS)}"
+    def __init__(self, seed: int, split: FunctionSplit = "train") -> None:
+        if split not in FUNCTION_SPLITS:
+            fix = f"one of {', '.join(FUNCTION_SPLITS)}"
             raise TaskError("unknown split", field="split", received=split, fix=fix)
-        self.seed, self.split = seed, split
+        self.seed = seed
+        self.split: FunctionSplit = split
         self._functions = TaskGenerator(seed, split, max_characters=_MAX_CHARACTERS)
         self._sizes = (2,) if split == "train" else (2, 3)
 
@@ -66,36 +71,35 @@ class ComposedGenerator:
         return self.build(f"composed-{self.split}-{self.seed}-{index}", kinds, size, rng)
 
     def part(self, index: int) -> Task:
-        """A task with one bug, in a file of one to three functions."""
+        """A task that names one to three files, with a bug in one of them."""
         rng = Random(f"part/{self.seed}/{self.split}/{index}")
-        num_functions = rng.randint(1, _MOST_FUNCTIONS)
-        return self.build(
-            f"part-{self.split}-{self.seed}-{index}", (rng.choice(BUG_KINDS),), num_functions, rng
-        )
+        num_files = rng.randint(1, _MOST_FILES)
+        return self.build(f"part-{self.split}-{self.seed}-{index}", (rng.choice(BUG_KINDS),), num_files, rng)
 
-    def build(self, task_id: str, kinds: Combination, num_functions: int, rng: Random) -> Task:
-        """A file of so many functions, with a bug of each kind in one of its own."""
-        names = rng.sample(NAMES, num_functions)
-        functions: list[tuple[FunctionSpec, Cases, str]] = []
+    def build(self, task_id: str, kinds: Combination, num_files: int, rng: Random) -> Task:
+        """A task that names so many files, with a bug of each kind in one of its own."""
+        names = rng.sample(NAMES, num_files)
+        functions: list[tuple[FunctionSpec, Cases]] = []
+        files: dict[str, str] = {}
         for name, kind in zip(names, kinds, strict=False):
             broken = self._functions.broken(kind, (name,), 1, rng)
-            functions.append((broken.spec, broken.cases, broken.source))
+            functions.append((broken.spec, broken.cases))
+            files[broken.spec.path] = broken.source
+        fixed = {spec.path: spec.source for spec, _ in functions}
         for name in names[len(kinds) :]:
             spec, cases = self._functions.whole(name, rng)
-            functions.append((spec, cases, spec.source))
+            functions.append((spec, cases))
+            files[spec.path] = spec.source
         rng.shuffle(functions)
-        first = functions[0][0]
-        files = {first.path: "\n".join(source for _, _, source in functions)}
-        files[VISIBLE_TESTS] = test_file(
-            [(spec, cases.visible) for spec, cases, _ in functions], first.module
-        )
-        hidden = test_file([(spec, cases.hidden) for spec, cases, _ in functions], first.module)
+        instruction = f"fix {' '.join(spec.path for spec, _ in functions)}"
+        files[VISIBLE_TESTS] = test_file([(spec, cases.visible) for spec, cases in functions])
+        hidden = test_file([(spec, cases.hidden) for spec, cases in functions])
         return Task(
             id=task_id,
-            instruction=f"fix {first.path}",
+            instruction=instruction,
             files=dict(sorted(files.items())),
             hidden_files={HIDDEN_TESTS: hidden},
-            solution_files={first.path: "\n".join(spec.source for spec, _, _ in functions)},
+            solution_files=fixed,
             allowed_paths=ALLOWED_PATHS,
             test_paths=(VISIBLE_TESTS,),
             hidden_test_paths=(HIDDEN_TESTS,),
@@ -104,6 +108,5 @@ class ComposedGenerator:
                 "family": "composed",
                 "bug_kind": "+".join(sorted(kinds)),
                 "split": self.split,
-                "path": first.path,
             },
         )

@@ -99,16 +99,15 @@ class ReferenceFix:
         return rng.choice(edits or [Edit(self.path, wrong, "    pass")])
 
     def rewritten(self, edit: Edit, text: Sequence[str], mended: bool) -> Edit:
-        """The edit written as its function's whole body; with `mended`, whatever else is wrong there
-        is mended too.
+        """The edit written as the function's whole body; with `mended`, whatever else is wrong is mended too.
 
         An edit above the body stays as it is.
         """
-        first, last = body_span(text, edit.line)
+        first = body_start(text)
         if edit.line < first:
             return edit
         after = self.fixed if mended else edit.apply(text)
-        return Edit(self.path, first, "\n".join(after[first - 1 : last]))
+        return Edit(self.path, first, "\n".join(after[first - 1 :]))
 
     def edit_of(self, call: ToolCall, text: Sequence[str] | None) -> Edit | None:
         """What an editing call of `as_call` does to `text`; None for a file that was not read."""
@@ -123,18 +122,8 @@ class ReferenceFix:
 
 def body_start(lines: Sequence[str]) -> int:
     """The line, from 1, after the docstring of a file with one function; 1 where none is found."""
-    return body_span(lines, 1)[0]
-
-
-def body_span(lines: Sequence[str], line: int) -> tuple[int, int]:
-    """First and last line, from 1, of the body of the function that `line` is in, docstring left out. Above
-    the first function it is that one's; (1, last line of the file) where there is no docstring."""
-    start = max((n for n, text in enumerate(lines[:line], 1) if text.startswith("def ")), default=1)
-    ends = (n for n, text in enumerate(lines[start - 1 :], start) if text.rstrip().endswith('"""'))
-    end = next(ends, len(lines))
-    if end == len(lines):
-        return 1, end
-    return end + 1, next((n for n, text in enumerate(lines[end:], end) if not text.strip()), len(lines))
+    ends = [number for number, line in enumerate(lines, 1) if line.rstrip().endswith('"""')]
+    return ends[0] + 1 if ends and ends[0] < len(lines) else 1
 
 
 def as_call(edit: Edit, text: Sequence[str], by_text: bool) -> ToolCall:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import PurePosixPath
 from random import Random
 
 from etude.errors import TaskError
@@ -27,7 +26,6 @@ MAX_TURNS = 10
 MAX_CALLS_PER_TURN = 4
 
 _TEST_NAME = re.compile(r"\btest_(\w+)")
-_FILE_NAME = re.compile(r"\b[\w/]+\.py\b")
 _IMPORT = re.compile(r"^from ([\w.]+) import ", re.MULTILINE)
 _PATH = re.compile(r"^([\w./-]+\.py)(?::\d+: .*)?$")
 _READ_LINE = re.compile(r"\d+\t(.*)", re.DOTALL)
@@ -36,26 +34,18 @@ _READ_LINE = re.compile(r"\d+\t(.*)", re.DOTALL)
 class Expert:
     """Plays one session of a task. Ask for a message, run its calls, hand the results to the next.
 
-    Raises TaskError for a task whose instruction names no test and no file, or whose reference fix is not a
-    change of lines in one file.
+    Raises TaskError for a task whose instruction names no test or whose reference fix is not a change
+    of lines in one file.
     """
 
     def __init__(self, task: Task, rng: Random, skill: ExpertSkill | None = None) -> None:
-        test, file = _TEST_NAME.search(task.instruction), _FILE_NAME.search(task.instruction)
-        if test is None and file is None:
-            raise TaskError(
-                "names no test and no file",
-                field="instruction",
-                received=task.instruction,
-                fix="say which test fails, or which file is wrong",
-            )
         self._skill = skill or ExpertSkill()
         self._rng = rng
-        self._function = test[1] if test else PurePosixPath(file[0]).stem if file else ""
+        self._function = self._find_function(task.instruction)
         self._fix = ReferenceFix(task)
         self._calls: list[ToolCall | str] = []
         self._num_turns = 0
-        self._paths: list[str] = [file[0]] if file else []
+        self._paths: list[str] = []
         self._texts: dict[str, list[str]] = {}
         self._edited = False
         self._num_tries = 0
@@ -77,6 +67,14 @@ class Expert:
         self._calls = [ToolCall("finish")] if self._num_turns == MAX_TURNS else self._compose()
         self.done = any(isinstance(call, ToolCall) and call.name == "finish" for call in self._calls)
         return tuple(self._calls)
+
+    def _find_function(self, instruction: str) -> str:
+        match = _TEST_NAME.search(instruction)
+        if match is None:
+            raise TaskError(
+                "names no test", field="instruction", received=instruction, fix="say which test fails"
+            )
+        return match[1]
 
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability

@@ -14,9 +14,9 @@ from importlib import resources
 from random import Random
 
 from etude.records import Task
-from etude.tasks.acting import ActingFamily, ActingSplit
+from etude.tasks.acting import ActingFamily
 from etude.tasks.composed import ComposedGenerator, combinations_of
-from etude.tasks.generator import LEVELS, Split, TaskGenerator, bug_kinds_of
+from etude.tasks.generator import LEVELS, FunctionSplit, Split, TaskGenerator, bug_kinds_of
 from etude.tasks.observed import NUM_RULES, OBSERVED_KINDS, ObservedGenerator
 
 FROZEN_SEED = 1_018
@@ -42,7 +42,7 @@ def evaluation_tasks(split: Split, count: int = FROZEN_COUNT) -> list[Task]:
     return tasks
 
 
-def acting_tasks(family: ActingFamily, split: ActingSplit, count: int = FROZEN_COUNT) -> list[Task]:
+def acting_tasks(family: ActingFamily, split: FunctionSplit, count: int = FROZEN_COUNT) -> list[Task]:
     """The first `count` evaluation tasks of a family that only acting solves.
 
     `observed`: kinds take turns, and rules: 24 tasks have each rule of each kind once. `composed`: pairs and,
@@ -63,12 +63,12 @@ def acting_tasks(family: ActingFamily, split: ActingSplit, count: int = FROZEN_C
 
 
 @lru_cache(maxsize=3)
-def _observed(split: ActingSplit) -> ObservedGenerator:
+def _observed(split: FunctionSplit) -> ObservedGenerator:
     return ObservedGenerator(FROZEN_SEED, split)
 
 
 @lru_cache(maxsize=3)
-def _composed(split: ActingSplit) -> ComposedGenerator:
+def _composed(split: FunctionSplit) -> ComposedGenerator:
     return ComposedGenerator(FROZEN_SEED, split)
 
 

@@ -31,6 +31,9 @@ Split = Literal["train", "validation", "heldout", "heldout_family"]
 `heldout_family` holds patterns of functions that no other split has."""
 
 SPLITS: tuple[Split, ...] = get_args(Split)
+FunctionSplit = Literal["train", "validation", "heldout"]
+"""The splits that are drawn from ordinary families."""
+FUNCTION_SPLITS: tuple[FunctionSplit, ...] = get_args(FunctionSplit)
 
 LEVELS: tuple[int, ...] = (1, 2, 3)
 VISIBLE_TESTS = "tests/test_all.py"

@@ -87,26 +87,22 @@ class Mutation:
 
 
 def mutations(source: str) -> list[Mutation]:
-    """Every mutation of the file's functions, in a fixed order. Docstrings and imports are left alone.
+    """Every mutation of the file's one function, in a fixed order. Docstring and imports are left alone.
 
     `source` is ASCII with one statement to a line, as the families write it.
     """
-    lines, found = source.split("\n"), list[Mutation]()
-    for function in ast.parse(source).body:
-        if isinstance(function, ast.FunctionDef):
-            found.extend(_function_mutations(function, lines))
-    return sorted(found, key=lambda mutation: (mutation.line, mutation.start, mutation.kind, mutation.text))
-
-
-def _function_mutations(function: ast.FunctionDef, lines: list[str]) -> Iterator[Mutation]:
-    context = _Context(lines, function)
+    tree = ast.parse(source)
+    function = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
+    context = _Context(source.split("\n"), function)
+    found: list[Mutation] = []
     body = function.body[1:] if ast.get_docstring(function, clean=False) is not None else function.body
     for default in function.args.defaults:
-        yield from _off_by_one(default, context)
+        found.extend(_off_by_one(default, context))
     for statement in body:
         for node in ast.walk(statement):
             for rule in _RULES.get(type(node), ()):
-                yield from rule(node, context)
+                found.extend(rule(node, context))
+    return sorted(found, key=lambda mutation: (mutation.line, mutation.start, mutation.kind, mutation.text))
 
 
 class _Context:
@@ -116,7 +112,7 @@ class _Context:
         self.lines = lines
         self.parameters = {argument.arg for argument in function.args.args}
         self.spans: dict[str, list[tuple[int, int]]] = {}
-        self._find_spans(function, function.end_lineno or len(lines))
+        self._find_spans(function, len(lines))
         self.methods_of = {id(node.value) for node in ast.walk(function) if isinstance(node, ast.Attribute)}
         self.called = {id(node.func) for node in ast.walk(function) if isinstance(node, ast.Call)}
 

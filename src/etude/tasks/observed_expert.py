@@ -9,13 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from random import Random
+from typing import cast
 
 from etude.records import Task, ToolCall, ToolResult
 from etude.tasks.code import FIX_MARK, numbered
 from etude.tasks.edits import Edit, as_call
 from etude.tasks.expert import Expert
 from etude.tasks.mutations import mutations
-from etude.tasks.observed import ObservedGenerator, broken_digit, expected_digits
+from etude.tasks.observed import ObservedGenerator, ObservedKind, broken_digit, expected_digits
 from etude.tasks.skill import ExpertSkill
 
 RUN_FIRST = 0.05
@@ -63,7 +64,7 @@ def observed_fix_documents(seed: int, count: int) -> Iterator[str]:
     for index in range(count):
         task = tasks.task(index)
         facts = task.metadata
-        path, line, kind = str(facts["path"]), int(facts["line"]), facts["bug_kind"]
+        path, line, kind = str(facts["path"]), int(facts["line"]), cast(ObservedKind, facts["bug_kind"])
         right = task.solution_files[path].split("\n")[line - 1]
         wanted = expected_digits(kind)[int(facts["rule"])]
         shown = f"FAIL {facts['test']}: {broken_digit(kind)} != {wanted}\n1 failed, 1 passed"
