@@ -31,7 +31,7 @@ def play_expert(task: Task, expert: Expert) -> tuple[Workspace, Turns]:
     turns: Turns = []
     results: list[ToolResult] | None = None
     while not expert.done:
-        parts = expert.message(results)
+        parts = tuple(expert.message(results))
         results = [
             workspace.run(part)
             if isinstance(part, ToolCall)
@@ -121,7 +121,7 @@ def test_an_edit_that_failed_is_not_counted_on() -> None:
     results: list[ToolResult] | None = None
     workspace, expert = Workspace(task), Expert(task, Random(1), PERFECT_SKILL)
     while not expert.done:
-        parts = expert.message(results)
+        parts = tuple(expert.message(results))
         results = []
         for part in parts:
             assert isinstance(part, ToolCall)

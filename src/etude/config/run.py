@@ -90,11 +90,10 @@ class TasksConfig(Section):
                 'directory: must be named with family = "directory", and only then, '
                 f"received {self.directory!r} with {self.family!r}"
             )
-        shares = self.observed_share + self.composed_share
-        if shares > 1 or (shares and self.family != "bug_fixes"):
+        if self.observed_share + self.composed_share > 1:
             raise ValueError(
-                'observed_share, composed_share: need family = "bug_fixes" and a sum of at most 1, received '
-                f"{self.observed_share:g} and {self.composed_share:g} with {self.family!r}"
+                "observed_share, composed_share: must be at most 1 together, received "
+                f"{self.observed_share:g} and {self.composed_share:g}"
             )
         if self.heldout_directory and not self.directory:
             raise ValueError("heldout_directory: needs directory")

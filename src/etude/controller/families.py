@@ -151,6 +151,10 @@ class _Directory(_BugFixes):
         else:
             self._trained, self._judged = _held_apart(tasks, config.tasks.heldout_share)
 
+    @property
+    def acting(self) -> Sequence[ActingFamily]:
+        return ()
+
     def source(self) -> TaskSource:
         return EpochSource(self._trained, self._config.seed, self._config.rl.curriculum.epochs)
 
