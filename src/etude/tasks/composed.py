@@ -12,6 +12,7 @@ the same data does not). Functions, too, are of their split.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import combinations
 from random import Random
 
@@ -35,6 +36,8 @@ _NUM_CLASSES = 6
 _MAX_CHARACTERS = 160
 """Of a function: sessions stay short."""
 _MOST_FILES = 3
+_DIRECTORY = "lib"
+"""Of all files: what a small model has to copy from the instruction is a name."""
 
 
 def combinations_of(split: FunctionSplit, size: int) -> list[Combination]:
@@ -83,11 +86,13 @@ class ComposedGenerator:
         files: dict[str, str] = {}
         for name, kind in zip(names, kinds, strict=False):
             broken = self._functions.broken(kind, (name,), 1, rng)
-            functions.append((broken.spec, broken.cases))
-            files[broken.spec.path] = broken.source
+            spec = replace(broken.spec, directory=_DIRECTORY)
+            functions.append((spec, broken.cases))
+            files[spec.path] = broken.source
         fixed = {spec.path: spec.source for spec, _ in functions}
         for name in names[len(kinds) :]:
             spec, cases = self._functions.whole(name, rng)
+            spec = replace(spec, directory=_DIRECTORY)
             functions.append((spec, cases))
             files[spec.path] = spec.source
         rng.shuffle(functions)

@@ -118,6 +118,11 @@ def observed_function(
     )
 
 
+def frames_of(split: FunctionSplit) -> list[int]:
+    """What may follow the line with the rule in functions of the split."""
+    return [number for number, (_, _, of) in enumerate(_FRAMES) if of == split]
+
+
 class ObservedGenerator:
     """Tasks by index, each a pure function of (seed, split, index). Raises TaskError for an unknown split.
 
@@ -131,7 +136,7 @@ class ObservedGenerator:
         self.seed = seed
         self.split: FunctionSplit = split
         self._others = TaskGenerator(seed, split)
-        self._frames = [number for number, (_, _, of) in enumerate(_FRAMES) if of == split]
+        self._frames = frames_of(split)
 
     def task(self, index: int) -> Task:
         """The task with this index: always the same."""

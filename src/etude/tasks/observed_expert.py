@@ -9,14 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from random import Random
-from typing import cast
 
 from etude.records import Task, ToolCall, ToolResult
 from etude.tasks.code import FIX_MARK, numbered
 from etude.tasks.edits import Edit, as_call
 from etude.tasks.expert import Expert
+from etude.tasks.functions import NAMES
 from etude.tasks.mutations import mutations
-from etude.tasks.observed import ObservedGenerator, ObservedKind, broken_digit, expected_digits
+from etude.tasks.observed import (
+    NUM_RULES,
+    OBSERVED_KINDS,
+    RULE_LINE,
+    broken_digit,
+    expected_digits,
+    frames_of,
+    observed_function,
+)
 from etude.tasks.skill import ExpertSkill
 
 RUN_FIRST = 0.05
@@ -60,12 +68,15 @@ class ObservedExpert(Expert):
 def observed_fix_documents(seed: int, count: int) -> Iterator[str]:
     """A broken file, numbered, what the test run says of it, then the line with the rule. They teach what a
     digit stands for without any tool call."""
-    tasks = ObservedGenerator(seed, "train")
-    for index in range(count):
-        task = tasks.task(index)
-        facts = task.metadata
-        path, line, kind = str(facts["path"]), int(facts["line"]), cast(ObservedKind, facts["bug_kind"])
-        right = task.solution_files[path].split("\n")[line - 1]
-        wanted = expected_digits(kind)[int(facts["rule"])]
-        shown = f"FAIL {facts['test']}: {broken_digit(kind)} != {wanted}\n1 failed, 1 passed"
-        yield f"{numbered(task.files[path])}\n{shown}{FIX_MARK}{line}\t{right}"
+    rng = Random(f"observed-fix/{seed}")
+    for _ in range(count):
+        kind, rule, frame = (
+            rng.choice(OBSERVED_KINDS),
+            rng.randrange(NUM_RULES),
+            rng.choice(frames_of("train")),
+        )
+        name = rng.choice(NAMES)
+        broken, right = (observed_function(kind, frame, which, name, "lib") for which in (None, rule))
+        line = right.source.split("\n")[RULE_LINE - 1]
+        shown = f"FAIL test_{name}: {broken_digit(kind)} != {expected_digits(kind)[rule]}\n1 failed, 1 passed"
+        yield f"{numbered(broken.source)}\n{shown}{FIX_MARK}{RULE_LINE}\t{line}"

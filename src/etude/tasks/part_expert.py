@@ -11,8 +11,9 @@ from etude.tasks.edits import Edit, as_call, body_start
 from etude.tasks.expert import Expert
 from etude.tasks.skill import ExpertSkill
 
-OTHER_FILE = 0.25
+OTHER_FILE = 0.35
 """Share of edits that write the body of another named file, as it stands already."""
+PART_SKILL = ExpertSkill(right_edit=0.75, rewrite=0.4)
 
 
 class PartExpert(Expert):
@@ -20,7 +21,7 @@ class PartExpert(Expert):
 
     def __init__(self, task: Task, rng: Random, skill: ExpertSkill | None = None) -> None:
         self._named = [word for word in task.instruction.split() if word.endswith(".py")]
-        super().__init__(task, rng, skill)
+        super().__init__(task, rng, skill or PART_SKILL)
 
     def _find_function(self, instruction: str) -> str:
         if not self._named:
