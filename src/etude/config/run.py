@@ -63,7 +63,8 @@ class TasksConfig(Section):
     """With `bug_fixes`: share of reinforcement learning's tasks that are `observed`, whose rule only a test
     run tells. Above 0 the run is also evaluated on them. See docs/tasks.md."""
     composed_share: float = Field(default=0.0, ge=0, le=1)
-    """The same for `composed` tasks: two bugs at once, of pairs of kinds that evaluation does not have."""
+    """The same for `composed` tasks: two bugs at once, in a function and its caller, of pairs of kinds that
+    evaluation does not have."""
     heldout_directory: str = ""
     """Directory with the tasks for evaluation. Empty: `heldout_share` of the tasks in `directory`, which are
     then not trained on."""

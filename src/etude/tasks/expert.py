@@ -26,7 +26,7 @@ MAX_TURNS = 10
 MAX_CALLS_PER_TURN = 4
 
 _TEST_NAME = re.compile(r"\btest_(\w+)")
-_IMPORT = re.compile(r"^from ([\w.]+) import ", re.MULTILINE)
+IMPORT = re.compile(r"^from ([\w.]+) import ", re.MULTILINE)
 _PATH = re.compile(r"^([\w./-]+\.py)(?::\d+: .*)?$")
 _READ_LINE = re.compile(r"\d+\t(.*)", re.DOTALL)
 
@@ -39,9 +39,14 @@ class Expert:
     """
 
     def __init__(self, task: Task, rng: Random, skill: ExpertSkill | None = None) -> None:
+        match = _TEST_NAME.search(task.instruction)
+        if match is None:
+            raise TaskError(
+                "names no test", field="instruction", received=task.instruction, fix="say which test fails"
+            )
         self._skill = skill or ExpertSkill()
         self._rng = rng
-        self._function = self._find_function(task.instruction)
+        self._function = match[1]
         self._fix = ReferenceFix(task)
         self._calls: list[ToolCall | str] = []
         self._num_turns = 0
@@ -68,14 +73,6 @@ class Expert:
         self.done = any(isinstance(call, ToolCall) and call.name == "finish" for call in self._calls)
         return tuple(self._calls)
 
-    def _find_function(self, instruction: str) -> str:
-        match = _TEST_NAME.search(instruction)
-        if match is None:
-            raise TaskError(
-                "names no test", field="instruction", received=instruction, fix="say which test fails"
-            )
-        return match[1]
-
     def _chance(self, probability: float) -> bool:
         return self._rng.random() < probability
 
@@ -90,7 +87,7 @@ class Expert:
             matches = [_READ_LINE.fullmatch(line) for line in result.output.split("\n")]
             text = [match[1] for match in matches if match]
             self._texts[call.arguments["path"]] = text
-            for module in _IMPORT.findall("\n".join(text)):
+            for module in IMPORT.findall("\n".join(text)):
                 self._learn_path(module.replace(".", "/") + ".py")
         elif call.name == "run_tests":
             self._tests_pass = result.error is None and bool(
@@ -182,7 +179,7 @@ class Expert:
         """The file of the tested function, then what it imports; None where it is unknown or all is read."""
         path = next((known for known in self._paths if known.endswith(f"/{self._function}.py")), None)
         while path in self._texts and path != self._fix.path:
-            modules = _IMPORT.findall("\n".join(self._texts[path]))
+            modules = IMPORT.findall("\n".join(self._texts[path]))
             if not modules:
                 return None
             path = modules[0].replace(".", "/") + ".py"

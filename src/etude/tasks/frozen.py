@@ -58,7 +58,7 @@ def acting_tasks(family: ActingFamily, split: FunctionSplit, count: int = FROZEN
             size = 2 + (index % 2 if split != "train" else 0)
             kinds = combinations_of(split, size)
             chosen = kinds[index // 2 % len(kinds)] if size == 2 else rng.choice(kinds)
-            tasks.append(_composed(split).build(name, chosen, size, rng))
+            tasks.append(_composed(split).build(name, chosen, rng))
     return tasks
 
 

@@ -155,7 +155,7 @@ class TaskGenerator:
         cases = choose_cases(spec, right, wrong, rng, _min_results(spec))
         if cases is None or caller_name is None:
             return BrokenFunction(spec, bug, source, cases) if cases else None
-        caller = self._caller(spec, caller_name, rng)
+        caller = self.caller(spec, caller_name, rng)
         if caller is None:
             return None
         caller_cases = choose_cases(
@@ -167,7 +167,7 @@ class TaskGenerator:
         )
         return BrokenFunction(spec, bug, source, cases, caller, caller_cases) if caller_cases else None
 
-    def _caller(self, helper: FunctionSpec, name: str, rng: Random) -> FunctionSpec | None:
+    def caller(self, helper: FunctionSpec, name: str, rng: Random) -> FunctionSpec | None:
         """A function of the split that calls `helper`; None where there seems to be none."""
         for _ in range(_CALLER_ATTEMPTS):
             shape = draw_caller(rng, helper.returns, canonical_parameters(helper))
