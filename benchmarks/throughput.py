@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from etude.config import ModelConfig, RunConfig, load_config
-from etude.controller.compute import choose_threads, use_sampling_threads
+from etude.controller.compute import set_threads, use_sampling_threads
 from etude.controller.corpus import load_sessions, make_documents, train_corpus_tokenizer
 from etude.controller.local import LocalHandle
 from etude.controller.parts import Parts, open_parts
@@ -363,7 +363,7 @@ def run(config: RunConfig, checkpoint: Path, num_steps: int) -> tuple[Figures, d
     """Measures; returns figures and peers. SystemExit where the baseline does not compute the same."""
     model = load_model(checkpoint)
     config = config.model_copy(update={"model": model.config})
-    threads = choose_threads(config.num_threads, model.config, model.vocab_size)
+    threads = set_threads(config.num_threads)
     print(f"{threads} compute threads, {sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     before = probe_roofline(model.config, model.vocab_size)
     done = asyncio.run(measure(config, checkpoint, num_steps))

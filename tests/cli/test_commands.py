@@ -113,7 +113,7 @@ def test_eval_prints_a_table_and_json(run: RunDirectory, monkeypatch: pytest.Mon
 def test_eval_refuses_what_it_does_not_know(run: RunDirectory, tmp_path: Path) -> None:
     (run.checkpoints / "final").mkdir()
     for options, words in (
-        ((str(run.path), "--split", "train"), "one of heldout, validation, heldout_family, or a directory"),
+        ((str(run.path), "--split", "train"), "one of heldout, validation, heldout_family, observed_train, "),
         ((str(run.path), "--checkpoint", "none"), "no such checkpoint"),
         ((str(tmp_path),), "neither a run, nor a checkpoint, nor an address"),
         ((str(run.path), "--tool-calls", "shouted"), "not a valid choice"),

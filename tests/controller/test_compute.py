@@ -13,7 +13,6 @@ from etude.config import RunConfig
 from etude.controller.compute import (
     Place,
     choose_place,
-    choose_threads,
     choose_weight_dtype,
     place_model,
     settle_compute,
@@ -177,12 +176,3 @@ def test_a_placed_model_recomputes_its_activations_if_told_to() -> None:
         model = place_model(small_model(), RunConfig(device="cpu", activation_checkpointing=enabled))
         blocks = [block_of(cast(LanguageModel, model), layer) for layer in range(2)]
         assert {block.recompute for block in blocks} == {enabled}
-
-
-@pytest.mark.slow
-def test_threads_are_probed_within_the_models_window() -> None:
-    threads = torch.get_num_threads()
-    try:
-        assert choose_threads(0, small_model(max_positions=16).config, 64) >= 1
-    finally:
-        torch.set_num_threads(threads)

@@ -7,13 +7,16 @@ import pytest
 from etude.agent import ScriptedSampler, SessionLimits
 from etude.config import MidtrainConfig
 from etude.controller.corpus import (
+    BUG_FIX_SESSIONS,
+    OBSERVED_SESSIONS,
+    PART_SESSIONS,
     SHIPPED_FIXES,
-    SHIPPED_SESSIONS,
     load_fixes,
     load_sessions,
     make_documents,
     train_corpus_tokenizer,
-    write_shipped_corpus,
+    write_shipped_fixes,
+    write_shipped_sessions,
 )
 from etude.controller.rendering import make_renderer
 from etude.observe.observer import RecordingObserver
@@ -107,10 +110,12 @@ def test_documents_that_do_not_fit_are_left_out_whole(
 
 
 def test_the_shipped_corpus_is_what_this_code_makes(tmp_path: Path) -> None:
-    write_shipped_corpus(tmp_path, 3, 2)
-    assert (tmp_path / SHIPPED_SESSIONS).with_suffix(".count").read_text() == "3\n"
+    write_shipped_fixes(tmp_path, 2)
     assert (tmp_path / SHIPPED_FIXES).with_suffix(".count").read_text() == "2\n"
     observer = RecordingObserver()
-    assert load_sessions(3, observer) == load_corpus(tmp_path / SHIPPED_SESSIONS, 3), "write it anew"
+    for corpus in (BUG_FIX_SESSIONS, OBSERVED_SESSIONS, PART_SESSIONS):
+        write_shipped_sessions(tmp_path, corpus, 3)
+        assert (tmp_path / corpus.file).with_suffix(".count").read_text() == "3\n"
+        assert load_sessions(3, observer, corpus) == load_corpus(tmp_path / corpus.file, 3), "write it anew"
     assert load_fixes(2, observer) == load_lines(tmp_path / SHIPPED_FIXES, 2), "write it anew"
     assert observer.lines == [], "nothing had to be generated"

@@ -13,6 +13,7 @@ from etude.observe.metrics import read_metrics
 from tests.controller.learning import CONFIG, learned
 from tests.controller.running import (
     adopting_orphans,
+    changed,
     collected,
     final_weights,
     num_rl_steps,
@@ -27,7 +28,7 @@ from tests.sandbox.test_lifecycle import eventually
 
 def midtraining_config(directory: Path) -> RunConfig:
     """Long enough in mid-training to be killed there twice."""
-    midtrain = {"num_steps": 300, "tokens_per_step": 512}
+    midtrain = {"num_steps": 300, "tokens_per_step": 512, "micro_batch_tokens": 128}
     checkpoint = {"every_s": 0.1, "curve_every_steps": 0}
     return tiny_config(
         directory, midtrain=midtrain, rl={"num_steps": 1}, evaluation={"num_tasks": 1}, checkpoint=checkpoint
@@ -39,6 +40,7 @@ def learning_config(directory: Path) -> RunConfig:
     tree = CONFIG.model_dump(mode="json")
     tree |= {"runs_directory": str(directory), "initial_checkpoint": str(learned())}
     tree["rl"] |= {"num_steps": 5, "groups_per_step": 6, "group_size": 4, "level_weights": [1.0, 0.0, 0.0]}
+    tree["rl"] |= {"micro_batch_tokens": 1024}
     tree |= {
         "evaluation": {"num_tasks": 4, "num_samples": 1},
         "checkpoint": {"every_s": 0.001, "curve_every_steps": 0},
@@ -54,7 +56,7 @@ def rl_figures(run: RunDirectory) -> list[tuple[int, float, float, float]]:
 @pytest.mark.slow
 def test_mid_training_goes_on_bit_for_bit_after_a_kill_and_an_interrupt(tmp_path: Path) -> None:
     undisturbed, report = run_here(midtraining_config(tmp_path / "whole"))
-    config = midtraining_config(tmp_path / "broken")
+    config = changed(midtraining_config(tmp_path / "broken"), num_threads=0)  # chosen anew in each sitting
     checkpoints = Path(config.runs_directory) / config.name / "checkpoints"
     latest, done = checkpoints / "latest" / "digests.json", checkpoints / "midtrained"
     with run_elsewhere(config) as process:
@@ -85,7 +87,7 @@ def test_reinforcement_learning_goes_on_bit_for_bit_after_interrupts(tmp_path: P
     """Two at once stop it at once, as a kill does; one lets it save its state."""
     undisturbed, report = run_here(learning_config(tmp_path / "whole"))
     assert final_weights(undisturbed) != weights_of(learned()), "without learning this would show nothing"
-    config = learning_config(tmp_path / "broken")
+    config = changed(learning_config(tmp_path / "broken"), num_threads=2)
     with adopting_orphans() as left_behind:
         with run_elsewhere(config) as process:
             wait_until(process, lambda: num_rl_steps(config) >= 1)

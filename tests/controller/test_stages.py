@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from torch import nn
 
-from etude.config import CheckpointConfig
+from etude.config import CheckpointConfig, RunConfig
 from etude.controller.next_token import AnyNextTokenTrainer
 from etude.controller.stages import StageRunner
 from etude.controller.stopping import StopSignal
+from etude.controller.thread_choice import ThreadChoice
 from etude.observe import JsonlSink
 from etude.observe.observer import SilentObserver
 
@@ -44,6 +46,7 @@ def test_a_stage_is_over_with_its_last_step_alone(
     monkeypatch.setattr(time, "monotonic", lambda: float(trainer.num_steps_taken))
     with JsonlSink(tmp_path / "rows") as rows, StopSignal(SilentObserver(), max_wall_s=stop_at) as stop:
         observer = SilentObserver()
-        runner = StageRunner("sft", "sft", checkpoint, tmp_path / "latest", stop, rows, observer, dict)
+        latest, threads = tmp_path / "latest", ThreadChoice(RunConfig(num_threads=1), nn.Module(), "sft")
+        runner = StageRunner("sft", "sft", checkpoint, latest, stop, rows, observer, dict, threads)
         assert runner.run(cast(AnyNextTokenTrainer, trainer), 10, lambda _: None) is is_over
     assert trainer.saved == ([] if is_over else [4])

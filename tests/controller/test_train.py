@@ -110,7 +110,7 @@ def test_what_cannot_be_evaluated_is_told(finished: tuple[RunDirectory, Recordin
     run, _ = finished
     with pytest.raises(RunDirectoryError, match=r"one of .*final.*latest.*midtrained.*rl-00001"):
         load_policy(run, "none")
-    with pytest.raises(ConfigError, match="one of heldout, validation, heldout_family, or a directory"):
+    with pytest.raises(ConfigError, match="one of heldout, validation, heldout_family, observed_train, "):
         evaluate(EvaluationRequest(str(run.path), suite="test"), SilentObserver())
 
 

@@ -22,11 +22,16 @@ Turns = list[tuple[tuple[ToolCall | str, ...], list[ToolResult]]]
 
 def play(task: Task, seed: int, skill: ExpertSkill | None = None) -> tuple[Workspace, Turns]:
     """One whole session."""
-    workspace, expert = Workspace(task), Expert(task, Random(seed), skill)
+    return play_expert(task, Expert(task, Random(seed), skill))
+
+
+def play_expert(task: Task, expert: Expert) -> tuple[Workspace, Turns]:
+    """One whole session of this expert's."""
+    workspace = Workspace(task)
     turns: Turns = []
     results: list[ToolResult] | None = None
     while not expert.done:
-        parts = expert.message(results)
+        parts = tuple(expert.message(results))
         results = [
             workspace.run(part)
             if isinstance(part, ToolCall)
@@ -116,7 +121,7 @@ def test_an_edit_that_failed_is_not_counted_on() -> None:
     results: list[ToolResult] | None = None
     workspace, expert = Workspace(task), Expert(task, Random(1), PERFECT_SKILL)
     while not expert.done:
-        parts = expert.message(results)
+        parts = tuple(expert.message(results))
         results = []
         for part in parts:
             assert isinstance(part, ToolCall)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import cast
 
 import pytest
 
-from etude.tasks.frozen import FROZEN_COUNT, committed_digests, evaluation_tasks, tasks_digest
-from etude.tasks.generator import SPLITS, Split
+from etude.tasks.acting import ACTING_SUITES, ActingFamily
+from etude.tasks.frozen import FROZEN_COUNT, acting_tasks, committed_digests, evaluation_tasks, tasks_digest
+from etude.tasks.generator import SPLITS, FunctionSplit, Split
 
 
 @pytest.mark.slow
@@ -25,6 +27,14 @@ def test_levels_and_bug_kinds_come_equally_often() -> None:
     tasks = evaluation_tasks("heldout")
     assert Counter(task.metadata["level"] for task in tasks) == {1: 80, 2: 80, 3: 80}
     assert set(Counter(task.metadata["bug_kind"] for task in tasks).values()) == {20}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("suite", ACTING_SUITES)
+def test_tasks_of_acting_families_are_the_committed_ones(suite: str) -> None:
+    family, _, split = suite.partition("_")
+    tasks = acting_tasks(cast(ActingFamily, family), cast(FunctionSplit, split))
+    assert tasks_digest(tasks) == committed_digests()[suite], "old figures no longer compare with new ones"
 
 
 def test_fewer_tasks_are_the_first_of_more() -> None:

@@ -48,7 +48,7 @@ TargetArgument = Annotated[
 ]
 SuiteOption = Annotated[
     str,
-    typer.Option("--suite", "--split", help="heldout, validation, heldout_family, or a directory of tasks."),
+    typer.Option("--suite", "--split", help="A frozen split, such as heldout, or a directory of tasks."),
 ]
 SampledTemperatureOption = Annotated[
     float | None,

@@ -19,6 +19,13 @@ class MidtrainConfig(NextTokenConfig):
     """Fixes in the corpus: a broken file, then the line that fixes it, without tool calls."""
     num_rewrite_documents: int = Field(default=8_000, ge=0)
     """Rewrites in the corpus: a file with up to three bugs, then the correct body of its function."""
+    num_observed_sessions: int = Field(default=0, ge=0)
+    """Expert sessions of `observed` tasks in the corpus. Few of them run the tests before the first edit."""
+    num_observed_fixes: int = Field(default=0, ge=0)
+    """Fixes of `observed` tasks in the corpus: a broken file, what a test run says of it, then the right
+    line."""
+    num_part_sessions: int = Field(default=0, ge=0)
+    """Expert sessions in the corpus with one bug somewhere in a chain of calls: parts of `composed` tasks."""
     agent_weight: float = Field(default=1.0, ge=0)
     """Loss weight of the agent's own tokens."""
     observation_weight: float = Field(default=0.3, ge=0)

@@ -59,6 +59,12 @@ class TasksConfig(Section):
     each epoch; mid-training, if there is any, uses the corpus of `bug_fixes`."""
     directory: str = ""
     """With `family = "directory"`: directory with one Harbor task directory per task."""
+    observed_share: float = Field(default=0.0, ge=0, le=1)
+    """With `bug_fixes`: share of reinforcement learning's tasks that are `observed`, whose rule only a test
+    run tells. Above 0 the run is also evaluated on them. See docs/tasks.md."""
+    composed_share: float = Field(default=0.0, ge=0, le=1)
+    """The same for `composed` tasks: two bugs at once, in a function and its caller, of pairs of kinds that
+    evaluation does not have."""
     heldout_directory: str = ""
     """Directory with the tasks for evaluation. Empty: `heldout_share` of the tasks in `directory`, which are
     then not trained on."""
@@ -85,6 +91,11 @@ class TasksConfig(Section):
                 'directory: must be named with family = "directory", and only then, '
                 f"received {self.directory!r} with {self.family!r}"
             )
+        if self.observed_share + self.composed_share > 1:
+            raise ValueError(
+                "observed_share, composed_share: must be at most 1 together, received "
+                f"{self.observed_share:g} and {self.composed_share:g}"
+            )
         if self.heldout_directory and not self.directory:
             raise ValueError("heldout_directory: needs directory")
         return self
@@ -103,6 +114,9 @@ class EvaluationConfig(Section):
     num_repeated_tasks: int = Field(default=48, ge=1)
     """Number of held-out tasks that are played `num_samples` times, before and after. These are the first of
     `num_tasks`."""
+    num_acting_tasks: int = Field(default=24, ge=1)
+    """Number of `observed` and of `composed` tasks that are played once greedily and `num_samples` times at
+    temperature 1, before and after, in runs that train on them."""
     every_steps: int = Field(default=0, ge=0)
     """Number of RL steps between evaluations on the held-out tasks during training, in a process of their
     own. Requires `executor = "ray"`. 0: only before and after training."""
@@ -128,8 +142,8 @@ class RunConfig(Section):
     step on a GPU; see docs/planning.md. Requires `executor = "local"`, one rank and `rl.max_staleness =
     0`."""
     num_threads: int = Field(default=0, ge=0)
-    """Number of compute threads of training. 0 measures which number is fastest, and stores it with the
-    run."""
+    """Number of compute threads of training, which changes no bit of the result. 0: each stage measures on
+    its first steps which number is fastest, and says so; again when it is resumed."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device for training and sampling. `cuda`: the first GPU that CUDA reports, see docs/gpu.md. `auto`: a
     GPU if there is one with Triton, otherwise `cpu`."""

@@ -1,48 +1,50 @@
-"""What computes on this machine: the device, the number format, threads (more are not always faster) and the
-engine's kernels.
+"""What computes on this machine: the device, the number format, threads, memory and the engine's kernels.
 
-All of them decide the last bits of a run, so a run keeps what it was begun with.
+Device, number format and kernels decide the last bits of a run, so a run keeps what it was begun with.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
-import os
-import time
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 import torch
 from torch import nn
 
-from etude.config import ModelConfig, RunConfig
+from etude.config import RunConfig
 from etude.errors import ConfigError, ResourceError
 from etude.inference.engine import Kernels
 from etude.inference.native import load_library
-from etude.model import LanguageModel, PackedAttention
+from etude.model import LanguageModel
 from etude.observe import Observer, RunDirectory
-from etude.observe.machine import available_memory_bytes
+from etude.observe.machine import available_cores, available_memory_bytes
 
 Device = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "bfloat16"]
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
-_PROBE_TOKENS, _PROBE_LENGTH = 1920, 160  # of a training step that is timed, and of its longest sequence
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT_BYTES = 1 << 25  # more is refused by some versions
+_KEPT_BYTES = 1 << 30
 
 
 def settle_compute(run: RunDirectory, config: RunConfig, observer: Observer) -> RunConfig:
-    """The configuration with device, number format, threads and kernels settled: as configured, else as the
-    run was begun with, else as they suit this machine. Sets the compute threads and stores all with the run.
+    """The configuration with device, number format and kernels settled: as configured, else as the run was
+    begun with, else as they suit this machine. Stores them with the run, sets the compute threads, and has
+    the process keep memory.
 
     Raises ResourceError for a GPU or for kernels that are asked for, or that the run was begun with, and
     cannot be had; ConfigError for a number format that the device does not compute in.
     """
     device, dtype, kernels = _as_begun(run, config)
     place = choose_place(device, dtype, kernels, config.numerics, observer)
-    threads = _begun_threads(run, config, place.device)
+    threads = set_threads(config.num_threads, place.device)
+    keep_freed_memory()
     settled = {"device": place.device, "dtype": place.dtype, "kernels": place.kernels}
     run.update_environment({**settled, "compute_threads": threads})
-    return _settled(config, place, threads)
+    return _settled(config, place)
 
 
 def settle_evaluation(run: RunDirectory) -> RunConfig:
@@ -54,7 +56,8 @@ def settle_evaluation(run: RunDirectory) -> RunConfig:
     dtype = dtype if wanted in (device, "auto") else "auto"
     kernels = "eager" if kernels == "eager" and device == "cpu" else "auto"
     place = choose_place(device, dtype, kernels, config.numerics)
-    return _settled(config, place, _begun_threads(run, config, place.device))
+    set_threads(config.num_threads, place.device)
+    return _settled(config, place)
 
 
 def _as_begun(run: RunDirectory, config: RunConfig) -> tuple[str, str, str]:
@@ -70,17 +73,9 @@ def _as_begun(run: RunDirectory, config: RunConfig) -> tuple[str, str, str]:
     return device, dtype, kernels
 
 
-def _begun_threads(run: RunDirectory, config: RunConfig, device: Device) -> int:
-    """Sets and returns the compute threads: as configured, as the run was begun with, or the fastest."""
-    configured = config.num_threads or int(run.environment.get("compute_threads") or 0)
-    if device == "cuda" and not configured:
-        return torch.get_num_threads()
-    return choose_threads(configured, config.model, config.tokenizer.vocab_size)
-
-
-def _settled(config: RunConfig, place: Place, threads: int) -> RunConfig:
+def _settled(config: RunConfig, place: Place) -> RunConfig:
     engine = config.engine.model_copy(update={"kernels": place.kernels})
-    update = {"device": place.device, "dtype": place.dtype, "num_threads": threads, "engine": engine}
+    update = {"device": place.device, "dtype": place.dtype, "engine": engine}
     return config.model_copy(update=update)
 
 
@@ -229,37 +224,24 @@ def place_model(model: AnyModule, config: RunConfig) -> AnyModule:
     return model
 
 
-def choose_threads(configured: int, model: ModelConfig, vocab_size: int) -> int:
-    """Sets and returns the number of compute threads; 0 probes a training step at 1, 2, 4, ... cores."""
-    if configured:
-        torch.set_num_threads(configured)
-        return configured
-    cores = len(os.sched_getaffinity(0))
-    candidates = [count for count in (1, 2, 4, 8, 16) if count <= cores]
-    probe = LanguageModel(model, vocab_size)
-    probe.initialise(0)
-    times = {count: _time_step(probe, count) for count in candidates}
-    best = min(times, key=lambda count: times[count])
-    torch.set_num_threads(best)
-    return best
+def set_threads(configured: int, device: Device = "cpu") -> int:
+    """Sets and returns the number of compute threads: as configured, else on a CPU one for each core. A stage
+    of training may use fewer of them (`ThreadChoice`)."""
+    cores = available_cores() if device == "cpu" else torch.get_num_threads()
+    torch.set_num_threads(configured or cores)
+    return torch.get_num_threads()
+
+
+def keep_freed_memory() -> None:
+    """Has the C library keep what is freed for what comes next, where it is GNU's: it would return large
+    tensors to the kernel, which clears their pages again at the next step."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "gnu_get_libc_version"):
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+        library.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def use_sampling_threads(config: RunConfig) -> None:
     """Sets the compute threads for stages that sample. Training calls bring their own count."""
     if config.engine.num_threads:
         torch.set_num_threads(config.engine.num_threads)
-
-
-def _time_step(model: LanguageModel, num_threads: int, repeats: int = 4) -> float:
-    torch.set_num_threads(num_threads)
-    length = min(_PROBE_LENGTH, model.config.max_positions)
-    lengths = [length] * (_PROBE_TOKENS // length)
-    tokens = torch.arange(sum(lengths)) % model.vocab_size
-    positions = torch.arange(length).repeat(len(lengths))
-    times: list[float] = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        hidden = model(tokens, positions, PackedAttention(lengths))
-        model.logits(hidden).logsumexp(-1).mean().backward()
-        times.append(time.perf_counter() - began)
-    return min(times)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,12 +15,16 @@ from etude.config import MidtrainConfig
 from etude.observe import Observer
 from etude.observe.machine import available_cores
 from etude.rollout.corpus import (
+    Script,
     ScriptedSession,
     generate_corpus,
     load_corpus,
     load_lines,
     save_corpus,
     save_lines,
+    script_bug_fix,
+    script_observed,
+    script_part,
 )
 from etude.tasks.code import (
     FIX_MARK,
@@ -28,6 +33,7 @@ from etude.tasks.code import (
     fix_documents,
     rewrite_documents,
 )
+from etude.tasks.observed_expert import observed_fix_documents
 from etude.tokens.grammar import XmlGrammar
 from etude.tokens.renderer import Renderer
 from etude.tokens.template import ETUDE_TEMPLATE
@@ -37,23 +43,39 @@ from etude.training import Document
 
 CORPUS_SEED = 20_261
 """Seed of the shipped corpus. Runs of different seeds read the same corpus, in another order."""
-SHIPPED_SESSIONS = "expert-sessions.jsonl.zst"
 SHIPPED_FIXES = "code-fixes.jsonl.zst"
 _FIX_SEED = CORPUS_SEED + 1
 """Other tasks than the sessions'."""
-TOKENIZER_SESSIONS = 4_000
-"""Of the corpus, that a tokenizer is trained on."""
+TOKENIZER_SESSIONS, TOKENIZER_OBSERVED = 4_000, 300
+"""Of the corpus, that a tokenizer is trained on: bug fixes, and observed tasks where they are read at all."""
 _TOKENIZER_DOCUMENTS = 2_000
 
 
-def load_sessions(num_sessions: int, observer: Observer) -> list[ScriptedSession]:
-    """The first sessions of the corpus: as shipped, and beyond that generated."""
-    path, num_shipped = _shipped(SHIPPED_SESSIONS)
+@dataclass(frozen=True, slots=True)
+class SessionCorpus:
+    """Sessions of a scripted author: a shipped file, and how more are made."""
+
+    file: str
+    script: Script
+
+
+BUG_FIX_SESSIONS = SessionCorpus("expert-sessions.jsonl.zst", script_bug_fix)
+OBSERVED_SESSIONS = SessionCorpus("observed-sessions.jsonl.zst", script_observed)
+PART_SESSIONS = SessionCorpus("part-sessions.jsonl.zst", script_part)
+
+
+def load_sessions(
+    num_sessions: int, observer: Observer, corpus: SessionCorpus = BUG_FIX_SESSIONS
+) -> list[ScriptedSession]:
+    """The first sessions of a corpus: as shipped, and beyond that generated."""
+    path, num_shipped = _shipped(corpus.file)
     sessions = load_corpus(path, min(num_sessions, num_shipped)) if num_shipped else []
     missing = num_sessions - len(sessions)
     if missing > 0:
         observer.say(f"playing {missing} sessions of the scripted expert")
-        sessions += generate_corpus(missing, CORPUS_SEED, available_cores(), first=len(sessions))
+        sessions += generate_corpus(
+            missing, CORPUS_SEED, available_cores(), first=len(sessions), script=corpus.script
+        )
     return sessions
 
 
@@ -68,18 +90,23 @@ def load_fixes(num_documents: int, observer: Observer) -> list[str]:
     return fixes
 
 
-def write_shipped_corpus(directory: Path, num_sessions: int, num_fixes: int) -> None:
-    """Makes the files that are shipped, and beside each the number of its documents."""
-    save_corpus(generate_corpus(num_sessions, CORPUS_SEED, available_cores()), directory / SHIPPED_SESSIONS)
+def write_shipped_sessions(directory: Path, corpus: SessionCorpus, num_sessions: int) -> None:
+    """Makes a file of sessions that is shipped, and beside it their number."""
+    sessions = generate_corpus(num_sessions, CORPUS_SEED, available_cores(), script=corpus.script)
+    save_corpus(sessions, directory / corpus.file)
+    _write_count(directory / corpus.file, num_sessions)
+
+
+def write_shipped_fixes(directory: Path, num_fixes: int) -> None:
+    """The same for fixes."""
     save_lines(list(fix_documents(_FIX_SEED, num_fixes)), directory / SHIPPED_FIXES)
-    for name, count in ((SHIPPED_SESSIONS, num_sessions), (SHIPPED_FIXES, num_fixes)):
-        _count_file(directory / name).write_text(f"{count}\n", encoding="utf-8")
+    _write_count(directory / SHIPPED_FIXES, num_fixes)
 
 
 def train_corpus_tokenizer(sessions: Sequence[ScriptedSession], vocab_size: int) -> Tokenizer:
     """A tokenizer for sessions and code, with the template's and the tools' tags as single tokens."""
     grammar = XmlGrammar(core_registry().schemas)
-    texts = [text for session in sessions[:TOKENIZER_SESSIONS] for text in _texts(session)]
+    texts = [text for session in sessions for text in _texts(session)]
     texts += code_documents(CORPUS_SEED, _TOKENIZER_DOCUMENTS)
     return train_tokenizer(texts, vocab_size, [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()])
 
@@ -94,6 +121,8 @@ def make_documents(
     """Sessions, fixes, rewrites and code as documents; those of more than `max_tokens` are left out whole."""
     documents = [_session_document(session, renderer, config) for session in sessions]
     documents += [_fix_document(text, FIX_MARK, renderer, config) for text in fixes]
+    for text in observed_fix_documents(_FIX_SEED, config.num_observed_fixes):
+        documents.append(_fix_document(text, FIX_MARK, renderer, config))
     for text in rewrite_documents(CORPUS_SEED, config.num_rewrite_documents):
         documents.append(_fix_document(text, REWRITE_MARK, renderer, config))
     for text in code_documents(CORPUS_SEED, config.num_code_documents):
@@ -143,6 +172,10 @@ def _shipped(name: str) -> tuple[Path, int]:
     path = Path(str(files("etude.rollout") / "data" / name))
     count = _count_file(path)
     return path, int(count.read_text(encoding="utf-8")) if path.exists() and count.exists() else 0
+
+
+def _write_count(path: Path, count: int) -> None:
+    _count_file(path).write_text(f"{count}\n", encoding="utf-8")
 
 
 def _count_file(path: Path) -> Path:

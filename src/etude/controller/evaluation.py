@@ -33,10 +33,11 @@ from etude.evaluation.results import PLAN, TRAJECTORIES
 from etude.observe import Observer, RunDirectory, make_directory, summarize_behaviour, write_json
 from etude.records import Task, Trajectory
 from etude.store.trajectories import TrajectoryLog
+from etude.tasks.acting import ACTING_SUITES
 from etude.tasks.frozen import tasks_digest
 from etude.tasks.harbor import read_tasks
 
-FROZEN_SPLITS = ("heldout", "validation", "heldout_family")
+FROZEN_SPLITS = ("heldout", "validation", "heldout_family", *ACTING_SUITES)
 """Tasks that no training step saw."""
 
 

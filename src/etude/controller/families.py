@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 from etude.config import RunConfig
 from etude.controller.corpus import (
     CORPUS_SEED,
+    OBSERVED_SESSIONS,
+    PART_SESSIONS,
+    TOKENIZER_OBSERVED,
     TOKENIZER_SESSIONS,
     load_fixes,
     load_sessions,
@@ -28,11 +31,13 @@ from etude.errors import ConfigError, TaskError
 from etude.observe import Observer
 from etude.records import Task
 from etude.rollout.collect import TaskSource
+from etude.rollout.corpus import ScriptedSession
 from etude.rollout.epochs import EpochSource
 from etude.rollout.playing import Author, play
+from etude.tasks.acting import ACTING_FAMILIES, ACTING_SUITES, ActingFamily, MixedSource
 from etude.tasks.expert import Expert
-from etude.tasks.frozen import evaluation_tasks
-from etude.tasks.generator import SPLITS, Split, TaskGenerator
+from etude.tasks.frozen import acting_tasks, evaluation_tasks
+from etude.tasks.generator import SPLITS, FunctionSplit, Split, TaskGenerator
 from etude.tasks.harbor import read_tasks
 from etude.tasks.trails import TrailAuthor, TrailGenerator, check_lengths
 from etude.tokens.renderer import Renderer
@@ -64,6 +69,12 @@ class TaskFamily(Protocol):
         """The tasks of reinforcement learning, by number."""
         ...
 
+    @property
+    def acting(self) -> Sequence[ActingFamily]:
+        """Families that only acting solves and that the run also trains on; each has the split
+        `<family>_heldout`."""
+        ...
+
     def evaluation_tasks(self, split: str, count: int) -> list[Task]:
         """Raises ConfigError for a split that the family does not have."""
         ...
@@ -85,11 +96,13 @@ class _BugFixes:
     def train_tokenizer(self, observer: Observer) -> Tokenizer:
         num_read = min(self._config.midtrain.num_sessions, TOKENIZER_SESSIONS)
         sessions = load_sessions(num_read, observer)
+        num_observed = min(self._config.midtrain.num_observed_sessions, TOKENIZER_OBSERVED)
+        sessions += load_sessions(num_observed, observer, OBSERVED_SESSIONS)
         return train_corpus_tokenizer(sessions, self._config.tokenizer.vocab_size)
 
     def documents(self, renderer: Renderer, observer: Observer) -> list[Document]:
         midtrain = self._config.midtrain
-        sessions = load_sessions(midtrain.num_sessions, observer)
+        sessions = load_sessions(midtrain.num_sessions, observer) + self._acting_sessions(observer)
         fixes = load_fixes(midtrain.num_fix_documents, observer)
         return make_documents(sessions, fixes, renderer, midtrain, self._config.agent.max_tokens)
 
@@ -98,11 +111,30 @@ class _BugFixes:
         return task, played_messages(task, Expert(task, Random(number)), renderer, self._config)
 
     def source(self) -> TaskSource:
-        return TaskGenerator(self._config.seed, "train", level_weights=self._config.rl.level_weights).task
+        seed, tasks = self._config.seed, self._config.tasks
+        fixes = TaskGenerator(seed, "train", level_weights=self._config.rl.level_weights)
+        shares = {"observed": tasks.observed_share, "composed": tasks.composed_share}
+        if not self.acting:
+            return fixes.task
+        return MixedSource(seed, fixes.task, {name: shares[name] for name in self.acting})
+
+    @property
+    def acting(self) -> Sequence[ActingFamily]:
+        tasks = self._config.tasks
+        shares = zip(ACTING_FAMILIES, (tasks.observed_share, tasks.composed_share), strict=True)
+        return [name for name, share in shares if share]
 
     def evaluation_tasks(self, split: str, count: int) -> list[Task]:
-        _check_split(split, SPLITS)
+        _check_split(split, [*SPLITS, *ACTING_SUITES])
+        if split in ACTING_SUITES:
+            name, _, acting_split = split.partition("_")
+            return acting_tasks(cast(ActingFamily, name), cast(FunctionSplit, acting_split), count)
         return evaluation_tasks(cast(Split, split), count)
+
+    def _acting_sessions(self, observer: Observer) -> list[ScriptedSession]:
+        midtrain = self._config.midtrain
+        observed = load_sessions(midtrain.num_observed_sessions, observer, OBSERVED_SESSIONS)
+        return observed + load_sessions(midtrain.num_part_sessions, observer, PART_SESSIONS)
 
 
 class _Directory(_BugFixes):
@@ -119,6 +151,10 @@ class _Directory(_BugFixes):
         else:
             self._trained, self._judged = _held_apart(tasks, config.tasks.heldout_share)
 
+    @property
+    def acting(self) -> Sequence[ActingFamily]:
+        return ()
+
     def source(self) -> TaskSource:
         return EpochSource(self._trained, self._config.seed, self._config.rl.curriculum.epochs)
 
@@ -129,6 +165,7 @@ class _Directory(_BugFixes):
 
 class _Trails:
     splits: Sequence[str] = ("heldout", "heldout_family")
+    acting: Sequence[ActingFamily] = ()
 
     def __init__(self, config: RunConfig) -> None:
         for length in config.tasks.trail_heldout_lengths:

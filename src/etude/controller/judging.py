@@ -7,9 +7,10 @@ from typing import Any
 
 from etude.config import RunConfig
 from etude.controller.examples import choose_examples, session_text
+from etude.controller.families import TaskFamily
 from etude.controller.parts import Parts
 from etude.controller.stopping import StopSignal
-from etude.evaluation import Evaluation, evaluate_policy
+from etude.evaluation import Evaluation, evaluate_family, evaluate_masked, evaluate_policy
 from etude.observe import MetricSink, Observer, RunDirectory, write_json
 from etude.protocols import Handle
 from etude.records import Task
@@ -91,6 +92,28 @@ class Judging:
         texts = {task.id: session_text(session) for task, session in sessions}
         passed = {task.id: bool(session.facts.get("passed")) for task, session in sessions}
         write_json(self._run.path / SESSIONS_BEFORE, {"texts": texts, "passed": passed})
+        write_json(self._run.report_file, self._report)
+
+    async def judge_families(self, family: TaskFamily, when: str, parts: Parts) -> None:
+        """Figures on the families that only acting solves, in the report, unless an earlier sitting has them.
+        `when`: "before" or "after" reinforcement learning."""
+        settings, slots = self._config.evaluation, self._config.engine.num_slots
+        found: dict[str, dict[str, Any]] = self._report.setdefault("families", {}) if family.acting else {}
+        for name in family.acting:
+            sides = found.setdefault(name, {})
+            if when in sides:
+                continue
+            began = self._stop.elapsed_s
+            self._observer.stage_begins(f"evaluation {name} {when}", 1)
+            tasks = family.evaluation_tasks(f"{name}_heldout", settings.num_acting_tasks)
+            label, played = f"{self._config.name}-{name}-{when}", (parts.environment, parts.service, tasks)
+            seed = self._config.seed
+            sides[when] = await evaluate_family(*played, label, seed, slots, settings.num_samples)
+            if name == "observed":
+                sides[when] |= await evaluate_masked(*played, f"{label}-masked", seed, slots)
+            self._observer.stage_advances(1, {"pass_rate": sides[when]["sampled"]["pass_rate"]})
+            self._observer.stage_ends()
+            add_stage_time(self._report, "evaluation_s", self._stop.elapsed_s - began)
         write_json(self._run.report_file, self._report)
 
     def finish(self, tasks: Sequence[Task], after: Evaluation, family: Evaluation | None) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from etude.config import RunConfig
 from etude.controller.stages import Figures, StageRunner
 from etude.controller.stopping import StopSignal
+from etude.controller.thread_choice import ThreadChoice
 from etude.model import LanguageModel
 from etude.observe import MetricSink, Observer
 from etude.training import Document, NextTokenTrainer, ShuffledDocuments
@@ -37,7 +38,10 @@ def run_midtraining(
     trainer = NextTokenTrainer(model, batches, config.midtrain)
     total = config.midtrain.num_steps
     curve_steps = {round(share * total) for share in _CURVE_SHARES}
-    runner = StageRunner(STAGE, MIDTRAINING, config.checkpoint, latest, stop, metrics, observer, _shown)
+    threads = ThreadChoice(config, model, MIDTRAINING, observer.say)
+    runner = StageRunner(
+        STAGE, MIDTRAINING, config.checkpoint, latest, stop, metrics, observer, _shown, threads
+    )
     runner.restore(trainer)
 
     def after_step(step: int) -> None:

@@ -17,6 +17,7 @@ from etude.controller.models import settle_model
 from etude.controller.next_token import AnyNextTokenTrainer, open_next_token_trainer
 from etude.controller.stages import Figures, StageRunner
 from etude.controller.stopping import StopSignal
+from etude.controller.thread_choice import ThreadChoice
 from etude.controller.train import FINAL, LATEST, OFFENDING, InterruptedRunError
 from etude.errors import ConfigError
 from etude.model import DraftLayers, LanguageModel, build_model
@@ -117,15 +118,17 @@ class _Training:
             return self._train(trainer)
 
     def _train(self, trainer: AnyNextTokenTrainer) -> dict[str, Any]:
+        title = "pre-training" if self.stage == "pretrain" else "fine-tuning"
         runner = StageRunner(
             self.stage,
-            "pre-training" if self.stage == "pretrain" else "fine-tuning",
+            title,
             self.config.checkpoint,
             self.run.checkpoints / LATEST,
             self.stop,
             self.metrics,
             self.observer,
             _shown,
+            ThreadChoice(self.config, self.model, title, self.observer.say),
         )
         if not runner.restore(trainer):
             self._enter_stages(trainer, 0)

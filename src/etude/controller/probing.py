@@ -28,6 +28,7 @@ from etude.controller.forecast import Speeds
 from etude.controller.numerics import use_numerics
 from etude.controller.parts import Parts, open_parts
 from etude.controller.rendering import make_renderer
+from etude.controller.thread_choice import ThreadChoice
 from etude.model import LanguageModel
 from etude.protocols import Sampler
 from etude.records import (
@@ -90,7 +91,7 @@ def probe_speeds(
             plays = _choose_plays(config, tokenizer, family, scripted=bool(len(documents)))
             config = _apart(config)
             step_s = _time_midtraining(config, model, documents, clock) if len(documents) else 0.0
-            probe = _SessionProbe(config, model, tokenizer, plays, threads, clock)
+            probe = _SessionProbe(config, model, tokenizer, plays, torch.get_num_threads(), clock)
             rl_step_s, session_s = asyncio.run(probe.measure())
         finally:
             torch.set_num_threads(threads)
@@ -100,11 +101,15 @@ def probe_speeds(
 def _time_midtraining(
     config: RunConfig, model: LanguageModel, documents: Sequence[Document], clock: Clock
 ) -> float:
-    """Mean wall seconds of a step, after the first ones, which are slower."""
+    """Mean wall seconds of a step, after the first ones, which are slower, on as many threads as the first
+    ones were fastest with; these stay set."""
     batches = ShuffledDocuments(documents, config.midtrain.tokens_per_step, config.seed)
-    trainer = NextTokenTrainer(model, batches, config.midtrain)
+    trainer, threads = NextTokenTrainer(model, batches, config.midtrain), ThreadChoice(config, model, _NAME)
     for _ in range(_WARM_UP_STEPS):
         trainer.step()
+    while not threads.chosen:
+        threads.step(trainer.step)
+    torch.set_num_threads(threads.chosen)
     least, most = _MIDTRAIN_STEPS
     began, taken = clock(), 0
     while taken < least or (taken < most and clock() - began < _MIDTRAIN_S):

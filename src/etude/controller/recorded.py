@@ -6,6 +6,7 @@ log --take--> step --> metrics --> checkpoint: weights, optimiser and the log's 
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from etude.controller.numerics import settle_numerics, use_numerics
 from etude.controller.ranks import open_trainer
 from etude.controller.rendering import make_renderer
 from etude.controller.stopping import StopSignal
+from etude.controller.thread_choice import ThreadChoice
 from etude.controller.train import FINAL, LATEST, MIDTRAINED, OFFENDING, ROUTES, InterruptedRunError
 from etude.errors import ConfigError
 from etude.model import LanguageModel
@@ -135,13 +137,15 @@ class _RecordedRun:
     def train(self) -> dict[str, Any]:
         rl = self._config.rl
         self._observer.stage_begins("reinforcement learning on recorded trajectories", rl.num_steps)
+        title = "reinforcement learning"
+        threads = ThreadChoice(self._config, self._trainer.model, title, self._observer.say)
         exhausted = False
         while self._trainer.version.step < rl.num_steps and not self._stop:
             groups = self._stream.take(rl.groups_per_step, lambda: bool(self._stop))
             if not groups:
                 exhausted = not self._stop
                 break
-            trained = self._trainer.step(groups)
+            trained = threads.step(functools.partial(self._trainer.step, groups))
             passed = {f"passed_{reason}": float(n) for reason, n in sorted(self._stream.passed.items())}
             values = {"trained_groups": float(len(groups)), **passed, **trained}
             values["wall_s"] = self._stop.elapsed_s

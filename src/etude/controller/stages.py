@@ -9,6 +9,7 @@ from pathlib import Path
 from etude.config import CheckpointConfig
 from etude.controller.next_token import AnyNextTokenTrainer
 from etude.controller.stopping import StopSignal
+from etude.controller.thread_choice import ThreadChoice
 from etude.observe import MetricSink, Observer
 from etude.training.checkpoints import CheckpointKeeper, find_resumable, read_state
 
@@ -35,6 +36,7 @@ class StageRunner:
     observer: Observer
     shown: Callable[[Figures], Figures]
     """Which of a step's figures are reported."""
+    threads: ThreadChoice
 
     def restore(self, trainer: AnyNextTokenTrainer) -> bool:
         """Takes up the stage's checkpoint, if there is one; returns whether there was. Raises
@@ -62,7 +64,7 @@ class StageRunner:
         self, trainer: AnyNextTokenTrainer, keeper: CheckpointKeeper, after_step: Callable[[int], None]
     ) -> None:
         while not trainer.finished and not self.stop:
-            values = trainer.step()
+            values = self.threads.step(trainer.step)
             step = trainer.num_steps_taken
             if step % REPORT_EVERY == 0 or trainer.finished:
                 wall = {"tokens_per_s": values["tokens"] / values["step_s"], "wall_s": self.stop.elapsed_s}

@@ -47,6 +47,7 @@ from etude.controller.throughput import RunThroughput, part_seconds
 from etude.controller.training_part import TrainingPaths
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of
+from etude.evaluation.acting import MASKED_SAMPLES
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel, load_any_model
 from etude.observe import (
@@ -106,6 +107,8 @@ def train(
             return report
         for key in [key for key in report if key.endswith("_after") or key == "wall_s"]:
             del report[key]  # of a sitting that ended before the run did
+        for sides in report.get("families", {}).values():
+            sides.pop("after", None)
         with JsonlSink(run.metrics_file) as rows:
             metrics = MonitoredSink(rows, config.monitors, observer, read_metrics(run.metrics_file))
             newest = find_resumable(run.checkpoints / LATEST, metrics, observer)
@@ -251,10 +254,15 @@ class _Run:
         settings = self.config.evaluation
         num_repeated = min(settings.num_tasks, settings.num_repeated_tasks)
         heldout = 1 + num_repeated * (settings.num_samples - 1) / (2 * settings.num_tasks)
-        if "heldout_family" not in self.family.splits:
-            return [("before", heldout), ("after", heldout)]
         family = min(settings.num_tasks, settings.num_family_tasks) / settings.num_tasks
-        return [("before", heldout), ("family before", family), ("after", heldout), ("family", family)]
+        before, after = [("before", heldout)], [("after", heldout)]
+        if "heldout_family" in self.family.splits:
+            before, after = [*before, ("family before", family)], [*after, ("family", family)]
+        for name in self.family.acting:
+            num_played = 1 + settings.num_samples + (MASKED_SAMPLES if name == "observed" else 0)
+            acting = settings.num_acting_tasks * num_played / (2 * settings.num_tasks)
+            before, after = [*before, (f"{name} before", acting)], [*after, (f"{name} after", acting)]
+        return [*before, *after]
 
     async def _after_midtraining(self, tokenizer: Tokenizer, model: AnyModel) -> None:
         training_threads = torch.get_num_threads()
@@ -273,6 +281,7 @@ class _Run:
                 if self.newest is not None and self.state.get("stage") == "rl":
                     await trainer.call("restore", self.newest)
                 await judging.judge_before(heldout, others, trainer, parts)
+                await judging.judge_families(self.family, "before", parts)
                 players = await clusters.enter_async_context(self._players(parts))
                 await self._reinforce(trainer, parts, players, arrangement.beside)
                 await players.announce_end()
@@ -282,6 +291,7 @@ class _Run:
             num_repeated = self.config.evaluation.num_repeated_tasks
             after = await judging.judge(heldout, "after", parts, num_repeated)
             family = await judging.judge(others, "family", parts) if others else None
+            await judging.judge_families(self.family, "after", parts)
             judging.finish(heldout, after, family)
 
     def _arrange(

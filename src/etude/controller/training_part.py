@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 from etude.config import RunConfig
 from etude.controller.ranks import Routes, open_trainer
 from etude.controller.rendering import make_renderer
+from etude.controller.thread_choice import ThreadChoice
 from etude.errors import CheckpointError, StoreError
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel
@@ -54,6 +56,7 @@ class TrainingPart:
         fetch_routes: RouteFetcher | None = None,
     ) -> None:
         """`fetch_routes`: finds expert routes; without it they come with each step."""
+        self._config = config
         self._paths = paths
         self._tokenizer = tokenizer
         self._observer = observer
@@ -83,6 +86,12 @@ class TrainingPart:
 
     # ---- Trainer --------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def _threads(self) -> ThreadChoice:
+        """Made at the first step, which has the threads that are set for this part."""
+        model = self._trainer.model
+        return ThreadChoice(self._config, model, "reinforcement learning", self._observer.say)
+
     @property
     def version(self) -> PolicyVersion:
         """See Trainer.version."""
@@ -92,7 +101,7 @@ class TrainingPart:
         """See Trainer.step. `routes`: of the groups, where they come from another process."""
         self._routes = routes or {}
         try:
-            return self._trainer.step(groups)
+            return self._threads.step(lambda: self._trainer.step(groups))
         finally:
             self._routes = {}
 

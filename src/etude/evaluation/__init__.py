@@ -1,5 +1,6 @@
 """Benchmark suites, their statistics, and paired comparisons."""
 
+from etude.evaluation.acting import evaluate_family, evaluate_masked
 from etude.evaluation.comparison import compare_results, compare_rows
 from etude.evaluation.intervals import clopper_pearson, clustered_interval, wilson_interval
 from etude.evaluation.results import EvaluationResult, ModeResult
@@ -19,6 +20,8 @@ __all__ = [
     "clustered_interval",
     "compare_results",
     "compare_rows",
+    "evaluate_family",
+    "evaluate_masked",
     "evaluate_policy",
     "pass_at_k",
     "play_sessions",

@@ -1,7 +1,8 @@
 """Products of a training step on a CPU, through the native kernels where those outrun PyTorch's library.
 
-MKL, which PyTorch multiplies float32 with, leaves the wide vectors of AMD's processors unused; there the
-native products run at more than twice its rate. Elsewhere, and for other types, everything is PyTorch's.
+That is on AMD's processors: the native products run at 1.0 to 1.1 times the rate of MKL, which PyTorch
+multiplies float32 with, and an expert's two products and its gate are one call. Elsewhere, and for other
+types, everything is PyTorch's.
 """
 
 from __future__ import annotations

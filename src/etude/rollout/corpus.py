@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,9 +21,13 @@ import zstandard
 from etude.agent import SessionLimits, core_registry
 from etude.errors import StoreError
 from etude.records import Task, ToolCall
-from etude.rollout.playing import play
+from etude.rollout.playing import Author, play
+from etude.tasks.composed import ComposedGenerator
 from etude.tasks.expert import Expert, ExpertSkill
 from etude.tasks.generator import TaskGenerator
+from etude.tasks.observed import ObservedGenerator
+from etude.tasks.observed_expert import ObservedExpert
+from etude.tasks.part_expert import PartExpert
 from etude.tokens.grammar import XmlGrammar
 from etude.tokens.renderer import Renderer
 from etude.tokens.template import ETUDE_TEMPLATE
@@ -51,7 +56,31 @@ class ScriptedSession:
     turns: tuple[ScriptedTurn, ...]
 
 
-def generate_corpus(num_sessions: int, seed: int, num_workers: int, first: int = 0) -> list[ScriptedSession]:
+Script = Callable[[int, int], tuple[Task, Author]]
+"""(seed, number) -> a task of the training split and who plays it. A module's function: workers import it."""
+
+
+def script_bug_fix(seed: int, number: int) -> tuple[Task, Author]:
+    """A task with one bug."""
+    task = TaskGenerator(seed, "train").task(number)
+    return task, Expert(task, Random(f"{seed}/{number}"))
+
+
+def script_part(seed: int, number: int) -> tuple[Task, Author]:
+    """A part of a composed task: one bug in a chain of calls."""
+    task = ComposedGenerator(seed, "train").part(number)
+    return task, PartExpert(task, Random(f"part/{seed}/{number}"))
+
+
+def script_observed(seed: int, number: int) -> tuple[Task, Author]:
+    """An observed task."""
+    task = ObservedGenerator(seed, "train").task(number)
+    return task, ObservedExpert(task, Random(f"observed/{seed}/{number}"))
+
+
+def generate_corpus(
+    num_sessions: int, seed: int, num_workers: int, first: int = 0, script: Script = script_bug_fix
+) -> list[ScriptedSession]:
     """Sessions `first` .. `first + num_sessions - 1` of the training split's tasks.
 
     A function of (seed, number) alone: the number of workers changes nothing.
@@ -59,10 +88,10 @@ def generate_corpus(num_sessions: int, seed: int, num_workers: int, first: int =
     numbers = range(first, first + num_sessions)
     chunks = [numbers[start : start + _CHUNK] for start in range(0, num_sessions, _CHUNK)]
     if num_workers <= 1 or len(chunks) == 1:
-        parts = [_play_chunk(seed, chunk) for chunk in chunks]
+        parts = [_play_chunk(script, seed, chunk) for chunk in chunks]
     else:
         with ProcessPoolExecutor(num_workers) as pool:
-            parts = list(pool.map(_play_chunk, [seed] * len(chunks), chunks))
+            parts = list(pool.map(partial(_play_chunk, script, seed), chunks))
     return [session for part in parts for session in part]
 
 
@@ -111,17 +140,14 @@ def _damaged(path: Path, reason: str) -> StoreError:
     )
 
 
-def _play_chunk(seed: int, numbers: Sequence[int]) -> list[ScriptedSession]:
-    tasks = TaskGenerator(seed=seed, split="train")
+def _play_chunk(script: Script, seed: int, numbers: Sequence[int]) -> list[ScriptedSession]:
     registry = core_registry()
     grammar = XmlGrammar(registry.schemas)
     controls = [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()]
     renderer = Renderer(train_tokenizer([], 256 + len(controls), controls), grammar)
 
     async def play_all() -> list[ScriptedSession]:
-        return [
-            await play_session(tasks.task(number), Random(f"{seed}/{number}"), renderer) for number in numbers
-        ]
+        return [await play_script(*script(seed, number), renderer) for number in numbers]
 
     return asyncio.run(play_all())
 
@@ -129,9 +155,14 @@ def _play_chunk(seed: int, numbers: Sequence[int]) -> list[ScriptedSession]:
 async def play_session(
     task: Task, rng: Random, renderer: Renderer, skill: ExpertSkill | None = None
 ) -> ScriptedSession:
-    """One session: the expert in place of a sampler, the rest as in a rollout."""
+    """One session of the expert's. See play_script."""
+    return await play_script(task, Expert(task, rng, skill), renderer)
+
+
+async def play_script(task: Task, author: Author, renderer: Renderer) -> ScriptedSession:
+    """One session: a scripted author in place of a sampler, the rest as in a rollout."""
     limits = SessionLimits(max_tokens=_UNBOUNDED, max_message_tokens=_UNBOUNDED)
-    session, messages = await play(task, Expert(task, rng, skill), renderer, limits)
+    session, messages = await play(task, author, renderer, limits)
     turns = [
         ScriptedTurn(parts, tuple(result.output for result in turn.results))
         for parts, turn in zip(messages, session.turns, strict=True)

@@ -30,7 +30,7 @@ def code_documents(seed: int, count: int) -> Iterator[str]:
     for _ in range(count):
         source = _draw(rng).source
         if rng.random() < NUMBERED_SHARE:
-            source = _numbered(source)
+            source = numbered(source)
         yield source
 
 
@@ -45,7 +45,7 @@ def fix_documents(seed: int, count: int, first: int = 0) -> Iterator[str]:
         task = tasks.task(index)
         path, line = str(task.metadata["path"]), int(task.metadata["line"])
         mended = task.solution_files[path].split("\n")[line - 1]
-        yield f"{_numbered(task.files[path])}{FIX_MARK}{line}\t{mended}"
+        yield f"{numbered(task.files[path])}{FIX_MARK}{line}\t{mended}"
 
 
 def rewrite_documents(seed: int, count: int) -> Iterator[str]:
@@ -64,10 +64,10 @@ def rewrite_documents(seed: int, count: int) -> Iterator[str]:
         first = body_start(lines)
         broken = "\n".join(changes.get(number, line) for number, line in enumerate(lines, 1))
         body = "\n".join(lines[first - 1 :])
-        yield f"{_numbered(broken)}{REWRITE_MARK}{first}-{len(lines)}\n{body}"
+        yield f"{numbered(broken)}{REWRITE_MARK}{first}-{len(lines)}\n{body}"
 
 
-def _numbered(source: str) -> str:
+def numbered(source: str) -> str:
     """The file as the file tool shows it."""
     lines = source.removesuffix("\n").split("\n")
     return "\n".join(f"{number}\t{line}" for number, line in enumerate(lines, 1))

@@ -26,7 +26,7 @@ MAX_TURNS = 10
 MAX_CALLS_PER_TURN = 4
 
 _TEST_NAME = re.compile(r"\btest_(\w+)")
-_IMPORT = re.compile(r"^from ([\w.]+) import ", re.MULTILINE)
+IMPORT = re.compile(r"^from ([\w.]+) import ", re.MULTILINE)
 _PATH = re.compile(r"^([\w./-]+\.py)(?::\d+: .*)?$")
 _READ_LINE = re.compile(r"\d+\t(.*)", re.DOTALL)
 
@@ -87,7 +87,7 @@ class Expert:
             matches = [_READ_LINE.fullmatch(line) for line in result.output.split("\n")]
             text = [match[1] for match in matches if match]
             self._texts[call.arguments["path"]] = text
-            for module in _IMPORT.findall("\n".join(text)):
+            for module in IMPORT.findall("\n".join(text)):
                 self._learn_path(module.replace(".", "/") + ".py")
         elif call.name == "run_tests":
             self._tests_pass = result.error is None and bool(
@@ -179,7 +179,7 @@ class Expert:
         """The file of the tested function, then what it imports; None where it is unknown or all is read."""
         path = next((known for known in self._paths if known.endswith(f"/{self._function}.py")), None)
         while path in self._texts and path != self._fix.path:
-            modules = _IMPORT.findall("\n".join(self._texts[path]))
+            modules = IMPORT.findall("\n".join(self._texts[path]))
             if not modules:
                 return None
             path = modules[0].replace(".", "/") + ".py"

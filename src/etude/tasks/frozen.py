@@ -14,7 +14,10 @@ from importlib import resources
 from random import Random
 
 from etude.records import Task
-from etude.tasks.generator import LEVELS, Split, TaskGenerator, bug_kinds_of
+from etude.tasks.acting import ActingFamily
+from etude.tasks.composed import ComposedGenerator, combinations_of
+from etude.tasks.generator import LEVELS, FunctionSplit, Split, TaskGenerator, bug_kinds_of
+from etude.tasks.observed import NUM_RULES, OBSERVED_KINDS, ObservedGenerator
 
 FROZEN_SEED = 1_018
 FROZEN_COUNT = 240
@@ -37,6 +40,36 @@ def evaluation_tasks(split: Split, count: int = FROZEN_COUNT) -> list[Task]:
         rng = Random(f"frozen/{FROZEN_SEED}/{split}/{index}")
         tasks.append(generator.build(f"eval-{split}-{index:04d}", level, kinds[place], rng))
     return tasks
+
+
+def acting_tasks(family: ActingFamily, split: FunctionSplit, count: int = FROZEN_COUNT) -> list[Task]:
+    """The first `count` evaluation tasks of a family that only acting solves.
+
+    `observed`: kinds take turns, and rules: 24 tasks have each rule of each kind once. `composed`: pairs and,
+    outside of `train`, triples take turns; of the pairs each comes equally often.
+    """
+    tasks: list[Task] = []
+    for index in range(count):
+        rng, name = Random(f"frozen/{family}/{split}/{index}"), f"eval-{family}_{split}-{index:04d}"
+        if family == "observed":
+            turn, place = divmod(index, len(OBSERVED_KINDS))
+            tasks.append(_observed(split).build(name, OBSERVED_KINDS[place], turn % NUM_RULES, rng))
+        else:
+            size = 2 + (index % 2 if split != "train" else 0)
+            kinds = combinations_of(split, size)
+            chosen = kinds[index // 2 % len(kinds)] if size == 2 else rng.choice(kinds)
+            tasks.append(_composed(split).build(name, chosen, rng))
+    return tasks
+
+
+@lru_cache(maxsize=3)
+def _observed(split: FunctionSplit) -> ObservedGenerator:
+    return ObservedGenerator(FROZEN_SEED, split)
+
+
+@lru_cache(maxsize=3)
+def _composed(split: FunctionSplit) -> ComposedGenerator:
+    return ComposedGenerator(FROZEN_SEED, split)
 
 
 def task_digest(task: Task) -> str:
@@ -62,7 +95,7 @@ def tasks_digest(tasks: list[Task]) -> str:
 
 @lru_cache(maxsize=1)
 def committed_digests() -> dict[str, str]:
-    """Split -> digest of its first 240 evaluation tasks, as committed."""
+    """Split, or family_split, -> digest of its first 240 evaluation tasks, as committed."""
     text = resources.files("etude.tasks").joinpath("frozen_digests.json").read_text(encoding="utf-8")
     return json.loads(text)
 

@@ -31,6 +31,9 @@ Split = Literal["train", "validation", "heldout", "heldout_family"]
 `heldout_family` holds patterns of functions that no other split has."""
 
 SPLITS: tuple[Split, ...] = get_args(Split)
+FunctionSplit = Literal["train", "validation", "heldout"]
+"""The splits that are drawn from ordinary families."""
+FUNCTION_SPLITS: tuple[FunctionSplit, ...] = get_args(FunctionSplit)
 
 LEVELS: tuple[int, ...] = (1, 2, 3)
 VISIBLE_TESTS = "tests/test_all.py"
@@ -40,7 +43,7 @@ ALLOWED_PATHS: tuple[str, ...] = ("lib/**", "core/**", "util/**")
 _BUCKETS = 16
 _HELD_OUT_BUCKETS = (0, 1)
 _VALIDATION_BUCKET = 2
-_INSTRUCTIONS = ("test_{name} fails", "fix test_{name}", "make test_{name} pass")
+INSTRUCTIONS = ("test_{name} fails", "fix test_{name}", "make test_{name} pass")
 _MOST_ATTEMPTS = 2000
 _CALLER_ATTEMPTS = 100
 
@@ -74,7 +77,7 @@ def bug_kinds_of(split: Split) -> tuple[BugKind, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Broken:
+class BrokenFunction:
     """A function, the bug in it and the cases that show the bug."""
 
     spec: FunctionSpec
@@ -86,7 +89,8 @@ class _Broken:
 
 
 class TaskGenerator:
-    """Tasks by index. `level_weights` are the odds of levels 1, 2 and 3.
+    """Tasks by index. `level_weights` are the odds of levels 1, 2 and 3, `max_characters` bounds the source
+    of each function, callers left out (0: no bound).
 
     Raises TaskError for an unknown split or impossible weights.
     """
@@ -96,6 +100,7 @@ class TaskGenerator:
         seed: int,
         split: Split = "train",
         level_weights: Sequence[float] = (1.0, 1.0, 1.0),
+        max_characters: int = 0,
     ) -> None:
         if split not in SPLITS:
             raise TaskError("unknown split", field="split", received=split, fix=f"one of {', '.join(SPLITS)}")
@@ -109,6 +114,7 @@ class TaskGenerator:
         self.seed = seed
         self.split: Split = split
         self.level_weights = tuple(level_weights)
+        self._max_characters = max_characters
 
     def task(self, index: int) -> Task:
         """The task with this index: always the same."""
@@ -120,12 +126,14 @@ class TaskGenerator:
     def build(self, task_id: str, level: int, kind: BugKind, rng: Random) -> Task:
         """A task of this level with a bug of this kind."""
         names = rng.sample(NAMES, 2 if level == 1 else 3)
-        broken = self._broken(kind, names, level, rng)
+        broken = self.broken(kind, names, level, rng)
         num_others = 1 if level in (1, 3) else 2
-        others = [self._whole(name, rng) for name in names[-num_others:]]
+        others = [self.whole(name, rng) for name in names[-num_others:]]
         return _assemble(task_id, level, self.split, broken, others, rng)
 
-    def _broken(self, kind: BugKind, names: Sequence[str], level: int, rng: Random) -> _Broken:
+    def broken(self, kind: BugKind, names: Sequence[str], level: int, rng: Random) -> BrokenFunction:
+        """A function of the split, called names[0], with a bug of this kind; at level 3 with a caller, called
+        names[1]."""
         held_out = self.split == "heldout_family"
         families = _families_by_bug()[held_out, kind]
         for _ in range(_MOST_ATTEMPTS):
@@ -140,14 +148,14 @@ class TaskGenerator:
 
     def _break(
         self, spec: FunctionSpec, bug: Mutation, caller_name: str | None, rng: Random
-    ) -> _Broken | None:
+    ) -> BrokenFunction | None:
         source = bug.apply(spec.source)
         right = compile_functions([spec.source])[spec.name]
         wrong = compile_functions([source])[spec.name]
         cases = choose_cases(spec, right, wrong, rng, _min_results(spec))
         if cases is None or caller_name is None:
-            return _Broken(spec, bug, source, cases) if cases else None
-        caller = self._caller(spec, caller_name, rng)
+            return BrokenFunction(spec, bug, source, cases) if cases else None
+        caller = self.caller(spec, caller_name, rng)
         if caller is None:
             return None
         caller_cases = choose_cases(
@@ -157,9 +165,9 @@ class TaskGenerator:
             rng,
             _min_results(spec),
         )
-        return _Broken(spec, bug, source, cases, caller, caller_cases) if caller_cases else None
+        return BrokenFunction(spec, bug, source, cases, caller, caller_cases) if caller_cases else None
 
-    def _caller(self, helper: FunctionSpec, name: str, rng: Random) -> FunctionSpec | None:
+    def caller(self, helper: FunctionSpec, name: str, rng: Random) -> FunctionSpec | None:
         """A function of the split that calls `helper`; None where there seems to be none."""
         for _ in range(_CALLER_ATTEMPTS):
             shape = draw_caller(rng, helper.returns, canonical_parameters(helper))
@@ -167,7 +175,8 @@ class TaskGenerator:
                 return name_shape(shape, "caller", name, rng, imports=(helper,))
         return None
 
-    def _whole(self, name: str, rng: Random) -> tuple[FunctionSpec, Cases]:
+    def whole(self, name: str, rng: Random) -> tuple[FunctionSpec, Cases]:
+        """A function of the split without a bug, and its cases."""
         for _ in range(_MOST_ATTEMPTS):
             spec = self._draw(FAMILIES, name, rng)
             cases = choose_cases(spec, compile_functions([spec.source])[name], None, rng, _min_results(spec))
@@ -182,7 +191,9 @@ class TaskGenerator:
             family = rng.choice(families)
             shape = family.draw(rng)
             if any_hash or self._belongs(shape_hash(shape)):
-                return name_shape(shape, family.name, name, rng)
+                spec = name_shape(shape, family.name, name, rng)
+                if not self._max_characters or len(spec.source) <= self._max_characters:
+                    return spec
         raise AssertionError(f"no function in the split {self.split}")
 
     def _belongs(self, function_hash: str) -> bool:
@@ -207,7 +218,7 @@ def _assemble(
     task_id: str,
     level: int,
     split: Split,
-    broken: _Broken,
+    broken: BrokenFunction,
     others: Sequence[tuple[FunctionSpec, Cases]],
     rng: Random,
 ) -> Task:
@@ -229,7 +240,7 @@ def _assemble(
     hidden = test_file([(function, cases.hidden) for function, cases in judged])
     return Task(
         id=task_id,
-        instruction=rng.choice(_INSTRUCTIONS).format(name=failing),
+        instruction=rng.choice(INSTRUCTIONS).format(name=failing),
         files=dict(sorted(files.items())),
         hidden_files={HIDDEN_TESTS: hidden},
         solution_files={spec.path: spec.source},

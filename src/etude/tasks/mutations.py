@@ -147,7 +147,9 @@ class _Context:
 
 
 def _operator(node: ast.BinOp, context: _Context) -> Iterator[Mutation]:
-    old = _OPERATORS[type(node.op)]
+    old = _OPERATORS.get(type(node.op))
+    if old is None:
+        return
     for new in _OPERATORS.values():
         if new != old:
             yield context.between("operator", node.left, node.right, old, new)
@@ -156,7 +158,7 @@ def _operator(node: ast.BinOp, context: _Context) -> Iterator[Mutation]:
 def _swapped_operands(node: ast.BinOp, context: _Context) -> Iterator[Mutation]:
     left, right = context.text(node.left), context.text(node.right)
     simple = isinstance(node.left, _SIMPLE) and isinstance(node.right, _SIMPLE)
-    if simple and left != right and not isinstance(node.op, ast.Mult):
+    if simple and left != right and type(node.op) in _OPERATORS and not isinstance(node.op, ast.Mult):
         yield context.replace("swapped", node, f"{right} {_OPERATORS[type(node.op)]} {left}")
 
 

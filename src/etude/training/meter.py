@@ -37,7 +37,7 @@ class StepMeter:
         self._num_tokens = 0
 
     def add(self, rows: Rows, logprobs: Tensor, entropy: Tensor, loss: PolicyLoss) -> None:
-        """Takes the tokens of one micro-batch."""
+        """Takes the tokens of one micro-batch; threads may each bring their own."""
         values = (
             logprobs.detach(),
             rows.rollout,

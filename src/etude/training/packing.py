@@ -26,9 +26,11 @@ def pack_sequences(
     max_tokens: int,
     num_ranks: int = 1,
     *,
+    least_batches: int = 1,
     crossover_tokens: float = CROSSOVER_TOKENS,
 ) -> Packing:
-    """Deals sequences of these many tokens into micro-batches of at most `max_tokens` (or one sequence).
+    """Deals sequences of these many tokens into micro-batches of at most `max_tokens` (or one sequence), for
+    each rank at least `least_batches`.
 
     Costs (`sequence_cost`) are levelled, and those of one round, of which each rank has one, are alike. One
     rank has as few micro-batches as best-fit packing needs; each of several may have a round more, where long
@@ -44,7 +46,7 @@ def pack_sequences(
     costs = [sequence_cost(length, crossover_tokens) for length in lengths]
     packing: Packing = [[] for _ in range(num_ranks)]
     totals = [0.0] * num_ranks
-    for batches in _rounds(order, lengths, costs, max_tokens, num_ranks):
+    for batches in _rounds(order, lengths, costs, max_tokens, num_ranks, least_batches):
         by_cost = sorted(batches, key=lambda batch: (-sum(costs[i] for i in batch), batch))
         ranks = sorted(range(num_ranks), key=lambda rank: (totals[rank], rank))
         for rank, batch in zip(ranks, by_cost, strict=True):
@@ -107,7 +109,12 @@ def _level(
 
 
 def _rounds(
-    order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], max_tokens: int, num_ranks: int
+    order: Sequence[int],
+    lengths: Sequence[int],
+    costs: Sequence[float],
+    max_tokens: int,
+    num_ranks: int,
+    least_batches: int,
 ) -> list[list[list[int]]]:
     """Per round, a micro-batch for each rank.
 
@@ -117,7 +124,7 @@ def _rounds(
     rounds: list[list[list[int]]] = []
     while order:
         tight = _best_fit(order, lengths, max_tokens)
-        num_rounds = -(-len(tight) // num_ranks)
+        num_rounds = max(-(-len(tight) // num_ranks), least_batches - len(rounds))
         if num_ranks > 1 and costs[order[0]] * num_rounds * num_ranks > sum(costs[i] for i in order):
             batches, order = _fill(order, lengths, costs, max_tokens, num_ranks)
             rounds.append(batches)

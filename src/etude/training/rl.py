@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from etude.config import RlConfig
 from etude.errors import CheckpointError, ConfigError
@@ -39,6 +40,7 @@ from etude.training.optimizer import OffendingBatches, Optimizer
 from etude.training.packing import pack_sequences
 from etude.training.parallel.ranks import Ranks, Share, SingleRank
 from etude.training.replay import RouteLedger, replayed_routes, with_old_policy
+from etude.training.threads import add_gradients, count_batches, is_cut, map_in_order, share_threads
 from etude.weights import StoreWeights, WeightPublisher
 
 
@@ -77,6 +79,7 @@ class RlTrainer:
         self.adapters = Adapters(model, config.adapter) if config.adapter.rank else None
         """What is trained, where that is not the model itself. Their sum with it is always in its weights."""
         learning = self.adapters or model
+        self._is_cut = is_cut(model, self._ranks)
         self._optimizer = Optimizer(learning, config.optimizer, num_updates, self._ranks, offending)
         self._version = PolicyVersion(lineage, 0)
         self._published: dict[int, str] = {}
@@ -92,6 +95,10 @@ class RlTrainer:
 
         Raises ConfigError for groups that cannot be trained on, before anything has changed.
         """
+        with share_threads(cut=self._is_cut) as num_threads:
+            return self._step(groups, num_threads)
+
+    def _step(self, groups: Sequence[Group], num_threads: int) -> Mapping[str, float]:
         began = time.perf_counter()
         limits = ModelLimits.of(self.model)
         intake = take_groups(groups, self._config, limits, self._version, self._fetch_routes, self._published)
@@ -100,10 +107,10 @@ class RlTrainer:
         updates = [[s for s in update if self._has_gradient(s)] for update in updates]
         ledger = RouteLedger(sequence.segment_id for update in updates for sequence in update)
         lessons = Lessons(self._feedback, groups, limits.max_positions, len(updates))
-        updates[1:] = [self._with_old_policy(update) for update in updates[1:]]
+        updates[1:] = [self._with_old_policy(update, num_threads) for update in updates[1:]]
         for number, update in enumerate(updates):
             if update or lessons.examples[number]:
-                self._update(update, meter, ledger, lessons, number)
+                self._update(update, meter, ledger, lessons, number, num_threads)
         ledger.close()
         self._version = PolicyVersion(self._version.lineage, self._version.step + 1)
         return {
@@ -137,7 +144,8 @@ class RlTrainer:
         self, sequences: Sequence[NDArray[np.int32]], routes: Sequence[NDArray[Any]] | None = None
     ) -> list[Scores]:
         """See Trainer.score."""
-        scored = score_sequences(self.model, sequences, routes=routes)
+        with share_threads(cut=self._is_cut):
+            scored = score_sequences(self.model, sequences, routes=routes)
         return [Scores(logprobs, self._version) for logprobs in scored]
 
     def save(
@@ -201,7 +209,13 @@ class RlTrainer:
         return state
 
     def _update(
-        self, update: Update, meter: StepMeter, ledger: RouteLedger, lessons: Lessons, number: int
+        self,
+        update: Update,
+        meter: StepMeter,
+        ledger: RouteLedger,
+        lessons: Lessons,
+        number: int,
+        num_threads: int,
     ) -> None:
         """The optimiser update of this number."""
         num_tokens = sum(len(sequence.tokens) for sequence in update)
@@ -209,16 +223,21 @@ class RlTrainer:
         own = {index for share in shares if share.weight for index in share.indices}
         for index in set(range(len(update))) - own:
             ledger.consume(update[index].segment_id)  # another rank's
-        for share in shares:
+
+        def compute(share: Share) -> tuple[Tensor, None]:
             sequences = [update[index] for index in share.indices]
             if share.weight:
                 for sequence in sequences:
                     ledger.consume(sequence.segment_id)
             batch_share = sum(len(sequence.tokens) for sequence in sequences) / num_tokens
-            self._accumulate(sequences, share.weight, batch_share, meter)
+            return self._loss(sequences, share.weight, batch_share, meter), None
+
+        add_gradients(self.model, compute, shares, num_threads)
         config = self._config
         lessons.teach(number, self.model, self._ranks, config.micro_batch_tokens, config.temperature)
-        norm = self._optimizer.step(lambda: describe_batch(update[index] for index in sorted(own)))
+        norm = self._optimizer.step(
+            lambda: describe_batch(update[index] for index in sorted(own)), num_threads
+        )
         if self.adapters is not None:
             self.adapters.merge()
         meter.add_update(norm, num_tokens)
@@ -228,28 +247,38 @@ class RlTrainer:
         if not update:
             return []
         lengths = [len(sequence.tokens) for sequence in update]
-        plan = pack_sequences(lengths, self._config.micro_batch_tokens, self._ranks.world_size)
+        plan = pack_sequences(
+            lengths,
+            self._config.micro_batch_tokens,
+            self._ranks.world_size,
+            least_batches=count_batches(len(lengths), sum(lengths)) if self._is_cut else 1,
+        )
         return self._ranks.share(plan)
 
     def _has_gradient(self, sequence: TrainingSequence) -> bool:
         return sequence.has_advantage or (self._config.loss.kl_weight > 0 and sequence.num_trained > 0)
 
-    def _with_old_policy(self, update: Update) -> Update:
+    def _with_old_policy(self, update: Update, num_threads: int) -> Update:
         """A later update's sequences, with what the weights make of them before the first update."""
         replays_own = self._config.router_replay == "r2" and ModelLimits.of(self.model).routes is not None
         if not update or not (self._config.loss.needs_proximal or replays_own):
             return update
         known = list(update)
-        for share in self._shares(update):
-            scored = with_old_policy(self.model, [update[i] for i in share.indices], self._config)
+        shares = self._shares(update)
+
+        def score(share: Share) -> list[TrainingSequence]:
+            return with_old_policy(self.model, [update[i] for i in share.indices], self._config)
+
+        for share, scored in zip(shares, map_in_order(score, shares, num_threads), strict=True):
             for index, sequence in zip(share.indices, scored, strict=True):
                 known[index] = sequence
         return known
 
-    def _accumulate(
+    def _loss(
         self, sequences: Sequence[TrainingSequence], weight: float, batch_share: float, meter: StepMeter
-    ) -> None:
-        """Adds the gradient of one micro-batch, which holds `batch_share` of the update's tokens.
+    ) -> Tensor:
+        """The loss of one micro-batch, which holds `batch_share` of the update's tokens; several threads may
+        each compute one.
 
         With weight 0 it only keeps step with other ranks.
         """
@@ -279,6 +308,6 @@ class RlTrainer:
         total = loss.total
         if statistics is not None:
             total = total + config.loss.balance_weight * batch_share * statistics.balance_loss()
-        (total * weight).backward()
         if weight:
             meter.add(rows, logprobs, entropy, loss)
+        return total * weight

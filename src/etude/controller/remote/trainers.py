@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from etude.config import ClusterConfig, RunConfig
-from etude.controller.compute import place_model
+from etude.controller.compute import keep_freed_memory, place_model, set_threads
 from etude.controller.engines import make_snapshots
 from etude.controller.numerics import use_numerics
 from etude.controller.ranks import Routes, routes_of
@@ -60,8 +60,8 @@ class RemoteTrainingPart:
     ) -> None:
         """`config`: settled. `model`: the directory of what is trained. `weights`: where they are published,
         if not to the store that `config.weights` names."""
-        num_threads = config.num_threads or 1
-        torch.set_num_threads(num_threads)
+        num_threads = set_threads(config.num_threads)
+        keep_freed_memory()
         self._metrics, self._observer = MemorySink(), RecordingObserver()
         self._outages: list[tuple[float, str]] = []
         loaded = place_model(load_any_model(model), config)

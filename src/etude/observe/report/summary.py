@@ -106,7 +106,26 @@ def results_comparisons(report: Report) -> list[Comparison]:
     rows.append(
         Comparison("first edit right, temperature 1", _estimate(first_before), _estimate(first_after))
     )
+    rows += [row for name, sides in _mapping(report, "families").items() for row in _family_rows(name, sides)]
     return [row for row in rows if row.before or row.after]
+
+
+def _family_rows(name: str, sides: Any) -> list[Comparison]:
+    """Rows of a family that only acting solves."""
+    before, after = _mapping(sides, "before"), _mapping(sides, "after")
+    labels = [(mode, f"{name} tasks, {words}") for mode, words in MODES]
+    for key in sorted({key for side in (before, after) for key in side if key.startswith("pass_at_")}):
+        labels.append((key, f"{name} tasks, one of {key.removeprefix('pass_at_')} at temperature 1"))
+    if "masked_ablation" in before or "masked_ablation" in after:
+        ceiling = 100 * float(before.get("first_edit_ceiling", after.get("first_edit_ceiling", 0)))
+        labels += [
+            ("edits_after_run_share", f"{name} tasks, first edits after a test run"),
+            ("masked_ablation", f"{name} tasks, output masked, first edit right (chance {ceiling:.1f} %)"),
+        ]
+    return [
+        Comparison(label, _estimate(before.get(key)), _estimate(after.get(key)), detail=position > 0)
+        for position, (key, label) in enumerate(labels)
+    ]
 
 
 def behaviour_comparisons(report: Report) -> list[Comparison]:

@@ -9,9 +9,12 @@ from torch import Tensor
 
 from etude.training.optimizer.rounding import Rounding
 from etude.training.parallel.layout import Layout
+from etude.training.threads import map_in_order
 
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
+_VALUES_AT_ONCE = 1 << 17
+"""Of matrices that a CPU computes together: they stay in a core's own cache."""
 
 
 class Muon:
@@ -38,11 +41,25 @@ class Muon:
         """Momentum by name, shaped like the parts."""
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor | None], learning_rate: float, rounding: Rounding) -> None:
-        """Updates every parameter; one without a gradient moves by its momentum alone."""
+    def step(
+        self,
+        gradients: Mapping[str, Tensor | None],
+        learning_rate: float,
+        rounding: Rounding,
+        num_threads: int = 1,
+    ) -> None:
+        """Updates every parameter; one without a gradient moves by its momentum alone. `num_threads`: how
+        many share the matrices."""
+
+        def update_directions(matrices: Tensor) -> Tensor:
+            if matrices.device.type != "cpu":
+                return orthogonalise(matrices)
+            parts = matrices.split(max(1, _VALUES_AT_ONCE // matrices[0].numel()))
+            return torch.cat(list(map_in_order(orthogonalise, parts, num_threads)))
+
         for shape, names in self._by_shape.items():
             directions = [self._direction(name, gradients[name], rounding) for name in names]
-            updates = self._layout.map_matrices(names, directions, orthogonalise)
+            updates = self._layout.map_matrices(names, directions, update_directions)
             scale = learning_rate * max(1.0, shape[0] / shape[1]) ** 0.5
             for name, update in zip(names, updates, strict=True):
                 part = self._layout.parts[name]

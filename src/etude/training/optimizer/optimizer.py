@@ -61,8 +61,9 @@ class Optimizer:
         """The factor on the learning rates for the coming step."""
         return schedule_factor(self._config, self.num_taken, self._num_steps)
 
-    def step(self, describe: Describe | None = None) -> float:
-        """Clips and applies the gradients; returns their norm before clipping.
+    def step(self, describe: Describe | None = None, num_threads: int = 1) -> float:
+        """Clips and applies the gradients; returns their norm before clipping. `num_threads`: how many share
+        the matrices, which changes no bit.
 
         States that were offloaded come back. A step whose gradient is not finite changes nothing and is
         counted in `num_skipped`; what `describe` says of its batch is kept.
@@ -74,7 +75,8 @@ class Optimizer:
             gradients = self._layout.gradients()
             factor, rounding = self.schedule(), Rounding(self.num_taken, self._layout.part_index)
             self._adamw.step(gradients, self._config.learning_rate * factor, rounding)
-            self._muon.step(gradients, self._config.matrix_learning_rate * factor, rounding)
+            rate = self._config.matrix_learning_rate * factor
+            self._muon.step(gradients, rate, rounding, num_threads)
         else:
             self.num_skipped += 1
             if self._offending is not None and describe is not None:

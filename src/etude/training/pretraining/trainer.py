@@ -21,11 +21,12 @@ from etude.model.loading import read_architecture
 from etude.model.scoring import PackedSequences, device_of, packed_logprobs
 from etude.training.checkpoints import WriteCheckpoint, load_stored, save_checkpoint
 from etude.training.optimizer import OffendingBatches, Optimizer
-from etude.training.packing import pack_sequences
-from etude.training.parallel.ranks import Ranks, SingleRank
+from etude.training.packing import Packing, pack_sequences
+from etude.training.parallel.ranks import Ranks, Share, SingleRank
 from etude.training.pretraining.context import set_context, with_context_of
 from etude.training.pretraining.documents import Batches, Document
 from etude.training.pretraining.drafts import DraftLoss, hidden_and_logprobs
+from etude.training.threads import add_gradients, count_batches, is_cut, map_in_order, share_threads
 
 EVALUATED_TOKENS = 16_384
 """Tokens computed at once where no gradient is wanted."""
@@ -58,8 +59,11 @@ class NextTokenTrainer:
         self.drafts = drafts
         self._config = config
         self._ranks: Ranks = ranks or SingleRank()
-        learning = _learning(model, drafts)
-        self._optimizer = Optimizer(learning, config.optimizer, config.num_steps, self._ranks, offending)
+        self._learning = _learning(model, drafts)
+        self._is_cut = is_cut(model, self._ranks)
+        self._optimizer = Optimizer(
+            self._learning, config.optimizer, config.num_steps, self._ranks, offending
+        )
 
     @property
     def num_steps_taken(self) -> int:
@@ -76,23 +80,31 @@ class NextTokenTrainer:
 
         Losses are weighted means over the whole step, so micro-batches change rounding and nothing else.
         """
+        with share_threads(cut=self._is_cut) as num_threads:
+            return self._step(num_threads)
+
+    def _step(self, num_threads: int) -> Mapping[str, float]:
         began = time.perf_counter()
         documents = self.batches.draw()
         lengths = [len(document.tokens) for document in documents]
-        max_tokens = self._config.micro_batch_tokens or sum(lengths)
-        plan = pack_sequences(lengths, max_tokens, self._ranks.world_size)
+        plan = self._pack(lengths)
         totals = [_total_weight([documents[i] for i in batch]) for share in plan for batch in share if batch]
         total = torch.stack(totals).sum() if len(totals) > 1 else totals[0]
         sums = torch.zeros(5, dtype=torch.float64)
         draft_sums = torch.zeros(0, dtype=torch.float64)
-        for share in self._ranks.share(plan):
+
+        def compute(share: Share) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             chosen = [documents[i] for i in share.indices]
             part = sum(len(document.tokens) for document in chosen) / sum(lengths)
-            found, drafted = self._add_gradient(chosen, total, share.weight, part)
-            sums += share.weight * found
-            draft_sums = share.weight * drafted + (draft_sums if len(draft_sums) else 0.0)
+            objective, found, drafted = self._objective(chosen, total, part)
+            weight = share.weight
+            return (objective * weight if weight != 1.0 else objective), (weight * found, weight * drafted)
+
+        for found, drafted in add_gradients(self._learning, compute, self._ranks.share(plan), num_threads):
+            sums += found
+            draft_sums = drafted + (draft_sums if len(draft_sums) else 0.0)
         sums = self._ranks.all_reduce_(sums)
-        norm = self._optimizer.step(lambda: _describe(documents))
+        norm = self._optimizer.step(lambda: _describe(documents), num_threads)
         loss, agent_sum, agent_count, balance, num_tokens = sums.tolist()
         figures = {
             "loss": loss,
@@ -159,10 +171,15 @@ class NextTokenTrainer:
         self.batches.load_state_dict(state["batches"])
         self._optimizer.load_state_dict(state["optimizer"])
 
-    def _add_gradient(
-        self, documents: Sequence[Document], total: Tensor, weight: float, part: float
-    ) -> tuple[Tensor, Tensor]:
-        """Adds one micro-batch's gradient. Returns its share of the step's loss, the sum and number of the
+    def _pack(self, lengths: Sequence[int]) -> Packing:
+        max_tokens = self._config.micro_batch_tokens or sum(lengths)
+        least = count_batches(len(lengths), sum(lengths)) if self._is_cut else 1
+        return pack_sequences(lengths, max_tokens, self._ranks.world_size, least_batches=least)
+
+    def _objective(
+        self, documents: Sequence[Document], total: Tensor, part: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What one micro-batch adds to the step's objective; its share of the loss, the sum and number of the
         agent's losses, its share of the balance and its tokens, [5]; and of each draft layer's loss."""
         packed = PackedSequences.pack([document.tokens for document in documents], device_of(self.model))
         weights = packed.pack_rows([document.weights for document in documents])
@@ -186,14 +203,12 @@ class NextTokenTrainer:
             objective = self.drafts.config.weight * drafted.mean() + (
                 0.0 if self.drafts.config.only else objective
             )
-        (objective * weight if weight != 1.0 else objective).backward()
         agent_losses = -logprobs.detach()[agent[targets]].double()
         counts = (agent_losses.sum(), len(agent_losses), float(balance.detach()), len(packed.tokens))
         found = torch.tensor([float(loss.detach()), *map(float, counts)], dtype=torch.float64)
-        return found, drafted.detach().double().cpu()
+        return objective, found, drafted.detach().double().cpu()
 
 
-@torch.no_grad()
 def evaluate_loss(
     model: LanguageModel,
     documents: Sequence[Document],
@@ -207,18 +222,23 @@ def evaluate_loss(
     ranks = ranks or SingleRank()
     documents = [document for document in documents if document.agent[1:].any()]
     lengths = [len(document.tokens) for document in documents]
-    total, count = 0.0, 0
-    for share in ranks.share(pack_sequences(lengths, max_tokens, ranks.world_size)):
+    shares = ranks.share(pack_sequences(lengths, max_tokens, ranks.world_size))
+
+    @torch.no_grad()  # each thread has a mode of its own
+    def compute(share: Share) -> Tensor:
         chosen = [documents[i] for i in share.indices]
         batch = PackedSequences.pack([document.tokens for document in chosen], device_of(model))
         agent = batch.pack_rows([document.agent for document in chosen])
         agent[batch.starts] = False
         targets = agent.nonzero().flatten()
         logprobs, _ = packed_logprobs(model, batch, targets)
-        if share.weight:
-            total -= float(logprobs.double().sum())
-            count += len(targets)
-    total, count = ranks.all_reduce_(torch.tensor([total, count], dtype=torch.float64)).tolist()
+        return share.weight * torch.tensor(
+            [-float(logprobs.double().sum()), len(targets)], dtype=torch.float64
+        )
+
+    with share_threads(cut=is_cut(model, ranks)) as num_threads:
+        sums = sum(map_in_order(compute, shares, num_threads), torch.zeros(2, dtype=torch.float64))
+    total, count = ranks.all_reduce_(sums).tolist()
     return total / count if count else float("nan")
 
 

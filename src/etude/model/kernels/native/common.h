@@ -26,7 +26,7 @@
 #define COLUMNS 4
 #elif defined(__AVX2__)
 #define LANES 8
-#define ROWS 4
+#define ROWS 6
 #define COLUMNS 2
 #else
 #define LANES 4

@@ -68,7 +68,10 @@ static void pack_left(const Product *p, int64_t row, int64_t rows, int64_t first
     for (int64_t r = 0; r < rows; r += tile, to += depth * tile) {
         int64_t count = rows - r < tile ? rows - r : tile;
         const float *from = p->a + (row + r) * p->a_row + first * p->a_step;
-        if (count == tile)
+        if (count == tile && p->a_row == 1)
+            for (int64_t i = 0; i < depth; i++)
+                memcpy(to + i * tile, from + i * p->a_step, TILE_ROWS(TILE_VECTORS) * sizeof(float));
+        else if (count == tile)
             for (int64_t i = 0; i < depth; i++)
                 for (int64_t j = 0; j < tile; j++)
                     to[i * tile + j] = from[j * p->a_row + i * p->a_step];
@@ -154,10 +157,11 @@ void etude_product(const Product *product, int64_t threads) { run_pieces((int)th
 /* Values of a vector here. */
 int64_t etude_lanes(void) { return LANES; }
 
-/* Whether these products outrun the MKL within PyTorch: it leaves AMD's wide vectors unused. */
+/* Whether these products outrun the MKL within PyTorch, as they do on AMD's processors: by a few percent of a product,
+ * and by what an expert's two products save when they are one call. */
 int64_t etude_outruns_mkl(void)
 {
-#if defined(__AVX512F__) && defined(__x86_64__)
+#if defined(__AVX2__) && defined(__FMA__) && defined(__x86_64__)
     __builtin_cpu_init();
     return __builtin_cpu_is("amd") != 0;
 #else

@@ -13,8 +13,8 @@
 #define TILE_VECTORS 4          /* vectors of columns of the widest tile; thirty-two registers */
 #define TILE_ROWS(vectors) ((vectors) == 4 ? 6 : (vectors) == 3 ? 8 : 12)
 #else
-#define TILE_VECTORS 2          /* sixteen registers */
-#define TILE_ROWS(vectors) ((vectors) == 2 ? 4 : 8)
+#define TILE_VECTORS 2          /* sixteen registers: twelve sums, two vectors of b, one value of a */
+#define TILE_ROWS(vectors) ((vectors) == 2 ? 6 : 8)
 #endif
 
 /* The left side of a product: value (r, i) lies at values[r * row + i * step]. */

@@ -1,0 +1,92 @@
+"""How many threads a stage of training runs on: found on the stage's own first steps.
+
+    step 0 warms up ──> 1, 2, 4 ... threads in turn, five steps each ──> the least median time per token
+                                          (or more threads, where that takes hardly longer)
+
+The number changes no bit of a run (see `training.threads`), so the steps that are measured are the run's own.
+Two virtual cores may be one core's worth or two, as others use them: it is measured again now and then, by
+each stage, and when a run is resumed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from etude.config import RunConfig
+from etude.model import LanguageModel
+
+_ROUNDS = 5
+_TIE = 1.05
+"""Up to so many times the least time, more threads are taken: they gain more when others leave."""
+_STEPS_BETWEEN = 200
+"""From one measurement to the next."""
+
+
+class ThreadChoice:
+    """The threads of one stage."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        title: str,
+        say: Callable[[str], None] = lambda _: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`config`: settled. `model`: what is trained. At most as many threads as are set now; there is no
+        choice with a configured number, on one core, and where threads do not share micro-batches: with
+        several ranks, on a GPU, of transformers' models. `title`: of the stage, for people."""
+        limit = torch.get_num_threads()
+        elsewhere = (
+            config.parallel.ranks > 1 or config.device != "cpu" or not isinstance(model, LanguageModel)
+        )
+        fixed = bool(config.num_threads) or elsewhere
+        self._counts = [] if fixed else [n for n in (1, 2, 4, 8, 16) if n < limit] + [limit]
+        self._title, self._say, self._clock = title, say, clock
+        self._times: list[float] = []
+        """Seconds per token of the measured steps, the counts in turn."""
+        self._wait = 1
+        """Steps until measuring begins; the first one warms up."""
+        self.chosen = 0 if len(self._counts) > 1 else limit
+        """0 until it has been measured for the first time."""
+
+    def step(self, take: Callable[[], Mapping[str, float]]) -> Mapping[str, float]:
+        """Takes a step, which returns its metrics, on as many threads as its turn is."""
+        before, began = torch.get_num_threads(), self._clock()
+        measures = len(self._counts) > 1 and not self._wait
+        turn = self._counts[len(self._times) % len(self._counts)] if measures else self.chosen
+        if self._counts:
+            torch.set_num_threads(turn or self._counts[0])
+        try:
+            figures = take()
+        finally:
+            torch.set_num_threads(before)
+        num_tokens = figures.get("tokens", figures.get("train_tokens", 0.0))
+        if not num_tokens:
+            return figures
+        if measures:
+            self._add((self._clock() - began) / num_tokens)
+        else:
+            self._wait = max(0, self._wait - 1)
+        return figures
+
+    def _add(self, token_s: float) -> None:
+        self._times.append(token_s)
+        size = len(self._counts)
+        if len(self._times) < _ROUNDS * size:
+            return
+        rounds = [self._times[first : first + size] for first in range(0, len(self._times), size)]
+        # Against the same round's first: one that was slow altogether says nothing of threads.
+        ratios = [statistics.median(one[place] / one[0] for one in rounds) for place in range(size)]
+        most = _TIE * min(ratios)
+        chosen = max(count for count, ratio in zip(self._counts, ratios, strict=True) if ratio <= most)
+        if chosen != self.chosen:
+            rates = [1 / statistics.median(one[place] for one in rounds) for place in range(size)]
+            shown = ", ".join(f"{rate:,.0f} on {n}" for rate, n in zip(rates, self._counts, strict=True))
+            self._say(f"{self._title}: {chosen} of {self._counts[-1]} threads (tokens/s: {shown})")
+        self.chosen, self._times, self._wait = chosen, [], _STEPS_BETWEEN

@@ -1,0 +1,89 @@
+"""Figures of the families that only acting solves: do first edits follow what a test run said?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from etude.evaluation.sessions import SessionRow, play_sessions, plays_of
+from etude.evaluation.statistics import mean, pass_rates, summarize, verdicts_by_task
+from etude.evaluation.suite import check_infrastructure
+from etude.protocols import EpisodeRunner, Sampler
+from etude.records import SamplingParams, Task, Trajectory
+from etude.tasks.observed import CEILING, mask_output
+
+MASKED_SAMPLES = 4
+"""Sessions of each task in the ablation."""
+
+
+async def evaluate_family(
+    environment: EpisodeRunner,
+    sampler: Sampler,
+    tasks: Sequence[Task],
+    name: str,
+    seed: int,
+    max_sessions: int,
+    num_samples: int,
+) -> dict[str, Any]:
+    """Every task once greedily and `num_samples` times at temperature 1.
+
+    Keys: `num_tasks`; `greedy` and `sampled` (over all samples) as `summarize` gives them; `pass_at_<k>` for
+    k = `num_samples`; `turns` per sampled session. Raises InfrastructureError if most sessions failed.
+    """
+    figures: dict[str, Any] = {"num_tasks": len(tasks)}
+    for mode, temperature, count in (("greedy", 0.0, 1), ("sampled", 1.0, num_samples)):
+        plays = plays_of(tasks, count)
+        params, label = SamplingParams(temperature=temperature), f"{name}-{mode}"
+        played = await play_sessions(environment, sampler, plays, label, seed, params, max_sessions)
+        check_infrastructure(played)
+        figures[mode] = summarize([play.task for play in plays], played)
+        if mode == "sampled":
+            rows = [SessionRow.of(play.task, one) for play, one in zip(plays, played, strict=True)]
+            rates = pass_rates(verdicts_by_task(rows), num_samples)
+            figures |= {
+                f"pass_at_{num_samples}": mean(list(rates.values())),
+                "turns": mean([float(row.turns) for row in rows if row.passed is not None]),
+                "edits_after_run_share": edits_after_run_share(played),
+            }
+    return figures
+
+
+async def evaluate_masked(
+    environment: EpisodeRunner,
+    sampler: Sampler,
+    tasks: Sequence[Task],
+    name: str,
+    seed: int,
+    max_sessions: int,
+) -> dict[str, Any]:
+    """Observed tasks once more at temperature 1, with failing tests that tell nothing.
+
+    Keys: `first_edit_ceiling`, the chance of a right first edit without a test run; `masked_ablation`, the
+    share of right first edits here, which must not be above it but by luck; `masked_sessions`, their number.
+    """
+    plays = plays_of([mask_output(task) for task in tasks], MASKED_SAMPLES)
+    params = SamplingParams(temperature=1.0)
+    played = await play_sessions(environment, sampler, plays, name, seed, params, max_sessions)
+    check_infrastructure(played)
+    graded = [one for one in played if one.reward is not None]
+    return {
+        "first_edit_ceiling": CEILING,
+        "masked_ablation": mean([bool(one.facts["first_edit_right"]) for one in graded]),
+        "masked_sessions": len(graded),
+    }
+
+
+def edits_after_run_share(trajectories: Sequence[Trajectory]) -> float:
+    """Of the sessions that changed a file: the share whose first change came after a turn with a test run."""
+    return mean([after for one in trajectories if (after := _first_edit_after_run(one)) is not None])
+
+
+def _first_edit_after_run(trajectory: Trajectory) -> bool | None:
+    """None without an edit. A run in the edit's own message does not count: its output came later."""
+    has_run = False
+    for turn in trajectory.turns:
+        kinds = {result.facts.get("kind") for result in turn.results if result.facts.get("changed", True)}
+        if "edit" in kinds:
+            return has_run
+        has_run |= "test" in kinds
+    return None

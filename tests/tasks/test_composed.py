@@ -1,0 +1,89 @@
+"""Composed tasks: every combination of bug kinds is of one split, and every bug counts."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from etude.errors import TaskError
+from etude.records import Task, ToolCall
+from etude.tasks.composed import INNER_KINDS, Combination, ComposedGenerator, combinations_of
+from etude.tasks.frozen import acting_tasks
+from etude.tasks.functions import function_hash
+from etude.tasks.generator import FUNCTION_SPLITS, FunctionSplit, split_of_hash
+from etude.tasks.part_expert import PartExpert
+from etude.tasks.skill import PERFECT_SKILL
+from tests.tasks.playing import passes
+from tests.tasks.test_expert import play_expert
+
+
+def test_every_combination_of_kinds_is_of_one_split() -> None:
+    for size in (2, 3):
+        found = [
+            frozenset(chosen) for split in FUNCTION_SPLITS for chosen in set_of(combinations_of(split, size))
+        ]
+        assert len(set(found)) == len(found), "in whatever order"
+        assert all(len(chosen) == size for chosen in found)
+    assert combinations_of("train", 3) == []
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_every_kind_is_known_from_other_pairs(split: FunctionSplit) -> None:
+    assert {kind for pair in combinations_of(split, 2) for kind in pair} >= set(INNER_KINDS)
+
+
+def set_of(chosen: list[Combination]) -> set[frozenset[str]]:
+    """Without their order."""
+    return {frozenset(kinds) for kinds in chosen}
+
+
+def test_judged_pairs_and_triples_are_never_trained_on() -> None:
+    trained = {frozenset(kinds_of(ComposedGenerator(3).task(index))) for index in range(60)}
+    assert trained <= set_of(combinations_of("train", 2))
+    judged = [kinds_of(task) for task in acting_tasks("composed", "heldout", 24)]
+    assert [len(kinds) for kinds in judged] == [2, 3] * 12
+    assert not set_of(combinations_of("train", 2)) & {frozenset(kinds) for kinds in judged}
+    assert len(set(judged[::2])) == len(combinations_of("heldout", 2)) == 10, "each held-out pair"
+
+
+def kinds_of(task: Task) -> tuple[str, ...]:
+    return tuple(str(task.metadata["bug_kind"]).split("+"))
+
+
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_only_all_fixes_together_pass(split: FunctionSplit) -> None:
+    for index in range(6):
+        task = ComposedGenerator(4, split).task(index)
+        assert len(task.solution_files) == task.metadata["level"]
+        fixed = {**task.files, **task.solution_files}
+        assert passes(task, fixed) and passes(task, fixed, hidden=True)
+        for broken in (*task.solution_files, None):
+            partly = {path: task.files[path] for path in task.solution_files if broken in (None, path)}
+            assert not passes(task, {**fixed, **partly})
+            assert not passes(task, {**fixed, **partly}, hidden=True)
+
+
+def test_a_part_has_one_bug_and_a_perfect_expert_that_reads_the_chain_fixes_it() -> None:
+    num_solved = 0
+    for index in range(12):
+        task = ComposedGenerator(5).part(index)
+        assert len(task.solution_files) == task.metadata["level"] == 1
+        workspace, turns = play_expert(task, PartExpert(task, Random(index), PERFECT_SKILL))
+        num_solved += passes(task, workspace.files, hidden=True)
+        calls = [part for parts, _ in turns for part in parts if isinstance(part, ToolCall)]
+        read = {call.arguments["path"] for call in calls if call.name == "read_file"}
+        assert read == task.files.keys() - set(task.test_paths)
+    assert num_solved >= 10, "but for sessions that other files took all turns of"
+
+
+def test_functions_are_of_their_split() -> None:
+    for index in range(5):
+        task = ComposedGenerator(6, "heldout").task(index)
+        hashes = {split_of_hash(function_hash(source)) for source in task.solution_files.values()}
+        assert hashes == {"heldout"}
+
+
+def test_unknown_splits_are_refused() -> None:
+    with pytest.raises(TaskError, match="split"):
+        ComposedGenerator(0, "heldout_family")  # pyright: ignore[reportArgumentType]
