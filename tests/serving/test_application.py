@@ -65,7 +65,7 @@ def ask(app: FastAPI, scenario: Callable[[httpx.AsyncClient], Awaitable[None]], 
         ("127.0.0.1", "", None, False),
         ("10.0.0.7", "10.0.0.7:80", None, True),
         ("10.0.0.7", "node7.example", None, True),
-        ("10.0.0.7", "localhost", None, False),
+        ("10.0.0.7", "localhost", None, True),  # through a tunnel
         ("10.0.0.7", "10.0.0.7", "http://evil.example", False),
     ],
 )

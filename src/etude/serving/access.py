@@ -2,11 +2,9 @@
 
 A web page can point a name of its own at an address that only this machine reaches (DNS rebinding), or send
 requests there from its own origin. Every request therefore has to name the server by a name of the
-server's, with and without credentials:
-
-    the connection arrived at    accepted in Host, and in Origin where there is one
-    a loopback address           loopback names, configured names
-    another address              that address, configured names
+server's, with and without credentials. Accepted in Host, and in Origin where there is one, are the address
+at which the connection arrived, configured names, and loopback names: no page from elsewhere can take
+these, and a tunnel to another machine begins with them.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from collections.abc import Collection, Mapping
 from typing import TypeVar
 
 from etude.errors import UserError
-from etude.serving.listening import is_loopback
 
 LOOPBACK_NAMES = frozenset(("127.0.0.1", "localhost", "::1"))
 T = TypeVar("T")
@@ -54,9 +51,7 @@ def check_names(headers: Mapping[str, str], address: str | None, allowed: Collec
 
     `address`: at which the connection arrived; None: a local socket. `allowed`: configured names.
     """
-    known = {name.lower() for name in allowed}
-    if address is None or is_loopback(address):
-        known |= LOOPBACK_NAMES
+    known = {*LOOPBACK_NAMES, *(name.lower() for name in allowed)}
     if address is not None:
         known.add(address.lower())
     origin = headers.get("origin")
