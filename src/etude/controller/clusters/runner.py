@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
@@ -47,6 +47,9 @@ from etude.tokens.tokenizer import Tokenizer
 from etude.weights.ending import clear_over, mark_over
 from etude.weights.folders import open_folder
 from etude.weights.patience import PatientFolder
+
+if TYPE_CHECKING:
+    from etude.serving.process import ServerThread
 
 KIND = "clusters"
 """Of the rows of metrics: one per version in service, and when weights do not reach a cluster."""
@@ -233,15 +236,13 @@ async def open_clusters(
     """Who plays the run's sessions: `here` alone where the configuration names no clusters.
 
     `directory`: of the run. To be left when the run ends, since clusters ask until then. Raises ConfigError,
-    and StoreError for an address that cannot be had or a weight store that cannot be written.
+    also for an address or a certificate that cannot be used, and StoreError for a weight store that cannot be
+    written.
     """
     settings = config.clusters
     if not settings.listen:
         yield here
         return
-    from etude.controller.clusters.server import build_app
-    from etude.serving.process import ServerThread
-
     inbox = Inbox(directory / INBOX, settings.max_result_bytes)
     inbox.sweep(log.contains)
     loop = asyncio.get_running_loop()
@@ -275,16 +276,7 @@ async def open_clusters(
                 f"clusters that come later will wait for this run: its end cannot be marked: {error}"
             )
 
-    app = build_app(control, read_secret(settings.token, "clusters.token"))
-    host, port = settings.address
-    with ServerThread(
-        app,
-        host,
-        port,
-        _path(settings.certificate),
-        _path(settings.certificate_key),
-        settings.allowed_hosts,
-    ) as server:
+    with _serve(control, settings) as server:
         command = sampling_command(server.url, settings)
         observer.say(f"control API at {server.url}: `{command}` plays sessions")
         try:
@@ -294,6 +286,16 @@ async def open_clusters(
             count()
             control.finish()
             await asyncio.sleep(min(_FAREWELL_S, settings.lease_s / 4))
+
+
+def _serve(control: Control, settings: ClustersConfig) -> ServerThread:
+    """The control API's server, which listens within its context."""
+    from etude.controller.clusters.server import build_app
+    from etude.serving.process import ServerThread
+
+    app, (host, port) = build_app(control, read_secret(settings.token, "clusters.token")), settings.address
+    files = _path(settings.certificate), _path(settings.certificate_key)
+    return ServerThread(app, host, port, *files, settings.allowed_hosts)
 
 
 def sampling_command(url: str, settings: ClustersConfig) -> str:
