@@ -8,11 +8,12 @@ Each seed has a whole run of RL. Every control (controls_recipes.py) begins with
 configuration and is compared with it at equal wall time and, where it samples, at equal sampled tokens. RL
 and each control choose one of as many settings on the split `validation`, with a seed that is used for
 nothing else. All models then play the same held-out tasks of all families. Steps are counted out and no clock
-ends a run.
+ends a run: the runs that choose settings also tell how long a step of each takes, and want an idle machine.
+Those that are compared may share one.
 
 Whatever is in the results file is not run again, nor is a run whose directory exists: a stopped script goes
-on where it was. Another machine goes on with a copy of the results file; all of one seed belongs on one
-machine, because controls need the weights of the seed's run.
+on where it was. Another machine, or another core, goes on with a copy of the results file, whose seeds
+`--join` brings back; all of one seed belongs on one machine, because controls need the weights of its run.
 """
 
 from __future__ import annotations
@@ -52,17 +53,27 @@ class Results:
 
     path: Path
     peers: dict[str, Any]
-    """`tuning`: recipe -> trials. `clusters`: suite -> the cluster of each task. `runs`: seed -> recipe ->
-    budget -> figures, and verdicts of each task: 1 solved, 0 failed, x voided."""
+    """`tuning`: recipe -> trials. `timing`: see Reference; of the first trial. `clusters`: suite -> the
+    cluster of each task. `runs`: seed -> recipe -> budget -> figures, and verdicts of each task: 1 solved, 0
+    failed, x voided."""
 
     @classmethod
     def load(cls, path: Path) -> Results:
         stored = json.loads(path.read_text(encoding="utf-8"))["peers"] if path.exists() else {}
-        return cls(path, {"tuning": {}, "clusters": {}, "runs": {}} | stored)
+        return cls(path, {"tuning": {}, "timing": None, "clusters": {}, "runs": {}} | stored)
 
     def save(self) -> None:
         """Writes everything; called after each run, so that a stopped script loses one run at most."""
         write_result(self.path, figures_of(self.peers), self.peers)
+
+    def join(self, others: Sequence[Path]) -> None:
+        """Takes up the seeds and trials that other files have and this one lacks."""
+        for other in others:
+            peers = Results.load(other).peers
+            for name in ("tuning", "clusters", "runs"):
+                self.peers[name] = peers[name] | self.peers[name]
+            self.peers["timing"] = self.peers["timing"] or peers["timing"]
+        self.save()
 
     def settings_of(self, recipe: Recipe) -> int:
         """The number of the trial that solved most validation tasks: the first of equally good ones."""
@@ -139,7 +150,10 @@ class Comparison:
             print_table(f"after {recipe.name} of seed {seed}", figures_of(self._results.peers))
 
     def _reference(self, seed: int, settings: Sequence[str]) -> Reference:
-        return begin_reference(self._options.config, self._options.runs, seed, settings)
+        options, peers = self._options, self._results.peers
+        reference = begin_reference(options.config, options.runs, seed, settings, peers["timing"])
+        peers["timing"] = reference.timing
+        return reference
 
     def _row(self, reference: Reference, trained: Trained) -> dict[str, Any]:
         """Figures of a model, where it was trained, and its verdicts."""
@@ -181,6 +195,8 @@ def main() -> None:
     """Runs what is missing, and prints the figures or the table."""
     options = parse_arguments()
     results = Results.load(options.json)
+    if options.join:
+        results.join(options.join)
     if options.table is not None:
         put_table(options.table, results.peers)
         return
@@ -202,7 +218,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--only", help="names of controls, with commas between them")
     parser.add_argument("--trials", type=int, default=3, help="settings to choose from, at most")
-    parser.add_argument("--tasks", type=int, default=240, help="of each split, at most")
+    parser.add_argument("--tasks", type=int, default=120, help="of each suite, at most")
+    parser.add_argument("--join", type=Path, nargs="+", default=[], help="files of results to take up first")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="no run begins after these")
     parser.add_argument(
         "--json", type=Path, nargs="?", default=RESULTS, const=RESULTS, help="file of the results"

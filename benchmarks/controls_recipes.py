@@ -14,7 +14,6 @@ from etude.config import EvaluationConfig, RunConfig, load_config
 from etude.controller.train import FINAL, MIDTRAINED, train
 from etude.model.huggingface import load_model
 from etude.observe import RunDirectory, SilentObserver
-from etude.observe.metrics import read_metrics
 from etude.records import Group
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens.tokenizer import Tokenizer
@@ -25,6 +24,8 @@ _LIGHT = (
     "checkpoint.curve_every_steps=0",
 )
 """Controls are judged by the script, and need no evaluation of their own."""
+_FEW = ("evaluation.num_tasks=96", "evaluation.num_family_tasks=1", "evaluation.num_repeated_tasks=1")
+"""RL's own evaluation is for its behaviour and for what masking does to it."""
 _SECONDS = "seconds.txt"
 """File of a checkpoint: how long its fine-tuning took."""
 
@@ -56,6 +57,8 @@ class Reference:
 
     run: RunDirectory
     report: Mapping[str, Any]
+    timing: Mapping[str, Any]
+    """`stages` and `throughput` of the report of a run on an idle machine: budgets of time follow from it."""
 
     @property
     def trained(self) -> Trained:
@@ -97,10 +100,14 @@ class Recipe:
     train: Train
 
 
-def begin_reference(config: Path, runs: Path, seed: int, settings: Sequence[str]) -> Reference:
-    """The run of RL with this seed: a whole run from nothing, with all its evaluations."""
-    changes = (f'name="seed-{seed}"', f'runs_directory="{runs}"', f"seed={seed}", *settings)
-    return Reference(*_finish(load_config(config, changes)))
+def begin_reference(
+    config: Path, runs: Path, seed: int, settings: Sequence[str], timing: Mapping[str, Any] | None
+) -> Reference:
+    """The run of RL with this seed: a whole run from nothing. Without `timing` it has its own."""
+    place = (f'name="seed-{seed}"', f'runs_directory="{runs}"', f"seed={seed}")
+    run, report = _finish(load_config(config, (*place, *_FEW, *settings)))
+    own = {name: report[name] for name in ("stages", "throughput")}
+    return Reference(run, report, timing or own)
 
 
 def _finish(config: RunConfig) -> tuple[RunDirectory, dict[str, Any]]:
@@ -145,7 +152,7 @@ def train_rl(reference: Reference, recipe: Recipe, number: int, pace: Pace) -> d
 
 def train_midtraining(reference: Reference, recipe: Recipe, number: int, pace: Pace) -> dict[str, Trained]:
     """From nothing, mid-training for the time of mid-training and RL together; the schedule is stretched."""
-    stages, settings = reference.report["stages"], reference.run.config.midtrain
+    stages, settings = reference.timing["stages"], reference.run.config.midtrain
     steps = round(settings.num_steps * (1.0 + stages["rl_s"] / stages["midtrain_s"]))
     changes = (f"midtrain.num_steps={steps}", "rl.num_steps=0", *recipe.trials[number])
     run, report = _finish(reference.beside(f"{recipe.name}-{number}-{steps}", *changes))
@@ -155,17 +162,16 @@ def train_midtraining(reference: Reference, recipe: Recipe, number: int, pace: P
 def train_rejection_once(reference: Reference, recipe: Recipe, number: int, pace: Pace) -> dict[str, Trained]:
     """Sessions of the weights that RL began with, then fine-tuning on those that were solved: half of RL's
     time each; or as many sampled tokens as RL had, and as many trained ones."""
-    rl, throughput = reference.trained, reference.report["throughput"]
+    rl, throughput = reference.trained, reference.timing["throughput"]
     steps = f"rl.num_steps={rl.rl_steps}"
     config = reference.after_midtraining("samples", steps, "rl.optimizer.learning_rate=0")
     run, _ = _finish(config)
-    rows = [row for row in read_metrics(run.metrics_file) if row["kind"] == "rl"]
     parts = _parts(run)
-    times, sampled = [row["rollout_s"] for row in rows], [_num_sampled(part) for part in parts]
-    half_s = rl.train_s / 2
-    trained_in_rl = rl.train_s * throughput["training_tokens"] / throughput["elapsed_s"]
+    sampled = [_num_sampled(part) for part in parts]
+    half_s, trained_in_rl = throughput["elapsed_s"] / 2, throughput["training_tokens"]
+    rollout_s = throughput["rollout_s"] / rl.rl_steps
     budgets = {
-        "wall": (_num_within(times, half_s), half_s * throughput["training_tokens_per_s"]),
+        "wall": (_num_within([rollout_s] * len(parts), half_s), half_s * throughput["training_tokens_per_s"]),
         "tokens": (_num_within(sampled, rl.sampled_tokens), trained_in_rl),
     }
     settings, found = reference.beside("unused", *recipe.trials[number]), dict[str, Trained]()
@@ -174,7 +180,7 @@ def train_rejection_once(reference: Reference, recipe: Recipe, number: int, pace
         if not checkpoint.exists():
             documents = [one for part in parts[:num_steps] for one in solved_sessions(part)]
             fine_tune(reference.run.checkpoints / MIDTRAINED, documents, settings, num_tokens, checkpoint)
-        took_s = sum(times[:num_steps]) + float((checkpoint / _SECONDS).read_text())
+        took_s = num_steps * rollout_s + float((checkpoint / _SECONDS).read_text())
         found[budget] = Trained(checkpoint, took_s, sum(sampled[:num_steps]), num_steps)
     return found
 
@@ -223,9 +229,10 @@ def _rates(key: str, *values: float) -> tuple[tuple[str, ...], ...]:
     return tuple((f"{key}={value}",) for value in values)
 
 
-_RL_RATES = _rates("rl.optimizer.learning_rate", 1e-3, 5e-4, 2e-3)
+_RL_RATE = "rl.optimizer.learning_rate"
+_ON_POLICY_RATES = _rates(_RL_RATE, 1e-3, 5e-4, 2e-3)
 
-RL = Recipe("rl", "RL", _RL_RATES, train_rl)
+RL = Recipe("rl", "RL", _rates(_RL_RATE, 5e-4, 3e-4, 8e-4), train_rl)
 
 CONTROLS = (
     Recipe(
@@ -247,19 +254,19 @@ CONTROLS = (
     Recipe(
         "rejection_once",
         "rejection sampling once",
-        _rates("rl.optimizer.learning_rate", 1e-3, 3e-4, 3e-3),
+        _rates(_RL_RATE, 1e-3, 3e-4, 3e-3),
         train_rejection_once,
     ),
     Recipe(
         "rejection",
         "on-policy rejection sampling, all solved sessions",
-        tuple((*one, 'rl.algorithm="rejection_sampling"') for one in _RL_RATES),
+        tuple((*one, 'rl.algorithm="rejection_sampling"') for one in _ON_POLICY_RATES),
         train_on_policy,
     ),
     Recipe(
         "best_of_group",
         "on-policy rejection sampling, each group's best by total reward",
-        tuple((*one, 'rl.algorithm="best_of_group"') for one in _RL_RATES),
+        tuple((*one, 'rl.algorithm="best_of_group"') for one in _ON_POLICY_RATES),
         train_on_policy,
     ),
 )

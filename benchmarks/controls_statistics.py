@@ -118,15 +118,14 @@ def table_of(peers: Peers) -> str:
     heads = [
         "instead of RL",
         "chosen on `validation`",
-        "seconds",
         "solved",
         "RL ahead, equal wall time",
         "sampled tokens",
         "solved",
         "RL ahead, equal sampled tokens",
     ]
-    nothing = ["mid-training alone", "", "0", *_cells(peers, MIDTRAINED, "wall")[1:], "", "0", "", ""]
-    ours = ["RL", _settings(peers, RL), *_cells(peers, RL.name, "wall"), "", _tokens(peers, RL.name, "wall")]
+    nothing = ["mid-training alone", "", _solved(peers, MIDTRAINED, "wall"), "", "0", "", ""]
+    ours = ["RL", _settings(peers, RL), _solved(peers, RL.name, "wall"), "", _tokens(peers, RL.name, "wall")]
     return f"{_caption(peers)}\n\n{markdown_table([heads, nothing, [*ours, '', ''], *filter(None, rows)])}"
 
 
@@ -135,10 +134,11 @@ def _caption(peers: Peers) -> str:
     measured = [rows[RL.name]["wall"] for rows in peers["runs"].values() if RL.name in rows]
     found = {name: ", ".join(sorted({row[name] for row in measured})) for name in ("machine", "commit")}
     num_tasks = sum(len(modes["sampled"]) for modes in measured[0]["verdicts"].values())
+    rl_s = f"{peers['timing']['stages']['rl_s']:.0f} s of RL on an idle machine"
     return (
         f"Percent of {num_tasks} held-out tasks solved at temperature 1, means of {len(measured)} seeds, "
-        "after the same mid-training; RL's lead in points with its 95 % interval. A tie is a lead whose "
-        f"interval holds 0. Seconds are those after mid-training. {found['machine']}; commit "
+        f"after the same mid-training and {rl_s}, or as much of something else. RL's lead in points with its "
+        f"95 % interval; a tie is a lead whose interval holds 0. {found['machine']}; commit "
         f"{found['commit']}; `benchmarks/controls.py`."
     )
 
@@ -147,14 +147,14 @@ def _table_row(peers: Peers, recipe: Recipe) -> list[str]:
     lead = lead_over(peers, recipe)
     if lead is None:
         return []
-    row = [recipe.title, _settings(peers, recipe), *_cells(peers, recipe.name, "wall"), lead.text()]
+    row = [recipe.title, _settings(peers, recipe), _solved(peers, recipe.name, "wall"), lead.text()]
     equal = lead_over(peers, recipe, "tokens")
     if equal is None:
         return [*row, "samples none", "", ""]
     return [
         *row,
         _tokens(peers, recipe.name, "tokens"),
-        _cells(peers, recipe.name, "tokens")[1],
+        _solved(peers, recipe.name, "tokens"),
         equal.text(),
     ]
 
@@ -168,11 +168,10 @@ def _settings(peers: Peers, recipe: Recipe) -> str:
     return ", ".join(f"`{key.rpartition('.')[2]} = {value}`" for key, _, value in words)
 
 
-def _cells(peers: Peers, name: str, budget: str) -> list[str]:
-    """Seconds after mid-training, and percent of tasks solved at temperature 1."""
-    seconds = mean_of(peers, name, lambda row: row[budget]["train_s"])
+def _solved(peers: Peers, name: str, budget: str) -> str:
+    """Percent of tasks solved at temperature 1."""
     rate = mean_of(peers, name, lambda row: share_solved(row[budget]["verdicts"]))
-    return [f"{seconds or 0:,.0f}", "" if rate is None else f"{100 * rate:.1f} %"]
+    return "" if rate is None else f"{100 * rate:.1f} %"
 
 
 def _tokens(peers: Peers, name: str, budget: str) -> str:

@@ -31,6 +31,7 @@ def peers(ours: str, theirs: str, num_seeds: int = 5) -> dict[str, Any]:
     trial = {"settings": ["rl.optimizer.learning_rate=0.001"], "solved": 0.5} | row("1")
     return {
         "tuning": {"rl": [trial], BEST.name: [trial]},
+        "timing": {"stages": {"rl_s": 200.0}},
         "clusters": {"heldout": clusters},
         "runs": {str(seed): rows for seed in range(num_seeds)},
     }
@@ -87,6 +88,17 @@ def test_a_control_takes_as_many_steps_as_fit_into_the_time_and_the_tokens_of_rl
     assert results.pace_of(BEST) == Pace(seconds=0.5, sampled_tokens=1.0)
 
 
+def test_files_of_other_machines_bring_their_seeds(tmp_path: Path) -> None:
+    results = controls.Results(tmp_path / "one.json", peers("1", "0", num_seeds=1) | {"timing": None})
+    other = controls.Results(tmp_path / "other.json", peers("0", "1", num_seeds=2))
+    other.save()
+    results.join([other.path])
+    joined = controls.Results.load(results.path).peers
+    assert set(joined["runs"]) == {"0", "1"}
+    assert share_solved(joined["runs"]["0"]["rl"]["wall"]["verdicts"]) == 1.0, "its own seed stays"
+    assert joined["timing"] == other.peers["timing"]
+
+
 def test_as_many_settings_are_tried_for_rl_as_for_every_control() -> None:
     assert {len(recipe.trials) for recipe in (RL, *CONTROLS)} == {3}
 
@@ -98,7 +110,7 @@ def test_the_table_replaces_what_is_between_its_comments(tmp_path: Path) -> None
     put_table(document, stored)
     text = document.read_text()
     assert text == f"before\n{BEGIN}\n{table_of(stored)}{END}\nafter\n"
-    assert "each group's best by total reward | `learning_rate = 0.001` | 100 | 25.0 % | +75.0 (" in text
+    assert "each group's best by total reward | `learning_rate = 0.001` | 25.0 % | +75.0 (" in text
     assert "tie: +0.0" in text, "at equal sampled tokens"
 
 

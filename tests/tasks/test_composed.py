@@ -1,4 +1,5 @@
-"""Composed tasks: every combination of bug kinds is of one split, and every bug counts."""
+"""Composed tasks: every combination of bug kinds is of one split, every bug counts, and a test run leads from
+one to the next."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ import pytest
 
 from etude.errors import TaskError
 from etude.records import Task, ToolCall
-from etude.tasks.composed import INNER_KINDS, Combination, ComposedGenerator, combinations_of
+from etude.tasks.composed import DIRECTORY, Combination, ComposedGenerator, combinations_of
 from etude.tasks.frozen import acting_tasks
 from etude.tasks.functions import function_hash
 from etude.tasks.generator import FUNCTION_SPLITS, FunctionSplit, split_of_hash
+from etude.tasks.mutations import BUG_KINDS
 from etude.tasks.part_expert import PartExpert
 from etude.tasks.skill import PERFECT_SKILL
 from tests.tasks.playing import passes
@@ -30,7 +32,7 @@ def test_every_combination_of_kinds_is_of_one_split() -> None:
 
 @pytest.mark.parametrize("split", ["train", "heldout"])
 def test_every_kind_is_known_from_other_pairs(split: FunctionSplit) -> None:
-    assert {kind for pair in combinations_of(split, 2) for kind in pair} >= set(INNER_KINDS)
+    assert {kind for pair in combinations_of(split, 2) for kind in pair} == set(BUG_KINDS)
 
 
 def set_of(chosen: list[Combination]) -> set[frozenset[str]]:
@@ -44,7 +46,7 @@ def test_judged_pairs_and_triples_are_never_trained_on() -> None:
     judged = [kinds_of(task) for task in acting_tasks("composed", "heldout", 24)]
     assert [len(kinds) for kinds in judged] == [2, 3] * 12
     assert not set_of(combinations_of("train", 2)) & {frozenset(kinds) for kinds in judged}
-    assert len(set(judged[::2])) == len(combinations_of("heldout", 2)) == 10, "each held-out pair"
+    assert len(set(judged[::2])) == len(combinations_of("heldout", 2)) == 12, "each held-out pair"
 
 
 def kinds_of(task: Task) -> tuple[str, ...]:
@@ -64,17 +66,26 @@ def test_only_all_fixes_together_pass(split: FunctionSplit) -> None:
             assert not passes(task, {**fixed, **partly}, hidden=True)
 
 
-def test_a_part_has_one_bug_and_a_perfect_expert_that_reads_the_chain_fixes_it() -> None:
-    num_solved = 0
+def test_a_perfect_expert_of_parts_goes_where_the_test_run_points() -> None:
     for index in range(12):
         task = ComposedGenerator(5).part(index)
-        assert len(task.solution_files) == task.metadata["level"] == 1
-        workspace, turns = play_expert(task, PartExpert(task, Random(index), PERFECT_SKILL))
-        num_solved += passes(task, workspace.files, hidden=True)
+        (path,) = task.solution_files
+        begins_elsewhere = index % 2 == 1 and path != max(task.files.keys() - set(task.test_paths))
+        expert = PartExpert(task, Random(index), PERFECT_SKILL, detour=float(index % 2))
+        workspace, turns = play_expert(task, expert)
+        assert passes(task, workspace.files, hidden=True)
         calls = [part for parts, _ in turns for part in parts if isinstance(part, ToolCall)]
-        read = {call.arguments["path"] for call in calls if call.name == "read_file"}
-        assert read == task.files.keys() - set(task.test_paths)
-    assert num_solved >= 10, "but for sessions that other files took all turns of"
+        first_run = next(number for number, call in enumerate(calls) if call.name == "run_tests")
+        read = [call.arguments["path"] for call in calls if call.name == "read_file"]
+        assert calls[first_run + 1] == ToolCall("read_file", {"path": path})
+        assert len(read) == 1 + begins_elsewhere and path not in read[:-1]
+
+
+def test_the_name_of_a_failing_test_gives_the_path() -> None:
+    task = ComposedGenerator(5).task(0)
+    names = [path.removeprefix(f"{DIRECTORY}/").removesuffix(".py") for path in task.solution_files]
+    assert all(f"def test_{name}():" in task.files[task.test_paths[0]] for name in names)
+    assert not any(name in task.instruction for name in names)
 
 
 def test_functions_are_of_their_split() -> None:

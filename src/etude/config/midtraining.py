@@ -25,7 +25,7 @@ class MidtrainConfig(NextTokenConfig):
     """Fixes of `observed` tasks in the corpus: a broken file, what a test run says of it, then the right
     line."""
     num_part_sessions: int = Field(default=0, ge=0)
-    """Expert sessions in the corpus with one bug somewhere in a chain of calls: parts of `composed` tasks."""
+    """Expert sessions of `composed` tasks with one bug in the corpus."""
     agent_weight: float = Field(default=1.0, ge=0)
     """Loss weight of the agent's own tokens."""
     observation_weight: float = Field(default=0.3, ge=0)

@@ -35,6 +35,8 @@ class AgentConfig(Section):
     """Size of one context in tokens: the model's window."""
     max_message_tokens: int = Field(default=96, ge=8)
     """Largest number of tokens in one message."""
+    test_failures: int = Field(default=3, ge=1)
+    """Largest number of failing tests that one call of `run_tests` shows; the rest are counted."""
     max_session_tokens: int = Field(default=0, ge=0)
     """Largest number of tokens in all contexts of a session together; 0: no limit."""
     summary_at_tokens: int = Field(default=0, ge=0)
@@ -63,7 +65,7 @@ class TasksConfig(Section):
     """With `bug_fixes`: share of reinforcement learning's tasks that are `observed`, whose rule only a test
     run tells. Above 0 the run is also evaluated on them. See docs/tasks.md."""
     composed_share: float = Field(default=0.0, ge=0, le=1)
-    """The same for `composed` tasks: two bugs at once, in a function and its caller, of pairs of kinds that
+    """The same for `composed` tasks: two bugs at once, each in a file of its own, of pairs of kinds that
     evaluation does not have."""
     heldout_directory: str = ""
     """Directory with the tasks for evaluation. Empty: `heldout_share` of the tasks in `directory`, which are

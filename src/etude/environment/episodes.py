@@ -73,7 +73,11 @@ class EpisodeLimits:
                 max_session_tokens=agent.max_session_tokens or None,
             ),
             _summary_policy(agent),
-            ToolLimits(test_timeout_s=sandbox.test_timeout_s, command_timeout_s=sandbox.command_timeout_s),
+            ToolLimits(
+                test_failures=agent.test_failures,
+                test_timeout_s=sandbox.test_timeout_s,
+                command_timeout_s=sandbox.command_timeout_s,
+            ),
             Resources(memory_bytes=sandbox.memory_bytes),
         )
 

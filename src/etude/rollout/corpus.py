@@ -67,7 +67,7 @@ def script_bug_fix(seed: int, number: int) -> tuple[Task, Author]:
 
 
 def script_part(seed: int, number: int) -> tuple[Task, Author]:
-    """A part of a composed task: one bug in a chain of calls."""
+    """A part of a composed task: one bug."""
     task = ComposedGenerator(seed, "train").part(number)
     return task, PartExpert(task, Random(f"part/{seed}/{number}"))
 

@@ -39,14 +39,9 @@ class Expert:
     """
 
     def __init__(self, task: Task, rng: Random, skill: ExpertSkill | None = None) -> None:
-        match = _TEST_NAME.search(task.instruction)
-        if match is None:
-            raise TaskError(
-                "names no test", field="instruction", received=task.instruction, fix="say which test fails"
-            )
         self._skill = skill or ExpertSkill()
         self._rng = rng
-        self._function = match[1]
+        self._function = self._tested_function(task)
         self._fix = ReferenceFix(task)
         self._calls: list[ToolCall | str] = []
         self._num_turns = 0
@@ -58,6 +53,14 @@ class Expert:
         self._mending = False
         self.done = False
         """Whether the last message ended the session."""
+
+    def _tested_function(self, task: Task) -> str:
+        match = _TEST_NAME.search(task.instruction)
+        if match is None:
+            raise TaskError(
+                "names no test", field="instruction", received=task.instruction, fix="say which test fails"
+            )
+        return match[1]
 
     def message(self, results: Sequence[ToolResult] | None) -> Sequence[ToolCall | str]:
         """The next message, given the results of the last one's calls (None at the start).
