@@ -101,8 +101,8 @@ class Comparison:
     def __init__(self, options: argparse.Namespace, results: Results) -> None:
         self._options, self._results = options, results
         self._ends_s = time.monotonic() + 60.0 * options.minutes
-        names = options.only.split(",") if options.only else [recipe.name for recipe in CONTROLS]
-        self._controls = [recipe for recipe in CONTROLS if recipe.name in names]
+        names = options.only.split(",") if options.only else [recipe.name for recipe in (RL, *CONTROLS)]
+        self._recipes = [recipe for recipe in (RL, *CONTROLS) if recipe.name in names]
 
     def run(self) -> None:
         """Tunes and runs what is missing."""
@@ -113,8 +113,8 @@ class Comparison:
             self._compare(int(seed))
 
     def _tune(self) -> None:
-        """Every trial of RL and of each control: its share of solved validation tasks."""
-        for recipe in (RL, *self._controls):
+        """Every trial of each recipe: its share of solved validation tasks."""
+        for recipe in self._recipes:
             trials = self._results.peers["tuning"].setdefault(recipe.name, [])
             for number in range(len(trials), min(self._options.trials, len(recipe.trials))):
                 self._check_time()
@@ -130,7 +130,7 @@ class Comparison:
         """RL and all controls from one seed."""
         rows = self._results.peers["runs"].setdefault(str(seed), {})
         settings = RL.trials[self._results.settings_of(RL)]
-        for recipe in (RL, *self._controls):
+        for recipe in self._recipes:
             if recipe.name in rows:
                 continue
             self._check_time()
@@ -216,7 +216,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seeds", default="0,1,2,3,4", help='seeds of the comparison; "" only prints what is stored'
     )
-    parser.add_argument("--only", help="names of controls, with commas between them")
+    parser.add_argument("--only", help="names of recipes, with commas between them")
     parser.add_argument("--trials", type=int, default=3, help="settings to choose from, at most")
     parser.add_argument("--tasks", type=int, default=120, help="of each suite, at most")
     parser.add_argument("--join", type=Path, nargs="+", default=[], help="files of results to take up first")

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from common import Figures, print_table, write_result
 
-from etude.config import ModelConfig, RunConfig, load_config
+from etude.config import MidtrainConfig, ModelConfig, RunConfig, load_config
 from etude.controller.compute import keep_freed_memory, set_threads
 from etude.controller.families import open_family
 from etude.controller.rendering import make_renderer
@@ -177,7 +177,7 @@ def main() -> None:
     if options.json and commit().endswith("-dirty"):
         raise SystemExit("the checkout has changes: commit them, so that the figures name what was measured")
     config = load_config(options.config, ["device=cpu", "num_threads=0"])
-    counts = ("num_sessions", "num_fix_documents", "num_rewrite_documents", "num_code_documents")
+    counts = [name for name in MidtrainConfig.model_fields if name.startswith("num_") and name != "num_steps"]
     sizes = {name: getattr(config.midtrain, name) // _SCALE for name in counts}
     config = config.model_copy(update={"midtrain": config.midtrain.model_copy(update=sizes)})
     keep_freed_memory()

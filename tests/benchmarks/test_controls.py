@@ -128,7 +128,7 @@ def test_the_script_tunes_compares_and_goes_on_where_it_was(
 ) -> None:
     file, config = tmp_path / "results.json", tmp_path / "tiny.toml"
     config.write_text(dump_config(tiny_config(tmp_path / "runs")))
-    names = "midtraining,rejection_once,best_of_group"
+    names = "rl,midtraining,rejection_once,best_of_group"
     command = ["controls.py", "--config", str(config), "--runs", str(tmp_path / "runs"), "--tasks", "3"]
     command += ["--trials", "1", "--seeds", "0", "--only", names, "--json", str(file)]
     monkeypatch.setattr("sys.argv", [*command, "--minutes", "0"])
@@ -138,7 +138,7 @@ def test_the_script_tunes_compares_and_goes_on_where_it_was(
     controls.main()
     stored = controls.Results.load(file).peers
     rows = stored["runs"]["0"]
-    assert set(rows) == {"midtrained", "rl", *names.split(",")}
+    assert set(rows) == {"midtrained", *names.split(",")}
     assert set(rows["best_of_group"]) == set(rows["rejection_once"]) == {"wall", "tokens"}
     assert {len(found["sampled"]) for found in rows["rl"]["wall"]["verdicts"].values()} == {3}
     assert rows["rejection_once"]["tokens"]["sampled_tokens"] > 0
