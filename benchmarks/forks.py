@@ -117,7 +117,7 @@ def run_arm(options: argparse.Namespace, seed: int, forks: dict[str, Any]) -> tu
                     "groups_per_step": options.groups,
                     "forks": forks,
                     "loss": {"kind": "cispo", "normalizer": "tokens"},
-                    "optimizer": {"learning_rate": 1e-3},
+                    "optimizer": {"learning_rate": 5e-4},
                 },
             }
         )
