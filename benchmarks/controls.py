@@ -8,8 +8,7 @@ Each seed has a whole run of RL. Every control (controls_recipes.py) begins with
 configuration and is compared with it at equal wall time and, where it samples, at equal sampled tokens. RL
 and each control choose one of as many settings on the split `validation`, with a seed that is used for
 nothing else. All models then play the same held-out tasks of all families. Steps are counted out and no clock
-ends a run: the runs that choose settings also tell how long a step of each takes, and want an idle machine.
-Those that are compared may share one.
+ends a run: how long a step of each takes is known from the runs that choose settings, by processor time.
 
 Whatever is in the results file is not run again, nor is a run whose directory exists: a stopped script goes
 on where it was. Another machine, or another core, goes on with a copy of the results file, whose seeds
@@ -21,7 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,14 +80,18 @@ class Results:
         return solved.index(max(solved))
 
     def pace_of(self, recipe: Recipe) -> Pace:
-        """A step of the recipe in steps of RL, each as it was tuned."""
+        """A step of the recipe in steps of RL: the sampled tokens of each as it was tuned, and the time by
+        processor, which other programs hardly change. A step of RL takes as long at any rate."""
         ours, rl = (self.peers["tuning"][one.name][self.settings_of(one)] for one in (recipe, RL))
         if not ours["rl_steps"]:
             return Pace()
-        steps = rl["rl_steps"] / ours["rl_steps"]
-        return Pace(
-            steps * ours["train_s"] / rl["train_s"], steps * ours["sampled_tokens"] / rl["sampled_tokens"]
-        )
+        timed = max(self.peers["tuning"][RL.name], key=lambda trial: trial["processor_s"])
+        seconds = _by_step(ours, "processor_s") / _by_step(timed, "processor_s")
+        return Pace(seconds, _by_step(ours, "sampled_tokens") / _by_step(rl, "sampled_tokens"))
+
+
+def _by_step(trial: Mapping[str, float], name: str) -> float:
+    return trial[name] / trial["rl_steps"]
 
 
 class OutOfTimeError(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ _FEW = ("evaluation.num_tasks=96", "evaluation.num_family_tasks=1", "evaluation.
 """RL's own evaluation is for its behaviour and for what masking does to it."""
 _SECONDS = "seconds.txt"
 """File of a checkpoint: how long its fine-tuning took."""
+_PROCESSOR = "processor_s.txt"
+"""File of a run: what it took of processors, in all sittings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +49,12 @@ class Trained:
     train_s: float = 0.0
     sampled_tokens: float = 0.0
     rl_steps: int = 0
+    processor_s: float = 0.0
+    """Of a run that began with mid-trained weights, its sandboxes included; 0 where that was not measured."""
 
     def figures(self) -> dict[str, float]:
-        return {name: getattr(self, name) for name in ("train_s", "sampled_tokens", "rl_steps")}
+        names = ("train_s", "sampled_tokens", "rl_steps", "processor_s")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +121,26 @@ def _finish(config: RunConfig) -> tuple[RunDirectory, dict[str, Any]]:
     directory = Path(config.runs_directory) / config.name
     exists = directory.exists()
     run = RunDirectory.open(directory) if exists else RunDirectory.create(config)
-    return run, train(run.config, run, SilentObserver(), resume=exists)
+    began = _processor_s()
+    report = train(run.config, run, SilentObserver(), resume=exists)
+    file = run.path / _PROCESSOR
+    before = float(file.read_text()) if file.exists() else 0.0
+    file.write_text(f"{before + _processor_s() - began:.3f}\n", encoding="utf-8")
+    return run, report
+
+
+def _processor_s() -> float:
+    """Of this process and of those that it has waited for."""
+    used = [resource.getrusage(which) for which in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _trained(run: RunDirectory, report: Mapping[str, Any]) -> Trained:
     tokens = sum(_num_sampled(part) for part in _parts(run))
-    return Trained(run.checkpoints / FINAL, report["stages"].get("rl_s", 0.0), tokens, report["rl_steps"])
+    train_s = report["stages"].get("rl_s", 0.0)
+    began_midtrained = run.config.initial_checkpoint is not None
+    processor_s = float((run.path / _PROCESSOR).read_text()) if began_midtrained else 0.0
+    return Trained(run.checkpoints / FINAL, train_s, tokens, report["rl_steps"], processor_s)
 
 
 def _parts(run: RunDirectory) -> list[list[Group]]:

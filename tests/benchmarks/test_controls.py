@@ -20,7 +20,8 @@ README = Path(__file__).parents[2] / "README.md"
 def row(verdicts: str, steps: int = 30, train_s: float = 100.0) -> dict[str, Any]:
     found = {"heldout": {"greedy": verdicts, "sampled": verdicts}}
     where = {"machine": "a machine", "commit": "abc"}
-    return {"verdicts": found, "train_s": train_s, "sampled_tokens": 5_000.0, "rl_steps": steps} | where
+    took = {"train_s": train_s, "processor_s": train_s, "sampled_tokens": 5_000.0}
+    return {"verdicts": found, "rl_steps": steps} | took | where
 
 
 def peers(ours: str, theirs: str, num_seeds: int = 5) -> dict[str, Any]:
