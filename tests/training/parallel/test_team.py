@@ -171,6 +171,47 @@ def test_the_others_end_when_the_lead_is_killed(tmp_path: Path, doing: str) -> N
                 os.kill(pid, signal.SIGKILL)
 
 
+STOPPED = """
+import signal
+from etude.config.parallel import ParallelConfig
+from etude.training.parallel.team import Team
+from tests.training.parallel.test_team import Counter
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    team = Team.spawn(ParallelConfig(ranks=2, timeout_s=60.0))
+    team.make(Counter, 5)
+    print("made", flush=True)
+    signal.pause()
+    print(*team.call(Counter.add, 1), flush=True)
+    {end}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", ["team.close()", "raise SystemExit"])
+def test_what_stops_a_whole_process_group_is_for_the_lead_alone(tmp_path: Path, end: str) -> None:
+    """As Slurm stops a job; the lead ends its step, and the other ranks end with it."""
+    script = tmp_path / "stopped.py"
+    script.write_text(STOPPED.format(end=end))
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    lead = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": paths},
+        start_new_session=True,
+    )
+    try:
+        assert lead.stdout is not None and lead.stdout.readline() == "made\n"
+        os.killpg(lead.pid, signal.SIGTERM)
+        told, _ = lead.communicate(timeout=DEADLINE_S)
+        assert (told, lead.returncode) == ("6 3.0\n", 0)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(lead.pid, signal.SIGKILL)
+        lead.communicate()
+
+
 def _assert_ends(pid: int) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while Path(f"/proc/{pid}").exists() and _state(pid) != "Z":

@@ -14,6 +14,7 @@ Ranks are started here (`Team.spawn`), on one machine, or by `torchrun` (`Team.j
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar, cast
 
@@ -173,8 +175,10 @@ class Team(Generic[T]):
             context.Process(target=_spawned, args=(config, port, rank, device, num_threads), daemon=True)
             for rank in range(1, config.ranks)
         ]
-        for process in processes:
-            process.start()
+        with _stops_are_for_the_lead():
+            for process in processes:
+                process.start()
+        atexit.register(_end, processes, at_once=True)  # before multiprocessing's own, which sends SIGTERM
         try:
             with _group_errors(processes):
                 return Team(_Seat(config, store, 0, device, processes), processes)
@@ -272,9 +276,20 @@ class Team(Generic[T]):
         dist.destroy_process_group()
 
 
+@contextlib.contextmanager
+def _stops_are_for_the_lead() -> Iterator[None]:
+    """Processes that are started meanwhile, the fork server among them, never see Ctrl-C or SIGTERM, which
+    may go to all of a process group: the lead ends a step first. The mask is inherited, handlers are not."""
+    resource_tracker.ensure_running()  # starting it unblocks both signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _spawned(config: ParallelConfig, port: int, rank: int, device: str, num_threads: int) -> None:
     """A started rank's whole life."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the lead, which ends a step first
     torch.set_num_threads(num_threads)
     _stay_on_loopback()
     # The lead says what happened: it sees this process end.
