@@ -121,12 +121,12 @@ def _finish(config: RunConfig) -> tuple[RunDirectory, dict[str, Any]]:
     directory = Path(config.runs_directory) / config.name
     exists = directory.exists()
     run = RunDirectory.open(directory) if exists else RunDirectory.create(config)
-    began = _processor_s()
-    report = train(run.config, run, SilentObserver(), resume=exists)
-    file = run.path / _PROCESSOR
-    before = float(file.read_text()) if file.exists() else 0.0
-    file.write_text(f"{before + _processor_s() - began:.3f}\n", encoding="utf-8")
-    return run, report
+    began, file = _processor_s(), run.path / _PROCESSOR
+    try:
+        return run, train(run.config, run, SilentObserver(), resume=exists)
+    finally:
+        before = float(file.read_text()) if file.exists() else 0.0
+        file.write_text(f"{before + _processor_s() - began:.3f}\n", encoding="utf-8")
 
 
 def _processor_s() -> float:
