@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.controller.families import open_family
+from etude.controller.judging import Judging
 from etude.errors import ConfigError
 from etude.observe.report.summary import results_comparisons
 from etude.store.trajectories import TrajectoryLog
@@ -34,6 +35,24 @@ def test_the_report_has_a_section_for_the_families(tmp_path: Path) -> None:
     assert "composed tasks, one of 2 at temperature 1" in labels
     trained = {group.members[0].id.task.split("-")[0] for group in TrajectoryLog(run.trajectories).read()}
     assert trained <= {"observed", "composed"}, "all of reinforcement learning's tasks"
+
+
+def test_a_run_that_ended_before_its_families_were_judged_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class KilledError(Exception):
+        pass
+
+    async def end(*_: object) -> None:
+        raise KilledError
+
+    config = tiny_config(tmp_path, **SECTIONS, rl={"num_steps": 1, "groups_per_step": 1})
+    with monkeypatch.context() as patched, pytest.raises(KilledError):
+        patched.setattr(Judging, "judge_families", end)
+        run_here(config)
+    _, report = run_here(config, resume=True)
+    assert all(set(sides) == {"before", "after"} for sides in report["families"].values())
+    assert set(report["families"]) == {"observed", "composed"}
 
 
 def test_shares_decide_how_tasks_are_drawn(tmp_path: Path) -> None:

@@ -74,19 +74,33 @@ class Judging:
         return evaluation
 
     async def judge_before(
-        self, tasks: Sequence[Task], others: Sequence[Task], trainer: Handle[Any], parts: Parts
+        self,
+        tasks: Sequence[Task],
+        others: Sequence[Task],
+        family: TaskFamily,
+        trainer: Handle[Any],
+        parts: Parts,
     ) -> None:
-        """The mid-trained model's figures, in the written report, unless an earlier sitting has them.
+        """The mid-trained model's figures, in the written report, but for those that an earlier sitting has.
         `others`: tasks of families that are never trained on."""
-        if "heldout_before" in self._report:
+        judged = self._report.get("families", {})
+        lacks_families = any("before" not in judged.get(name, {}) for name in family.acting)
+        if "heldout_before" in self._report and not lacks_families:
             return
         manifest = await trainer.call("publish")
         await parts.service.stage(manifest)
         await parts.service.activate(manifest.version)
+        if "heldout_before" not in self._report:
+            await self._judge_heldout_before(tasks, others, parts)
+        await self.judge_families(family, "before", parts)
+
+    async def _judge_heldout_before(
+        self, tasks: Sequence[Task], others: Sequence[Task], parts: Parts
+    ) -> None:
         evaluation = await self.judge(tasks, "before", parts, self._config.evaluation.num_repeated_tasks)
         if others:
-            family = await self.judge(others, "family_before", parts)
-            self._report["heldout_family_before"] = family.to_json()
+            judged = await self.judge(others, "family_before", parts)
+            self._report["heldout_family_before"] = judged.to_json()
         self._report |= _figures(evaluation, "before")
         sessions = list(zip(tasks, evaluation.trajectories, strict=True))
         texts = {task.id: session_text(session) for task, session in sessions}

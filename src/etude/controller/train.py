@@ -280,8 +280,7 @@ class _Run:
             async with arrangement.training as trainer:
                 if self.newest is not None and self.state.get("stage") == "rl":
                     await trainer.call("restore", self.newest)
-                await judging.judge_before(heldout, others, trainer, parts)
-                await judging.judge_families(self.family, "before", parts)
+                await judging.judge_before(heldout, others, self.family, trainer, parts)
                 players = await clusters.enter_async_context(self._players(parts))
                 await self._reinforce(trainer, parts, players, arrangement.beside)
                 await players.announce_end()
