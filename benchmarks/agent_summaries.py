@@ -13,7 +13,7 @@ from etude.controller.compute import settle_evaluation, use_sampling_threads
 from etude.controller.evaluate import load_policy
 from etude.controller.families import open_family
 from etude.controller.parts import open_parts
-from etude.evaluation import play_sessions, plays_of, wilson_interval
+from etude.evaluation import clopper_pearson, play_sessions, plays_of
 from etude.observe import RunDirectory
 from etude.records import SamplingParams, Status, Task, Trajectory
 
@@ -27,7 +27,7 @@ def measure_summaries(run: Path) -> Figures:
     off = config.model_copy(update={"agent": config.agent.model_copy(update={"summary_at_tokens": 0})})
     trained = _play(directory, config, tasks, "final")
     without = _play(directory, off, tasks, "final")
-    low, high = wilson_interval(sum(_passed(one) for one in trained), len(trained))
+    low, high = clopper_pearson(sum(_passed(one) for one in trained), len(trained))
     lengths = [sum(len(segment.tokens) for segment in one.segments) for one in trained if _passed(one)]
     return {
         "summary_task_pass_with": _rate(trained),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.evaluation import Prices, pass_at_k, session_figures, summarize, wilson_interval
+from etude.evaluation import Prices, clopper_pearson, pass_at_k, session_figures, summarize
 from etude.records import RewardBreakdown, Status, Task, Trajectory
 from tests.evaluation.rows import rows_of
 from tests.store.builders import make_trajectory
@@ -44,10 +44,10 @@ def test_voided_sessions_are_a_second_figure() -> None:
 
 
 def judged(
-    passed: bool | None, level: int, bug: str, first_edit_right: bool = False
+    passed: bool | None, level: int, bug: str, first_edit_right: bool = False, name: str = ""
 ) -> tuple[Task, Trajectory]:
     """A task with its trajectory; None: the infrastructure failed."""
-    task = Task(f"t{level}{bug}", "", {}, metadata={"level": level, "bug_kind": bug})
+    task = Task(name or f"t{level}{bug}", "", {}, metadata={"level": level, "bug_kind": bug})
     if passed is None:
         return task, make_trajectory(status=Status.INFRASTRUCTURE, reward=None, facts={})
     facts = {"passed": passed, "first_edit_right": first_edit_right}
@@ -59,16 +59,28 @@ def test_figures_are_told_by_level_and_by_bug() -> None:
         judged(True, 1, "operator", True),
         judged(False, 1, "swapped"),
         judged(True, 2, "operator"),
-        judged(True, 2, "operator", True),
+        judged(True, 2, "operator", True, "another"),
     ]
     summary = summarize([task for task, _ in pairs], [trajectory for _, trajectory in pairs])
     assert summary["pass_rate"] == 0.75
-    assert summary["ci95"] == list(wilson_interval(3, 4))
+    assert summary["ci95"] == list(clopper_pearson(3, 4))
     assert summary["n"] == 4
     assert summary["first_edit_right"] == 0.5
     assert summary["by_level"] == {"1": 0.5, "2": 1.0}
     assert summary["by_bug"] == {"operator": 1.0, "swapped": 0.0}
     assert summary["infrastructure_failures"] == 0
+
+
+def test_sessions_of_one_task_count_for_less_in_the_interval_than_tasks_of_their_own() -> None:
+    def interval_of(num_tasks: int) -> list[float]:
+        pairs = [
+            judged(place < 24, 1, "operator", name=f"t{place * num_tasks // 48}") for place in range(48)
+        ]
+        return summarize(*map(list, zip(*pairs, strict=True)))["ci95"]
+
+    assert interval_of(48) == pytest.approx(list(clopper_pearson(24, 48)), abs=1e-6)
+    low, high = interval_of(6)
+    assert high - low > 2 * (interval_of(48)[1] - interval_of(48)[0])
 
 
 def test_what_the_infrastructure_failed_is_no_failure_of_the_agent() -> None:

@@ -2,7 +2,7 @@
 
 from etude.evaluation.acting import evaluate_family, evaluate_masked
 from etude.evaluation.comparison import compare_results, compare_rows
-from etude.evaluation.intervals import clopper_pearson, clustered_interval, wilson_interval
+from etude.evaluation.intervals import clopper_pearson, clustered_interval
 from etude.evaluation.results import EvaluationResult, ModeResult
 from etude.evaluation.sessions import Play, SessionRow, play_sessions, plays_of
 from etude.evaluation.statistics import Prices, pass_at_k, session_figures, summarize
@@ -28,5 +28,4 @@ __all__ = [
     "plays_of",
     "session_figures",
     "summarize",
-    "wilson_interval",
 ]

@@ -18,18 +18,6 @@ _MAX_TERMS = 1_000
 _HALVINGS = 60
 
 
-def wilson_interval(num_passed: int, n: int, z: float = 1.959963984540054) -> tuple[float, float]:
-    """The score interval of a proportion (Wilson 1927), which holds it; (0, 1) where nothing was tried."""
-    if n == 0:
-        return 0.0, 1.0
-    share = num_passed / n
-    scale = 1 + z * z / n
-    centre = (share + z * z / (2 * n)) / scale
-    half = z * (share * (1 - share) / n + z * z / (4 * n * n)) ** 0.5 / scale
-    # Rounding must not put a share of 0 or 1 outside.
-    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
-
-
 def clopper_pearson(passed: float, n: float, level: float = LEVEL) -> tuple[float, float]:
     """The exact interval of a proportion (Clopper and Pearson 1934): its coverage is never below `level`.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.evaluation.intervals import clustered_interval, wilson_interval
+from etude.evaluation.intervals import clustered_interval
 from etude.evaluation.sessions import SessionRow
 from etude.records import Task, Trajectory
 
@@ -96,15 +96,19 @@ MEANS = ("reward", "tokens", "input_tokens", "turns", "calls", "malformed", "sec
 def summarize(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Pass rate with its interval, by level and by bug kind; one trajectory per task, in their order.
 
-    Sessions that the infrastructure failed count nowhere but in `infrastructure_failures`.
+    A task may come several times: its sessions succeed or fail together, and count for less in the interval
+    (see `clustered_interval`). Sessions that the infrastructure failed count nowhere but in
+    `infrastructure_failures`.
     """
     graded = [(task, t) for task, t in zip(tasks, trajectories, strict=True) if t.reward is not None]
     verdicts = [(task, bool(trajectory.facts["passed"])) for task, trajectory in graded]
     passed = sum(verdict for _, verdict in verdicts)
-    low, high = wilson_interval(passed, len(verdicts))
+    interval = clustered_interval(
+        [float(verdict) for _, verdict in verdicts], [task.id for task, _ in verdicts]
+    )
     return {
         "pass_rate": passed / len(verdicts) if verdicts else 0.0,
-        "ci95": [low, high],
+        "ci95": list(interval),
         "n": len(verdicts),
         "first_edit_right": mean([bool(t.facts["first_edit_right"]) for _, t in graded]),
         "by_level": _share_by("level", verdicts),
