@@ -73,9 +73,7 @@ def test_figures_are_told_by_level_and_by_bug() -> None:
 
 def test_sessions_of_one_task_count_for_less_in_the_interval_than_tasks_of_their_own() -> None:
     def interval_of(num_tasks: int) -> list[float]:
-        pairs = [
-            judged(place < 24, 1, "operator", name=f"t{place * num_tasks // 48}") for place in range(48)
-        ]
+        pairs = [judged(place < 24, 1, "operator", name=f"t{place * num_tasks // 48}") for place in range(48)]
         return summarize(*map(list, zip(*pairs, strict=True)))["ci95"]
 
     assert interval_of(48) == pytest.approx(list(clopper_pearson(24, 48)), abs=1e-6)

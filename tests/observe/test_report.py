@@ -116,14 +116,14 @@ def test_odd_values_are_left_out_instead_of_breaking_the_page() -> None:
 
 def test_results_are_compared_row_by_row() -> None:
     rows = {row.label: row for row in results_comparisons(finished_report())}
-    assert rows["unseen functions, greedy"].cells() == (
+    assert rows["held-out tasks, greedy"].cells() == (
         "45.8 % (39.6–52.1)",
         "83.3 % (78.1–87.5)",
         "+37.5",
     )
     assert rows["level 3"].detail
     assert rows["unseen families, greedy"].cells() == ("—", "50.0 % (43.7–56.3)", "")
-    assert rows["unseen functions, one of 8 at temperature 1"].cells() == ("75.0 %", "87.5 %", "+12.5")
+    assert rows["held-out tasks, one of 8 at temperature 1"].cells() == ("75.0 %", "87.5 %", "+12.5")
     assert rows["first edit right, temperature 1"].change == "+27.0"
 
 
@@ -145,26 +145,29 @@ def test_suggestions_follow_from_the_results() -> None:
     [
         (
             0,
-            "Mends 45.8 % of the bugs in functions that it never saw; no step of reinforcement",
+            "The model solves 45.8 % of the held-out tasks; no step of reinforcement",
         ),
-        (1, "never saw; 45.8 % before 1 of 80 steps of reinforcement learning."),
-        (80, "never saw; 45.8 % before 80 steps of reinforcement learning."),
+        (1, "held-out tasks; 45.8 % before 1 of 80 steps of reinforcement learning."),
+        (80, "held-out tasks; 45.8 % before 80 steps of reinforcement learning."),
     ],
 )
 def test_the_end_says_how_many_steps_there_were_and_compares_nothing_with_itself(
     taken: int, words: str
 ) -> None:
     report = {**finished_report(), "rl_steps": taken, "rl_steps_planned": 80, "forecast_s": 840.0}
+    report["families"] = {"composed": {"before": {"pass_at_8": 0.25}, "after": {"pass_at_8": 0.5}}}
     assert words in headline(report)
     assert dict(facts(report))["RL steps"] == f"{taken} of 80"
     assert dict(facts(report))["forecast at its start"] == "14 min 00 s"
     rows = {row.label: row.cells() for row in results_comparisons(report)}
     behaviour = behaviour_comparisons(report)
+    composed = rows["composed tasks, one of 8 at temperature 1"]
+    assert composed == (("25.0 %", "50.0 %", "+25.0") if taken else ("25.0 %", "—", ""))
     if taken:
-        assert rows["unseen functions, greedy"][2] == "+37.5"
+        assert rows["held-out tasks, greedy"][2] == "+37.5"
     else:
-        assert rows["unseen functions, greedy"] == ("45.8 % (39.6\N{EN DASH}52.1)", "\N{EM DASH}", "")
+        assert rows["held-out tasks, greedy"] == ("45.8 % (39.6\N{EN DASH}52.1)", "\N{EM DASH}", "")
         assert rows["unseen families, greedy"][0].startswith("50.0 %")
     assert all(bool(row.change) == bool(taken) for row in behaviour if row.before and row.label[0] == "t")
     longer = {item.reason: item.command for item in next_steps(report, "runs/demo")}["train longer"]
-    assert longer == "make train ARGS='--name longer --set rl.num_steps=120'"
+    assert longer == "etude train --config runs/demo/config.toml --name longer --set rl.num_steps=120"

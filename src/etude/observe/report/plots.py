@@ -20,10 +20,10 @@ SERIES_COLOURS = (BLUE, RUST, TEAL, SAND, MUTED)
 _LEGEND_ROW_INCHES = 0.2
 
 SPLIT_WORDS = {
-    "before": "unseen functions",
-    "after": "unseen functions",
-    "during": "unseen functions",
-    "heldout": "unseen functions",
+    "before": "held-out tasks",
+    "after": "held-out tasks",
+    "during": "held-out tasks",
+    "heldout": "held-out tasks",
     "family_before": "unseen families",
     "family": "unseen families",
     "heldout_family": "unseen families",

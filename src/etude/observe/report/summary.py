@@ -93,11 +93,11 @@ def results_comparisons(report: Report) -> list[Comparison]:
     rows: list[Comparison] = []
     for mode, words in MODES:
         old, new = before.get(mode), after.get(mode)
-        rows.append(Comparison(f"unseen functions, {words}", _estimate(old), _estimate(new)))
+        rows.append(Comparison(f"held-out tasks, {words}", _estimate(old), _estimate(new)))
         rows.extend(_level_rows(old, new))
     for name in sorted({key.rpartition("_")[0] for key in report if key.startswith("pass_at_")}):
         old, new = report.get(f"{name}_before"), report.get(f"{name}_after")
-        label = f"unseen functions, one of {name.removeprefix('pass_at_')} at temperature 1"
+        label = f"held-out tasks, one of {name.removeprefix('pass_at_')} at temperature 1"
         rows.append(Comparison(label, _estimate(old), _estimate(new)))
     for mode, words in MODES:
         label = f"unseen families, {words}"
@@ -158,10 +158,10 @@ def headline(report: Report) -> str:
         compared = f"{100 * before.value:.1f} % before {_taken(report)}reinforcement learning"
         if last is before:
             compared = "no step of reinforcement learning was taken"
-        mends = f"Mends {100 * last.value:.1f} % of the bugs in functions that it never saw"
-        return f"{mends}; {compared}.{took}"
+        return f"The model solves {100 * last.value:.1f} % of the held-out tasks; {compared}.{took}"
     if before:
-        return f"Before reinforcement learning it mends {100 * before.value:.1f} % of unseen bugs."
+        rate = f"{100 * before.value:.1f} %"
+        return f"Before reinforcement learning the model solves {rate} of the held-out tasks."
     return "This run has not been evaluated yet."
 
 
@@ -171,7 +171,13 @@ def _before_alone(report: Report) -> Report:
         return report
     after = {key: value for key, value in report.items() if key.endswith("_after")}
     others = {key: value for key, value in report.items() if key not in after}
-    return {**{f"{key.removesuffix('_after')}_before": value for key, value in after.items()}, **others}
+    families = {
+        name: {"before": sides.get("before", sides.get("after"))}
+        for name, sides in _mapping(report, "families").items()
+        if isinstance(sides, Mapping)
+    }
+    moved = {f"{key.removesuffix('_after')}_before": value for key, value in after.items()}
+    return {**moved, **others, "families": families}
 
 
 def _taken(report: Report) -> str:
@@ -185,7 +191,12 @@ def _taken(report: Report) -> str:
 
 
 def next_steps(report: Report, run_path: str, program: str = "etude") -> list[Suggestion]:
-    """What to try next, judged from the results. `run_path` and `program` are named in the commands."""
+    """What to try next, judged from the results. `run_path` and `program` are named in the commands: other
+    runs begin with the configuration that this one has stored."""
+
+    def train_again(name: str, settings: str) -> str:
+        return f"{program} train --config {run_path}/config.toml --name {name} {settings}"
+
     suggestions = [
         Suggestion("let the agent work on files of your own", f"{program} agent --run {run_path} PATH"),
         Suggestion("read what it did, token by token", f"{program} trajectory list {run_path}"),
@@ -198,7 +209,7 @@ def next_steps(report: Report, run_path: str, program: str = "etude") -> list[Su
         suggestions.append(
             Suggestion(
                 f"level {hardest} is the weakest: draw it twice as often",
-                f"make train ARGS='--name level{hardest} --set rl.level_weights=[{weights}]'",
+                train_again(f"level{hardest}", f"--set 'rl.level_weights=[{weights}]'"),
             )
         )
     malformed = _estimate(_mapping(report, "behaviour_after").get("malformed"))
@@ -206,17 +217,14 @@ def next_steps(report: Report, run_path: str, program: str = "etude") -> list[Su
         suggestions.append(
             Suggestion(
                 f"{malformed.value:.2f} calls per session are malformed: penalise them more",
-                "make train ARGS='--name tidy --set rl.reward.malformed_penalty=0.1'",
+                train_again("tidy", "--set rl.reward.malformed_penalty=0.1"),
             )
         )
     suggestions += [
+        Suggestion("train longer", train_again("longer", f"--set rl.num_steps={_more_steps(report)}")),
+        Suggestion("see how much is luck: another seed", train_again("seed1", "--seed 1")),
         Suggestion(
-            "train longer", f"make train ARGS='--name longer --set rl.num_steps={_more_steps(report)}'"
-        ),
-        Suggestion("see how much is luck: another seed", "make train ARGS='--name seed1 --seed 1'"),
-        Suggestion(
-            "a control that must not learn",
-            "make train ARGS='--name control --set rl.optimizer.learning_rate=0'",
+            "a control that must not learn", train_again("control", "--set rl.optimizer.learning_rate=0")
         ),
     ]
     return suggestions
