@@ -58,6 +58,7 @@ def test_a_run_ends_with_its_tasks_each_of_which_was_played_once_an_epoch(
     config = epoch_config(tmp_path, tasks, max_staleness=max_staleness)
     run, report = run_here(config)
     assert report["tasks_exhausted"] and report["rl_steps"] < 50
+    assert report["forecast_s"] < 20 * 1 + 10 * 10 + 20, "of the steps and the tasks that there are"
     assert "heldout_family_after" not in report
     judged = {task.id for task in open_family(config).evaluation_tasks("heldout", 100)}
     counts = played(run, config)

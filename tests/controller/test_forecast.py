@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.config import RunConfig
-from etude.controller.forecast import MIN_MIDTRAIN_SHARE, MIN_RL_SHARE, Forecast, Speeds, plan_steps
+from etude.config import EvaluationConfig, RunConfig
+from etude.controller.forecast import (
+    MIN_MIDTRAIN_SHARE,
+    MIN_RL_SHARE,
+    Forecast,
+    Speeds,
+    evaluation_sizes,
+    plan_steps,
+)
 from etude.errors import ConfigError
 
 EVALUATIONS = 3
@@ -27,6 +34,24 @@ def test_the_first_word_names_the_whole_and_its_stages() -> None:
     assert Forecast(20.0, 420.0, 300.0, 110.0).words() == "about 14 min: mid-training 7, RL 5, evaluation 2"
     assert Forecast(5.0, 0.0, 60.0, 30.0).words() == "about 95 s: RL 60, evaluation 30"
     assert Forecast(0.0, 7200.0, 1800.0, 0.0).words() == "about 2.5 h: mid-training 2.0, RL 0.5"
+
+
+def test_evaluations_are_forecast_by_the_sessions_that_are_played() -> None:
+    settings = EvaluationConfig()
+    before, family, *after = evaluation_sizes(settings, 240, has_other_families=True, acting=())
+    assert (before, family) == (("before", (240 + 48 * 7 / 2) / 240), ("family before", 96 / 240))
+    assert after == [("after", before[1]), ("family", family[1])]
+    few = evaluation_sizes(settings, 8, has_other_families=False, acting=())
+    assert few == [("before", (8 + 8 * 7 / 2) / 240), ("after", (8 + 8 * 7 / 2) / 240)]
+    observed = evaluation_sizes(settings, 8, has_other_families=False, acting=("observed",))[1]
+    assert observed == ("observed before", 24 * (1 + 8 + 4) / 2 / 240)
+
+
+def test_a_set_of_tasks_that_comes_to_its_end_before_the_steps_do_is_forecast_as_such() -> None:
+    asked = config(0.0, num_rl=36, plan={"useful_share": 0.75}, rl={"num_steps": 36, "groups_per_step": 12})
+    assert Forecast.of(asked, SPEEDS, 0.0, EVALUATIONS, num_groups=96).rl_s == 6 * SPEEDS.rl_step_s
+    assert Forecast.of(asked, SPEEDS, 0.0, EVALUATIONS, num_groups=10_000).rl_s == 36 * SPEEDS.rl_step_s
+    assert Forecast.of(asked, SPEEDS, 0.0, EVALUATIONS).rl_s == 36 * SPEEDS.rl_step_s
 
 
 def test_a_plan_that_is_large_enough_keeps_all_steps_and_has_no_limit() -> None:

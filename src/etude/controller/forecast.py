@@ -8,10 +8,12 @@ Everything here is arithmetic on measured speeds (`probing.py`); no clock is rea
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from etude.config import RunConfig
+from etude.config import EvaluationConfig, RunConfig
 from etude.errors import ConfigError
+from etude.evaluation.acting import MASKED_SAMPLES
 
 MIN_RL_SHARE = 0.4
 """Of `max_wall_s` that reinforcement learning gets, unless it needs less."""
@@ -29,7 +31,7 @@ class Speeds:
     rl_step_s: float
     """Sampling, training and publishing of one step."""
     evaluation_s: float
-    """Of one evaluation: every held-out task once greedily and once at temperature 1."""
+    """Of `evaluation.num_tasks` tasks, each once greedily and once at temperature 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,20 @@ class Forecast:
     """Of all evaluations together."""
 
     @staticmethod
-    def of(config: RunConfig, speeds: Speeds, begun_s: float, num_evaluations: float) -> Forecast:
-        """With the configured steps; a run that begins with a checkpoint has no mid-training."""
+    def of(
+        config: RunConfig,
+        speeds: Speeds,
+        begun_s: float,
+        num_evaluations: float,
+        num_groups: int | None = None,
+    ) -> Forecast:
+        """With the configured steps; a run that begins with a checkpoint has no mid-training. `num_groups`:
+        see `count_rl_steps`."""
         num_midtrain = 0 if config.initial_checkpoint is not None else config.midtrain.num_steps
         return Forecast(
             begun_s,
             num_midtrain * speeds.midtrain_step_s,
-            config.rl.num_steps * speeds.rl_step_s,
+            count_rl_steps(config, num_groups) * speeds.rl_step_s,
             num_evaluations * speeds.evaluation_s,
         )
 
@@ -73,6 +82,34 @@ class Forecast:
     def to_json(self) -> dict[str, float]:
         """As the run's environment stores it."""
         return asdict(self)
+
+
+def evaluation_sizes(
+    settings: EvaluationConfig, num_heldout: int, *, has_other_families: bool, acting: Sequence[str]
+) -> list[tuple[str, float]]:
+    """Name and size of each evaluation of a run, in their order: half of them come before reinforcement
+    learning. Speeds.evaluation_s is the time of size 1. `num_heldout`: tasks that there are to be judged on.
+    `acting`: families that only acting solves."""
+    num_repeated = min(num_heldout, settings.num_repeated_tasks)
+    played = num_heldout + num_repeated * (settings.num_samples - 1) / 2
+    before, after = [("before", played)], [("after", played)]
+    if has_other_families:
+        others = float(min(settings.num_tasks, settings.num_family_tasks))
+        before, after = [*before, ("family before", others)], [*after, ("family", others)]
+    for name in acting:
+        num_played = 1 + settings.num_samples + (MASKED_SAMPLES if name == "observed" else 0)
+        tried = settings.num_acting_tasks * num_played / 2
+        before, after = [*before, (f"{name} before", tried)], [*after, (f"{name} after", tried)]
+    return [(name, size / settings.num_tasks) for name, size in (*before, *after)]
+
+
+def count_rl_steps(config: RunConfig, num_groups: int | None) -> int:
+    """Steps that reinforcement learning is expected to take: as many as are configured, or until a finite
+    set of tasks is used up. `num_groups`: of all its epochs; None where tasks never end."""
+    if num_groups is None:
+        return config.rl.num_steps
+    useful = num_groups * config.plan.useful_share
+    return min(config.rl.num_steps, math.ceil(useful / config.rl.groups_per_step))
 
 
 def plan_steps(config: RunConfig, speeds: Speeds, begun_s: float, num_evaluations: float) -> RunConfig:

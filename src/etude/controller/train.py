@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -24,7 +25,7 @@ from etude.controller.backends import open_run_backend
 from etude.controller.clusters.runner import Players, open_clusters
 from etude.controller.compute import place_model, settle_compute, use_sampling_threads
 from etude.controller.families import open_family
-from etude.controller.forecast import Forecast, plan_steps
+from etude.controller.forecast import Forecast, evaluation_sizes, plan_steps
 from etude.controller.judging import Judging, add_stage_time
 from etude.controller.midtraining import MIDTRAINING, run_midtraining
 from etude.controller.models import settle_model
@@ -47,7 +48,6 @@ from etude.controller.throughput import RunThroughput, part_seconds
 from etude.controller.training_part import TrainingPaths
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of
-from etude.evaluation.acting import MASKED_SAMPLES
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel, load_any_model
 from etude.observe import (
@@ -60,7 +60,7 @@ from etude.observe import (
     write_json,
 )
 from etude.protocols import Handle
-from etude.records import SamplingParams, Trajectory
+from etude.records import SamplingParams, Task, Trajectory
 from etude.rollout.collect import CollectorState
 from etude.rollout.epochs import EpochSource
 from etude.store.trajectories import TrajectoryLog
@@ -228,7 +228,9 @@ class _Run:
             self.observer.say(
                 "for {:g} s: {} steps of mid-training, {} of RL".format(asked.max_wall_s, *steps)
             )
-        forecast = Forecast.of(self.config, *told)
+        source = self.family.source()
+        num_groups = source.end if isinstance(source, EpochSource) else None
+        forecast = Forecast.of(self.config, *told, num_groups)
         self.observer.say(forecast.words())
         self.run.update_environment({"forecast": forecast.to_json()})
         self.report["forecast_s"] = forecast.total_s
@@ -247,22 +249,19 @@ class _Run:
         midtraining, learning = (MIDTRAINING, forecast.midtrain_s), (LEARNING, forecast.rl_s)
         self.observer.expect_stages([midtraining, *judged[:num_before], learning, *judged[num_before:]])
 
+    @functools.cached_property
+    def _heldout(self) -> list[Task]:
+        """What the run is judged on."""
+        return self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks)
+
     @property
     def _evaluations(self) -> list[tuple[str, float]]:
-        """Name and size of each, in their order: half of them come before reinforcement learning. A size of 1
-        is every held-out task once greedily and once at temperature 1."""
-        settings = self.config.evaluation
-        num_repeated = min(settings.num_tasks, settings.num_repeated_tasks)
-        heldout = 1 + num_repeated * (settings.num_samples - 1) / (2 * settings.num_tasks)
-        family = min(settings.num_tasks, settings.num_family_tasks) / settings.num_tasks
-        before, after = [("before", heldout)], [("after", heldout)]
-        if "heldout_family" in self.family.splits:
-            before, after = [*before, ("family before", family)], [*after, ("family", family)]
-        for name in self.family.acting:
-            num_played = 1 + settings.num_samples + (MASKED_SAMPLES if name == "observed" else 0)
-            acting = settings.num_acting_tasks * num_played / (2 * settings.num_tasks)
-            before, after = [*before, (f"{name} before", acting)], [*after, (f"{name} after", acting)]
-        return [*before, *after]
+        """See evaluation_sizes."""
+        has_others = "heldout_family" in self.family.splits
+        num_heldout, acting = len(self._heldout), self.family.acting
+        return evaluation_sizes(
+            self.config.evaluation, num_heldout, has_other_families=has_others, acting=acting
+        )
 
     async def _after_midtraining(self, tokenizer: Tokenizer, model: AnyModel) -> None:
         training_threads = torch.get_num_threads()
@@ -273,7 +272,7 @@ class _Run:
             contextlib.AsyncExitStack() as clusters,
         ):
             parts = arrangement.parts
-            heldout = self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks)
+            heldout = self._heldout
             has_others = "heldout_family" in self.family.splits
             num_others = min(self.config.evaluation.num_tasks, self.config.evaluation.num_family_tasks)
             others = self.family.evaluation_tasks("heldout_family", num_others) if has_others else []
@@ -308,7 +307,7 @@ class _Run:
             self.metrics,
             self.observer,
             self.report.setdefault("faults", {}),
-            self.family.evaluation_tasks("heldout", self.config.evaluation.num_tasks),
+            self._heldout,
         )
         if self.executor is None:
             return open_local(self.config, tokenizer, model, place, num_threads)
