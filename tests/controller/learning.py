@@ -25,7 +25,8 @@ from etude.controller.rendering import make_renderer
 from etude.model import LanguageModel
 from etude.records import Task, ToolCall
 from etude.rollout import ScriptedSession
-from etude.rollout.corpus import play_session
+from etude.rollout.corpus import play_script
+from etude.tasks.expert import Expert
 from etude.tasks.generator import Split, TaskGenerator
 from etude.tasks.skill import ExpertSkill
 from etude.tokens import ETUDE_TEMPLATE, Renderer, Tokenizer, train_tokenizer
@@ -150,13 +151,14 @@ def _sessions(count: int) -> list[ScriptedSession]:
         train_tokenizer([], 256 + len(controls), controls), XmlGrammar(core_registry().schemas)
     )
 
-    async def play() -> list[ScriptedSession]:
-        return [
-            await play_session(learning_task("train", number), Random(f"session/{number}"), renderer, SKILL)
-            for number in range(count)
-        ]
+    async def play(number: int) -> ScriptedSession:
+        task = learning_task("train", number)
+        return await play_script(task, Expert(task, Random(f"session/{number}"), SKILL), renderer)
 
-    return asyncio.run(play())
+    async def play_all() -> list[ScriptedSession]:
+        return [await play(number) for number in range(count)]
+
+    return asyncio.run(play_all())
 
 
 def _controls() -> list[str]:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from etude.errors import StoreError
 from etude.records import ToolCall
 from etude.rollout import ScriptedSession, ScriptedTurn, generate_corpus, load_corpus, save_corpus
-from etude.rollout.corpus import play_session
+from etude.rollout.corpus import play_script
+from etude.tasks.expert import Expert
 from etude.tasks.generator import TaskGenerator
 from etude.tasks.skill import PERFECT_SKILL
 from tests.environment.playing import renderer
@@ -46,7 +47,7 @@ def test_sessions_are_played_through_the_tools(corpus: list[ScriptedSession]) ->
 
 def test_an_expert_of_another_skill_plays_another_session() -> None:
     task = TaskGenerator(5).task(0)
-    session = asyncio.run(play_session(task, Random(0), renderer(), PERFECT_SKILL))
+    session = asyncio.run(play_script(task, Expert(task, Random(0), PERFECT_SKILL), renderer()))
     assert session.instruction == task.instruction
     assert session.turns[-1].parts[-1] == ToolCall("finish")
     before = [output for turn in session.turns for output in turn.outputs]

@@ -22,7 +22,7 @@ PathArgument = Annotated[Path | None, typer.Argument(help="Directory to work on.
 RunOption = Annotated[str, typer.Option("--run", help="Run directory whose trained model the agent uses.")]
 ModelOption = Annotated[str, typer.Option("--model", help="Hugging Face checkpoint that the agent uses.")]
 EndpointOption = Annotated[str, typer.Option(help="OpenAI-compatible chat endpoint: http://HOST:PORT/v1.")]
-ModelNameOption = Annotated[str, typer.Option(help="Name of the model to request from --endpoint.")]
+ModelNameOption = Annotated[str, typer.Option(help="Name of the model to request from the endpoint.")]
 KeyVariableOption = Annotated[str, typer.Option(help="Environment variable with the endpoint's API key.")]
 ToolCallsOption = Annotated[str, typer.Option(help="How the endpoint's model calls tools: native or text.")]
 ContextTokensOption = Annotated[int, typer.Option(help="Context window of the endpoint's model, in tokens.")]

@@ -52,11 +52,13 @@ SuiteOption = Annotated[
 ]
 SampledTemperatureOption = Annotated[
     float | None,
-    typer.Option(min=0, help="Sample at this temperature only; otherwise greedily and at temperature 1."),
+    typer.Option(min=0, help="Sample at this temperature only. Default: greedily and at temperature 1."),
 ]
 OutOption = Annotated[
     Path | None,
-    typer.Option(help="Keep sessions and results here; asked for again, the evaluation goes on from there."),
+    typer.Option(
+        help="Directory for sessions and results. The same command continues an evaluation that was stopped."
+    ),
 ]
 MarkdownOption = Annotated[bool, typer.Option("--markdown", help="Print the table as Markdown.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")]
@@ -66,13 +68,17 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print the figures as J
 def run_command(
     target: TargetArgument,
     suite: SuiteOption = "heldout",
-    num_tasks: Annotated[int, typer.Option("--tasks", min=1, help="How many tasks at most.")] = 240,
+    num_tasks: Annotated[int, typer.Option("--tasks", min=1, help="Largest number of tasks.")] = 240,
     num_samples: Annotated[
-        int, typer.Option("--samples", min=1, help="Sessions of each task, when it is sampled: for pass@k.")
+        int, typer.Option("--samples", min=1, help="Sessions per task at a temperature above 0, for pass@k.")
     ] = 1,
     temperature: SampledTemperatureOption = None,
-    parallel: Annotated[int, typer.Option(min=0, help="Sessions at once; 0: what suits the target.")] = 0,
-    checkpoint: Annotated[str | None, typer.Option(help="Of a run: its name under checkpoints/.")] = None,
+    parallel: Annotated[
+        int, typer.Option(min=0, help="Number of sessions at the same time; 0: chosen for the target.")
+    ] = 0,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Checkpoint of a run, by its name under checkpoints/. Default: final.")
+    ] = None,
     out: OutOption = None,
     model_name: ModelNameOption = "",
     key_variable: KeyVariableOption = "",
@@ -118,7 +124,7 @@ def run_command(
 @eval_app.command("compare")
 def compare_command(
     first: Annotated[Path, typer.Argument(help="A directory that `--out` named, or its result.json.")],
-    second: Annotated[Path, typer.Argument(help="The same of the model that is held against the first.")],
+    second: Annotated[Path, typer.Argument(help="The same for the second model.")],
     as_markdown: MarkdownOption = False,
     as_json: JsonOption = False,
 ) -> None:

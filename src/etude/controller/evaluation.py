@@ -38,7 +38,7 @@ from etude.tasks.frozen import tasks_digest
 from etude.tasks.harbor import read_tasks
 
 FROZEN_SPLITS = ("heldout", "validation", "heldout_family", *ACTING_SUITES)
-"""Tasks that no training step saw."""
+"""Suites by name. But for `*_train`, no training step saw their tasks."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@
 A group that begins while version v samples must be trained at step v + bound at the latest (step k makes
 version k + 1 of version k). Each step takes `groups_per_step` groups, so as many may be open as the steps up
 to there take: then the oldest can always be trained in time, by waiting for it if need be, and nothing is
-sampled to be thrown away. While new weights are on their way into service fewer may be open. Groups without
-signal take no place in a step, so more may be open by the share that they had lately.
+sampled to be thrown away. While new weights are on their way into service fewer may be open. Groups of one
+verdict take no place in a step, with or without a signal, so more may be open by the share that they had
+lately.
 
 A number's two groups, where one of its sessions was forked, are one unit: under way, waiting and taken
 together.
@@ -116,7 +117,7 @@ class GroupBuffer:
         """The same, where the weights after `serving` steps are in service."""
         steps = min(self._bound + 1 - (self.step - serving), self._num_steps - self.step)
         places = math.ceil(max(0, steps) * self._wanted / useful_each)
-        return max(0, places - len(self.under_way) - len(self._waiting))
+        return max(0, places - len(self.under_way) - sum(one.num_task > 0 for one in self._waiting.values()))
 
     def begin(self, number: int) -> None:
         """A group is sampled from now on."""

@@ -23,7 +23,7 @@ from etude.errors import StoreError
 from etude.records import Task, ToolCall
 from etude.rollout.playing import Author, play
 from etude.tasks.composed import ComposedGenerator
-from etude.tasks.expert import Expert, ExpertSkill
+from etude.tasks.expert import Expert
 from etude.tasks.generator import TaskGenerator
 from etude.tasks.observed import ObservedGenerator
 from etude.tasks.observed_expert import ObservedExpert
@@ -150,13 +150,6 @@ def _play_chunk(script: Script, seed: int, numbers: Sequence[int]) -> list[Scrip
         return [await play_script(*script(seed, number), renderer) for number in numbers]
 
     return asyncio.run(play_all())
-
-
-async def play_session(
-    task: Task, rng: Random, renderer: Renderer, skill: ExpertSkill | None = None
-) -> ScriptedSession:
-    """One session of the expert's. See play_script."""
-    return await play_script(task, Expert(task, rng, skill), renderer)
 
 
 async def play_script(task: Task, author: Author, renderer: Renderer) -> ScriptedSession:
