@@ -64,6 +64,7 @@ def tiny_config(directory: Path, **sections: Any) -> RunConfig:
             "group_size": 2,
             "updates_per_step": 1,
             "max_refill_rounds": 0,
+            "reward": {"price": {"validation_tasks": 2}},
         },
         "evaluation": {"num_tasks": 4, "num_samples": 2, "num_repeated_tasks": 3},
         "checkpoint": {"every_s": 0.001, "curve_every_steps": 1},

@@ -104,14 +104,14 @@ def test_validation_decides_on_the_weight_that_later_groups_and_a_resumed_loop_h
 
     reward = RewardConfig.model_validate({"price": {"validate_every": 2}})
     world = World(tmp_path, validation=Validation(play, reward))
-    world.run(5)
-    assert [group.price_weight for group in world.log.read()] == [1.0] * 8 + [0.5] * 2
+    world.run(4)
+    assert [group.price_weight for group in world.log.read()] == [1.0] * 4 + [0.5] * 4
     state = CollectorState(**dict(world.loop.collector_state))
     assert (state.price.weight, state.price.pass_rate) == (0.5, 0.5)
     rows = [row for row in world.metrics.rows if row["kind"] == "price"]
     assert [(row["step"], row["validation_pass_rate"], row["price_weight"]) for row in rows] == [
-        (2, 1.0, 1.0),
-        (4, 0.5, 0.5),
+        (0, 1.0, 1.0),
+        (2, 0.5, 0.5),
     ]
 
 

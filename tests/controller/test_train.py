@@ -51,7 +51,7 @@ def test_the_report_holds_what_the_readme_promises(finished: tuple[RunDirectory,
     assert report["forecast_s"] > 0
     assert report["parity"] == {"k3": 0.0, "max_abs_dlogp": 0.0}
     assert report["throughput"]["decode_tokens"] > 0
-    assert report["throughput"]["episodes"] == NUM_SESSIONS
+    assert report["throughput"]["episodes"] == NUM_SESSIONS + 2, "with those of the look at validation"
     assert set(report["stages"]) == {"midtrain_s", "rl_s", "evaluation_s"}
     assert sum(report["stages"].values()) <= report["wall_s"]
     assert report["versions"]["torch"]
@@ -63,6 +63,7 @@ def test_the_run_directory_tells_the_whole_story(finished: tuple[RunDirectory, R
     rows = read_metrics(run.metrics_file)
     assert [row["step"] for row in rows if row["kind"] == "midtrain"] == [10, 20]
     assert [row["step"] for row in rows if row["kind"] == "rl"] == [1, 2]
+    assert [row["step"] for row in rows if row["kind"] == "price"] == [0], "before the first step"
     splits = [row["split"] for row in rows if row["kind"] == "evaluation"]
     assert splits == ["before", "family_before", "after", "family"]
     times = [row["wall_s"] for row in rows if row["kind"] != "checkpoint"]  # those have the file's own clock
