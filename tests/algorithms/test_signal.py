@@ -123,6 +123,12 @@ def test_of_a_group_that_failed_only_the_tokens_of_malformed_calls_have_an_advan
     assert signal_of(group(ODD, FAILED), RlConfig(reward=RewardConfig(malformed_penalty=0))) is Signal.NONE
 
 
+def test_a_solved_session_pays_for_a_malformed_call_once_by_its_price() -> None:
+    solved = Played(1.0, (FINE, MALFORMED))
+    assert len(set(token_advantages([solved, FAILED], RlConfig(), 0))) == 1
+    assert len(set(token_advantages([SOLVED, ODD], RlConfig(), 1))) == 2, "a failed one by its tokens"
+
+
 def test_a_malformed_call_before_a_fork_is_nobody_s() -> None:
     siblings = tuple(record(ODD, index, first_sampled=8) for index in range(2))
     assert signal_of(Group("g", "fork", 2, siblings), RlConfig()) is Signal.NONE
