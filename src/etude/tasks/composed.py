@@ -104,6 +104,7 @@ class ComposedGenerator:
         rng.shuffle(tested)
         files = {spec.path: spec.source for spec, _ in whole} | {one.spec.path: one.source for one in broken}
         files[VISIBLE_TESTS] = test_file([(spec, cases.visible) for spec, cases in tested])
+        kinds = "+".join(one.bug.kind for one in broken)
         return Task(
             id=task_id,
             instruction=rng.choice(INSTRUCTIONS),
@@ -115,8 +116,8 @@ class ComposedGenerator:
             hidden_test_paths=(HIDDEN_TESTS,),
             metadata={
                 "level": len(broken),
-                "family": "composed",
-                "bug_kind": "+".join(one.bug.kind for one in broken),
+                "family": f"composed_{kinds}",
+                "bug_kind": kinds,
                 "split": self.split,
             },
         )

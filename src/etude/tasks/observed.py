@@ -167,7 +167,7 @@ class ObservedGenerator:
             test_paths=(VISIBLE_TESTS,),
             hidden_test_paths=(HIDDEN_TESTS,),
             metadata={
-                "family": spec.family,
+                "family": f"{spec.family}_{rule}",
                 "bug_kind": kind,
                 "rule": rule,
                 "split": self.split,
