@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LIGHT = ["errors", "records", "protocols", "config", "observe", "store"]
+LIGHT = ["errors", "kit", "records", "protocols", "config", "observe", "store"]
 EVERY_COMMAND = (
     "import etude.cli, typer.main\n"
     "group = typer.main.get_command(etude.cli.app)\n"
@@ -101,3 +101,17 @@ def test_tokens_are_compared_and_servers_are_started_in_one_place() -> None:
         path.relative_to(source).parts[0] for path in source.rglob("*.py") if words.search(path.read_text())
     }
     assert found == {"serving"}
+
+
+def test_the_kit_needs_only_the_standard_library() -> None:
+    modules = [f"etude.kit.{path.stem}" for path in sorted((ROOT / "src/etude/kit").glob("[a-z]*.py"))]
+    code = (
+        f"import sys, {', '.join(modules)}\n"
+        "names = {name for name in sys.modules if name.startswith('etude.')}\n"
+        "assert all(name.startswith(('etude.kit', 'etude.errors')) for name in names), names\n"
+        "foreign = {name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\n"
+        "foreign -= {'etude', 'sitecustomize', 'usercustomize'}\n"
+        "assert not {name for name in foreign if not name.startswith('_')}, foreign\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
