@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError, SandboxError
+from etude.kit.retry import Backoff
 from etude.sandbox.errors import CapacityError, SandboxLostError, SandboxMissingError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.inside.frames import Unpacker, pack
@@ -633,7 +634,7 @@ def test_a_server_killed_in_the_middle_of_a_run_is_lost(tmp_path: Path) -> None:
     with server_process(tmp_path, 1.0) as (process, url, token):
 
         async def run() -> None:
-            backend = RemoteBackend(url, token, retry_s=(0.05,))
+            backend = RemoteBackend(url, token, backoff=Backoff(0.05, attempts=2))
             sandbox = await backend.create()
             command = await sandbox.commands.start("cat", on_output=lambda fd, data: None)
             running = asyncio.ensure_future(sandbox.commands.run("sleep 600", 600.0))
@@ -734,7 +735,7 @@ def test_a_killed_server_leaves_no_process_and_its_spool_goes_with_the_next(tmp_
     with server_process(tmp_path, 1.0, "local") as (process, url, token):
 
         async def begin() -> None:
-            backend = RemoteBackend(url, token, retry_s=())
+            backend = RemoteBackend(url, token, backoff=Backoff(attempts=1))
             sandbox = await backend.create(Template({"a": "1"}))
             await sandbox.commands.start(f"sleep {marker}")
             await until(lambda: processes_with(f"sleep\0{marker}\0"))

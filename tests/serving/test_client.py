@@ -113,7 +113,7 @@ def test_every_status_is_an_answer_where_none_is_a_refusal() -> None:
 
 
 def test_something_else_that_answers_is_no_answer() -> None:
-    with pytest.raises(NoAnswerError, match="not JSON.*<html>"):
+    with pytest.raises(NoAnswerError, match=r"not JSON.*<html>"):
         asked(Scripted((200, b"<html>")), lambda client: client.ask("GET", "/"))
 
 
@@ -130,12 +130,12 @@ def test_nobody_and_silence_are_told_apart() -> None:
                     await client.request("GET", "/", within_s=0.05)
 
         asyncio.run(work())
-        with SyncClient(f"http://127.0.0.1:{closed.getsockname()[1]}") as client:
-            with pytest.raises(NobodyListensError):
-                client.request("GET", "/")
-        with SyncClient(f"http://127.0.0.1:{silent.getsockname()[1]}", within_s=0.05) as client:
-            with pytest.raises(SilentServerError):
-                client.ask("GET", "/")
+        address = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        with pytest.raises(NobodyListensError), SyncClient(address) as client:
+            client.request("GET", "/")
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(SilentServerError), SyncClient(address, within_s=0.05) as client:
+            client.ask("GET", "/")
 
 
 class Torn(httpx.AsyncByteStream):

@@ -44,6 +44,7 @@ from etude.sandbox.types import (
     TestFailure,
     TestReport,
 )
+from etude.serving.errors import decode_error as decode_plainly
 from etude.serving.errors import encode_error as encode_plainly
 from etude.serving.errors import plain
 
@@ -100,12 +101,7 @@ def encode_error(error: BaseException) -> dict[str, Any]:
 
 def decode_error(raw: object) -> EtudeError | TimeoutError:
     """The typed error that `encode_error` wrote; what cannot be read is a SandboxError."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("message"), str):
-        return SandboxError("the server sent no readable error", field="sandbox.server", received=plain(raw))
-    if raw.get("kind") == "TimeoutError":
-        return TimeoutError(raw["message"])
-    kind = ERRORS.get(str(raw.get("kind")), SandboxError)
-    return kind(raw["message"], field=raw.get("field"), received=raw.get("received"), fix=raw.get("fix"))
+    return decode_plainly(raw, ERRORS, SandboxError)
 
 
 # Results

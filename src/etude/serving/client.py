@@ -73,10 +73,10 @@ def check_address(url: str, field: str = "url") -> None:
         is_address = False
     if not is_address:
         raise ConfigError(
-            "is no address of a server",
+            "is no address of a server, which begins with http:// or https://",
             field=field,
             received=url,
-            fix="give http://HOST:PORT, or https://HOST:PORT if the server has a certificate",
+            fix="http://HOST:PORT, or https://HOST:PORT where it has a certificate",
         )
 
 

@@ -116,5 +116,5 @@ async def receive_tree(
 
         result = await line.long("GET", path, params, on_frame=take)
         if not writer.is_whole:
-            raise line.lost(EOFError("the stream of files is not whole"))
+            raise line.lost("the stream of files is not whole")
         return result
