@@ -118,7 +118,7 @@ def read_json(answer: Answer) -> Any:
 
 
 async def read_events(
-    pieces: AsyncIterator[bytes], limit_bytes: int = MAX_EVENTS_BYTES
+    pieces: AsyncIterator[bytes], limit_bytes: float = MAX_EVENTS_BYTES
 ) -> AsyncGenerator[str]:
     """The data of each server-sent event, one line each. Raises NoAnswerError for more than `limit_bytes`.
 
@@ -224,6 +224,11 @@ class Client(_Server):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there may be connections."""
+        return self._http is not None
 
     async def close(self) -> None:
         """Closes all connections; a later request opens them again."""
