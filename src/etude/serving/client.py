@@ -35,7 +35,6 @@ _WRITE_S = 90.0
 _CHARACTERS = 300
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=256)
 """However many requests wait for their answers, others wait for none of them."""
-MAX_EVENTS_BYTES = 64 << 20
 
 
 class NoAnswerError(InfrastructureError):
@@ -46,8 +45,19 @@ class NobodyListensError(NoAnswerError):
     """There is no connection to be made."""
 
 
+class ProxyRefusedError(NoAnswerError):
+    """A proxy on the way does not connect; the message begins with its status."""
+
+
 class SilentServerError(NoAnswerError):
     """Nothing came for longer than the request allows."""
+
+
+_KINDS: Mapping[type[httpx.HTTPError], type[NoAnswerError]] = {
+    httpx.ConnectError: NobodyListensError,
+    httpx.ReadTimeout: SilentServerError,
+    httpx.ProxyError: ProxyRefusedError,
+}
 
 
 class Request(TypedDict, total=False):
@@ -117,9 +127,7 @@ def read_json(answer: Answer) -> Any:
         ) from error
 
 
-async def read_events(
-    pieces: AsyncIterator[bytes], limit_bytes: float = MAX_EVENTS_BYTES
-) -> AsyncGenerator[str]:
+async def read_events(pieces: AsyncIterator[bytes], limit_bytes: float = math.inf) -> AsyncGenerator[str]:
     """The data of each server-sent event, one line each. Raises NoAnswerError for more than `limit_bytes`.
 
     Only a line feed ends a line: JSON may hold what else Unicode takes for one.
@@ -191,14 +199,10 @@ class _Server:
         except (httpx.InvalidURL, httpx.UnsupportedProtocol, httpx.LocalProtocolError) as error:
             raise UserError(f"cannot be sent: {error}", field="request", fix="correct the request") from error
         except (httpx.HTTPError, httpx.StreamError) as error:
-            kind = NoAnswerError
-            if isinstance(error, httpx.ConnectError):
-                kind = NobodyListensError
-            elif isinstance(error, httpx.ReadTimeout):
-                kind = SilentServerError
-            words = f"{type(error).__name__}: {error}".rstrip(": ")
+            kind = next((ours for theirs, ours in _KINDS.items() if isinstance(error, theirs)), NoAnswerError)
+            words = str(error) if kind is ProxyRefusedError else f"{type(error).__name__}: {error}"
             fix = "see whether the server runs and can be reached"
-            raise kind(words, field="server", received=self.url or None, fix=fix) from error
+            raise kind(words.rstrip(": "), field="server", received=self.url or None, fix=fix) from error
 
 
 class Client(_Server):
@@ -280,9 +284,9 @@ class Client(_Server):
         return answer
 
     async def pieces(self, answer: Answer) -> AsyncIterator[bytes]:
-        """The body of an answer from `open` as it comes, packed as it is."""
+        """The body of an answer from `open` as it comes."""
         with self._typed():
-            async for piece in answer.aiter_raw():
+            async for piece in answer.aiter_bytes():
                 yield piece
 
 
