@@ -55,7 +55,7 @@ class VllmClient:
         path = "/inference/v1/generate"
         try:
             async with self._http.stream("POST", path, json=streaming, within_s=math.inf) as answer:
-                async for data in read_events(answer.aiter_bytes(), math.inf):
+                async for data in read_events(answer.aiter_bytes()):
                     if data != "[DONE]":
                         document = _read_object(path, data)
                         if "error" in document:
