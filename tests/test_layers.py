@@ -64,7 +64,7 @@ def test_importing_prints_nothing_and_makes_no_files(tmp_path) -> None:
 def test_training_needs_no_extra_and_nothing_that_only_servers_need() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for extra in project["optional-dependencies"].values() for line in extra]
-    serving = {"fastapi", "uvicorn", "websockets", "mcp", "acp"}
+    serving = {"fastapi", "uvicorn", "websockets", "mcp", "acp", "prometheus_client"}
     missing = sorted(_modules_of(extras) - _modules_of(project["dependencies"]) | serving)
     assert "pytest" in missing
     code = (
@@ -85,7 +85,7 @@ def _modules_of(requirements: list[str]) -> set[str]:
 
 def test_the_core_and_what_servers_share_with_it_need_no_web_framework() -> None:
     code = (
-        "import sys; sys.modules |= dict.fromkeys(('fastapi', 'starlette', 'uvicorn'))\n"
+        "import sys; sys.modules |= dict.fromkeys(('fastapi', 'starlette', 'uvicorn', 'prometheus_client'))\n"
         "import etude.records, etude.protocols, etude.config, etude.tokens, etude.model, etude.algorithms\n"
         "import etude.weights, etude.training, etude.inference\n"
         "import etude.serving.access, etude.serving.errors, etude.serving.metrics\n"
@@ -115,3 +115,11 @@ def test_the_kit_needs_only_the_standard_library() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_servers_are_asked_in_one_place() -> None:
+    others = r"^\s*(import|from) (httpx2?|aiohttp|requests|urllib3|http\.client|urllib\.request)\b"
+    words = re.compile(rf"\bhttpx2?\.|{others}", re.MULTILINE)
+    source = ROOT / "src" / "etude"
+    found = [path for path in source.rglob("*.py") if words.search(path.read_text())]
+    assert found == [source / "serving" / "client.py"]
