@@ -136,6 +136,15 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     return b"".join([piece async for piece in pieces(request, limit_bytes)])
 
 
+async def read_json(request: Request, limit_bytes: int) -> Any:
+    """The JSON in a request's body; an empty object for none. Raises UserError, BodyTooLargeError."""
+    body = await read_body(request, limit_bytes)
+    try:
+        return json.loads(body) if body else {}
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the body is not JSON: {error}", field="body", fix="send JSON") from error
+
+
 def _check_size(num_bytes: int, limit_bytes: int) -> None:
     if num_bytes > limit_bytes:
         fix = f"send {limit_bytes} bytes at most"

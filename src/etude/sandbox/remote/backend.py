@@ -21,7 +21,6 @@ from etude.sandbox.remote.sandbox import Owner, RemoteSandbox
 from etude.sandbox.template import Template
 from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
 from etude.sandbox.wire_types import (
-    FRAMES,
     SPEAKS,
     decode_capabilities,
     decode_info,
@@ -30,6 +29,7 @@ from etude.sandbox.wire_types import (
     template_key,
 )
 from etude.serving.client import Transport
+from etude.serving.messages import FRAMES
 
 _OWNER = "owner"
 """Key of a sandbox's metadata: the client that it belongs to."""

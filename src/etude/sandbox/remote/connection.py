@@ -17,7 +17,7 @@ from etude.kit.retry import Backoff, retry_async
 from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.interface import OnOutput
-from etude.sandbox.wire_types import API, BEAT_S, FRAMES, Encoded, decode_error
+from etude.sandbox.wire_types import API, decode_error
 from etude.serving.client import (
     ONCE,
     Answer,
@@ -29,6 +29,7 @@ from etude.serving.client import (
     check_address,
     error_in,
 )
+from etude.serving.messages import BEAT_S, FRAMES, Encoded
 
 QUICK_S = 90.0
 """For the answer of a quick call; the server itself gives its sandbox a minute."""
