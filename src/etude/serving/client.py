@@ -18,7 +18,7 @@ from urllib.parse import quote, urlencode, urlsplit
 
 import httpx
 
-from etude.errors import ConfigError, InfrastructureError, UserError
+from etude.errors import ConfigError, EtudeError, InfrastructureError, UserError
 from etude.kit.retry import Backoff, retry, retry_async
 from etude.serving.errors import decode_error
 
@@ -109,11 +109,11 @@ def message_of(answer: Answer) -> str:
     return str(error_in(answer).get("message") or answer.text[:_CHARACTERS])
 
 
-def refused(answer: Answer) -> Exception:
+def refused(answer: Answer) -> EtudeError:
     """The typed error that an answer names; without one an error with its status and beginning."""
     found = error_in(answer)
-    if "kind" in found:
-        return decode_error(found)
+    if "kind" in found and isinstance(error := decode_error(found), EtudeError):
+        return error
     kind = UserError if answer.status_code < 500 else InfrastructureError
     return kind(
         f"the server answered {answer.status_code}: {message_of(answer)}",
