@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 
 from etude.errors import ConfigError, StoreError, UserError
 from etude.serving.access import AccessError, check_names, find_token
-from etude.serving.application import Json, bearer_required, build_application, read_body, read_json
+from etude.serving.application import Json, bearer_required, build_application, read_body, read_request
 from etude.serving.errors import BodyTooLargeError, ErrorShape, OpenAIErrors, OwnErrors
 from etude.serving.process import HeadTimedProtocol, ServerThread
 
@@ -34,7 +34,7 @@ def application(errors: ErrorShape = OWN, token: str | None = None) -> FastAPI:
 
     @app.post("/json")
     async def document(request: Request) -> Response:
-        return Json(await read_json(request, 10_000))
+        return Json((await read_request(request, 10_000))[0])
 
     @app.get("/fails")
     async def fails() -> None:

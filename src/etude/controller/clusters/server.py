@@ -14,7 +14,7 @@ from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import DamagedSessionError, UnwrittenSessionError
 from etude.errors import ConfigError, UserError, WeightUpdateError
 from etude.records import PolicyVersion
-from etude.serving.application import Json, bearer_required, build_application, read_body, read_json
+from etude.serving.application import Json, bearer_required, build_application, read_body, read_request
 from etude.serving.errors import OwnErrors
 from etude.serving.messages import Fields, checked
 from etude.serving.metrics import Metrics
@@ -62,7 +62,7 @@ def _control(request: Request) -> Control:
 
 
 async def _fields(request: Request, fields: Fields) -> dict[str, Any]:
-    raw = await read_json(request, _BODY_BYTES)
+    raw, _ = await read_request(request, _BODY_BYTES)
     return checked(raw, fields)
 
 

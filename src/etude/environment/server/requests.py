@@ -10,10 +10,10 @@ from starlette.requests import HTTPConnection
 
 from etude.environment.server.host import Held, SessionHost
 from etude.errors import UserError
-from etude.sandbox.inside.frames import pack
+from etude.sandbox.inside.frames import Unpacker, pack
 from etude.sandbox.wire_types import ERROR_SHAPE
 from etude.serving.access import AccessError, bearer_of, find_token
-from etude.serving.application import read_json
+from etude.serving.application import read_request
 from etude.serving.long_answers import LongAnswer, OutputBuffer, Work
 from etude.serving.messages import FRAMES, Fields, checked, strings
 
@@ -93,7 +93,7 @@ Box = Annotated[Held, Depends(_held)]
 
 async def fields_of(request: Request, fields: Fields) -> dict[str, Any]:
     """The checked fields of a request, those that are null left out. Raises UserError."""
-    raw = await read_json(request, host_of(request).limits.body_bytes)
+    raw, _ = await read_request(request, host_of(request).limits.body_bytes, Unpacker().feed)
     named = {name: value for name, value in checked(raw, fields).items() if value is not None}
     if "test_paths" in named:
         named["test_paths"] = tuple(strings(named["test_paths"], "test_paths"))

@@ -12,22 +12,15 @@ from fastapi import Request
 from etude.errors import UserError
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.wire_types import ERROR_SHAPE
-from etude.serving.application import read_body, read_json
+from etude.serving import application
 from etude.serving.long_answers import LongAnswer
-from etude.serving.messages import FRAMES
 
 long_answer = partial(LongAnswer, pack=pack, errors=ERROR_SHAPE)
 
 
 async def read_request(request: Request, limit_bytes: int) -> tuple[Any, bytes]:
     """A request's header and payload: one frame, or JSON alone. Raises UserError for anything else."""
-    if not request.headers.get("content-type", "").startswith(FRAMES):
-        return await read_json(request, limit_bytes), b""
-    try:
-        (frame,) = Unpacker().feed(await read_body(request, limit_bytes))
-    except (FrameError, ValueError) as error:
-        raise UserError(f"the body is no frame: {error}", field="body", fix="send one") from error
-    return frame
+    return await application.read_request(request, limit_bytes, Unpacker().feed)
 
 
 async def frames_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[Header, bytes]]:
