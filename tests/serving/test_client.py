@@ -117,7 +117,7 @@ def test_something_else_that_answers_is_no_answer() -> None:
         asked(Scripted((200, b"<html>")), lambda client: client.ask("GET", "/"))
 
 
-def test_nobody_and_silence_are_told_apart() -> None:
+def test_nobody_and_silence_are_different_errors() -> None:
     with socket.socket() as closed, socket.create_server(("127.0.0.1", 0)) as silent:
         closed.bind(("127.0.0.1", 0))
 
@@ -144,7 +144,7 @@ class Torn(httpx.AsyncByteStream):
         raise httpx.RemoteProtocolError("closed")
 
 
-def test_a_stream_that_breaks_off_is_no_answer_whoever_reads_it() -> None:
+def test_a_stream_that_breaks_off_is_no_answer_however_it_is_read() -> None:
     def torn(request: httpx.Request) -> Answer:
         return httpx.Response(200, stream=Torn())
 

@@ -151,7 +151,7 @@ class EgressWeb:
             except UserError as error:
                 raise ToolArgumentError("no URL", field="url", received=url[:80]) from error
             except NoAnswerError as error:
-                raise _dead(f"the page could not be had: {error.message}", url) from error
+                raise _dead(f"the page could not be read: {error.message}", url) from error
         raise ToolArgumentError(f"more than {self._limits.num_redirects} redirects", field="url")
 
     async def _page(self, url: str, response: Answer) -> WebPage:
