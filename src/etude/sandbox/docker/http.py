@@ -95,7 +95,7 @@ class UnixHttp:
     ) -> Response:
         """Sends a request (`body` as JSON, or raw `content`) and reads the whole answer. Raises HttpError."""
         async with (
-            self._deadline(deadline_s, method, target),
+            self.deadline(deadline_s, method, target),
             self.stream(
                 method, target, body, query=query, content=content, content_type=content_type
             ) as answer,
@@ -135,7 +135,7 @@ class UnixHttp:
         """Asks for the connection itself; from the answer on it belongs to the caller. Raises HttpError."""
         line = f"{method} {target}?{urlencode(query or {})} HTTP/1.1"
         fields = "Host: localhost\r\nConnection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: 0"
-        async with self._deadline(deadline_s, method, target):
+        async with self.deadline(deadline_s, method, target):
             with self._typed(method, target):
                 with self._short_path() as path:
                     reader, writer = await asyncio.open_unix_connection(path)
@@ -181,7 +181,8 @@ class UnixHttp:
             ) from error
 
     @asynccontextmanager
-    async def _deadline(self, deadline_s: float, method: str, target: str) -> AsyncIterator[None]:
+    async def deadline(self, deadline_s: float, method: str, target: str) -> AsyncIterator[None]:
+        """Raises HttpError where the block takes longer."""
         try:
             async with asyncio.timeout(deadline_s):
                 yield
