@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-LIGHT = ["errors", "records", "protocols", "config", "observe", "store"]
+LIGHT = ["errors", "kit", "records", "protocols", "config", "observe", "store"]
 EVERY_COMMAND = (
     "import etude.cli, typer.main\n"
     "group = typer.main.get_command(etude.cli.app)\n"
@@ -64,7 +64,7 @@ def test_importing_prints_nothing_and_makes_no_files(tmp_path) -> None:
 def test_training_needs_no_extra_and_nothing_that_only_servers_need() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [line for extra in project["optional-dependencies"].values() for line in extra]
-    serving = {"fastapi", "uvicorn", "websockets", "mcp", "acp"}
+    serving = {"fastapi", "uvicorn", "websockets", "mcp", "acp", "prometheus_client"}
     missing = sorted(_modules_of(extras) - _modules_of(project["dependencies"]) | serving)
     assert "pytest" in missing
     code = (
@@ -85,7 +85,7 @@ def _modules_of(requirements: list[str]) -> set[str]:
 
 def test_the_core_and_what_servers_share_with_it_need_no_web_framework() -> None:
     code = (
-        "import sys; sys.modules |= dict.fromkeys(('fastapi', 'starlette', 'uvicorn'))\n"
+        "import sys; sys.modules |= dict.fromkeys(('fastapi', 'starlette', 'uvicorn', 'prometheus_client'))\n"
         "import etude.records, etude.protocols, etude.config, etude.tokens, etude.model, etude.algorithms\n"
         "import etude.weights, etude.training, etude.inference\n"
         "import etude.serving.access, etude.serving.errors, etude.serving.metrics\n"
@@ -101,3 +101,25 @@ def test_tokens_are_compared_and_servers_are_started_in_one_place() -> None:
         path.relative_to(source).parts[0] for path in source.rglob("*.py") if words.search(path.read_text())
     }
     assert found == {"serving"}
+
+
+def test_the_kit_needs_only_the_standard_library() -> None:
+    modules = [f"etude.kit.{path.stem}" for path in sorted((ROOT / "src/etude/kit").glob("[a-z]*.py"))]
+    code = (
+        f"import sys, {', '.join(modules)}\n"
+        "names = {name for name in sys.modules if name.startswith('etude.')}\n"
+        "assert all(name.startswith(('etude.kit', 'etude.errors')) for name in names), names\n"
+        "foreign = {name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\n"
+        "foreign -= {'etude', 'sitecustomize', 'usercustomize'}\n"
+        "assert not {name for name in foreign if not name.startswith('_')}, foreign\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_servers_are_asked_in_one_place() -> None:
+    others = r"^\s*(import|from) (httpx2?|aiohttp|requests|urllib3|http\.client|urllib\.request)\b"
+    words = re.compile(rf"\bhttpx2?\.|{others}", re.MULTILINE)
+    source = ROOT / "src" / "etude"
+    found = [path for path in source.rglob("*.py") if words.search(path.read_text())]
+    assert found == [source / "serving" / "client.py"]

@@ -28,6 +28,7 @@ from etude.errors import ConfigError, SamplerError
 from etude.records import SampleRequest, SamplingParams, Status, ToolCall, TrajectoryId
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.template import Template
+from etude.serving.client import NoAnswerError
 
 REGISTRY = core_registry()
 LIMITS = SessionLimits(max_turns=20, max_calls_per_turn=8, max_tokens=60_000, max_message_tokens=8_000)
@@ -257,7 +258,7 @@ def test_the_key_comes_from_the_variable_that_is_named(monkeypatch: pytest.Monke
 
 
 def test_an_address_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no web address"):
+    with pytest.raises(ConfigError, match="is no address"):
         Endpoint("localhost:80", "m")
     with pytest.raises(ConfigError, match="missing"):
         Endpoint("http://localhost:80", "")
@@ -364,5 +365,5 @@ def test_an_answer_without_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         while True:
             yield b"x" * 100
 
-    with pytest.raises(SamplerError, match="too long"):
+    with pytest.raises(NoAnswerError, match="too long"):
         asyncio.run(read_stream(endless(), lambda event: None))

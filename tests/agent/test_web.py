@@ -118,7 +118,7 @@ def test_pages_that_are_missing_or_refused_are_the_agents_matter(page, message):
     [
         (answer(b"", "503 Service Unavailable"), "answered 503"),
         (answer(b"", "429 Too Many Requests"), "answered 429"),
-        (b"nonsense\r\n\r\n", "answered 502|could not be had"),
+        (b"nonsense\r\n\r\n", "answered 502|could not be read"),
         (None, "no whole page within 0.5 s"),
     ],
 )

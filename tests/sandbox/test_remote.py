@@ -25,6 +25,7 @@ from etude.errors import (
     ToolArgumentError,
     UserError,
 )
+from etude.kit.retry import Backoff
 from etude.sandbox.errors import (
     PathKindError,
     PathMissingError,
@@ -414,7 +415,7 @@ def over_flaky(
     async def run() -> Any:
         inner = ScriptedBackend()
         transport = FlakyTransport(build_app({"memory": inner}, TOKEN), 0)
-        backend = RemoteBackend("http://test", TOKEN, transport=transport, retry_s=(0.01, 0.01))
+        backend = RemoteBackend("http://test", TOKEN, transport=transport, backoff=Backoff(0.01, attempts=3))
         await backend.hello()
         transport.num_lost = num_lost
         try:
@@ -459,7 +460,7 @@ def test_a_server_that_is_gone_is_told_after_a_bounded_number_of_tries() -> None
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))  # nobody listens there, nor can anybody else
             port = free.getsockname()[1]
-            backend = RemoteBackend(f"http://127.0.0.1:{port}", TOKEN, retry_s=(0.05, 0.05))
+            backend = RemoteBackend(f"http://127.0.0.1:{port}", TOKEN, backoff=Backoff(0.05, attempts=3))
             with pytest.raises(SandboxLostError, match="connection to the sandbox server failed"):
                 await backend.create()
             await backend.close()
@@ -529,7 +530,7 @@ HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\
         (HEAD + b"10\r\n\x01\x00\x00\x00\x00\x00\x00\x00{xxxxxxx\r\n0\r\n\r\n", SandboxLostError, "JSON"),
         (HEAD + b"a\r\nabc", SandboxLostError, "failed"),
         (b"HTTP/1.1 404 Not Found\r\ncontent-length: 2\r\n\r\nno", SandboxError, "no sandbox server"),
-        (b"HTTP/1.1 500 x\r\ncontent-length: 16\r\n\r\n{\"error\": \"bad\"}", SandboxError, "readable"),
+        (b"HTTP/1.1 500 x\r\ncontent-length: 16\r\n\r\n{\"error\": \"bad\"}", SandboxError, "no sandbox"),
     ],
 )  # fmt: skip
 def test_torn_and_foreign_answers_are_errors_of_ours(reply: bytes, kind: type[Exception], text: str) -> None:

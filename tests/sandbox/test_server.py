@@ -22,6 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError, SandboxError
+from etude.kit.retry import Backoff
 from etude.sandbox.errors import CapacityError, SandboxLostError, SandboxMissingError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.inside.frames import Unpacker, pack
@@ -29,11 +30,11 @@ from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.pool import PooledBackend
 from etude.sandbox.server import Limits, read_token, sandbox_routes, serve
 from etude.sandbox.server import state as server_state
-from etude.sandbox.server import streams as server_streams
-from etude.sandbox.server.streams import BUFFER_BYTES, OutputBuffer
 from etude.sandbox.template import Template
-from etude.sandbox.wire_types import FRAMES
+from etude.serving import long_answers
 from etude.serving.listening import is_loopback
+from etude.serving.long_answers import BUFFER_BYTES, OutputBuffer, Pack
+from etude.serving.messages import FRAMES
 from etude.serving.metrics import Metrics
 from etude.serving.process import Draining, DrainingServer
 from tests.sandbox.serving import TOKEN, RemoteBackend, ScriptedBackend, build_app, served, until
@@ -340,7 +341,7 @@ def test_no_bytes_make_the_server_fail(body: bytes) -> None:
 
 
 def test_signs_of_life_come_while_a_command_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_streams, "BEAT_S", 0.02)
+    monkeypatch.setattr(long_answers, "BEAT_S", 0.02)
 
     async def run() -> list[str]:
         backend, unpacker, events = ScriptedBackend(), Unpacker(), list[str]()
@@ -362,7 +363,7 @@ def test_signs_of_life_come_while_a_command_is_silent(monkeypatch: pytest.Monkey
 
 
 def test_an_error_after_the_first_beat_comes_as_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_streams, "BEAT_S", 0.02)
+    monkeypatch.setattr(long_answers, "BEAT_S", 0.02)
 
     async def run() -> None:
         backend = ScriptedBackend()
@@ -383,7 +384,7 @@ def test_an_error_after_the_first_beat_comes_as_a_frame(monkeypatch: pytest.Monk
 
 def test_output_that_nobody_takes_is_bounded_and_counted() -> None:
     async def run() -> None:
-        buffer = OutputBuffer(100)
+        buffer = OutputBuffer(pack, 100)
         buffer.put(1, b"a" * 60)
         buffer.put(1, b"b" * 30)
         buffer.put(2, b"c" * 30)
@@ -406,7 +407,7 @@ def test_output_that_nobody_takes_is_bounded_and_counted() -> None:
 
 def test_a_client_that_takes_nothing_does_not_fill_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket is full, the buffer is full, and the command goes on and ends."""
-    monkeypatch.setattr(server_streams, "STALL_S", 0.5)
+    monkeypatch.setattr(long_answers, "STALL_S", 0.5)
 
     async def run() -> None:
         backend = ScriptedBackend()
@@ -414,8 +415,8 @@ def test_a_client_that_takes_nothing_does_not_fill_the_server(monkeypatch: pytes
         buffers: list[OutputBuffer] = []
         original = OutputBuffer.__init__
 
-        def noted(self: OutputBuffer, limit_bytes: int = BUFFER_BYTES) -> None:
-            original(self, limit_bytes)
+        def noted(self: OutputBuffer, pack: Pack, limit_bytes: int = BUFFER_BYTES) -> None:
+            original(self, pack, limit_bytes)
             buffers.append(self)
 
         monkeypatch.setattr(OutputBuffer, "__init__", noted)
@@ -492,15 +493,15 @@ def test_metrics_tell_what_lives_waits_and_fails() -> None:
     lines = asyncio.run(run()).splitlines()
     for line in (
         '# TYPE etude_sandboxes_created_total counter',
-        'etude_sandboxes_created_total{backend="backend-0"} 2',
-        'etude_sandbox_create_failures_total{backend="backend-0",kind="CapacityError"} 1',
-        'etude_sandbox_errors_total{kind="SandboxMissingError"} 1',
-        'etude_sandbox_live{backend="backend-0"} 2',
-        'etude_sandbox_places_held{backend="backend-0"} 2',
-        'etude_sandbox_queue{backend="backend-0"} 0',
-        'etude_sandbox_request_seconds_count{operation="create"} 3',
-        'etude_sandbox_request_seconds_bucket{operation="create",le="+Inf"} 3',
-        'etude_sandbox_requests_total{operation="create",status="503"} 1',
+        'etude_sandboxes_created_total{backend="backend-0"} 2.0',
+        'etude_sandbox_create_failures_total{backend="backend-0",kind="CapacityError"} 1.0',
+        'etude_sandbox_errors_total{kind="SandboxMissingError"} 1.0',
+        'etude_sandbox_live{backend="backend-0"} 2.0',
+        'etude_sandbox_places_held{backend="backend-0"} 2.0',
+        'etude_sandbox_queue{backend="backend-0"} 0.0',
+        'etude_sandbox_request_seconds_count{operation="create"} 3.0',
+        'etude_sandbox_request_seconds_bucket{le="+Inf",operation="create"} 3.0',
+        'etude_sandbox_requests_total{operation="create",status="503"} 1.0',
     ):  # fmt: skip
         assert line in lines, line
 
@@ -511,7 +512,7 @@ def test_histograms_add_up(times_s: list[float]) -> None:
     for time_s in times_s:
         metrics.observe("times", time_s, operation='a"b\n')
     lines = metrics.text({}).splitlines()
-    counts = [int(line.rpartition(" ")[2]) for line in lines if "_bucket" in line]
+    counts = [float(line.rpartition(" ")[2]) for line in lines if "_bucket" in line]
     assert counts == sorted(counts)
     assert counts[-1] == len(times_s)
     assert counts[4] == sum(time_s <= 0.1 for time_s in times_s)
@@ -633,7 +634,7 @@ def test_a_server_killed_in_the_middle_of_a_run_is_lost(tmp_path: Path) -> None:
     with server_process(tmp_path, 1.0) as (process, url, token):
 
         async def run() -> None:
-            backend = RemoteBackend(url, token, retry_s=(0.05,))
+            backend = RemoteBackend(url, token, backoff=Backoff(0.05, attempts=2))
             sandbox = await backend.create()
             command = await sandbox.commands.start("cat", on_output=lambda fd, data: None)
             running = asyncio.ensure_future(sandbox.commands.run("sleep 600", 600.0))
@@ -734,7 +735,7 @@ def test_a_killed_server_leaves_no_process_and_its_spool_goes_with_the_next(tmp_
     with server_process(tmp_path, 1.0, "local") as (process, url, token):
 
         async def begin() -> None:
-            backend = RemoteBackend(url, token, retry_s=())
+            backend = RemoteBackend(url, token, backoff=Backoff(attempts=1))
             sandbox = await backend.create(Template({"a": "1"}))
             await sandbox.commands.start(f"sleep {marker}")
             await until(lambda: processes_with(f"sleep\0{marker}\0"))

@@ -14,7 +14,7 @@ from fastapi import FastAPI, Request, Response
 
 from etude.errors import ConfigError, StoreError, UserError
 from etude.serving.access import AccessError, check_names, find_token
-from etude.serving.application import bearer_required, build_application, read_body
+from etude.serving.application import Json, bearer_required, build_application, read_body, read_request
 from etude.serving.errors import BodyTooLargeError, ErrorShape, OpenAIErrors, OwnErrors
 from etude.serving.process import HeadTimedProtocol, ServerThread
 
@@ -31,6 +31,10 @@ def application(errors: ErrorShape = OWN, token: str | None = None) -> FastAPI:
     @app.post("/echo", dependencies=[bearer_required(token)])
     async def echo(request: Request) -> Response:
         return Response(await read_body(request, 10))
+
+    @app.post("/json")
+    async def document(request: Request) -> Response:
+        return Json((await read_request(request, 10_000))[0])
 
     @app.get("/fails")
     async def fails() -> None:
@@ -194,3 +198,14 @@ def test_a_server_may_open_as_many_files_as_the_machine_allows() -> None:
 def test_an_address_that_is_not_free_is_refused() -> None:
     with ServerThread(application()) as server, pytest.raises(ConfigError, match="something else"):
         ServerThread(application(), port=int(server.url.rpartition(":")[2]))
+
+
+@pytest.mark.parametrize("body", [b"{", b"\xff", b"[" * 9_999])
+def test_a_body_that_is_not_json_is_the_client_s_mistake(body: bytes) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        refused = await client.post("/json", content=body)
+        assert (refused.status_code, refused.json()["error"]["field"]) == (400, "body")
+        assert (await client.post("/json")).json() == {}
+        assert (await client.post("/json", content=b"[1]")).json() == [1]
+
+    ask(application(), scenario)

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -24,6 +23,8 @@ from etude.agent.endpoint_stream import OnEvent, read_document, read_stream
 from etude.errors import ConfigError, SamplerError
 from etude.protocols import Sampler
 from etude.records import UNKNOWN_FORMAT, PolicyVersion, SampleChunk, SampleRequest, Scores
+from etude.serving.client import Answer as HttpAnswer
+from etude.serving.client import Client, NoAnswerError, Transport, check_address
 from etude.tokens.grammar import HermesGrammar, ParseEvent, ToolSchema, XmlGrammar
 from etude.tokens.renderer import Renderer
 
@@ -51,13 +52,7 @@ class Endpoint:
     max_answer_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigError(
-                "is no web address",
-                field="--endpoint",
-                received=self.url,
-                fix="give http://host:port/v1 or https://host/v1",
-            )
+        check_address(self.url, "--endpoint")
         if not self.model:
             raise ConfigError("is missing", field="--model-name", fix="name the model that is served there")
 
@@ -105,7 +100,7 @@ class EndpointSampler(Sampler):
         renderer: Renderer,
         schemas: Sequence[ToolSchema],
         on_event: OnEvent | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
+        transport: Transport | None = None,
     ) -> None:
         """`transport`: what carries requests, in tests."""
         self.endpoint = endpoint
@@ -113,10 +108,14 @@ class EndpointSampler(Sampler):
         self.on_event: OnEvent = on_event or _ignore
         self._renderer = renderer
         self._tools = [schema.function_schema() for schema in schemas] if endpoint.native_tools else []
-        self._client = httpx.AsyncClient(
+        self._client = Client(
+            endpoint.address,
+            endpoint.key,
+            within_s=endpoint.silence_s,
+            connect_s=endpoint.connect_s,
+            refusal=self._refusal,
+            outside=True,
             transport=transport,
-            headers={"authorization": f"Bearer {endpoint.key}"} if endpoint.key else {},
-            timeout=httpx.Timeout(endpoint.silence_s, connect=endpoint.connect_s),
         )
         self._not_before_s = 0.0
         self._asking: dict[str, asyncio.Task[Answer]] = {}
@@ -124,7 +123,7 @@ class EndpointSampler(Sampler):
 
     async def aclose(self) -> None:
         """Closes connections. Idempotent."""
-        await self._client.aclose()
+        await self._client.close()
 
     def open(self, session_id: str) -> None:
         """See Sampler.open."""
@@ -172,17 +171,14 @@ class EndpointSampler(Sampler):
         try:
             async with (
                 asyncio.timeout(self.endpoint.answer_s),
-                self._client.stream("POST", self.endpoint.address, json=body) as response,
+                self._client.stream("POST", "", json=body) as answer,
             ):
-                if response.status_code != 200:
-                    await self._refuse(response)
-                if "json" in response.headers.get("content-type", ""):
-                    return read_document((await response.aread()).decode("utf-8", "replace"), self.on_event)
-                return await read_stream(response.aiter_bytes(), self.on_event)
-        except (httpx.TransportError, httpx.StreamError, httpx.DecodingError) as error:
-            received = f"{type(error).__name__}: {error}".rstrip(": ")
+                if "json" in answer.headers.get("content-type", ""):
+                    return read_document((await answer.aread()).decode("utf-8", "replace"), self.on_event)
+                return await read_stream(answer.aiter_bytes(), self.on_event)
+        except NoAnswerError as error:
             raise SamplerError(
-                "the endpoint dropped the request", field="--endpoint", received=received
+                "the endpoint dropped the request", field="--endpoint", received=error.message
             ) from error
         except TimeoutError as error:
             limit = f"{self.endpoint.answer_s} s"
@@ -203,21 +199,20 @@ class EndpointSampler(Sampler):
             body["max_tokens"] = endpoint.max_answer_tokens
         return body
 
-    async def _refuse(self, response: httpx.Response) -> None:
-        """Raises the error that a status deserves."""
-        status = response.status_code
-        said = (await response.aread())[: 4 * _ERROR_CHARACTERS].decode("utf-8", "replace")
+    def _refusal(self, answer: HttpAnswer) -> Exception:
+        """The error that a status deserves."""
+        status, said = answer.status_code, answer.content.decode("utf-8", "replace")
         received = f"{status} {said[:_ERROR_CHARACTERS]}".strip()
         if status in (408, 409, 425, 429) or status >= 500:
-            self._not_before_s = time.monotonic() + _retry_after_s(response.headers.get("retry-after", ""))
-            raise SamplerError("the endpoint refused for now", field="--endpoint", received=received)
+            self._not_before_s = time.monotonic() + _retry_after_s(answer.headers.get("retry-after", ""))
+            return SamplerError("the endpoint refused for now", field="--endpoint", received=received)
         if status in (401, 403):
             fix = "name the environment variable that holds its key with --key-variable"
-            raise ConfigError(
+            return ConfigError(
                 "the endpoint wants another key", field="--endpoint", received=received, fix=fix
             )
         fix = "check --endpoint, --model-name and whether the model takes tools (else --tool-calls text)"
-        raise ConfigError("the endpoint refused the request", field="--endpoint", received=received, fix=fix)
+        return ConfigError("the endpoint refused the request", field="--endpoint", received=received, fix=fix)
 
     def _chunk(self, tokens: NDArray[np.int32], finish: str) -> SampleChunk:
         return SampleChunk(

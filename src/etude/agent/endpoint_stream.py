@@ -8,6 +8,7 @@ from typing import Any
 
 from etude.agent.endpoint_messages import Answer, CallAnswer
 from etude.errors import SamplerError
+from etude.serving.client import read_events
 from etude.tokens.grammar import CallStarted, ParseEvent, ReasoningDelta, TextDelta
 
 MAX_ANSWER_BYTES = 64 << 20
@@ -20,14 +21,11 @@ OnEvent = Callable[[ParseEvent], None]
 async def read_stream(chunks: AsyncIterator[bytes], on_event: OnEvent) -> Answer:
     """The answer in a body that comes in `chunks`; `on_event` hears its words as they come.
 
-    Raises SamplerError where the stream ends before the answer does, is malformed, or carries an error.
+    Raises SamplerError where the stream ends before the answer does, is malformed, or carries an error, and
+    NoAnswerError where it is too long.
     """
     answer = Answer()
-    async for line in _lines(chunks):
-        name, _, data = line.partition(":")
-        if name != "data":
-            continue  # comments, event names, blank lines
-        data = data.strip()
+    async for data in read_events(chunks, MAX_ANSWER_BYTES):
         if data == "[DONE]":
             answer.finish = answer.finish or "stop"
             break
@@ -35,21 +33,6 @@ async def read_stream(chunks: AsyncIterator[bytes], on_event: OnEvent) -> Answer
     if answer.finish is None:
         raise SamplerError("the stream ended before the answer did", field="stream", received="no end")
     return answer
-
-
-async def _lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[str]:
-    """Lines by their newlines alone: other separators of Unicode may stand inside of JSON."""
-    rest = b""
-    size = 0
-    async for chunk in chunks:
-        size += len(chunk)
-        if size > MAX_ANSWER_BYTES:
-            raise SamplerError("the answer is too long", field="stream", received=f"{size} bytes")
-        *lines, rest = (rest + chunk).split(b"\n")
-        for line in lines:
-            yield line.decode("utf-8", "replace").rstrip("\r")
-    if rest:
-        yield rest.decode("utf-8", "replace")
 
 
 def read_document(text: str, on_event: OnEvent) -> Answer:

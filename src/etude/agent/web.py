@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import zlib
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -18,14 +19,13 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote, urljoin, urlsplit
 
-import httpx
-
 from etude.agent.html_text import html_to_text
 from etude.agent.tools.ports import WebPage, WebResult
-from etude.errors import ConfigError, InfrastructureError, ToolArgumentError
+from etude.errors import ConfigError, InfrastructureError, ToolArgumentError, UserError
 from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.network.rules import HostError, Rule, join_authority, parse_rules, split_authority
 from etude.sandbox.network.streams import AsyncioStream
+from etude.serving.client import Answer, Client, NoAnswerError, Options, ProxyRefusedError
 
 _PORTS = {"http": 80, "https": 443}
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -81,7 +81,7 @@ class SearchProvider:
 
 
 class EgressWeb:
-    """Implements `tools.ports.Web` with httpx. One event loop; any number of fetches at once."""
+    """Implements `tools.ports.Web`. One event loop; any number of fetches at once."""
 
     def __init__(
         self,
@@ -98,14 +98,19 @@ class EgressWeb:
         self._rules = parse_rules(allow)
         self._search = search
         self._limits = limits or WebLimits()
-        headers = {"User-Agent": _USER_AGENT, "Accept-Encoding": "gzip"}
-        self._client = httpx.AsyncClient(proxy=proxy_url, trust_env=False, headers=headers, timeout=None)
-        self._direct = httpx.AsyncClient(trust_env=False, headers=headers, timeout=None)
+        options: Options = {
+            "headers": {"User-Agent": _USER_AGENT, "Accept-Encoding": "gzip"},
+            "within_s": math.inf,  # each fetch and search has a time of its own
+            "connect_s": math.inf,
+            "refusal": None,
+        }
+        self._client = Client("", proxy=proxy_url, **options)
+        self._direct = Client("", **options)
 
     async def close(self) -> None:
         """Closes all connections. Idempotent."""
-        await self._client.aclose()
-        await self._direct.aclose()
+        await self._client.close()
+        await self._direct.close()
 
     async def fetch(self, url: str) -> WebPage:
         """See Web.fetch."""
@@ -128,7 +133,7 @@ class EgressWeb:
                     if response.status_code != 200:
                         raise _dead(f"the search provider answered {response.status_code}", query)
                     data = await _read(response, self._limits.page_bytes)
-        except (httpx.HTTPError, TimeoutError, ToolArgumentError) as error:
+        except (NoAnswerError, UserError, TimeoutError, ToolArgumentError) as error:
             raise _dead(f"the search provider does not answer: {type(error).__name__}", query) from error
         results = _parse_results(data, self._search.results)
         return [result for result in results if self._is_allowed(result.url)][:limit]
@@ -141,15 +146,15 @@ class EgressWeb:
                     if response.status_code not in _REDIRECTS or "location" not in response.headers:
                         return await self._page(url, response)
                     url = urljoin(url, response.headers["location"])
-            except httpx.ProxyError as error:
-                raise _refused(url, str(error), rule) from error
-            except httpx.InvalidURL as error:
+            except ProxyRefusedError as error:
+                raise _refused(url, error.message, rule) from error
+            except UserError as error:
                 raise ToolArgumentError("no URL", field="url", received=url[:80]) from error
-            except httpx.HTTPError as error:
-                raise _dead(f"the page could not be had: {type(error).__name__}", url) from error
+            except NoAnswerError as error:
+                raise _dead(f"the page could not be read: {error.message}", url) from error
         raise ToolArgumentError(f"more than {self._limits.num_redirects} redirects", field="url")
 
-    async def _page(self, url: str, response: httpx.Response) -> WebPage:
+    async def _page(self, url: str, response: Answer) -> WebPage:
         """The page of a final answer. Raises as Web.fetch."""
         status = response.status_code
         if status >= _PROVIDER_STATUS or status == _TOO_MANY:
@@ -223,7 +228,7 @@ def _target(url: str) -> tuple[str, int]:
         raise ToolArgumentError(f"no URL: {error}", field="url", received=url[:80]) from error
 
 
-async def _read(response: httpx.Response, limit_bytes: int) -> bytes:
+async def _read(response: Answer, limit_bytes: int) -> bytes:
     """The first `limit_bytes` of the body, unpacked. Raises ToolArgumentError for unknown encodings."""
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "", "gzip", "deflate"):

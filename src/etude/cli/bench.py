@@ -36,7 +36,7 @@ from etude.cli.bench_options import (
 )
 from etude.cli.exits import error_console
 from etude.cli.output import output_console, print_json
-from etude.errors import InfrastructureError, UserError
+from etude.errors import EtudeError, InfrastructureError, UserError
 
 if TYPE_CHECKING:
     from etude.inference.load import LoadReport, LoadSession
@@ -161,17 +161,14 @@ async def _served_model(url: str, key: str | None, wanted: str | None) -> tuple[
 
     Raises UserError where the server names no model and none was named.
     """
-    import httpx
+    from etude.serving.client import Client
 
-    headers = {"authorization": f"Bearer {key}"} if key is not None else {}
-    base = url.rstrip("/").removesuffix("/v1")
     try:
-        async with httpx.AsyncClient(timeout=_TOLD_S, trust_env=False) as http:
-            response = await http.get(f"{base}/v1/models", headers=headers)
-        models = response.raise_for_status().json()["data"]
+        async with Client(url.rstrip("/").removesuffix("/v1"), key, within_s=_TOLD_S) as client:
+            models = (await client.ask("GET", "/v1/models"))["data"]
         name = wanted or str(models[0]["id"])
         return name, next((one.get("max_model_len") for one in models if one["id"] == name), None)
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, IndexError, TypeError) as error:
+    except (EtudeError, KeyError, IndexError, TypeError) as error:
         if wanted is not None:
             return wanted, None
         raise UserError(

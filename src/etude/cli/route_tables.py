@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 
 from etude.cli.output import print_json
-from etude.config.secrets import bearer, read_secret
+from etude.config.secrets import read_secret
 from etude.errors import InfrastructureError, UserError
 
 NameArgument = Annotated[str, typer.Argument(help="Replica, as `etude route replicas` lists it.")]
@@ -70,31 +70,20 @@ def _print_row(row: dict[str, Any]) -> None:
 def _ask(
     router: str, token: Path | None, method: str, path: str, body: dict[str, Any] | None
 ) -> dict[str, Any]:
-    import httpx
+    from etude.serving.client import Answer, NoAnswerError, SyncClient, message_of
+
+    def refusal(answer: Answer) -> Exception:
+        message = f"the router refused the request: {message_of(answer)}"
+        return UserError(message, field="--router", received=answer.status_code)
 
     secret = None if token is None else read_secret(f"file:{token}", "--admin-token-file")
     try:
-        answer = httpx.request(
-            method,
-            router.rstrip("/") + path,
-            json=body,
-            headers=bearer(secret),
-            timeout=_WITHIN_S,
-            trust_env=False,
-        )
-    except httpx.HTTPError as error:
+        with SyncClient(router, secret, within_s=_WITHIN_S, refusal=refusal) as client:
+            return client.ask(method, path, json=body)
+    except NoAnswerError as error:
         raise InfrastructureError(
             "the router does not answer",
             field="--router",
-            received=f"{router}: {error}",
+            received=f"{router}: {error.message}",
             fix="start the router, or correct --router",
         ) from error
-    if not answer.is_success:
-        try:
-            message = answer.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = answer.text[:300]
-        raise UserError(
-            f"the router refused the request: {message}", field="--router", received=answer.status_code
-        )
-    return answer.json()

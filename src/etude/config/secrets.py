@@ -66,8 +66,3 @@ def read_private(path: Path, field: str) -> str:
     if mode & 0o077:
         raise ConfigError("others may read it", field=field, received=str(path), fix=f"chmod 600 {path}")
     return text
-
-
-def bearer(token: str | None) -> dict[str, str]:
-    """The headers of a request that presents a token; none without one."""
-    return {} if token is None else {"authorization": f"Bearer {token}"}

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Iterator
+import dataclasses
 
 from etude.config import SandboxConfig
 from etude.config.secrets import read_secret
 from etude.errors import ConfigError, ResourceError
 from etude.sandbox.backends import open_backend
 from etude.sandbox.interface import SandboxBackend
-
-_FIRST_PAUSES_S = (0.1, 0.5)
-_PAUSE_S = 2.0
-"""Between two calls to a server that does not answer."""
 
 
 def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> SandboxBackend:
@@ -29,12 +24,13 @@ def open_run_backend(settings: SandboxConfig, owner: str | None = None) -> Sandb
     if not settings.server:
         return open_checked_backend(settings.backend)
     from etude.sandbox.remote import RemoteBackend  # httpx is not part of the core's needs
+    from etude.sandbox.remote.connection import RETRY
 
     backend = RemoteBackend(
         settings.server,
         read_secret(settings.token, "sandbox.token"),
         settings.backend,
-        retry_s=tuple(_pauses(settings.patience_s)),
+        backoff=dataclasses.replace(RETRY, attempts=None, within_s=settings.patience_s),
         owner=owner,
     )
     problems = backend.doctor()
@@ -98,12 +94,3 @@ def open_checked_backend(
 def open_people_backend(name: str) -> SandboxBackend:
     """The same, named on a command line."""
     return open_checked_backend(name, "--backend", "--backend unisolated")
-
-
-def _pauses(patience_s: float) -> Iterator[float]:
-    """Pauses between calls that add up to `patience_s`."""
-    for pause_s in itertools.chain(_FIRST_PAUSES_S, itertools.repeat(_PAUSE_S)):
-        if patience_s <= 0:
-            return
-        yield min(pause_s, patience_s)
-        patience_s -= pause_s

@@ -22,16 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import httpx
-
 from etude.config import ElasticConfig, RunConfig
-from etude.config.secrets import bearer, read_secret
+from etude.config.secrets import read_secret
 from etude.controller.borrowed_engine import BorrowedEngine, Needs
 from etude.controller.remote.fleet import EngineFleet
 from etude.controller.supervision import FaultJournal
-from etude.errors import ConfigError, UserError
+from etude.errors import ConfigError, EtudeError, UserError
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
+from etude.serving.client import Client
 
 KIND = "elastic"
 """Of the rows of metrics: one per event of a borrowed replica."""
@@ -99,12 +98,7 @@ class ElasticPool:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         secret = read_secret(config.elastic.token, "elastic.token")
-        self._http = httpx.AsyncClient(
-            base_url=config.elastic.router.rstrip("/"),
-            headers=bearer(secret),
-            timeout=httpx.Timeout(max(2.0, config.elastic.poll_s)),
-            trust_env=False,
-        )
+        self._http = Client(config.elastic.router, secret, within_s=max(2.0, config.elastic.poll_s))
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run())
@@ -119,9 +113,9 @@ class ElasticPool:
         try:
             await asyncio.gather(*(one.life for one in self._held.values() if one.life is not None))
         finally:
-            with contextlib.suppress(httpx.HTTPError):  # else the replicas go home by themselves
-                await self._http.delete(self._path)
-            await self._http.aclose()
+            with contextlib.suppress(EtudeError):  # else the replicas go home by themselves
+                await self._http.request("DELETE", self._path)
+            await self._http.close()
 
     @property
     def num_lent(self) -> int:
@@ -177,11 +171,9 @@ class ElasticPool:
             "over": sorted(self._over),
         }
         try:
-            answer = await self._http.put(self._path, json=body)
-            if answer.status_code != httpx.codes.OK:
-                raise httpx.HTTPError(f"{answer.status_code} {answer.text[:300]}")
-            loans = {loan["replica"]: loan for loan in answer.json()["loans"]}
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+            answer = await self._http.ask("PUT", self._path, json=body)
+            loans = {loan["replica"]: loan for loan in answer["loans"]}
+        except (EtudeError, KeyError, TypeError) as error:
             self._note_silence(str(error) or repr(error))
             return None
         if not self._was_heard:

@@ -17,7 +17,7 @@ from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import calls_of
 from etude.errors import AgentError, UserError
 from etude.records import Status, ToolCall, ToolResult
-from etude.sandbox.wire_types import Fields, checked
+from etude.serving.messages import Fields, checked
 from etude.tokens.grammar import XmlGrammar, parse_calls
 
 MAX_TURNS = 50

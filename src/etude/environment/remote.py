@@ -14,36 +14,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
-
 from etude.agent.inputs import result_of
 from etude.environment.running import was_run
 from etude.environment.site import Outcome
 from etude.environment.submission import check_ending
 from etude.environment.wire import outcome_of, task_document, turn_document
 from etude.errors import InfrastructureError, SandboxError, UserError
+from etude.kit.retry import Backoff
 from etude.protocols import OnCall, OnResult
 from etude.records import Status, Task, ToolCall, ToolResult
-from etude.sandbox.errors import CapacityError, SandboxLostError
+from etude.sandbox.errors import CapacityError
 from etude.sandbox.inside.frames import Header
-from etude.sandbox.remote.connection import RETRY_S, Connection
+from etude.sandbox.remote.connection import RETRY, Connection
 from etude.sandbox.wire_types import decode_diff, decode_error
+from etude.serving.client import Transport
 
 BUSY_S = 30.0
 """How long a server that has no room at present is asked again."""
-
-
-class EnvironmentConnection(Connection):
-    """The line to an environment server."""
-
-    def lost(self, error: Exception) -> SandboxLostError:
-        """The error for a connection that failed."""
-        return SandboxLostError(
-            f"the connection to the environment server failed: {str(error) or type(error).__name__}",
-            field="environment.server",
-            received=self.url,
-            fix="see whether the server runs and can be reached",
-        )
 
 
 class RemoteEnvironment:
@@ -53,11 +40,11 @@ class RemoteEnvironment:
         self,
         url: str,
         token: str | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-        retry_s: Sequence[float] = RETRY_S,
+        transport: Transport | None = None,
+        backoff: Backoff = RETRY,
         busy_s: float = BUSY_S,
     ) -> None:
-        self.connection = EnvironmentConnection(url, token, transport, retry_s)
+        self.connection = Connection(url, token, transport, backoff, "environment")
         self.busy_s = busy_s
 
     async def create(self, task: Task | str | None = None, **source: Any) -> RemoteSession:

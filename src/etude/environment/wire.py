@@ -11,7 +11,7 @@ from etude.environment.grading import Verdict
 from etude.environment.site import Outcome
 from etude.errors import UserError
 from etude.records import RewardBreakdown, Status, Task, ToolCall, ToolResult
-from etude.sandbox.wire_types import Fields, checked, strings
+from etude.serving.messages import Fields, checked, strings
 
 MAX_CALLS = 256
 """Calls in one turn that a server takes."""

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
-import httpx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -23,12 +23,15 @@ from etude.inference.headers import CLIENT_HEADER
 from etude.inference.waiting import ended_by_others
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, Scores, WeightManifest
+from etude.serving.client import Answer, Client, NoAnswerError, Request, error_in
+from etude.serving.errors import decode_error
 from etude.weights.documents import manifest_document, version_document
 
 _CONNECT_S = 5.0
 _SILENT_S = 30.0
 """Of a call that should take no time; three times as long as an empty poll waits."""
 _END_S = 5.0
+_GONE, _FAILED = 410, 422
 _RENEWALS = 3.0
 """In the time of a lease."""
 
@@ -52,7 +55,7 @@ class LoanHandle:
         self._token = token
         self._store = store
         self._name = uuid.uuid4().hex[:16]
-        self._http: httpx.AsyncClient | None = None
+        self._http = Client(url, token, connect_s=_CONNECT_S, refusal=self._refusal)
         self._calls: set[asyncio.Task[Any]] = set()
         self._renewing: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[None] | None = None
@@ -95,9 +98,8 @@ class LoanHandle:
             self._renewing.cancel()
         for call in self._calls:
             call.cancel()
-        http, self._http = self._http, None
-        if http is not None:
-            self._closing = asyncio.ensure_future(http.aclose())
+        if self._http.is_open:
+            self._closing = asyncio.ensure_future(self._http.close())
 
     # ---- what can be called ---------------------------------------------------------------------
 
@@ -119,15 +121,15 @@ class LoanHandle:
 
     async def _stage(self, manifest: WeightManifest) -> None:
         # As long as it takes: whoever waits gives it up by `kill`.
-        await self._ask_json("stage", {"manifest": manifest_document(manifest)}, within_s=None)
+        await self._ask_json("stage", {"manifest": manifest_document(manifest)}, within_s=math.inf)
 
     async def _activate(self, version: PolicyVersion, kv: KvPolicy) -> dict[str, float]:
         return await self._ask_json(
-            "activate", {"version": version_document(version), "kv": kv}, within_s=None
+            "activate", {"version": version_document(version), "kv": kv}, within_s=math.inf
         )
 
     async def _score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
-        answer = await self._ask("score", wire.pack_question(tokens, version), within_s=None)
+        answer = await self._ask("score", wire.pack_question(tokens, version), within_s=math.inf)
         return wire.unpack_scores(answer.content)
 
     async def _pulse(self) -> dict[str, float]:
@@ -145,38 +147,31 @@ class LoanHandle:
 
     # ---- HTTP -----------------------------------------------------------------------------------
 
-    async def _ask_json(self, what: str, body: dict[str, Any], within_s: float | None = _SILENT_S) -> Any:
-        return self._read(await self._send(what, {"json": body}, within_s, ""))
+    async def _ask_json(self, what: str, body: dict[str, Any], within_s: float = _SILENT_S) -> Any:
+        return self._read(await self._send(what, "", json=body, within_s=within_s))
 
-    async def _ask(
-        self, what: str, body: bytes, within_s: float | None = _SILENT_S, client: str = ""
-    ) -> httpx.Response:
-        return await self._send(what, {"content": body}, within_s, client)
+    async def _ask(self, what: str, body: bytes, within_s: float = _SILENT_S, client: str = "") -> Answer:
+        return await self._send(what, client, content=body, within_s=within_s)
 
-    async def _send(
-        self, what: str, body: dict[str, Any], within_s: float | None, client: str
-    ) -> httpx.Response:
-        timeout = httpx.Timeout(within_s, connect=_CONNECT_S)
-        headers = {CLIENT_HEADER: client or self._name}
+    async def _send(self, what: str, client: str, **request: Unpack[Request]) -> Answer:
+        request["headers"] = {CLIENT_HEADER: client or self._name}
         try:
-            answer = await self._open().post(f"/loan/{what}", **body, headers=headers, timeout=timeout)
-        except httpx.HTTPError as error:
+            return await self._http.request("POST", f"/loan/{what}", **request)
+        except NoAnswerError as error:
             raise PartLostError(
-                "a borrowed replica does not answer", field=self.url, received=repr(error)
+                "a borrowed replica does not answer", field=self.url, received=error.message
             ) from error
-        if answer.is_success:
-            return answer
-        if answer.status_code == httpx.codes.UNPROCESSABLE_ENTITY:
-            row = self._read(answer).get("error")
-            if isinstance(row, dict) and "kind" in row:
-                raise wire.read_error(row)
-        if answer.status_code == httpx.codes.GONE:
-            raise LoanEndedError("the replica was called home", field=self.url)
-        raise SamplerError(
-            "a borrowed replica refuses", field=self.url, received=f"{answer.status_code} {answer.text[:300]}"
-        )
 
-    def _read(self, answer: httpx.Response) -> dict[str, Any]:
+    def _refusal(self, answer: Answer) -> Exception:
+        found = error_in(answer)
+        if answer.status_code == _FAILED and "kind" in found:
+            return decode_error(found, otherwise=SamplerError)
+        if answer.status_code == _GONE:
+            return LoanEndedError("the replica was called home", field=self.url)
+        received = f"{answer.status_code} {answer.text[:300]}"
+        return SamplerError("a borrowed replica refuses", field=self.url, received=received)
+
+    def _read(self, answer: Answer) -> dict[str, Any]:
         """An answer's JSON. Raises SamplerError where it is none: something in between has answered."""
         try:
             document = answer.json()
@@ -187,13 +182,3 @@ class LoanHandle:
                 "a borrowed replica does not answer with JSON", field=self.url, received=answer.text[:300]
             )
         return document
-
-    def _open(self) -> httpx.AsyncClient:
-        if self._http is None:
-            self._http = httpx.AsyncClient(
-                base_url=self.url,
-                headers={"authorization": f"Bearer {self._token}"},
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=16),
-                trust_env=False,
-            )
-        return self._http

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
-from etude import errors
 from etude.errors import EtudeError, SamplerError
 from etude.inference.exchange import Command, Event
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams, Scores
+from etude.serving.errors import decode_error, encode_error
 
 MAGIC = b"ETWM"
 FORMAT_VERSION = 1
@@ -130,22 +130,8 @@ def _value(value: Any, arrays: Sequence[Array]) -> Any:
 
 
 def error_row(error: EtudeError) -> dict[str, Any]:
-    """An error as JSON values."""
-    received = error.received
-    plain = received is None or isinstance(received, str | int | float | bool)
-    return {
-        "kind": type(error).__name__,
-        "message": error.message,
-        "field": error.field,
-        "received": received if plain else repr(received),
-        "fix": error.fix,
-    }
-
-
-def read_error(row: Mapping[str, Any]) -> EtudeError:
-    """The reverse, for the kinds in `etude.errors`; what is not among them is an engine's failure."""
-    kind = getattr(errors, row["kind"]) if row["kind"] in errors.__all__ else SamplerError
-    return kind(row["message"], field=row["field"], received=row["received"], fix=row["fix"])
+    """An error as JSON values. One that only the server knows is an engine's failure to its client."""
+    return {**encode_error(error), "kind": type(error).__name__}
 
 
 # ---- what is sent -------------------------------------------------------------------------------
@@ -213,7 +199,9 @@ def unpack_events(data: bytes) -> list[Event]:
             if kind == "chunk":
                 found.append((request_id, _take(SampleChunk, row, arrays)))
             elif kind == "error":
-                found.append((request_id, read_error(row)))
+                error = decode_error(row, otherwise=SamplerError)
+                fits = isinstance(error, EtudeError)
+                found.append((request_id, error if fits else SamplerError(str(error))))
             elif kind == "end":
                 found.append((request_id, None))
             else:

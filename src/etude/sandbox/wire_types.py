@@ -22,7 +22,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from etude.errors import EtudeError, SandboxError, UserError
+from etude.errors import EtudeError, SandboxError
 from etude.sandbox.errors import (
     CapacityError,
     PathMissingError,
@@ -30,7 +30,6 @@ from etude.sandbox.errors import (
     SandboxStateError,
     Unsupported,
 )
-from etude.sandbox.inside.frames import Header
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import (
     Capabilities,
@@ -44,17 +43,12 @@ from etude.sandbox.types import (
     TestFailure,
     TestReport,
 )
+from etude.serving.errors import OwnErrors
+from etude.serving.errors import decode_error as decode_plainly
 from etude.serving.errors import encode_error as encode_plainly
-from etude.serving.errors import plain
+from etude.serving.messages import Encoded
 
-Encoded = tuple[Any, bytes]
-"""A value of a JSON header, and bytes beside it."""
-
-FRAMES = "application/vnd.etude.frames"
-"""Media type of a stream of frames."""
 API = "/v1"
-BEAT_S = 5.0
-"""How often a server that works on a call says so. Three missed beats mean that it is lost."""
 SPEAKS = 1
 """Version of this protocol; server and client refuse each other's where it differs."""
 
@@ -98,14 +92,13 @@ def encode_error(error: BaseException) -> dict[str, Any]:
     return encode_plainly(error, ERRORS)
 
 
+ERROR_SHAPE = OwnErrors(STATUSES, encode_error)
+"""How servers of sandboxes answer errors."""
+
+
 def decode_error(raw: object) -> EtudeError | TimeoutError:
     """The typed error that `encode_error` wrote; what cannot be read is a SandboxError."""
-    if not isinstance(raw, dict) or not isinstance(raw.get("message"), str):
-        return SandboxError("the server sent no readable error", field="sandbox.server", received=plain(raw))
-    if raw.get("kind") == "TimeoutError":
-        return TimeoutError(raw["message"])
-    kind = ERRORS.get(str(raw.get("kind")), SandboxError)
-    return kind(raw["message"], field=raw.get("field"), received=raw.get("received"), fix=raw.get("fix"))
+    return decode_plainly(raw, ERRORS, SandboxError)
 
 
 # Results
@@ -234,37 +227,6 @@ def template_key(template: Template) -> str:
     image = template.image
     rows = [template.digest, template.name, "" if image is None else image.name]
     return hashlib.blake2b("\0".join(rows).encode(), digest_size=20).hexdigest()
-
-
-# Requests
-
-Fields = Mapping[str, tuple[type, ...]]
-"""Name -> the types that its value may have; `type(None)` among them: it may be left out."""
-
-
-def checked(raw: object, fields: Fields) -> Header:
-    """The fields of a request, ready to be passed on by name. Raises UserError that names the culprit."""
-    if not isinstance(raw, dict):
-        raise UserError("a request is a JSON object", field="body", received=plain(raw), fix="send an object")
-    unknown = sorted(set(raw) - set(fields))
-    if unknown:
-        raise UserError("unknown field", field=unknown[0], fix="one of " + ", ".join(fields))
-    for name, kinds in fields.items():
-        value = raw.get(name)
-        wanted = (*kinds, int) if float in kinds else kinds
-        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in kinds):
-            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
-            raise UserError(f"must be {names}", field=name, received=plain(value), fix="correct the request")
-    return {name: raw[name] for name in fields if name in raw}
-
-
-def strings(value: object, field: str) -> list[str]:
-    """A list of strings. Raises UserError."""
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise UserError(
-            "must be a list of strings", field=field, received=plain(value), fix="correct the value"
-        )
-    return value
 
 
 def batches(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
@@ -26,6 +26,7 @@ import etude
 from etude.errors import EtudeError, UserError
 from etude.serving.access import AccessError, check_bearer, check_names
 from etude.serving.errors import BodyTooLargeError, ErrorShape, RouteError
+from etude.serving.messages import FRAMES
 from etude.serving.metrics import Metrics
 
 T = TypeVar("T")
@@ -134,6 +135,22 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
     if declared.isdecimal():
         _check_size(int(declared), limit_bytes)
     return b"".join([piece async for piece in pieces(request, limit_bytes)])
+
+
+async def read_request(
+    request: Request, limit_bytes: int, unpack: Callable[[bytes], Sequence[tuple[Any, bytes]]] | None = None
+) -> tuple[Any, bytes]:
+    """A request's header and payload: JSON alone, or one frame where `unpack` reads frames (it raises
+    ValueError). Raises UserError for anything else, BodyTooLargeError."""
+    body = await read_body(request, limit_bytes)
+    kind = "JSON" if unpack is None else f"JSON, or one frame as {FRAMES}"
+    try:
+        if unpack is not None and request.headers.get("content-type", "").startswith(FRAMES):
+            (frame,) = unpack(body)
+            return frame
+        return json.loads(body) if body else {}, b""
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"the body is no request: {error}", field="body", fix=f"send {kind}") from error
 
 
 def _check_size(num_bytes: int, limit_bytes: int) -> None:

@@ -109,7 +109,11 @@ def openai_document(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def encode_error(error: BaseException, known: Container[str] = etude.errors.__all__) -> dict[str, Any]:
+KINDS: Mapping[str, type[EtudeError]] = {name: getattr(etude.errors, name) for name in etude.errors.__all__}
+"""The errors that cross as themselves where no others are named."""
+
+
+def encode_error(error: BaseException, known: Container[str] = KINDS) -> dict[str, Any]:
     """`kind`, `message`, `field`, `received` and `fix` of an error, for our own shape.
 
     `known`: names of the kinds that clients know; others cross as the nearest base. What is neither an
@@ -127,6 +131,20 @@ def encode_error(error: BaseException, known: Container[str] = etude.errors.__al
         "received": plain(error.received),
         "fix": error.fix,
     }
+
+
+def decode_error(
+    raw: object,
+    known: Mapping[str, type[EtudeError]] = KINDS,
+    otherwise: type[EtudeError] = InfrastructureError,
+) -> EtudeError | TimeoutError:
+    """The typed error that `encode_error` wrote; `otherwise`: of unknown kinds and what cannot be read."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("message"), str):
+        return otherwise("the server sent no readable error", field="server", received=plain(raw))
+    if raw.get("kind") == "TimeoutError":
+        return TimeoutError(raw["message"])
+    kind = known.get(str(raw.get("kind")), otherwise)
+    return kind(raw["message"], field=raw.get("field"), received=raw.get("received"), fix=raw.get("fix"))
 
 
 def plain(value: object) -> object:

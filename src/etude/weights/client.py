@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import Any, cast
 from urllib.parse import quote
 
-import httpx
-
-from etude.config.secrets import bearer
 from etude.errors import StoreError
+from etude.kit.retry import Backoff
+from etude.serving.client import Answer, NoAnswerError, SyncClient
 from etude.weights.folders import MissingError, UnavailableError
 
 _TIMEOUT_S = 60.0
-_ATTEMPTS = 3
-_PAUSE_S = 0.2
+_BACKOFF = Backoff(base_s=0.4, attempts=3)
+"""Where no answer came: a relay may be starting anew."""
 
 
 class RelayFolder:
@@ -23,20 +21,18 @@ class RelayFolder:
 
     def __init__(self, url: str, timeout_s: float = _TIMEOUT_S, token: str | None = None) -> None:
         """`timeout_s`: without a byte. `token`: what the relay asks for."""
-        self.url = url.rstrip("/")
-        self._client = httpx.Client(
-            base_url=self.url, timeout=timeout_s, trust_env=False, headers=bearer(token)
-        )
+        self._client = SyncClient(url, token, within_s=timeout_s, backoff=_BACKOFF, refusal=self._refusal)
+        self.url = self._client.url
 
     def list(self, prefix: str) -> list[str]:
         """See Folder.list."""
-        response = self._ask("GET", f"/list/{quote(prefix)}")
+        answer = self._ask("GET", f"/list/{quote(prefix)}")
         names: Any = None
         with contextlib.suppress(ValueError):
-            names = response.json()
+            names = answer.json()
         if type(names) is not list:
             raise StoreError(
-                f"answers as no relay does: {response.text[:300]}",
+                f"answers as no relay does: {answer.text[:300]}",
                 field="weights.url",
                 received=self.url,
                 fix="name a relay, as `etude relay` serves one",
@@ -65,38 +61,32 @@ class RelayFolder:
         """See `create`."""
         self.create(prefix, b"")
 
-    def _ask(self, method: str, path: str, data: bytes | None = None) -> httpx.Response:
-        """Asks again where no answer came: a relay may be starting anew."""
-        failure: httpx.HTTPError | None = None
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                time.sleep(_PAUSE_S * 2**attempt)
-            try:
-                response = self._client.request(method, path, content=data)
-            except httpx.HTTPError as error:
-                failure = error
-                continue
-            if response.status_code == 404:
-                raise MissingError("there is nothing here", field="weights.url", received=self.url + path)
-            if response.is_success:
-                return response
-            if response.status_code == 401 and '"Host"' not in response.text:
-                raise StoreError(
-                    "the relay asks for a token, and got none or another",
-                    field="weights.token",
-                    received=self.url,
-                    fix="name where its token is: file:PATH or env:NAME",
-                )
-            kind = UnavailableError if response.status_code == 503 else StoreError
-            raise kind(
-                f"the relay answers {response.status_code}: {response.text[:300]}",
+    def _ask(self, method: str, path: str, data: bytes = b"") -> Answer:
+        try:
+            return self._client.request(method, path, content=data, again=True)
+        except NoAnswerError as error:
+            raise UnavailableError(
+                f"the relay does not answer: {error.message}",
                 field="weights.url",
                 received=self.url + path,
-                fix="see whether it reaches the store",
+                fix="start it, or name the store itself",
+            ) from error
+
+    def _refusal(self, answer: Answer) -> Exception:
+        where = str(answer.request.url)
+        if answer.status_code == 404:
+            return MissingError("there is nothing here", field="weights.url", received=where)
+        if answer.status_code == 401 and '"Host"' not in answer.text:
+            return StoreError(
+                "the relay asks for a token, and got none or another",
+                field="weights.token",
+                received=self.url,
+                fix="name where its token is: file:PATH or env:NAME",
             )
-        raise UnavailableError(
-            f"the relay does not answer: {failure!r}",
+        kind = UnavailableError if answer.status_code == 503 else StoreError
+        return kind(
+            f"the relay answers {answer.status_code}: {answer.text[:300]}",
             field="weights.url",
-            received=self.url + path,
-            fix="start it, or name the store itself",
-        ) from failure
+            received=where,
+            fix="see whether it reaches the store",
+        )

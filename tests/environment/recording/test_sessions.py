@@ -197,7 +197,7 @@ def test_metrics_health_and_draining(served: Served) -> None:
     with served.control("") as client:
         assert client.get("/health").json() == {"status": "ok", "sessions": 1}
         text = client.get("/metrics").text
-        assert "etude_recording_requests_total 1\n" in text and "etude_recording_sessions 1\n" in text
+        assert "etude_recording_requests_total 1.0\n" in text and "etude_recording_sessions 1.0\n" in text
         served.recordings.draining = True
         assert client.get("/health").status_code == 503
     with served.control() as client:

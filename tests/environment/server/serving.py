@@ -12,6 +12,7 @@ import pytest
 from etude.agent import ToolLimits, core_registry
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
+from etude.kit.retry import Backoff
 from etude.records import Task, ToolCall, ToolResult
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
@@ -67,7 +68,7 @@ async def remote(
 ) -> AsyncIterator[RemoteEnvironment]:
     """A client of a server of its own."""
     async with served(host or new_host()) as url:
-        client = RemoteEnvironment(url, token, retry_s=(0.01, 0.02, 0.02), **more)
+        client = RemoteEnvironment(url, token, backoff=Backoff(0.01, attempts=4, most_s=0.02), **more)
         try:
             yield client
         finally:

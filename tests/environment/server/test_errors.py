@@ -27,7 +27,7 @@ SHAPE = {"kind", "message", "field", "received", "fix"}
 
 async def failures(client: httpx.AsyncClient) -> int:
     text = (await client.get("/metrics")).text
-    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(f"{FAILURES} "))
+    return next(int(float(line.split()[1])) for line in text.splitlines() if line.startswith(f"{FAILURES} "))
 
 
 def test_a_clients_mistake_is_no_failure_of_the_server() -> None:

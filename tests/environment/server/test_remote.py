@@ -16,10 +16,12 @@ from etude.agent import AgentSession, JournaledSession, SessionLimits, run_sessi
 from etude.agent.tools.state import ToolState
 from etude.environment.wire import task_document, task_of
 from etude.errors import InfrastructureError, SandboxError, UserError
+from etude.kit.retry import Backoff
 from etude.records import Status, Task, ToolCall, TrajectoryId
 from etude.sandbox.errors import SandboxKilledByAgentError, SandboxLostError, SandboxMissingError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import SandboxBackend
+from etude.serving.client import ONCE
 from tests.environment.playing import FINISH, MEND, READ, SOLVES, TASK, TEST, renderer, scripted
 from tests.environment.server.serving import (
     TOKEN,
@@ -41,6 +43,8 @@ from etude.environment.server import HostLimits, TenantLimits  # isort: skip
 
 COUNT = ToolCall("count")
 SLOW_S = 60.0
+
+TWICE = Backoff(0.01, attempts=2)
 
 
 def test_a_session_on_a_server_is_used_like_one_here() -> None:
@@ -91,7 +95,7 @@ def test_a_turn_whose_answer_was_lost_is_not_run_again(times: int) -> None:
         site, tool = counting_site()
         async with served(new_host(site)) as url:
             line = DroppingTransport("/turns", times)
-            server = RemoteEnvironment(url, TOKEN, line, retry_s=(0.01, 0.01, 0.01))
+            server = RemoteEnvironment(url, TOKEN, line, backoff=Backoff(0.01, attempts=4))
             session, seen = await server.create(TASK), Seen()
             assert await turn(session, COUNT, READ, seen=seen) == ["call 1", (await turn(session, READ))[0]]
             assert (tool.num_calls, line.num_sent) == (1, times + 2)
@@ -106,7 +110,7 @@ def test_a_line_that_stays_broken_is_an_infrastructure_failure_and_the_turn_can_
     async def scenario() -> None:
         site, tool = counting_site()
         async with served(new_host(site)) as url:
-            server = RemoteEnvironment(url, TOKEN, DroppingTransport("/turns", 9), retry_s=(0.01,))
+            server = RemoteEnvironment(url, TOKEN, DroppingTransport("/turns", 9), backoff=TWICE)
             session = await server.create(TASK)
             with pytest.raises(SandboxLostError, match="environment server"):
                 await turn(session, COUNT)
@@ -144,7 +148,7 @@ def test_a_creation_and_a_fork_whose_answers_were_lost_are_made_once() -> None:
         backend = MemoryBackend()
         async with served(new_host(new_site(backend))) as url:
             for ending, ask in (("/sessions", "create"), ("/fork", "fork")):
-                server = RemoteEnvironment(url, TOKEN, DroppingTransport(ending, 1), retry_s=(0.01,))
+                server = RemoteEnvironment(url, TOKEN, DroppingTransport(ending, 1), backoff=TWICE)
                 session = await server.create(TASK)
                 if ask == "fork":
                     await session.fork(2)
@@ -220,7 +224,7 @@ def test_a_journaled_session_goes_on_in_its_remote_workspace(tmp_path: Path) -> 
     async def scenario() -> None:
         site, _ = counting_site()
         async with served(new_host(site)) as url:
-            breaking = RemoteEnvironment(url, TOKEN, DroppingTransport("/turns", 99), retry_s=())
+            breaking = RemoteEnvironment(url, TOKEN, DroppingTransport("/turns", 99), backoff=ONCE)
             world = await breaking.create(TASK)
             session = AgentSession("x", renderer(), TrajectoryId("run", "x", 0, 0, 0), SessionLimits())
             journal = JournaledSession.create(tmp_path / "journal", session, ToolState(), sync=False)
@@ -271,7 +275,7 @@ def test_a_server_killed_in_mid_turn_is_an_infrastructure_failure() -> None:
     process, url = start("hang")
 
     async def scenario() -> None:
-        server = RemoteEnvironment(url, TOKEN, retry_s=(0.05,))
+        server = RemoteEnvironment(url, TOKEN, backoff=Backoff(0.05, attempts=2))
         session = await server.create(TASK)
         asking = asyncio.create_task(turn(session, COUNT))
         await until(lambda: not asking.done())

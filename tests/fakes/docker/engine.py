@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import parse_qsl, unquote, urlsplit
 
-from etude.sandbox.docker.http import pack_head, read_body, read_head
 from tests.fakes.docker.containers import FakeContainer, Refusal
+from tests.fakes.docker.http import pack_head, read_body, read_head
 from tests.fakes.docker.images import FakeImages
 from tests.fakes.docker.routes import MIN_API_VERSION, Call, find_route
 

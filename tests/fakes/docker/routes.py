@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from etude.sandbox.docker.http import Head, pack_head
 from tests.fakes.docker.containers import FakeContainer, Refusal
+from tests.fakes.docker.http import Head, pack_head
 from tests.fakes.docker.images import BuildError, full_name
 
 if TYPE_CHECKING:

@@ -25,6 +25,7 @@ from etude.inference.router.pools import Lender, LendingWindow, Move
 from etude.inference.router.server import Proxy, ProxyConfig, ReplicaAddress, build_app
 from etude.inference.router.server.events import EventGuard
 from etude.inference.router.server.hints import read_hints
+from etude.serving.client import Client
 from tests.fakes.replica import FakeReplica, fake_replica, running_server
 
 _LIMIT_S = 60.0
@@ -465,8 +466,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_in_flight(hedge_after
     async def leave_after(turns: int) -> bool:
         """Whether the answer had begun."""
         proxy = Proxy(ProxyConfig(hedge_after_s=hedge_after_s))
-        await proxy.http.aclose()
-        proxy.http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+        proxy.http = Client("", transport=httpx.MockTransport(answer), refusal=None)
         for port in (1, 2):
             proxy.members.answered(proxy.join(ReplicaAddress(f"http://replica:{port}")), 0.0, "fake@0")
         opening = asyncio.ensure_future(proxy.open(read_hints({}, b"{}"), "POST", "/v1/completions", [], b""))

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from etude.sandbox.docker.http import Head, HttpError, UnixHttp, pack_head, parse_head, read_body
+from etude.sandbox.docker.http import HttpError, UnixHttp
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
@@ -95,38 +93,3 @@ def test_sockets_with_long_paths_are_reached(tmp_path: Path) -> None:
             return (await UnixHttp(deep / "s", "daemon").request("GET", "/x")).status
 
     assert asyncio.run(run()) == 200
-
-
-def test_line_ends_cannot_be_smuggled_into_a_head() -> None:
-    with pytest.raises(ValueError):
-        pack_head("GET /x\r\nHost: evil HTTP/1.1", {})
-
-
-@given(st.lists(st.text(st.characters(codec="latin-1", exclude_characters="\r\n"), max_size=40), max_size=8))
-def test_heads_parse_or_are_refused(lines: list[str]) -> None:
-    try:
-        head = parse_head(lines)
-    except ValueError:
-        return
-    assert head.first[0] == lines[0].split(" ")[0]
-    assert all(name == name.lower() for name in head.fields)
-
-
-@given(st.lists(st.binary(min_size=1, max_size=300), max_size=6), st.integers(1, 7))
-def test_chunked_bodies_come_whole_however_they_are_cut(pieces: list[bytes], step: int) -> None:
-    wire = b"".join(b"%x\r\n" % len(piece) + piece + b"\r\n" for piece in pieces) + b"0\r\n\r\n"
-
-    async def run() -> bytes:
-        reader = asyncio.StreamReader()
-        for start in range(0, len(wire), step):
-            reader.feed_data(wire[start : start + step])
-        reader.feed_eof()
-        head = Head(("HTTP/1.1", "200", "OK"), {"transfer-encoding": "chunked"})
-        return b"".join([piece async for piece in _typed(read_body(reader, head, to_end=True))])
-
-    assert asyncio.run(run()) == b"".join(pieces)
-
-
-async def _typed(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    async for piece in pieces:
-        yield piece

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ResourceError, SandboxError
+from etude.kit.retry import Backoff
 from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.fleet.hosts import Pressure
@@ -83,7 +84,7 @@ def test_a_server_that_is_gone_fails_the_heartbeat_at_the_first_try():
         async with served(build_app({"memory": MemoryBackend()}, TOKEN)) as url:
             pass
         # A second try would come after an hour.
-        backend = RemoteBackend(url, TOKEN, retry_s=(3600.0,))
+        backend = RemoteBackend(url, TOKEN, backoff=Backoff(3600.0, attempts=2))
         async with asyncio.timeout(60):
             with pytest.raises(SandboxLostError):
                 await RemoteProbe(backend).pressure()

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any, TypeVar, Unpack
 
-import httpx
-
-from etude.config.secrets import bearer
 from etude.controller.clusters.board import UnknownMemberError
 from etude.errors import ConfigError, InfrastructureError
 from etude.records import PolicyVersion
+from etude.serving.client import (
+    Answer,
+    Client,
+    NoAnswerError,
+    Request,
+    Transport,
+    check_address,
+    error_in,
+    message_of,
+)
 from etude.weights.documents import version_document
 
 T = TypeVar("T")
 
 _CONNECT_S = 10.0
-_QUICK_S = 30.0
 _LATE_S = 10.0
 """After a question that waits should have been answered, it is asked anew."""
 _FAREWELL_S = 5.0
@@ -34,27 +39,18 @@ class ControlLostError(InfrastructureError):
 class ControlClient:
     """Asks a run's control API. For one event loop; use as an async context manager."""
 
-    def __init__(
-        self, url: str, token: str | None, transport: httpx.AsyncBaseTransport | None = None
-    ) -> None:
-        """`transport`: what carries requests; httpx's own unless given. Raises ConfigError for a bad URL."""
-        _check_address(url)
-        self.url = url.rstrip("/")
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=bearer(token),
-            timeout=httpx.Timeout(_QUICK_S, connect=_CONNECT_S),
-            # However many sessions are on their way at once, signs of life wait for none of them.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=16),
-            trust_env=False,
-            transport=transport,
-        )
+    def __init__(self, url: str, token: str | None, transport: Transport | None = None) -> None:
+        """`transport`: another way to the run. Raises ConfigError for a bad URL."""
+        # Asking what can never answer would only look like a long outage.
+        check_address(url, "control")
+        self._http = Client(url, token, transport=transport, connect_s=_CONNECT_S, refusal=self._error)
+        self.url = self._http.url
 
     async def __aenter__(self) -> ControlClient:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def run(self) -> dict[str, Any]:
         """What the run is."""
@@ -86,7 +82,7 @@ class ControlClient:
     async def manifest(self, known: str, wait_s: float) -> dict[str, Any] | None:
         """Of the weights in service, once they are another version than that with the key `known`; None if
         none comes within `wait_s`, which is the run's own."""
-        return await self._ask("GET", "/v1/manifest", query={"known": known}, within_s=wait_s + _LATE_S)
+        return await self._ask("GET", "/v1/manifest", params={"known": known}, within_s=wait_s + _LATE_S)
 
     async def claim(
         self, member: str, version: PolicyVersion | None, most: int, wait_s: float
@@ -100,10 +96,10 @@ class ControlClient:
 
         Raises UnknownMemberError; InfrastructureError where the run did not take it this time.
         """
-        path, query = f"/v1/leases/{lease}/session", {"member": member}
+        path, params = f"/v1/leases/{lease}/session", {"member": member}
         if data is None:
-            query["stored"] = "true"
-        return str((await self._ask("PUT", path, content=data or b"", query=query))["standing"])
+            params["stored"] = "true"
+        return str((await self._ask("PUT", path, content=data or b"", params=params))["standing"])
 
     async def fail(self, member: str, lease: str, cause: str) -> None:
         """A session that could not be run."""
@@ -114,83 +110,35 @@ class ControlClient:
         """Goes; what runs here is given to others."""
         await self._ask("POST", "/v1/leave", {"member": member}, within_s=_FAREWELL_S)
 
-    async def _ask(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        content: bytes | None = None,
-        query: Mapping[str, str] | None = None,
-        within_s: float = _QUICK_S,
-    ) -> Any:
-        timeout = httpx.Timeout(within_s, connect=min(within_s, _CONNECT_S))
+    async def _ask(self, method: str, path: str, body: object = None, **request: Unpack[Request]) -> Any:
+        request["json"] = body
         try:
-            response = await self._http.request(
-                method, path, json=body, content=content, params=query, timeout=timeout
-            )
-        except httpx.HTTPError as error:
+            return await self._http.ask(method, path, **request)
+        except NoAnswerError as error:
             raise ControlLostError(
-                f"the run does not answer: {type(error).__name__}",
+                f"the run does not answer: {error.message}",
                 field="control",
                 received=self.url,
                 fix="see whether it runs, and whether the way there is open",
             ) from error
-        if response.is_success:
-            return self._value(response)
-        raise self._error(response)
 
-    def _value(self, response: httpx.Response) -> Any:
-        try:
-            return response.json()
-        except ValueError as error:
-            raise ControlLostError(
-                "something else answers there", field="control", received=self.url
-            ) from error
-
-    def _error(self, response: httpx.Response) -> Exception:
-        told = _told(response)
-        message, fix = told.get("message") or response.text[:300], told.get("fix")
-        if response.status_code == 401 and told.get("field") == "token":
+    def _error(self, answer: Answer) -> Exception:
+        said, status, message = error_in(answer), answer.status_code, message_of(answer)
+        field, fix = said.get("field"), said.get("fix")
+        if status == 401 and field == "token":
             return ConfigError(
                 "the run asks for a token, and got none or another",
                 field="token",
                 received=self.url,
                 fix="name where it is: --token file:PATH or env:NAME",
             )
-        if response.status_code == 410:
+        if status == 410:
             return UnknownMemberError(message, field="member", fix=fix)
-        if response.status_code == 409:
-            return ConfigError(message, field=told.get("field"), received=told.get("received"), fix=fix)
+        if status == 409:
+            return ConfigError(message, field=field, received=said.get("received"), fix=fix)
         # A proxy whose server is away, a run whose disk is full: asking again may help.
-        kind = ControlLostError if response.status_code >= 500 else InfrastructureError
-        return kind(
-            f"the run answers {response.status_code}: {message}", field=told.get("field"), received=self.url
-        )
-
-
-def _check_address(url: str) -> None:
-    """Raises ConfigError for what can never answer: asking it again would only look like a long outage."""
-    try:
-        parts = urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
-        is_address = False
-    if not is_address:
-        raise ConfigError(
-            "is no address of a control API",
-            field="control",
-            received=url,
-            fix="http://HOST:PORT or https://HOST:PORT, as in the run's clusters.listen",
-        )
-
-
-def _told(response: httpx.Response) -> dict[str, Any]:
-    try:
-        error = response.json()["error"]
-    except (ValueError, KeyError, TypeError):
-        return {}
-    return error if isinstance(error, dict) else {}
+        kind = ControlLostError if status >= 500 else InfrastructureError
+        return kind(f"the run answers {status}: {message}", field=field, received=self.url)
 
 
 def _document(version: PolicyVersion | None) -> dict[str, Any] | None:

@@ -14,10 +14,9 @@ from etude.controller.clusters.control import Control
 from etude.controller.clusters.intake import DamagedSessionError, UnwrittenSessionError
 from etude.errors import ConfigError, UserError, WeightUpdateError
 from etude.records import PolicyVersion
-from etude.sandbox.server.streams import read_request
-from etude.sandbox.wire_types import Fields, checked
-from etude.serving.application import Json, bearer_required, build_application, read_body
+from etude.serving.application import Json, bearer_required, build_application, read_body, read_request
 from etude.serving.errors import OwnErrors
+from etude.serving.messages import Fields, checked
 from etude.serving.metrics import Metrics
 from etude.weights.documents import version_of
 

@@ -18,7 +18,7 @@ from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.server.requests import network_of, resources_of
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
-from etude.sandbox.wire_types import checked, strings
+from etude.serving.messages import checked, strings
 
 SOURCES = ("task", "files", "directory", "repository", "snapshot", "fork")
 

@@ -20,8 +20,8 @@ from etude.environment.sessions import EnvironmentSession
 from etude.errors import EtudeError, UserError
 from etude.records import ToolCall, ToolResult
 from etude.sandbox.errors import CapacityError
-from etude.sandbox.wire_types import Fields
 from etude.serving.application import Json
+from etude.serving.messages import Fields
 
 router = APIRouter()
 

@@ -10,9 +10,12 @@ from starlette.requests import HTTPConnection
 
 from etude.environment.server.host import Held, SessionHost
 from etude.errors import UserError
-from etude.sandbox.server.streams import LongAnswer, OutputBuffer, Work, read_request
-from etude.sandbox.wire_types import FRAMES, Fields, checked, strings
+from etude.sandbox.inside.frames import Unpacker, pack
+from etude.sandbox.wire_types import ERROR_SHAPE
 from etude.serving.access import AccessError, bearer_of, find_token
+from etude.serving.application import read_request
+from etude.serving.long_answers import LongAnswer, OutputBuffer, Work
+from etude.serving.messages import FRAMES, Fields, checked, strings
 
 _NONE = type(None)
 LOCAL_TENANT = "local"
@@ -90,7 +93,7 @@ Box = Annotated[Held, Depends(_held)]
 
 async def fields_of(request: Request, fields: Fields) -> dict[str, Any]:
     """The checked fields of a request, those that are null left out. Raises UserError."""
-    raw, _ = await read_request(request, host_of(request).limits.body_bytes)
+    raw, _ = await read_request(request, host_of(request).limits.body_bytes, Unpacker().feed)
     named = {name: value for name, value in checked(raw, fields).items() if value is not None}
     if "test_paths" in named:
         named["test_paths"] = tuple(strings(named["test_paths"], "test_paths"))
@@ -111,7 +114,13 @@ def long(request: Request, work: Work, output: OutputBuffer | None = None) -> Lo
     """The answer of a request that may take long. What was begun is finished though the client leaves."""
     host = host_of(request)
     return LongAnswer(
-        work, output, host.in_background, plain=not wants_frames(request), on_error=host.note_error
+        work,
+        output,
+        host.in_background,
+        pack=pack,
+        errors=ERROR_SHAPE,
+        plain=not wants_frames(request),
+        on_error=host.note_error,
     )
 
 

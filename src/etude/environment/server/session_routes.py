@@ -25,9 +25,10 @@ from etude.environment.wire import (
 from etude.errors import InfrastructureError, UserError
 from etude.records import ToolCall, ToolResult
 from etude.sandbox.inside.frames import pack
-from etude.sandbox.server.streams import OutputBuffer
-from etude.sandbox.wire_types import Encoded, encode_diff, encode_error
+from etude.sandbox.wire_types import encode_diff, encode_error
 from etude.serving.application import Json
+from etude.serving.long_answers import OutputBuffer
+from etude.serving.messages import Encoded
 
 router = APIRouter(prefix="/sessions")
 snapshot_router = APIRouter(prefix="/snapshots")
@@ -87,7 +88,7 @@ class TurnFrames(OutputBuffer):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(pack)
         self._frames: list[bytes] = []
         self._frame_bytes = 0
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+import math
+from collections.abc import Mapping
 from typing import Any, Literal
 
-import httpx
 import numpy as np
 
-from etude.errors import ConfigError
 from etude.inference.headers import SESSION_HEADER
 from etude.inference.load.records import LoadError, TurnRecord
 from etude.inference.load.runner import Clock
 from etude.inference.load.workload import LoadSession
+from etude.serving.client import Answer, Client, NoAnswerError, check_address, error_in, read_events
 
 Api = Literal["chat", "completions", "tokens"]
 """`tokens`: completions of token ids, as they were recorded; for servers with the tokenizer of the record."""
@@ -38,22 +38,9 @@ class HttpTarget:
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """`extra`: further fields of every request, such as {"ignore_eos": true} where a server knows it."""
-        try:
-            parsed = httpx.URL(url)
-            is_address = parsed.scheme in ("http", "https") and bool(parsed.host)
-        except httpx.InvalidURL:
-            is_address = False
-        if not is_address:
-            raise ConfigError("is no address", field="url", received=url, fix="give http://HOST:PORT")
+        check_address(url)
         base = url.rstrip("/").removesuffix("/v1")
-        headers = {"authorization": f"Bearer {key}"} if key is not None else {}
-        self._http = httpx.AsyncClient(
-            base_url=base,
-            headers=headers,
-            timeout=httpx.Timeout(None, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None),
-            trust_env=False,
-        )
+        self._http = Client(base, key, within_s=math.inf, connect_s=_CONNECT_S, refusal=_refusal)
         self._model = model
         self._api: Api = api
         self._extra = dict(extra or {})
@@ -65,7 +52,7 @@ class HttpTarget:
 
     async def close(self) -> None:
         """Closes the connections."""
-        await self._http.aclose()
+        await self._http.close()
 
     async def calibrate(self) -> float:
         """Measures words per token; returns it. Raises LoadError where the server does not answer, or does
@@ -111,17 +98,15 @@ class HttpTarget:
         path = "/v1/chat/completions" if self._api == "chat" else "/v1/completions"
         text: list[str] = []
         ended = False
+        headers = {SESSION_HEADER: session}
         try:
-            async with self._http.stream(
-                "POST", path, json=body, headers={SESSION_HEADER: session}
-            ) as response:
-                if response.status_code != 200:
-                    raise _refusal(response.status_code, await response.aread())
-                async for data in _events(response):
+            async with self._http.stream("POST", path, json=body, headers=headers) as answer:
+                async for data in read_events(answer.aiter_bytes()):
                     ended = ended or data == "[DONE]"
                     text.append(_take(data, record, clock))
-        except httpx.HTTPError as error:
-            raise LoadError(f"the answer was cut: {error}", field=type(error).__name__) from error
+        except NoAnswerError as error:
+            kind = type(error.__cause__ or error).__name__
+            raise LoadError(f"the answer was cut: {error.message}", field=kind) from error
         if not ended:
             raise LoadError("the stream ended without [DONE]", field="cut")
         record.output_tokens = record.output_tokens or sum(record.arrived_tokens)
@@ -134,18 +119,6 @@ class HttpTarget:
         roles = ("user", "assistant")
         messages = [{"role": roles[n % 2], "content": words} for n, words in enumerate(said)]
         return {"messages": messages}
-
-
-async def _events(response: httpx.Response) -> AsyncIterator[str]:
-    """The data of each event. Only a line feed ends a line: text may hold what else Python takes for one."""
-    rest = b""
-    async for piece in response.aiter_bytes():
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if line.startswith(b"data:"):
-                yield line[5:].strip().decode(errors="replace")
-    if rest.startswith(b"data:"):
-        yield rest[5:].strip().decode(errors="replace")
 
 
 def _take(data: str, record: TurnRecord, clock: Clock) -> str:
@@ -179,12 +152,11 @@ def _take(data: str, record: TurnRecord, clock: Clock) -> str:
     return text
 
 
-def _refusal(status: int, body: bytes) -> LoadError:
-    try:
-        error = json.loads(body)["error"]
-        return LoadError(str(error["message"]), field=f"{status} {error.get('code') or error.get('type')}")
-    except (ValueError, KeyError, TypeError):
-        return LoadError(f"the server answered {status}", field=str(status), received=body[:200])
+def _refusal(answer: Answer) -> LoadError:
+    status, error = answer.status_code, error_in(answer)
+    if "message" not in error:
+        return LoadError(f"the server answered {status}", field=str(status), received=answer.content[:200])
+    return LoadError(str(error["message"]), field=f"{status} {error.get('code') or error.get('type')}")
 
 
 def _words(seed: tuple[int, ...], count: int) -> str:

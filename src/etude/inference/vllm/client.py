@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import AsyncGenerator, Mapping
-from typing import Any
+from typing import Any, Unpack
 
-import httpx
-
-from etude.errors import SamplerError
+from etude.errors import EtudeError, SamplerError
+from etude.serving.client import Answer, Client, NoAnswerError, Request, read_events
 
 _CONTROL_S = 60.0
 """For anything but sampling and loading weights."""
@@ -26,48 +26,42 @@ class VllmClient:
 
     def __init__(self, url: str, key: str = "") -> None:
         """`url`: without a path. `key`: the server's `--api-key`, if it has one."""
-        self.url = url.rstrip("/")
-        headers = {"authorization": f"Bearer {key}"} if key else {}
-        # Sampling has no limit of its own here: requests carry deadlines, and end when the server does.
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers=headers,
-            timeout=httpx.Timeout(None, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,
-        )
+        self._http = Client(url, key, within_s=_CONTROL_S, connect_s=_CONNECT_S, refusal=_refused)
+        self.url = self._http.url
+        self._closed = False
 
     async def close(self) -> None:
         """Closes connections; requests in flight fail, and later ones too."""
-        await self._http.aclose()
+        self._closed = True
+        await self._http.close()
 
     async def is_healthy(self) -> bool:
         """Whether it answers, and its engine lives."""
         try:
-            answer = await self._http.get("/health", timeout=_CONNECT_S)
-        except httpx.HTTPError:
+            await self._http.request("GET", "/health", within_s=_CONNECT_S)
+        except EtudeError:
             return False
-        return answer.status_code == 200
+        return True
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """Samples, and answers when the message is complete."""
-        return await self._post("/inference/v1/generate", body, timeout_s=None)
+        # It has no limit of its own: requests carry deadlines, and end when the server does.
+        return await self._post("/inference/v1/generate", body, within_s=math.inf)
 
     async def generate_events(self, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any]]:
         """Samples, and yields what comes after each step. Leaving the generator aborts the request."""
         self._check_open()
         streaming = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        path = "/inference/v1/generate"
         try:
-            async with self._http.stream("POST", "/inference/v1/generate", json=streaming) as answer:
-                if answer.status_code != 200:
-                    raise _refused("/inference/v1/generate", answer.status_code, await answer.aread())
-                async for line in answer.aiter_lines():
-                    if line.startswith("data: ") and line != "data: [DONE]":
-                        document = _read_json("/inference/v1/generate", line.removeprefix("data: "))
+            async with self._http.stream("POST", path, json=streaming, within_s=math.inf) as answer:
+                async for data in read_events(answer.aiter_bytes()):
+                    if data != "[DONE]":
+                        document = _read_object(path, data)
                         if "error" in document:
-                            raise _refused("/inference/v1/generate", 500, line.encode())
+                            raise SamplerError("vLLM failed", received=f"{path}: {data[:500]}")
                         yield document
-        except httpx.HTTPError as error:
+        except NoAnswerError as error:
             raise _silent(error) from error
 
     async def abort(self, request_id: str) -> None:
@@ -77,7 +71,7 @@ class VllmClient:
 
     async def pause(self) -> None:
         """Stops between two steps; requests keep their keys and values and wait."""
-        await self._post("/pause", {}, {"mode": "keep", "clear_cache": "false"})
+        await self._post("/pause", {}, params={"mode": "keep", "clear_cache": "false"})
 
     async def resume(self) -> None:
         """Goes on after `pause`."""
@@ -85,7 +79,7 @@ class VllmClient:
 
     async def reset_prefix_cache(self) -> None:
         """Forgets all keys and values; running requests compute theirs again. Raises SamplerError."""
-        answer = await self._post("/reset_prefix_cache", {}, {"reset_running_requests": "true"})
+        answer = await self._post("/reset_prefix_cache", {}, params={"reset_running_requests": "true"})
         if not answer.get("success"):
             raise SamplerError("vLLM did not forget its keys and values", received=answer)
 
@@ -99,35 +93,26 @@ class VllmClient:
         Raises SamplerError if it cannot be called; a worker that says `error` is the caller's business.
         """
         body = {"method": method, "args": list(arguments), "timeout": timeout_s}
-        answer = await self._post("/collective_rpc", body, timeout_s=timeout_s + _CONNECT_S)
+        answer = await self._post("/collective_rpc", body, within_s=timeout_s + _CONNECT_S)
         results = answer.get("results") or [None]
         failed = [result for result in results if isinstance(result, dict) and "error" in result]
         return (failed or results)[0]
 
-    async def _post(
-        self,
-        path: str,
-        body: Mapping[str, Any],
-        query: Mapping[str, str] | None = None,
-        timeout_s: float | None = _CONTROL_S,
-    ) -> dict[str, Any]:
+    async def _post(self, path: str, body: Mapping[str, Any], **request: Unpack[Request]) -> dict[str, Any]:
         self._check_open()
-        timeout = httpx.Timeout(timeout_s, connect=_CONNECT_S)
+        request["json"] = body
         try:
-            answer = await self._http.post(path, json=body, params=query, timeout=timeout)
-        except httpx.HTTPError as error:
+            answer = await self._http.request("POST", path, **request)
+        except NoAnswerError as error:
             raise _silent(error) from error
-        if answer.status_code != 200:
-            raise _refused(path, answer.status_code, answer.content)
-        return _read_json(path, answer.text) if answer.content else {}
+        return _read_object(path, answer.text) if answer.content else {}
 
     def _check_open(self) -> None:
-        """httpx answers with a RuntimeError, and this is a failure like others."""
-        if self._http.is_closed:
+        if self._closed:
             raise SamplerError("vLLM was taken down", received=self.url)
 
 
-def _read_json(path: str, text: str) -> dict[str, Any]:
+def _read_object(path: str, text: str) -> dict[str, Any]:
     try:
         document = json.loads(text)
     except ValueError as error:
@@ -137,15 +122,13 @@ def _read_json(path: str, text: str) -> dict[str, Any]:
     return document
 
 
-def _refused(path: str, status: int, content: bytes) -> SamplerError:
-    text = content.decode(errors="replace")[:500]
-    fix = None
-    if status == 404:
-        fix = "start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
+def _refused(answer: Answer) -> SamplerError:
+    path, status, text = answer.request.url.path, answer.status_code, answer.text[:500]
     if status >= 500:
         return SamplerError("vLLM failed", received=f"{path}: {status} {text}")
+    fix = "start vLLM with --enable-scale-out and VLLM_SERVER_DEV_MODE=1" if status == 404 else None
     return SamplerError("vLLM refuses", field=path, received=f"{status} {text}", fix=fix)
 
 
-def _silent(error: httpx.HTTPError) -> SamplerError:
-    return SamplerError("vLLM does not answer", received=repr(error))
+def _silent(error: NoAnswerError) -> SamplerError:
+    return SamplerError("vLLM does not answer", received=error.message)

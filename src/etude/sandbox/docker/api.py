@@ -12,13 +12,12 @@ import json
 import re
 import tarfile
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from etude.errors import ConfigError
-from etude.sandbox.docker.http import CHUNK_BYTES, ApiError, HttpError, Response, UnixHttp
+from etude.sandbox.docker.http import CHUNK_BYTES, ApiError, Response, UnixHttp
 from etude.sandbox.errors import SandboxMissingError, TemplateError
 
 API_VERSION = (1, 47)
@@ -184,15 +183,17 @@ class Engine:
     async def save_image(self, image: str, target: Path) -> None:
         """Writes an image with all its layers to a file. Raises TemplateError if there is none."""
         path = f"{await self._base()}/images/{quote(image, safe='/:@')}/get"
-        async with self._transfer("save the image"), self._http.stream("GET", path) as (head, pieces):
-            if head.status != 200:
-                data = b"".join([piece async for piece in pieces])
-                answer = Response(head.status, head.fields, data)
-                if head.status == 404:
+        async with (
+            self._http.deadline(TRANSFER_S, "GET", path),
+            self._http.stream("GET", path) as opened,
+        ):
+            if opened.status_code != 200:
+                answer = Response(opened.status_code, opened.headers, await opened.aread())
+                if answer.status == 404:
                     raise _missing_image(image, answer.message())
                 raise self._refusal(answer, "save the image", image)
             with target.open("wb") as file:
-                async for piece in pieces:
+                async for piece in opened.aiter_bytes():
                     await asyncio.to_thread(file.write, piece)
 
     async def load_image(self, source: Path) -> None:
@@ -265,21 +266,18 @@ class Engine:
         failure: str,
     ) -> None:
         """A call that answers with a stream of JSON lines, one of which may be an error after status 200."""
-        said = bytearray()
         base = await self._base()
         async with (
-            self._transfer(f"{method} {target}"),
-            self._http.stream(method, base + target, query=query, content=content, content_type=_TAR) as (
-                head,
-                pieces,
-            ),
+            self._http.deadline(TRANSFER_S, method, target),
+            self._http.stream(
+                method, base + target, query=query, content=content, content_type=_TAR
+            ) as answer,
         ):
-            async for piece in pieces:
-                said += piece
-        lines = _json_lines(bytes(said))
+            said = await answer.aread()
+        lines = _json_lines(said)
         errors = [str(line["error"]) for line in lines if line.get("error")]
-        if head.status != 200:
-            errors.append(Response(head.status, head.fields, bytes(said)).message())
+        if answer.status_code != 200:
+            errors.append(Response(answer.status_code, answer.headers, said).message())
         if errors:
             output = "".join(str(line.get("stream", "")) for line in lines)[-1500:]
             raise TemplateError(
@@ -288,14 +286,6 @@ class Engine:
                 received=output or None,
                 fix="see the output; a base image must be pulled or loaded first",
             )
-
-    @asynccontextmanager
-    async def _transfer(self, what: str) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(TRANSFER_S):
-                yield
-        except TimeoutError as error:
-            raise HttpError(f"not done within {TRANSFER_S:g} s", field=f"engine {what}") from error
 
     def _checked(self, answer: Response, what: str, received: object, *allowed: int) -> Response:
         if answer.status not in allowed:

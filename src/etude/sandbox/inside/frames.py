@@ -16,7 +16,7 @@ _SIZES = struct.Struct("<II")
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class FrameError(Exception):
+class FrameError(ValueError):
     """The other side sent what is no frame."""
 
 

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
-
 from etude.errors import ConfigError, EtudeError, SandboxError
+from etude.kit.retry import Backoff
 from etude.sandbox.errors import SnapshotError, TemplateError
 from etude.sandbox.file_trees import pack_tree
 from etude.sandbox.inside.frames import pack
-from etude.sandbox.remote.connection import BATCH_BYTES, RETRY_S, Connection
+from etude.sandbox.remote.connection import BATCH_BYTES, RETRY, Connection
 from etude.sandbox.remote.files import receive_tree, send_tree
 from etude.sandbox.remote.sandbox import Owner, RemoteSandbox
 from etude.sandbox.template import Template
 from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
 from etude.sandbox.wire_types import (
-    API,
-    FRAMES,
     SPEAKS,
     decode_capabilities,
     decode_info,
@@ -31,6 +28,8 @@ from etude.sandbox.wire_types import (
     encode_template,
     template_key,
 )
+from etude.serving.client import Transport
+from etude.serving.messages import FRAMES
 
 _OWNER = "owner"
 """Key of a sandbox's metadata: the client that it belongs to."""
@@ -47,16 +46,16 @@ class RemoteBackend(Owner):
         url: str,
         token: str | None = None,
         backend: str | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-        retry_s: Sequence[float] = RETRY_S,
+        transport: Transport | None = None,
+        backoff: Backoff = RETRY,
         owner: str | None = None,
     ) -> None:
         """`backend`: which of the server's; None: its first. `transport`: another way to it, for tests.
 
-        `retry_s`: pauses before a call that may be sent twice is sent again. `owner`: names this client; what
-        an earlier one of the same name, which must be dead, has left on the server is killed first of all.
+        `backoff`: of calls that may be sent twice. `owner`: names this client; what an earlier one of the
+        same name, which must be dead, has left on the server is killed first of all.
         """
-        self.line = Connection(url, token, transport, retry_s)
+        self.line = Connection(url, token, transport, backoff)
         self.token = token
         self.backend = backend
         self._owner = owner
@@ -73,12 +72,7 @@ class RemoteBackend(Owner):
         event loop await `hello` first. Raises SandboxLostError if the server cannot be reached.
         """
         if self._capabilities is None:
-            try:
-                with self.line.open_sync() as client:
-                    response = client.get(f"{API}/capabilities", params=self._named())
-            except httpx.HTTPError as error:
-                raise self.line.lost(error) from error
-            self._capabilities = self._understood(self.line.checked(response))
+            self._capabilities = self._understood(self.line.call_now("capabilities", self._named()))
         return self._capabilities
 
     async def hello(self) -> Capabilities:
@@ -94,10 +88,7 @@ class RemoteBackend(Owner):
     def doctor(self) -> list[str]:
         """See SandboxBackend.doctor. What the server says of itself, or why it cannot be reached."""
         try:
-            with self.line.open_sync() as client:
-                return [str(line) for line in self.line.checked(client.get(f"{API}/problems"))]
-        except httpx.HTTPError as error:
-            return [str(self.line.lost(error))]
+            return [str(line) for line in self.line.call_now("problems")]
         except EtudeError as error:
             return [str(error)]
 

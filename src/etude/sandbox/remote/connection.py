@@ -7,19 +7,29 @@ sign of life every `SILENCE_S`.
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode
 
-import httpx
-
-from etude.errors import ConfigError, EtudeError, SandboxError
+from etude.errors import EtudeError, SandboxError
+from etude.kit.retry import Backoff, retry_async
 from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.interface import OnOutput
-from etude.sandbox.wire_types import API, BEAT_S, FRAMES, Encoded, decode_error
+from etude.sandbox.wire_types import API, decode_error
+from etude.serving.client import (
+    ONCE,
+    Answer,
+    Client,
+    NoAnswerError,
+    Request,
+    SyncClient,
+    Transport,
+    check_address,
+    error_in,
+)
+from etude.serving.messages import BEAT_S, FRAMES, Encoded
 
 QUICK_S = 90.0
 """For the answer of a quick call; the server itself gives its sandbox a minute."""
@@ -27,24 +37,11 @@ SILENCE_S = 4 * BEAT_S
 """A server that says nothing for so long during a long call is lost."""
 CONNECT_S = 10.0
 BATCH_BYTES = 16 << 20
-RETRY_S = (0.1, 0.5, 2.0)
-"""Pauses before a request is sent again."""
+RETRY = Backoff(base_s=0.1, factor=5.0, most_s=2.0, attempts=4)
+"""When a request is sent again."""
 
 Result = TypeVar("Result")
 OnFrame = Callable[[Header, bytes], Any]
-
-
-def check_address(url: str, field: str = "sandbox.server") -> None:
-    """Raises ConfigError for what is no address of a server."""
-    scheme, separator, rest = url.partition("://")
-    if not separator or scheme not in ("http", "https") or not rest.strip("/"):
-        name = (rest if separator else url).strip("/") or "127.0.0.1:8642"
-        raise ConfigError(
-            "an address of a server begins with http:// or https://",
-            field=field,
-            received=url,
-            fix=f"http://{name}, or https://{name} if the server has a certificate",
-        )
 
 
 class Connection:
@@ -54,15 +51,23 @@ class Connection:
         self,
         url: str,
         token: str | None,
-        transport: httpx.AsyncBaseTransport | None,
-        retry_s: Sequence[float] = RETRY_S,
+        transport: Transport | None,
+        backoff: Backoff = RETRY,
+        server: str = "sandbox",
     ) -> None:
-        check_address(url)
-        self.url = url.rstrip("/")
-        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
-        self._transport = transport
-        self._retry_s = retry_s
-        self._client: httpx.AsyncClient | None = None
+        """`server`: what answers there, for messages."""
+        self._server, self._field = server, f"{server}.server"
+        check_address(url, self._field)
+        self.url, self._token = url.rstrip("/"), token
+        self._http = Client(
+            url,
+            token,
+            transport=transport,
+            backoff=backoff,
+            within_s=QUICK_S,
+            connect_s=CONNECT_S,
+            refusal=self._refusal,
+        )
         self.batch_bytes = BATCH_BYTES
         """The most that one request carries of files; a larger file is streamed."""
 
@@ -90,22 +95,19 @@ class Connection:
         kind: str = "application/octet-stream",
     ) -> bytes:
         """As `call`; the bytes of the answer. `kind`: media type of the body."""
-        content = body if header is None else json.dumps(header).encode()
-        kind = kind if header is None else "application/json"
+        request: Request = {"content": body, "headers": {"content-type": kind}}  # type: ignore[typeddict-item]
+        if header is not None:
+            request = {"json": header}
+        request["params"] = params or {}
+        with self._named():
+            answer = await self._http.request(method, _route(path), again=again, **request)
+        return answer.content
 
-        async def once() -> bytes:
-            response = await self._open().request(
-                method,
-                _target(path, params),
-                content=content,
-                headers={"content-type": kind},
-                timeout=httpx.Timeout(QUICK_S, connect=CONNECT_S),
-            )
-            if response.status_code >= 300:
-                raise self._refusal(response.status_code, response.content)
-            return response.content
-
-        return await self._tried(once, again)
+    def call_now(self, path: str, params: Mapping[str, object] | None = None) -> Any:
+        """A `call` that blocks the thread, for the few that may not be awaited."""
+        client = SyncClient(self.url, self._token, within_s=CONNECT_S, refusal=self._refusal)
+        with self._named(), client:
+            return self.decoded(json.loads, client.request("GET", _route(path), params=params or {}).content)
 
     async def long(
         self,
@@ -127,24 +129,23 @@ class Connection:
 
         async def once() -> Encoded:
             body = payload if isinstance(payload, AsyncIterator) else pack(header, payload)  # type: ignore[arg-type]
-            async with self._open().stream(
+            async with self._http.stream(
                 method,
-                _target(path, params),
+                _route(path),
+                params=params or {},
                 content=body,
                 headers={"content-type": FRAMES, "accept": FRAMES, **(headers or {})},
-                timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S, write=QUICK_S),
-            ) as response:
-                if response.status_code >= 300:
-                    raise self._refusal(response.status_code, await response.aread())
-                return await self._result(response, on_output, on_frame)
+                within_s=SILENCE_S,
+            ) as answer:
+                return await self._result(answer, on_output, on_frame)
 
-        return await self._tried(once, again)
+        with self._named():
+            backoff = self._http.backoff if again else ONCE
+            return await retry_async(once, (NoAnswerError, FrameError), backoff)
 
     async def close(self) -> None:
         """Closes it; a later call opens it again."""
-        client, self._client = self._client, None
-        if client is not None:
-            await client.aclose()
+        await self._http.close()
 
     def decoded(self, decode: Callable[[Any], Result], raw: Any) -> Result:
         """What a decoder makes of an answer. Raises SandboxError for an answer that it cannot read."""
@@ -155,36 +156,33 @@ class Connection:
         except (ValueError, TypeError, KeyError, IndexError, RecursionError) as error:
             raise SandboxError(
                 f"the server's answer cannot be read: {type(error).__name__}: {error}",
-                field="sandbox.server",
+                field=self._field,
                 received=self.url,
                 fix="use the same version of Étude on both sides",
             ) from error
 
-    def lost(self, error: Exception) -> SandboxLostError:
+    def lost(self, reason: str) -> SandboxLostError:
         """The error for a connection that failed."""
-        reason = str(error) or type(error).__name__
         return SandboxLostError(
-            f"the connection to the sandbox server failed: {reason}",
-            field="sandbox.server",
+            f"the connection to the {self._server} server failed: {reason}",
+            field=self._field,
             received=self.url,
             fix="see whether the server runs and can be reached",
         )
 
-    def open_sync(self) -> httpx.Client:
-        """A client for the few calls that may not be awaited."""
-        return httpx.Client(base_url=self.url, headers=self._headers, timeout=CONNECT_S, trust_env=False)
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Says of what server a failure is."""
+        try:
+            yield
+        except NoAnswerError as error:
+            raise self.lost(error.message) from error
+        except FrameError as error:
+            raise self.lost(str(error)) from error
 
-    def checked(self, response: httpx.Response) -> Any:
-        """The JSON of a quick answer. Raises the typed error that the server names."""
-        if response.status_code >= 300:
-            raise self._refusal(response.status_code, response.content)
-        return self.decoded(json.loads, response.content)
-
-    async def _result(
-        self, response: httpx.Response, on_output: OnOutput | None, on_frame: OnFrame | None
-    ) -> Encoded:
+    async def _result(self, answer: Answer, on_output: OnOutput | None, on_frame: OnFrame | None) -> Encoded:
         unpacker = Unpacker()
-        async for chunk in response.aiter_raw():
+        async for chunk in answer.aiter_raw():
             for header, payload in unpacker.feed(chunk):
                 event = header.get("event")
                 if event == "result":
@@ -197,46 +195,18 @@ class Connection:
                     taken = on_frame(header, payload)
                     if taken is not None:
                         await taken
-        raise httpx.RemoteProtocolError("the answer ended in its middle")
+        raise NoAnswerError("the answer ended in its middle")
 
-    async def _tried(self, once: Callable[[], Any], again: bool) -> Any:
-        pauses_s = iter(self._retry_s if again else ())
-        while True:
-            try:
-                return await once()
-            except (httpx.HTTPError, FrameError) as error:
-                pause_s = next(pauses_s, None)
-                if pause_s is None:
-                    raise self.lost(error) from error
-            await asyncio.sleep(pause_s)
-
-    def _refusal(self, status: int, content: bytes) -> Exception:
-        try:
-            raw = json.loads(content)["error"]
-        except (ValueError, TypeError, KeyError):
-            return SandboxError(
-                f"this is no sandbox server: it answered with status {status}",
-                field="sandbox.server",
-                received=self.url,
-                fix="check the address",
-            )
-        return decode_error(raw)
-
-    def _open(self) -> httpx.AsyncClient:
-        if self._client is None:
-            self._client = httpx.AsyncClient(
-                base_url=self.url,
-                headers=self._headers,
-                transport=self._transport,
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-                # Proxies of the environment are for the outside; sandbox servers are not.
-                trust_env=False,
-            )
-        return self._client
+    def _refusal(self, answer: Answer) -> Exception:
+        if error := error_in(answer):
+            return decode_error(error)
+        return SandboxError(
+            f"this is no {self._server} server: it answered with status {answer.status_code}",
+            field=self._field,
+            received=self.url,
+            fix="check the address",
+        )
 
 
-def _target(path: str, params: Mapping[str, object] | None) -> str:
-    """Path and query. File names of any bytes pass, lone surrogates too."""
-    given = {name: str(value) for name, value in (params or {}).items() if value is not None}
-    where = path if path.startswith("/") else f"{API}/{path}"
-    return f"{where}?{urlencode(given, errors='surrogatepass', quote_via=quote)}" if given else where
+def _route(path: str) -> str:
+    return path if path.startswith("/") else f"{API}/{path}"

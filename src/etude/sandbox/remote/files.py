@@ -14,7 +14,8 @@ from etude.sandbox.files import read_each
 from etude.sandbox.inside.frames import Header, pack
 from etude.sandbox.remote.connection import Connection
 from etude.sandbox.types import FileInfo, GrepMatch
-from etude.sandbox.wire_types import FRAMES, Encoded, batches, decode_rows
+from etude.sandbox.wire_types import batches, decode_rows
+from etude.serving.messages import FRAMES, Encoded
 
 
 class RemoteFiles:
@@ -116,5 +117,5 @@ async def receive_tree(
 
         result = await line.long("GET", path, params, on_frame=take)
         if not writer.is_whole:
-            raise line.lost(EOFError("the stream of files is not whole"))
+            raise line.lost("the stream of files is not whole")
         return result

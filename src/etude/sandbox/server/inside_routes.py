@@ -24,9 +24,11 @@ from etude.sandbox.server.requests import (
     split_files,
 )
 from etude.sandbox.server.state import Held, ServerState
-from etude.sandbox.server.streams import LongAnswer, OutputBuffer, query
-from etude.sandbox.wire_types import Encoded, encode, encode_diff
+from etude.sandbox.server.streams import long_answer, query
+from etude.sandbox.wire_types import encode, encode_diff
 from etude.serving.application import Json, read_body
+from etude.serving.long_answers import LongAnswer, OutputBuffer
+from etude.serving.messages import Encoded
 
 router = APIRouter(prefix="/sandboxes/{sandbox_id}")
 
@@ -105,7 +107,7 @@ async def download_tree(request: Request, held: Box, state: State) -> Response:
         num_bytes = await held.sandbox.files.download(path_of(request), tree)
         return {"num_bytes": num_bytes, "directory": await asyncio.to_thread(tree.is_dir)}, b""
 
-    return LongAnswer(
+    return long_answer(
         work(),
         tail=pack_tree(tree),
         cleanup=lambda: asyncio.to_thread(spool.cleanup),
@@ -120,7 +122,7 @@ async def download_tree(request: Request, held: Box, state: State) -> Response:
 async def run_command(request: Request, held: Box, state: State) -> Response:
     """Runs a command to its end; `stream`: its output comes as it is printed. Who leaves, ends it."""
     named, payload = await fields_of(request, state, requests.RUN)
-    output = OutputBuffer() if named.pop("stream", False) else None
+    output = OutputBuffer(pack) if named.pop("stream", False) else None
     if named.pop("stdin", False):
         named["stdin"] = payload
     if output is not None:
@@ -136,7 +138,7 @@ async def start_command(request: Request, held: Box, state: State) -> Response:
         command = await held.sandbox.commands.start(**named)
         held.keep(command)
         return Json({"pid": command.pid})
-    output = OutputBuffer()
+    output = OutputBuffer(pack)
     command = await held.sandbox.commands.start(**named, on_output=output.put)
     held.keep(command, output)
 
@@ -145,7 +147,7 @@ async def start_command(request: Request, held: Box, state: State) -> Response:
         return None, b""
 
     first = pack({"event": "started", "pid": command.pid})
-    return LongAnswer(work(), output, first=first, on_error=state.note_error)
+    return long_answer(work(), output, first=first, on_error=state.note_error)
 
 
 @router.get("/commands")
@@ -249,4 +251,4 @@ def _diff(held: Held, state: ServerState, final: bool) -> LongAnswer:
     async def work() -> Encoded:
         return encode_diff(await (held.sandbox.final_diff() if final else held.sandbox.diff()))
 
-    return LongAnswer(work(), on_error=state.note_error)
+    return long_answer(work(), on_error=state.note_error)

@@ -14,11 +14,13 @@ from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.file_trees import TreeWriter
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.server.state import Held, ServerState
-from etude.sandbox.server.streams import LongAnswer, OutputBuffer, Work, frames_of, query, read_request
+from etude.sandbox.server.streams import frames_of, long_answer, query, read_request
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
-from etude.sandbox.wire_types import FRAMES, Encoded, Fields, checked, encode, strings
+from etude.sandbox.wire_types import encode
 from etude.serving.application import pieces
+from etude.serving.long_answers import LongAnswer, OutputBuffer, Work
+from etude.serving.messages import FRAMES, Encoded, Fields, checked, strings
 
 _NONE = type(None)
 _COMMAND: Fields = {
@@ -159,7 +161,7 @@ def long(
     """The answer of a call that may take long; as JSON if the client accepts no frames."""
     accept = request.headers.get("accept", "*/*")
     plain = FRAMES not in accept and output is None
-    return LongAnswer(work, output, finish, plain, cleanup=cleanup, on_error=state.note_error)
+    return long_answer(work, output, finish, plain=plain, cleanup=cleanup, on_error=state.note_error)
 
 
 async def encoded(call: Any) -> Encoded:

@@ -28,8 +28,9 @@ from etude.sandbox.server.requests import (
 from etude.sandbox.server.state import Creation, ServerState
 from etude.sandbox.server.streams import query, read_request
 from etude.sandbox.template import Template
-from etude.sandbox.wire_types import Encoded, decode_template, encode, encode_error
+from etude.sandbox.wire_types import decode_template, encode, encode_error
 from etude.serving.application import Json
+from etude.serving.messages import Encoded
 
 router = APIRouter()
 

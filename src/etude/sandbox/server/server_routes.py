@@ -15,9 +15,10 @@ from etude.sandbox.fleet.remote_probe import encode_capacity, encode_pressure
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.server.requests import State, long, receive_tree
 from etude.sandbox.server.state import ServerState
-from etude.sandbox.server.streams import LongAnswer, query
-from etude.sandbox.wire_types import SPEAKS, Encoded, encode
+from etude.sandbox.server.streams import long_answer, query
+from etude.sandbox.wire_types import SPEAKS, encode
 from etude.serving.application import Json
+from etude.serving.messages import Encoded
 
 router = APIRouter()
 
@@ -86,7 +87,7 @@ async def export_snapshot(snapshot: str, request: Request, state: State) -> Resp
         await _owner(request, state).export_snapshot(snapshot, file)
         return None, b""
 
-    return LongAnswer(
+    return long_answer(
         work(),
         tail=pack_tree(file),
         cleanup=lambda: asyncio.to_thread(spool.cleanup),

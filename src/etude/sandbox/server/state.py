@@ -21,9 +21,9 @@ from etude.sandbox.interface import Command, Sandbox, SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.pool import PooledBackend
 from etude.sandbox.reaping import WorkDirectory
-from etude.sandbox.server.streams import OutputBuffer
 from etude.sandbox.template import Template
 from etude.sandbox.wire_types import template_key
+from etude.serving.long_answers import OutputBuffer
 from etude.serving.metrics import Labels, Metrics
 
 PRUNE_EVERY = 256

@@ -101,9 +101,9 @@ async def _forward(request: Request) -> Response:
     hints = read_hints(request.headers, body, proxy.config.pool)
     opening = proxy.open(hints, request.method, target, request.headers.raw, body)
     opened = await unless_gone(request, opening)
-    headers = {**_kept(opened.response.headers), REPLICA_HEADER: opened.replica}
+    headers = {**_kept(opened.answer.headers), REPLICA_HEADER: opened.replica}
     if opened.rest is None:
-        return Response(opened.first, opened.response.status_code, headers)
+        return Response(opened.first, opened.answer.status_code, headers)
     return _Relayed(proxy, opened, headers)
 
 
@@ -111,7 +111,7 @@ class _Relayed(StreamingResponse):
     """A stream that is let go of though its client left before its first byte was sent."""
 
     def __init__(self, proxy: Proxy, opened: Opened, headers: dict[str, str]) -> None:
-        super().__init__(proxy.relay(opened), opened.response.status_code, headers)
+        super().__init__(proxy.relay(opened), opened.answer.status_code, headers)
         self._proxy = proxy
         self._opened = opened
 

@@ -8,9 +8,9 @@ import logging
 import time
 from typing import Any
 
-import httpx
-
+from etude.errors import EtudeError
 from etude.inference.router.server.proxy import Proxy
+from etude.serving.client import Answer, NoAnswerError, NobodyListensError, read_json
 
 _log = logging.getLogger("etude.inference.router")
 _TICK_S = 0.05
@@ -58,13 +58,13 @@ async def probe(proxy: Proxy, name: str) -> None:
     address = proxy.addresses[name]
     try:
         async with asyncio.timeout(proxy.members.config.timeout_s):
-            response = await proxy.http.get(address.url.rstrip("/") + "/ready")
-    except (TimeoutError, httpx.RequestError) as error:
-        cause = f"{type(error).__name__}: {error}"
-        fatal = isinstance(error, httpx.ConnectError)
+            answer = await proxy.http.request("GET", address.url.rstrip("/") + "/ready")
+    except (TimeoutError, EtudeError) as error:
+        cause = error.message if isinstance(error, EtudeError) else "nothing came in time"
+        fatal = isinstance(error, NobodyListensError)
         proxy.members.failed(name, time.monotonic(), cause, fatal=fatal)
         return
-    said = _document(response) if response.status_code == 200 else {}
+    said = _document(answer) if answer.status_code == 200 else {}
     member = proxy.members.members.get(name)
     pool = said.get("pool")
     # Only the first time: one that comes home from a loan is in the pool that the router has put it into.
@@ -74,10 +74,10 @@ async def probe(proxy: Proxy, name: str) -> None:
     proxy.members.answered(name, time.monotonic(), _version(said.get("version")))
 
 
-def _document(response: httpx.Response) -> dict[str, Any]:
+def _document(answer: Answer) -> dict[str, Any]:
     try:
-        found = response.json()
-    except (ValueError, RecursionError):
+        found = read_json(answer)
+    except NoAnswerError:
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -7,10 +7,10 @@ import time
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
-import httpx
-
+from etude.errors import EtudeError, PartLostError
 from etude.inference.router.borrowing import Borrowing, Lent, LoanStage
 from etude.inference.router.members import MemberState
+from etude.serving.client import Answer, read_json, refused
 
 if TYPE_CHECKING:
     from etude.inference.router.server.proxy import Proxy
@@ -19,6 +19,7 @@ _LEND_S = 60.0
 """A replica may have to read the weights that it keeps from disk."""
 _RECALL_S = 120.0
 _TICK_S = 0.02
+_CREATED = 201
 
 
 class LoanKeeper:
@@ -80,11 +81,11 @@ class LoanKeeper:
         body = {"borrower": one.borrower, "lease_s": borrower.lease_s if borrower is not None else 1.0}
         try:
             answer = await self._ask("POST", one.replica, _LEND_S, body)
-            if answer.status_code != httpx.codes.CREATED:
-                raise httpx.HTTPError(f"{answer.status_code} {answer.text[:200]}")
-            said = answer.json()
+            if answer.status_code != _CREATED:
+                raise refused(answer)
+            said = read_json(answer)
             self.books.begun(one, said["id"], said["token"])
-        except (httpx.HTTPError, KeyError, ValueError, TypeError) as error:
+        except (EtudeError, KeyError, TypeError) as error:
             self.books.failed(one, time.monotonic())
             self._note_failure(one, f"cannot be lent: {error}")
             return
@@ -96,8 +97,8 @@ class LoanKeeper:
         version: str | None = None
         try:
             answer = await self._ask("DELETE", one.replica, _RECALL_S, None)
-            version = answer.json().get("version") if answer.is_success else None
-        except (httpx.HTTPError, ValueError) as error:
+            version = read_json(answer).get("version") if answer.is_success else None
+        except (EtudeError, AttributeError) as error:
             self._note_failure(one, f"does not come home: {error!r}")
         finally:
             self._ending.pop(one.replica, None)
@@ -106,15 +107,13 @@ class LoanKeeper:
             self._proxy.members.answered(one.replica, time.monotonic(), version)
             self.last_recall_s = time.monotonic() - began_s
 
-    async def _ask(
-        self, method: str, replica: str, within_s: float, body: dict[str, Any] | None
-    ) -> httpx.Response:
+    async def _ask(self, method: str, replica: str, within_s: float, body: dict[str, Any] | None) -> Answer:
         address = self._proxy.addresses.get(replica)
         if address is None:
-            raise httpx.HTTPError("the replica has left")
+            raise PartLostError("the replica has left", field=replica)
         url = address.url.rstrip("/") + "/admin/loan"
         return await self._proxy.http.request(
-            method, url, json=body, headers=self._headers, timeout=httpx.Timeout(within_s, connect=2.0)
+            method, url, json=body, headers=self._headers, within_s=within_s
         )
 
     def _note_failure(self, one: Lent, cause: str) -> None:

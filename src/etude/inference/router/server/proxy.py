@@ -13,13 +13,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from urllib.parse import urlsplit
 
-import httpx
-
-from etude.errors import ConfigError, SamplerError, UserError
+from etude.errors import SamplerError
 from etude.inference.headers import SIDE_CHANNEL_HEADER
 from etude.inference.router.members import HealthConfig, Members
 from etude.inference.router.policy import Router
@@ -28,6 +27,15 @@ from etude.inference.router.server.events import EventGuard, error_event, usage_
 from etude.inference.router.server.hints import Hints
 from etude.inference.router.server.loans import LoanKeeper
 from etude.inference.router.types import Ask, NoReplicaError, RoutingConfig
+from etude.serving.client import (
+    Answer,
+    Client,
+    NoAnswerError,
+    NobodyListensError,
+    RawHeaders,
+    SilentServerError,
+    check_address,
+)
 from etude.serving.metrics import Metrics
 
 _CONNECT_S = 2.0
@@ -37,9 +45,6 @@ _NOT_HERE = (503, 409)
 _DROPPED = frozenset(
     (b"host", b"content-length", b"connection", b"transfer-encoding", b"accept-encoding", b"keep-alive")
 ) | {b"expect"}
-
-RawHeaders = Sequence[tuple[bytes, bytes]]
-"""As they came: names in lower case, values in whatever encoding."""
 
 
 class ReplicaLostError(SamplerError):
@@ -58,20 +63,12 @@ class ReplicaAddress:
     pool: str | None = None
 
     def __post_init__(self) -> None:
-        try:
-            parsed = httpx.URL(self.url)
-            is_address = parsed.scheme in ("http", "https") and bool(parsed.host)
-        except httpx.InvalidURL:
-            is_address = False
-        if not is_address:
-            raise ConfigError(
-                "is no address", field="replica", received=self.url, fix="give http://HOST:PORT"
-            )
+        check_address(self.url, "replica")
 
     @property
     def name(self) -> str:
         """Host and port."""
-        return httpx.URL(self.url).netloc.decode()
+        return urlsplit(self.url).netloc.rpartition("@")[2].lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +93,7 @@ class Opened:
 
     ask: Ask
     replica: str
-    response: httpx.Response
+    answer: Answer
     first: bytes
     rest: AsyncIterator[bytes] | None
     guard: EventGuard = field(default_factory=EventGuard)
@@ -124,11 +121,8 @@ class Proxy:
         self.addresses: dict[str, ReplicaAddress] = {}
         self.metrics = Metrics("etude_router")
         self.draining = False
-        self.http = httpx.AsyncClient(
-            timeout=httpx.Timeout(self.config.answer_s, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=256),
-            trust_env=False,
-        )
+        self.http = Client("", within_s=self.config.answer_s, connect_s=_CONNECT_S, refusal=None)
+        """Asks any replica, by its whole address."""
         self.loans = LoanKeeper(self, replica_token) if replica_token else None
         self._places: OrderedDict[str, str] = OrderedDict()
         """Path of an answer's side channel -> the replica that has it."""
@@ -143,7 +137,7 @@ class Proxy:
         """Closes the connections."""
         if self.loans is not None:
             await self.loans.close()
-        await self.http.aclose()
+        await self.http.close()
 
     # ---- attempts -------------------------------------------------------------------------------
 
@@ -167,10 +161,10 @@ class Proxy:
                 raise
             if opened is None:
                 self.metrics.count("etude_router_retries")
-            elif opened.response.status_code in _NOT_HERE:
-                if opened.response.status_code == 503:  # about to end, or without weights
+            elif opened.answer.status_code in _NOT_HERE:
+                if opened.answer.status_code == 503:  # about to end, or without weights
                     self.members.answered(opened.replica, time.monotonic(), None)
-                failed[opened.replica], refusal = f"answered {opened.response.status_code}", opened
+                failed[opened.replica], refusal = f"answered {opened.answer.status_code}", opened
             else:
                 return opened
         if refusal is not None:
@@ -221,51 +215,44 @@ class Proxy:
     async def _attempt(self, ask: Ask, name: str, sending: _Sending, failed: dict[str, str]) -> Opened | None:
         """One replica's answer; None if it failed before it began. The policy's books are kept either way."""
         url = self.addresses[name].url.rstrip("/") + sending.target
-        response: httpx.Response | None = None
+        answer: Answer | None = None
         opened: Opened | None = None
         try:
-            request = self.http.build_request(
-                sending.method, url, headers=list(sending.headers), content=sending.body
-            )
-            response = await self.http.send(request, stream=True)
-            opened = await self._begin(ask, name, response)
-        except httpx.LocalProtocolError as error:
-            raise UserError(
-                f"cannot be sent on: {error}", field="headers", fix="correct the request"
-            ) from error
-        except httpx.ReadTimeout as error:
+            answer = await self.http.open(sending.method, url, headers=sending.headers, content=sending.body)
+            opened = await self._begin(ask, name, answer)
+        except SilentServerError as error:
             self._fail(name, error)
             raise ReplicaSlowError(
                 "the replica sent nothing in time", field="answer_s", received=self.config.answer_s
             ) from error
-        except httpx.RequestError as error:
+        except NoAnswerError as error:
             self._fail(name, error)
-            failed[name] = type(error).__name__
+            failed[name] = error.message
         finally:
             if opened is None:
                 self.router.end(ask.id, time.monotonic(), 0)
-                if response is not None:
-                    await response.aclose()
+                if answer is not None:
+                    await answer.aclose()
         return opened
 
-    async def _begin(self, ask: Ask, name: str, response: httpx.Response) -> Opened:
+    async def _begin(self, ask: Ask, name: str, answer: Answer) -> Opened:
         """Waits for the first event of a stream, or for the whole of anything else."""
-        place = response.headers.get(SIDE_CHANNEL_HEADER)
+        place = answer.headers.get(SIDE_CHANNEL_HEADER)
         if place is not None:
             self._places[place] = name
             while len(self._places) > _MAX_PLACES:
                 self._places.popitem(last=False)
-        if not response.headers.get("content-type", "").startswith("text/event-stream"):
-            body = await response.aread()
-            self._end(ask, name, usage_in(body) if response.status_code == 200 else None, 0)
-            return Opened(ask, name, response, body, None)
-        rest = response.aiter_raw()
-        opened = Opened(ask, name, response, b"", rest)
+        if not answer.headers.get("content-type", "").startswith("text/event-stream"):
+            body = b"".join([piece async for piece in self.http.pieces(answer)])
+            self._end(ask, name, usage_in(body) if answer.status_code == 200 else None, 0)
+            return Opened(ask, name, answer, body, None)
+        rest = self.http.pieces(answer)
+        opened = Opened(ask, name, answer, b"", rest)
         async for data in rest:
             opened.first += opened.guard.feed(data)
             if opened.first:
                 return opened
-        raise httpx.RemoteProtocolError("the stream ended before its first event")
+        raise NoAnswerError("the stream ended before its first event")
 
     # ---- streams --------------------------------------------------------------------------------
 
@@ -283,8 +270,8 @@ class Proxy:
                         self.router.progress(opened.ask.id, guard.num_events)
                         yield whole
                 cut = "" if guard.ended else "the stream ended without its last event"
-            except httpx.RequestError as error:
-                cut = "" if guard.ended else str(error) or type(error).__name__
+            except NoAnswerError as error:
+                cut = "" if guard.ended else error.message
             if cut:
                 self._fail(opened.replica, cut)
                 self.metrics.count("etude_router_cut_streams")
@@ -295,25 +282,25 @@ class Proxy:
                 self._end(opened.ask, opened.replica, guard.usage, guard.num_events)
             else:
                 self.router.end(opened.ask.id, time.monotonic(), guard.num_events)
-            await opened.response.aclose()
+            await opened.answer.aclose()
 
     async def discard(self, opened: Opened) -> None:
         """Lets go of an answer that nobody reads on. Idempotent; does nothing to one that was read."""
         if opened.rest is not None:
             self.router.end(opened.ask.id, time.monotonic(), opened.guard.num_events)
-            await opened.response.aclose()
+            await opened.answer.aclose()
 
     def place_of(self, target: str) -> str | None:
         """The replica whose answer's side channel this path is."""
         name = self._places.get(target)
         return name if name in self.addresses else None
 
-    async def fetch_from(self, name: str, target: str, headers: RawHeaders) -> httpx.Response:
+    async def fetch_from(self, name: str, target: str, headers: RawHeaders) -> Answer:
         """A GET that only this replica can answer. Raises ReplicaLostError."""
         url = self.addresses[name].url.rstrip("/") + target
         try:
-            return await self.http.get(url, headers=list(_sendable(headers)))
-        except httpx.RequestError as error:
+            return await self.http.request("GET", url, headers=_sendable(headers))
+        except NoAnswerError as error:
             self._fail(name, error)
             raise ReplicaLostError(
                 "the replica that has this answer is gone", received=name, fix="send the request again"
@@ -329,10 +316,10 @@ class Proxy:
         held = (prompt if isinstance(prompt, int) else ask.prompt_tokens) + tokens
         self.router.end(ask.id, time.monotonic(), tokens, held if tokens else None)
 
-    def _fail(self, name: str, error: Exception | str) -> None:
+    def _fail(self, name: str, error: NoAnswerError | str) -> None:
         # Nobody listens: no need for a second sign.
-        fatal = isinstance(error, httpx.ConnectError)
-        cause = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        fatal = isinstance(error, NobodyListensError)
+        cause = error if isinstance(error, str) else error.message
         self.members.failed(name, time.monotonic(), cause, fatal=fatal)
         self.metrics.count("etude_router_failures", replica=name)
 

@@ -1,0 +1,210 @@
+"""Answers that take long, with signs of life in between.
+
+A `LongAnswer` waits for: the work, the client's departure, output, the next beat. A client that leaves
+cancels the work (a command ends), unless the work must be finished (a snapshot is). Nothing piles up:
+output that the client does not take in time is dropped and counted, and a client that takes nothing at
+all is gone after `STALL_S`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from typing import Any
+
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from etude.errors import EtudeError
+from etude.serving.application import STALL_S, Json, until_gone
+from etude.serving.errors import ErrorShape
+from etude.serving.messages import BEAT_S, FRAMES, Encoded, Header
+
+_log = logging.getLogger("etude.serving")
+
+BUFFER_BYTES = 4 << 20
+"""Output of one command that waits for its client; what comes beyond it is dropped."""
+
+Work = Coroutine[Any, Any, Encoded]
+Pack = Callable[[Header, bytes], bytes]
+"""Makes a frame of a header and bytes."""
+
+
+class OutputBuffer:
+    """Frames on their way from a command to its client; bounded."""
+
+    def __init__(self, pack: Pack, limit_bytes: int = BUFFER_BYTES) -> None:
+        self._pack = pack
+        self._limit_bytes = limit_bytes
+        self._pieces: deque[tuple[int, bytearray]] = deque()
+        self._held_bytes = 0
+        self._dropped_bytes = 0
+        self._something = asyncio.Event()
+        self.finished = asyncio.Event()
+        """Set when no more output comes, or nobody wants it."""
+
+    def put(self, fd: int, data: bytes) -> None:
+        """Takes output in; what does not fit is dropped."""
+        if self.finished.is_set():
+            return
+        room = self._limit_bytes - self._held_bytes
+        self._dropped_bytes += max(0, len(data) - room)
+        data = data[: max(0, room)]
+        if data:
+            if not self._pieces or self._pieces[-1][0] != fd:
+                self._pieces.append((fd, bytearray()))
+            self._pieces[-1][1].extend(data)
+            self._held_bytes += len(data)
+        self._something.set()
+
+    def finish(self) -> None:
+        """See `finished`."""
+        self.finished.set()
+        self._something.set()
+
+    async def wait(self) -> None:
+        """Returns when there is something to take, or the end."""
+        await self._something.wait()
+
+    def take(self) -> list[bytes]:
+        """The frames of everything that is held."""
+        frames = [self._pack({"event": "output", "fd": fd}, bytes(data)) for fd, data in self._pieces]
+        if self._dropped_bytes:
+            frames.append(self._pack({"event": "dropped", "num_bytes": self._dropped_bytes}, b""))
+        self._pieces.clear()
+        self._held_bytes = self._dropped_bytes = 0
+        if not self.finished.is_set():
+            self._something.clear()
+        return frames
+
+
+class LongAnswer(Response):
+    """Runs `work` and answers with frames, the last of them its result or its error."""
+
+    def __init__(
+        self,
+        work: Work,
+        output: OutputBuffer | None = None,
+        finish: Callable[[asyncio.Task[Encoded]], object] | None = None,
+        *,
+        pack: Pack,
+        errors: ErrorShape,
+        plain: bool = False,
+        first: bytes | None = None,
+        tail: AsyncGenerator[bytes, None] | None = None,
+        cleanup: Callable[[], Awaitable[None]] | None = None,
+        on_error: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """`finish`: takes over the work whose result no client took; without it the work is cancelled.
+
+        `plain`: the client reads JSON, not frames; it gets no signs of life. `first`: a frame that is sent
+        at once. `tail`: frames between the end of the work and its result. `cleanup` is called at the end.
+        """
+        super().__init__()
+        self._work = work
+        self._output = output
+        self._finish = finish
+        self._pack = pack
+        self._errors = errors
+        self._plain = plain
+        self._first = first
+        self._tail = tail
+        self._cleanup = cleanup
+        self._on_error = on_error
+        self._begun = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The answer as ASGI sends it."""
+        work = asyncio.ensure_future(self._work)
+        work.add_done_callback(self._note_error)
+        gone = asyncio.ensure_future(until_gone(receive))
+        delivered = False
+        try:
+            if self._first is None or await self._send(send, self._first):
+                await self._relay(work, gone, send)
+            if work.done() and not gone.done():
+                delivered = await self._conclude(work, scope, receive, send)
+        finally:
+            gone.cancel()
+            if self._output is not None:
+                self._output.finish()
+            if not delivered and self._finish is not None:
+                self._finish(work)
+            elif not work.done():
+                work.cancel()
+                await asyncio.wait({work}, timeout=STALL_S)
+            if self._tail is not None:
+                await self._tail.aclose()
+            if self._cleanup is not None:
+                await self._cleanup()
+
+    async def _relay(self, work: asyncio.Task[Encoded], gone: asyncio.Task[None], send: Send) -> None:
+        """Sends output and beats until the work or the client has ended."""
+        output = self._output
+        while not work.done() and not gone.done():
+            waiting: set[asyncio.Future[Any]] = {work, gone}
+            if output is not None:
+                waiting.add(asyncio.ensure_future(output.wait()))
+            try:
+                done, _ = await asyncio.wait(waiting, timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for future in waiting - {work, gone}:
+                    future.cancel()
+            if gone.done():
+                return
+            frames = [] if output is None else output.take()
+            if not frames and not done and not self._plain:
+                frames = [self._pack({"event": "beat"}, b"")]
+            for frame in frames:
+                if not await self._send(send, frame):
+                    return
+
+    async def _conclude(
+        self, work: asyncio.Task[Encoded], scope: Scope, receive: Receive, send: Send
+    ) -> bool:
+        """Sends the end of the answer. False if the client did not take it."""
+        error = asyncio.CancelledError() if work.cancelled() else work.exception()
+        if not self._begun and (self._plain or error is not None):
+            status, body, _ = (200, work.result()[0], {}) if error is None else self._errors.describe(error)
+            answer = Json(body, status)
+            await answer(scope, receive, send)
+            return True
+        for frame in [] if self._output is None else self._output.take():
+            if not await self._send(send, frame):
+                return False
+        if error is None:
+            if self._tail is not None:
+                async for frame in self._tail:
+                    if not await self._send(send, frame):
+                        return False
+            value, payload = work.result()
+            last = self._pack({"event": "result", "value": value}, payload)
+        else:
+            last = self._pack({"event": "error", **self._errors.describe(error)[1]}, b"")
+        if not await self._send(send, last):
+            return False
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
+
+    def _note_error(self, work: asyncio.Task[Encoded]) -> None:
+        """The error goes to the client if there still is one, and to the log if the server is at fault."""
+        if work.cancelled() or (error := work.exception()) is None:
+            return
+        self._on_error(error)
+        if not isinstance(error, (EtudeError, TimeoutError)):
+            _log.error("a request failed", exc_info=error)
+
+    async def _send(self, send: Send, frame: bytes) -> bool:
+        """False if the client takes nothing any longer."""
+        try:
+            async with asyncio.timeout(STALL_S):
+                if not self._begun:
+                    headers = [(b"content-type", FRAMES.encode())]
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    self._begun = True
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        except (TimeoutError, OSError):
+            return False
+        return True

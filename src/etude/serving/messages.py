@@ -1,0 +1,46 @@
+"""What our servers and their clients send each other: fields of requests, streams of frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from etude.errors import UserError
+from etude.serving.errors import plain
+
+Header = dict[str, Any]
+Encoded = tuple[Any, bytes]
+"""A value of a JSON header, and bytes beside it."""
+
+FRAMES = "application/vnd.etude.frames"
+"""Media type of a stream of frames."""
+BEAT_S = 5.0
+"""How often a server that works on a call says so. Three missed beats mean that it is lost."""
+
+Fields = Mapping[str, tuple[type, ...]]
+"""Name -> the types that its value may have; `type(None)` among them: it may be left out."""
+
+
+def checked(raw: object, fields: Fields) -> Header:
+    """The fields of a request, ready to be passed on by name. Raises UserError that names the culprit."""
+    if not isinstance(raw, dict):
+        raise UserError("a request is a JSON object", field="body", received=plain(raw), fix="send an object")
+    unknown = sorted(set(raw) - set(fields))
+    if unknown:
+        raise UserError("unknown field", field=unknown[0], fix="one of " + ", ".join(fields))
+    for name, kinds in fields.items():
+        value = raw.get(name)
+        wanted = (*kinds, int) if float in kinds else kinds
+        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in kinds):
+            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+            raise UserError(f"must be {names}", field=name, received=plain(value), fix="correct the request")
+    return {name: raw[name] for name in fields if name in raw}
+
+
+def strings(value: object, field: str) -> list[str]:
+    """A list of strings. Raises UserError."""
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise UserError(
+            "must be a list of strings", field=field, received=plain(value), fix="correct the value"
+        )
+    return value
