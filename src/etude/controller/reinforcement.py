@@ -149,8 +149,8 @@ class ReinforcementLoop:
         step = self.first_step
         try:
             await self._publication.publish(step)
-            if step == 0 < num_steps:
-                await self._validate(step)  # else a fall before the second look would be compared with nothing
+            if step == 0 < num_steps:  # else a fall before the second look would be compared with nothing
+                await self._validate(step)
             async with self._collector.running(self._log, step, num_steps):
                 while step < num_steps and not self._stop:
                     batch = await self._collect()
