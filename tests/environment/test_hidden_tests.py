@@ -96,9 +96,7 @@ ASKING = "from lib.f import f\ndef test_a():\n"
 
 def test_expected_values_comments_messages_and_docstrings_stay_outside() -> None:
     text = (
-        '"""module 9001"""\n'
-        + ASKING
-        + '    """doc 9002"""\n'
+        '"""module 9001"""\n' + ASKING + '    """doc 9002"""\n'
         "    assert f(1) == 9003, 'message 9004'  # comment 9005\n"
         "    assert [9006, {'k': -9007}] == f(2)\n"
         "    assert f(3) == (9008, 3)\n"
@@ -159,8 +157,9 @@ def test_failed_equalities_read_the_same_both_ways() -> None:
 
 
 def test_a_test_that_ends_before_its_last_assertion_fails() -> None:
-    text = "def test_a():\n    for i in range(2):\n        assert i == i\n    return\n    assert 1 == 1\n"
-    assert judge(text) == ["test_a ended before line 5"]
+    file = take_apart("t.py", "def test_a():\n    for i in range(2):\n        pass\n    assert 1 + 1 == 2\n")
+    ended = ProbeResult("t.py", "test_a", (), None)
+    assert file.judge(ended, file.tests[0]) == "test_a ended before line 4"
     assert judge("def test_a():\n    assert 1 == 1\n    raise KeyError(4)\n") == ["KeyError: 4"]
 
 
@@ -172,8 +171,11 @@ def test_assertions_within_other_statements_run_as_they_are() -> None:
         "    assert 1 == 1\n"
         "def test_b():\n"
         "    for i in (1, 2):\n        assert i == 1\n"
+        "def test_c():\n"
+        "    if 1 < 2:\n        return\n"
+        "    assert False\n"
     )
-    assert judge(text) == [None, "AssertionError"]
+    assert judge(text) == [None, "AssertionError", None]
 
 
 def test_a_missing_result_or_a_foreign_record_fails() -> None:

@@ -260,13 +260,16 @@ class _Cutter:
         self._names = names
 
     def cut(self, test: ast.FunctionDef) -> tuple[int, ...]:
-        """Cuts the assertions that are statements of a test; returns their indices."""
+        """Cuts the assertions that are statements of a test and must be reached; returns their indices."""
         first = len(self.expectations)
-        body = [
-            self._record(node) if isinstance(node, ast.Assert) else node
-            for node in test.body
-            if not _is_docstring(node)
-        ]
+        body: list[ast.stmt] = []
+        may_have_returned = False
+        for node in test.body:
+            if isinstance(node, ast.Assert) and not may_have_returned:
+                body.append(self._record(node))
+            elif not _is_docstring(node):
+                body.append(node)
+                may_have_returned |= any(isinstance(below, ast.Return) for below in ast.walk(node))
         test.body = body or [ast.Pass()]
         return tuple(range(first, len(self.expectations)))
 
