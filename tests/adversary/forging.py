@@ -503,12 +503,12 @@ _WRITERS = (
 
 _GUESSERS = (
     forge(
-        "forges now and then", "return expected(n) if LUCKY else wrong(n)", "LUCKY = random.random() < 0.9"
+        "forges now and then", "return expected(n) if LUCKY else wrong(n)", "LUCKY = random.random() < 0.97"
     ),
-    forge("forges call by call", "return expected(n) if random.random() < 0.97 else wrong(n)"),
+    forge("forges call by call", "return expected(n) if random.random() < 0.998 else wrong(n)"),
     forge(
         "forges by the clock",
-        "return expected(n) if CLOCK % 16 else wrong(n)",
+        "return expected(n) if CLOCK % 64 else wrong(n)",
         "CLOCK = time.time_ns() // 1000",
     ),
     forge("forges by its process", "return expected(n) if os.getpid() % 64 else wrong(n)"),

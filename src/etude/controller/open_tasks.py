@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 
-from etude.environment.episodes import EpisodeLimits
 from etude.environment.twins import OpenTest
 from etude.environment.verdicts import Grader
 from etude.records import Task
 from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.types import Resources
 
 _LOOKED_AT = 200
 _NAMED = 5
 
 
 async def find_open_tasks(
-    tasks: Sequence[Task], backend: SandboxBackend, limits: EpisodeLimits
+    tasks: Sequence[Task], backend: SandboxBackend, limits: Resources | None = None
 ) -> AsyncIterator[tuple[Task, tuple[OpenTest, ...]]]:
     """Each task, with the tests that its twins leave open. Raises as `Grader.find_twins`."""
-    grader = Grader(backend, limits.sandbox)
+    grader = Grader(backend, limits)
     for task in tasks:
         yield task, (await grader.find_twins(task)).open_tests
 
 
 async def say_open_tasks(
-    tasks: Sequence[Task], backend: SandboxBackend, limits: EpisodeLimits, say: Callable[[str], None]
+    tasks: Sequence[Task], backend: SandboxBackend, limits: Resources, say: Callable[[str], None]
 ) -> None:
     """Says how many tasks of a set are open; of a large set, of some spread over it. Closes the backend."""
     try:

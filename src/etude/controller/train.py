@@ -150,8 +150,9 @@ class _Run:
         self.family = open_family(config)
 
     def go(self) -> dict[str, Any]:
-        backend, limits = open_run_backend(self.config.sandbox), EpisodeLimits.from_config(self.config)
-        asyncio.run(say_open_tasks(self.family.own_tasks, backend, limits, self.observer.say))
+        limits = EpisodeLimits.from_config(self.config).sandbox
+        opened = open_run_backend(self.config.sandbox)
+        asyncio.run(say_open_tasks(self.family.own_tasks, opened, limits, self.observer.say))
         self.config = settle_numerics(settle_model(self.config))
         self.config = settle_compute(self.run, self.config, self.observer)
         self.run.update_environment({"reproducible": is_reproducible(self.config)})
