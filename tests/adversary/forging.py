@@ -378,7 +378,7 @@ _WRITERS = (
         for module in list(sys.modules.values()):
             if hasattr(module, "encode_value"):
                 real = module.encode_value
-                module.encode_value = lambda v, depth=0: real(v if type(v) is int else True)
+                module.encode_value = lambda v: real(v if type(v) is int else True)
         return Yes(n)
         """,
     ),

@@ -221,3 +221,10 @@ def test_numbers_that_all_have_one_hash_are_no_plain_data(kind: str) -> None:
     assert isinstance(decode_value(encoded(2**61 - 1)), Opaque)
     found = decode_value(encoded(2**61))
     assert isinstance(found, (set, dict)) and set(found) == {2**61 * number for number in range(1, 300)}
+
+
+def test_a_limit_that_a_value_meets_is_named() -> None:
+    nested = "def test_a():\n    x = 7\n    for _ in range(99):\n        x = [x]\n    assert x == [7]\n"
+    assert judge(nested) == ["<a value nested deeper than 50 levels> != [7]"]
+    alike = "def test_a():\n    x = {n * (2**61 - 1) for n in range(1, 200)}\n    assert x == {7}\n"
+    assert judge(alike) == ["<a set of more than 100 items of one hash> != {7}"]

@@ -22,7 +22,7 @@ from itertools import groupby
 from typing import Any, TypeGuard
 
 from etude.errors import TaskError
-from etude.sandbox.inside.testrunner import RECORD, Value, failed_comparison
+from etude.sandbox.inside.testrunner import MAX_VALUES, RECORD, Value, failed_comparison
 from etude.sandbox.types import ProbeReport, ProbeResult
 
 _MAX_ALIKE = 100
@@ -102,6 +102,8 @@ class HiddenFile:
         if result.error is not None:
             return result.error
         missing = [self.expectations[index].line for index in test.required if index not in reached]
+        if missing and len(result.values) >= MAX_VALUES:
+            return f"{test.name} compares more than {MAX_VALUES} values"
         return f"{test.name} ended before line {missing[0]}" if missing else None
 
 
@@ -325,6 +327,8 @@ def decode_value(value: Value) -> object:
     try:
         kind, content = value
         return _DECODERS[kind](content)
+    except _TooAlikeError as error:
+        return Opaque(str(error))
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return Opaque("malformed value")
 
@@ -334,12 +338,16 @@ def _items(content: Sequence[Value]) -> list[object]:
 
 
 def _keys(content: Sequence[Value]) -> list[object]:
-    """Items of a set, or keys of a dict. Raises ValueError for many that have one hash, as numbers can be
+    """Items of a set, or keys of a dict. Raises an error for many that have one hash, as numbers can be
     chosen: to put so many together would hold up all sessions for minutes."""
     keys = _items(content)
     if max(Counter(map(hash, keys)).values(), default=0) > _MAX_ALIKE:
-        raise ValueError("too many items of one hash")
+        raise _TooAlikeError(f"a set of more than {_MAX_ALIKE} items of one hash")
     return keys
+
+
+class _TooAlikeError(ValueError):
+    pass
 
 
 _DECODERS: dict[str, Callable[[Any], object]] = {
