@@ -17,6 +17,7 @@ change counts, needs no twin: what a forger would read is not there.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -32,6 +33,8 @@ from etude.sandbox.types import ProbeReport, ProbeResult
 
 _MOST_CHANGES = 64
 """Changes of a test's own that are tried."""
+_MOST_TOGETHER = 400
+"""Changes of all tests' own that are tried; each test has its share."""
 _MOST_SHARED = 16
 """Changes of what tests share that are tried, where a test has no constant of its own that turns it."""
 _MOST_EXAMS = 6
@@ -100,6 +103,7 @@ class TwinFinder:
         self._rng = Random("\0".join([*(file.probe for file in hidden), *others.values()]))
         self._files = {file.path: file for file in hidden}
         self._tests = [test for file in hidden for test in file.tests]
+        self._most_own = min(_MOST_CHANGES, max(1, _MOST_TOGETHER // len(self._tests)))
         self._own: dict[HiddenTest, list[_Change]] = {}
         self._shared: list[_Change] = []
         self._source = {(path, 0): text for path, text in others.items()}
@@ -140,13 +144,7 @@ class TwinFinder:
     async def _try_own(self, run: RunReference) -> dict[HiddenTest, _Seen] | str:
         """Notes which changes within a test turn it: all in one run, each in a file of its own. Returns what
         the reference solution did in each test as it is, or why that is not known."""
-        files = {path: self._watched(file, {}) for path, file in self._files.items()}
-        tried: dict[str, tuple[HiddenTest, _Change]] = {}
-        for test, changes in self._own.items():
-            for change in self._drawn(changes, _MOST_CHANGES):
-                path = f"{test.path.removesuffix('.py')}_{len(tried)}.py"
-                files[path] = self._watched(self._files[test.path], self._changed([change]), test.name)
-                tried[path] = test, change
+        files, tried = await asyncio.to_thread(self._variants)
         report = await run(_with_watch(files), list(files), len(files))
         if report.error is not None:
             return f"the reference solution does not get through it: {report.error}"
@@ -155,6 +153,17 @@ class TwinFinder:
         for path, (test, change) in tried.items():
             self._note(test, change, self._see(results.get((path, test.name)), test), base[test])
         return base
+
+    def _variants(self) -> tuple[dict[str, str], dict[str, tuple[HiddenTest, _Change]]]:
+        """The test files, and a file for each change within a test; what each of the latter holds."""
+        files = {path: self._watched(file, {}) for path, file in self._files.items()}
+        tried: dict[str, tuple[HiddenTest, _Change]] = {}
+        for test, changes in self._own.items():
+            for change in self._drawn(changes, self._most_own):
+                path = f"{test.path.removesuffix('.py')}_{len(tried)}.py"
+                files[path] = self._watched(self._files[test.path], self._changed([change]), test.name)
+                tried[path] = test, change
+        return files, tried
 
     async def _try_shared(self, run: RunReference, base: Mapping[HiddenTest, _Seen]) -> None:
         """Notes which changes of what tests share turn any, where a test still lacks one."""
@@ -209,7 +218,7 @@ class TwinFinder:
 
     def _ordered(self, changes: Sequence[_Change]) -> list[_Change]:
         """One change for each place, in random order; constants first, for they also show who reads them."""
-        one_each = {change.place: change for change in self._drawn(changes, len(changes))}
+        one_each = {(change.part, change.place): change for change in self._drawn(changes, len(changes))}
         return sorted(one_each.values(), key=lambda change: not change.is_constant)
 
     def _turned_by(self, changes: Iterable[_Change]) -> set[HiddenTest]:
@@ -222,7 +231,7 @@ class TwinFinder:
             return f"the reference solution fails it: {base[test].failure}"
         if self._turning[test]:
             return "the reference solution does not answer a changed test alike each time"
-        all_tried = len(self._own[test]) <= _MOST_CHANGES and len(self._shared) <= _MOST_SHARED
+        all_tried = len(self._own[test]) <= self._most_own and len(self._shared) <= _MOST_SHARED
         if all_tried and self._files[test.path].keeps_secret(test):
             return None
         number = len(self._own[test]) + len(self._shared)

@@ -109,7 +109,7 @@ class _Memory(Generic[Found]):
 
 def _hear(judging: asyncio.Task[Any]) -> None:
     """Takes note of a failure for which nobody waits any more: a run that ends kills the sandboxes in which
-    changes are still being judged. Whoever does wait gets it all the same."""
+    changes are still being judged. Who does wait gets it all the same."""
     if not judging.cancelled():
         judging.exception()
 
