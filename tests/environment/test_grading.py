@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from etude.environment.cheats import TARGET
-from etude.environment.grading import Verdict, allowed_changes, matches_any, open_assertions
+from etude.environment.grading import Verdict, allowed_changes, matches_any
 from etude.environment.verdicts import Grader
 from etude.errors import SandboxError, TaskError
 from etude.records import Task
@@ -81,7 +81,8 @@ def test_a_folder_that_became_a_file_and_the_reverse_are_graded() -> None:
 def test_an_endless_loop_is_a_verdict_with_a_cause() -> None:
     for name in ("local", "memory"):
         verdict = verdict_on({"lib/tally.py": "while True:\n    pass\n"}, backend_name=name, timeout_s=0.2)
-        assert (verdict.passed, verdict.cause, verdict.num_failed) == (False, "timeout", 2)
+        assert (verdict.passed, verdict.num_failed) == (False, 2)
+        assert verdict.cause == "timeout: the hidden tests did not end within 0.2 s"
 
 
 def test_a_syntax_error_is_a_verdict_with_a_cause() -> None:
@@ -151,13 +152,6 @@ def test_globs_keep_to_their_level() -> None:
     assert matches_any("a/b/c", ("**",))
     assert not matches_any("lib/a.pyx", ("lib/?.py",))
     assert not matches_any("libXa.py", ("lib.a.py",))
-
-
-def test_open_assertions_are_listed_for_authors() -> None:
-    text = "from lib.tally import tally as t\ndef test_x():\n  assert t([]) == t(())\n  assert t([1]) == 1\n"
-    task = replace(TARGET, hidden_files={"tests/test_hidden.py": text})
-    assert open_assertions(task) == ["tests/test_hidden.py:3"]
-    assert open_assertions(TARGET) == []
 
 
 def test_tasks_of_one_name_have_verdicts_of_their_own() -> None:

@@ -48,12 +48,12 @@ class OneFile:
 
 def judge(text: str) -> list[str | None]:
     """Reasons of failure of each test of a file, by probing."""
-    file = take_apart("t.py", text)
+    file = take_apart("t.py", text, frozenset({"lib"}))
     run = run_probe_files(OneFile(file.probe), ["t.py"])
     found = {
         name: ProbeResult(path, name, tuple(values), error) for path, name, values, error in run["results"]
     }
-    return [file.judge(found.get(name), position) for position, (name, _) in enumerate(file.tests)]
+    return [file.judge(found.get(test.name), test) for test in file.tests]
 
 
 @given(PLAIN)
@@ -91,19 +91,43 @@ def test_subclasses_cross_as_the_plain_value_they_extend() -> None:
     assert decode_value(encode_value(Yes(3))) != 4
 
 
-def test_expectations_comments_messages_and_docstrings_stay_outside() -> None:
+ASKING = "from lib.f import f\ndef test_a():\n"
+
+
+def test_expected_values_comments_messages_and_docstrings_stay_outside() -> None:
     text = (
-        '"""module 9001"""\n'
-        "def f(x): return x\n"
-        "def test_a():\n"
-        '    """doc 9002"""\n'
+        '"""module 9001"""\n' + ASKING + '    """doc 9002"""\n'
         "    assert f(1) == 9003, 'message 9004'  # comment 9005\n"
-        "    assert [9006, {'k': -9007}] != f(2)\n"
-        "    assert f(3) in (9008, 3) and not f(0)\n"
+        "    assert [9006, {'k': -9007}] == f(2)\n"
+        "    assert f(3) == (9008, 3)\n"
     )
-    probe = take_apart("t.py", text).probe
-    assert not [n for n in range(9001, 9009) if str(n) in probe]
-    assert judge(text) == ["1 != 9003"]
+    file = take_apart("t.py", text, frozenset({"lib"}))
+    assert not [n for n in range(9001, 9009) if str(n) in file.probe]
+    assert file.keeps_secret(file.tests[0])
+
+
+@pytest.mark.parametrize(
+    ("assertion", "is_secret"),
+    [
+        ("f(2) == 0", True),  # what anybody could guess is worth no more than an answer that was guessed
+        ("f(2).g(x=[1]) is None", True),
+        ("same(f, 2, 3) == True", False),  # here it would be worth a whole comparison
+        ("f(2) - 3 == 0", False),
+        ("f(2) != 3", False),
+        ("f(2)", False),
+        ("len(f(2)) == 7", True),
+    ],
+)
+def test_what_anybody_would_guess_is_a_secret_only_as_an_answer(assertion: str, is_secret: bool) -> None:
+    file = take_apart("t.py", f"{ASKING}    assert {assertion}\n", frozenset({"lib"}))
+    assert file.keeps_secret(file.tests[0]) is is_secret
+
+
+def test_a_module_that_a_hidden_file_replaces_is_not_under_test() -> None:
+    file = take_apart(
+        "t.py", f"{ASKING}    assert f(2) == True\n", frozenset({"lib"}), frozenset({"lib/f.py"})
+    )
+    assert not file.keeps_secret(file.tests[0])
 
 
 ASSERTIONS = [
@@ -133,24 +157,31 @@ def test_failed_equalities_read_the_same_both_ways() -> None:
 
 
 def test_a_test_that_ends_before_its_last_assertion_fails() -> None:
-    text = "def test_a():\n    for i in range(2):\n        assert i == i\n    return\n    assert 1 == 1\n"
-    assert judge(text) == ["test_a ended before line 5"]
+    file = take_apart("t.py", "def test_a():\n    for i in range(2):\n        pass\n    assert 1 + 1 == 2\n")
+    ended = ProbeResult("t.py", "test_a", (), None)
+    assert file.judge(ended, file.tests[0]) == "test_a ended before line 4"
     assert judge("def test_a():\n    assert 1 == 1\n    raise KeyError(4)\n") == ["KeyError: 4"]
 
 
-def test_assertions_that_need_not_run_may_be_left_out() -> None:
+def test_assertions_within_other_statements_run_as_they_are() -> None:
     text = (
         "def test_a():\n"
         "    try:\n        int('x')\n        assert False\n    except ValueError:\n        pass\n"
         "    if 1 > 2:\n        assert 1 == 2\n"
         "    assert 1 == 1\n"
+        "def test_b():\n"
+        "    for i in (1, 2):\n        assert i == 1\n"
+        "def test_c():\n"
+        "    if 1 < 2:\n        return\n"
+        "    assert False\n"
     )
-    assert judge(text) == [None]
+    assert judge(text) == [None, "AssertionError", None]
 
 
 def test_a_missing_result_or_a_foreign_record_fails() -> None:
     file = take_apart("t.py", "def test_a():\n    assert 1 == 1\n")
-    assert file.judge(None, 0) == "not run"
+    (test,) = file.tests
+    assert file.judge(None, test) == "not run"
     for row in (
         [],
         [["int", "7"], ["int", "1"]],
@@ -158,7 +189,7 @@ def test_a_missing_result_or_a_foreign_record_fails() -> None:
         [["int", "-1"], ["int", "1"]],
         [["str", "0"], ["int", "1"]],
     ):
-        assert file.judge(ProbeResult("t.py", "test_a", (row,), None), 0) is not None
+        assert file.judge(ProbeResult("t.py", "test_a", (row,), None), test) is not None
 
 
 @pytest.mark.parametrize(
@@ -169,6 +200,9 @@ def test_a_missing_result_or_a_foreign_record_fails() -> None:
         "assert True\n",
         "async def test_a():\n    pass\n",
         "def test_a(): pass\n" * 2,
+        "def test_a():\n    assert f() == " + "-" * 20_000 + "1\n",
+        "def test_a():\n    assert f() == 0" + " + 1" * 20_000 + "\n",
+        "def test_a():\n    assert f() == " + "[" * 150 + "]" * 150 + "\n    x = " + "(" * 300 + ")" * 300,
     ],
 )
 def test_files_that_cannot_be_graded_are_the_tasks_fault(text: str) -> None:
@@ -187,3 +221,10 @@ def test_numbers_that_all_have_one_hash_are_no_plain_data(kind: str) -> None:
     assert isinstance(decode_value(encoded(2**61 - 1)), Opaque)
     found = decode_value(encoded(2**61))
     assert isinstance(found, (set, dict)) and set(found) == {2**61 * number for number in range(1, 300)}
+
+
+def test_a_limit_that_a_value_meets_is_named() -> None:
+    nested = "def test_a():\n    x = 7\n    for _ in range(99):\n        x = [x]\n    assert x == [7]\n"
+    assert judge(nested) == ["<a value nested deeper than 50 levels> != [7]"]
+    alike = "def test_a():\n    x = {n * (2**61 - 1) for n in range(1, 200)}\n    assert x == {7}\n"
+    assert judge(alike) == ["<a set of more than 100 items of one hash> != {7}"]

@@ -54,6 +54,14 @@ def no_number(seen: Evidence) -> float:
     return math.nan
 
 
+def much(seen: Evidence) -> float:
+    return 1e300
+
+
+def beyond(seen: Evidence) -> int:
+    return 10**5000
+
+
 def failing(seen: Evidence) -> float:
     raise KeyError("boom")
 
@@ -115,6 +123,20 @@ def test_a_term_that_is_no_function_or_gives_no_number_is_refused() -> None:
         compute_reward(evidence(), RewardConfig(custom={f"{__name__}:no_number": 1.0}))
     with pytest.raises(ValueError, match=r"package\.module:function"):
         RewardConfig(custom={"term": 1.0})
+
+
+@pytest.mark.parametrize(("name", "weight"), [("much", 1e300), ("beyond", 1.0)])
+def test_a_reward_that_overflows_is_refused(name: str, weight: float) -> None:
+    with pytest.raises(ConfigError, match="finite number"):
+        compute_reward(evidence(), RewardConfig(custom={f"{__name__}:{name}": weight}))
+
+
+def test_a_sum_or_a_length_that_overflows_is_refused() -> None:
+    reward = RewardBreakdown(1.0, {"a": 1.7e308, "b": 1.7e308})
+    assert not reward.is_finite
+    length = LengthConfig(weight=1e308, turn=1e6, q=0.0)
+    with pytest.raises(ConfigError, match="finite number"):
+        with_length(RewardBreakdown(1.0), Effort(turns=10**6), length)
 
 
 def test_a_term_that_raises_is_named_with_its_session_and_what_it_raised() -> None:

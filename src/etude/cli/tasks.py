@@ -1,7 +1,8 @@
-"""`etude tasks show` and `etude tasks export`."""
+"""`etude tasks show`, `etude tasks export` and `etude tasks check`."""
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 from enum import StrEnum
 from pathlib import Path
@@ -20,7 +21,7 @@ from etude.records import Task
 if TYPE_CHECKING:
     from etude.tasks.generator import TaskGenerator
 
-tasks_app = typer.Typer(name="tasks", help="Show and export generated tasks.", no_args_is_help=True)
+tasks_app = typer.Typer(name="tasks", help="Show, export and check tasks.", no_args_is_help=True)
 
 
 class TaskSplit(StrEnum):
@@ -76,6 +77,35 @@ def export_command(
         write_harbor(task, directory / task.id)
         typer.echo(directory / task.id)
     error_console().print(f"{count} tasks")
+
+
+@tasks_app.command("check")
+def check_command(
+    directory: Annotated[Path, typer.Argument(help="Directory with one Harbor task directory per task.")],
+    backend: Annotated[str, typer.Option(help="Sandboxes in which reference solutions run.")] = "local",
+) -> None:
+    """List the hidden tests that an agent could forge, with the reason. Exits with 1 if there are any."""
+    from etude.controller.open_tasks import find_open_tasks
+    from etude.sandbox.backends import open_backend
+    from etude.tasks.harbor import read_tasks
+
+    tasks = read_tasks(directory, "DIR")
+
+    async def look() -> int:
+        opened, num_open = open_backend(backend), 0
+        try:
+            async for task, tests in find_open_tasks(tasks, opened):
+                num_open += bool(tests)
+                for one in tests:
+                    typer.echo(f"{task.id}: {one.test}: {one.reason}")
+        finally:
+            await opened.close()
+        return num_open
+
+    num_open = asyncio.run(look())
+    error_console().print(f"{num_open} of {len(tasks)} tasks are open", highlight=False)
+    if num_open:
+        raise typer.Exit(1)
 
 
 def _generator(seed: int, split: TaskSplit) -> TaskGenerator:

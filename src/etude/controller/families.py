@@ -70,6 +70,11 @@ class TaskFamily(Protocol):
         ...
 
     @property
+    def own_tasks(self) -> Sequence[Task]:
+        """The tasks that somebody wrote, and not a generator whose tests are known to be closed."""
+        ...
+
+    @property
     def acting(self) -> Sequence[ActingFamily]:
         """Families that only acting solves and that the run also trains on; each has the split
         `<family>_heldout`."""
@@ -89,6 +94,7 @@ def open_family(config: RunConfig) -> TaskFamily:
 
 class _BugFixes:
     splits: Sequence[str] = SPLITS
+    own_tasks: Sequence[Task] = ()
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
@@ -150,6 +156,7 @@ class _Directory(_BugFixes):
             self._judged = read_tasks(Path(config.tasks.heldout_directory), "tasks.heldout_directory")
         else:
             self._trained, self._judged = _held_apart(tasks, config.tasks.heldout_share)
+        self.own_tasks = [*self._trained, *self._judged]
 
     @property
     def acting(self) -> Sequence[ActingFamily]:
@@ -166,6 +173,7 @@ class _Directory(_BugFixes):
 class _Trails:
     splits: Sequence[str] = ("heldout", "heldout_family")
     acting: Sequence[ActingFamily] = ()
+    own_tasks: Sequence[Task] = ()
 
     def __init__(self, config: RunConfig) -> None:
         for length in config.tasks.trail_heldout_lengths:

@@ -5,41 +5,47 @@ Enforces that the agent can neither see nor bend the verifier:
 1. Every process of the agent is dead before anything is looked at.
 2. Judged is a *fresh* sandbox: the task's pristine files plus the agent's changes as far as the task
    allows them. Regular files only: links, bytecode and everything outside the workspace stay behind.
-3. Hidden tests enter now, win over the agent's files, and enter as probes: the code under test meets calls
-   and inputs, never an expected value or a comparison (see `hidden_tests`).
+3. Hidden tests enter now, win over the agent's files, and enter as probes: expected values stay outside where
+   they can (see `hidden_tests`).
 4. Which tests there are and what each must have recorded is known from outside. A process that exits
    early, hangs, dies or patches its runner produces too little, and fails.
+5. What passed must fail the same tests where they expect something else (see `twins`).
 
-Honest limits. Inputs of hidden tests are visible to the code under test while it runs. An assertion between
-two computed values (`assert f(x) == g(x)`), an ordering (`assert f(x) < 3`) or a loop over a table
-of expected values leaves inside what is needed to forge it; `open_assertions` lists those of a task. Values
-that are not plain data satisfy no comparison with a literal. And a function may recognise its inputs:
-against that only many and varied hidden inputs help.
+Honest limits. Inputs of hidden tests are visible to the code under test while it runs. Values that are not
+plain data equal no literal. A function may recognise its inputs: against that only many and varied hidden
+inputs help. Code that forges one comparison of a test that makes many inside is caught only if its twin
+changes that one. Tests that need a twin and have none are listed (`Twins.open_tests`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from etude.agent.tools.state import is_harness_path
-from etude.environment.hidden_tests import HiddenFile, take_apart
+from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, take_apart
+from etude.environment.twins import Exam, OpenTest, TwinFinder, Twins
 from etude.errors import AgentError, TaskError
 from etude.records import Task
+from etude.sandbox.inside.testrunner import shorten
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import ProbeReport, Resources
 
 GRADING_TIMEOUT_S = 5.0
 """Wall time for the hidden tests; they take milliseconds, so who needs this long hangs."""
+CAUSE_CHARS = 400
+_MOST_REFERENCE_S = 60.0
+"""Wall time for changed tests on the reference solution, however many there are in one run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether the hidden tests pass. `cause` tells the first reason why not."""
+    """Whether the hidden tests pass. `cause` tells the first reason why not, in 400 characters at most."""
 
     passed: bool
     num_passed: int
@@ -51,47 +57,116 @@ class Verdict:
     style: int = 0
     """Added lines in another style than their file's; 0 where nobody looked."""
 
+    def __post_init__(self) -> None:
+        if self.cause is not None:
+            object.__setattr__(self, "cause", shorten(self.cause, CAUSE_CHARS))
 
-async def judge_changes(
-    task: Task,
-    changes: Mapping[str, bytes | None],
-    backend: SandboxBackend,
-    limits: Resources | None = None,
-    timeout_s: float = GRADING_TIMEOUT_S,
-) -> Verdict:
-    """Judges what `allowed_changes` gave, in a fresh sandbox.
 
-    Raises SandboxError if our own machinery failed, which is no verdict, and TaskError for hidden tests that
-    are none.
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """Runs hidden tests over changes, each time in a fresh sandbox.
+
+    Its methods raise SandboxError if our own machinery failed, which is no verdict, and TaskError for hidden
+    tests that are none.
     """
-    start_s = time.perf_counter()
-    hidden = _hidden_tests(task)
-    num_tests = count_hidden_tests(task)
-    try:
-        report = await _probe(task, changes, hidden, backend, limits, timeout_s)
-    except AgentError as error:
-        return Verdict(False, 0, num_tests, str(error), time.perf_counter() - start_s)
-    failures = _failures(hidden, report)
-    cause = f"{failures[0][0]}: {failures[0][1]}" if failures else None
-    if failures and (report.error or report.timed_out):
-        cause = report.error or "timeout"
-    num_passed = num_tests - len(failures)
-    return Verdict(not failures, num_passed, len(failures), cause, time.perf_counter() - start_s)
+
+    backend: SandboxBackend
+    limits: Resources | None = None
+    timeout_s: float = GRADING_TIMEOUT_S
+    partial_counts: bool = False
+    """Whether a submission earns something by some of the tests: then these have their twins too."""
+
+    async def judge(
+        self,
+        task: Task,
+        changes: Mapping[str, bytes | None],
+        twins_of: Callable[[Task], Awaitable[Twins]],
+    ) -> Verdict:
+        """Judges what `allowed_changes` gave; asks for the task's twins if it passes."""
+        start_s = time.perf_counter()
+        hidden = _hidden_tests(task)
+        num_tests = count_hidden_tests(task)
+        failures, cause = await self._sit(task, changes, hidden, {file.path: file.probe for file in hidden})
+        if not failures or (self.partial_counts and len(failures) < num_tests):
+            for exam in (await twins_of(task)).exams:
+                found, _ = await self._sit(task, changes, hidden, exam.files)
+                forged = _forged(exam, failures, found)
+                if forged is not None:
+                    return Verdict(False, 0, num_tests, forged, time.perf_counter() - start_s)
+        num_passed = num_tests - len(failures)
+        return Verdict(not failures, num_passed, len(failures), cause, time.perf_counter() - start_s)
+
+    async def find_twins(self, task: Task) -> Twins:
+        """The exams that a submission has to sit which passed, and the tests that they leave open."""
+        hidden = _hidden_tests(task)
+        others = {
+            path: text for path, text in task.hidden_files.items() if path not in task.hidden_test_paths
+        }
+        finder = await asyncio.to_thread(TwinFinder, hidden, others)
+        if not finder.questionable:
+            return Twins()
+        if not task.solution_files:
+            reason = "the task has no reference solution on which changes could be tried"
+            return Twins((), tuple(OpenTest(test, reason) for test in finder.questionable))
+        solution = allowed_changes(
+            task, {path: text.encode(errors="surrogatepass") for path, text in task.solution_files.items()}
+        )
+
+        async def run(files: Mapping[str, str], paths: Sequence[str], times: int) -> ProbeReport:
+            timeout_s = min(self.timeout_s * times, max(self.timeout_s, _MOST_REFERENCE_S))
+            try:
+                return await self._probe(task, solution, files, paths, timeout_s)
+            except AgentError as error:
+                return ProbeReport((), str(error), False, 0.0)
+
+        return await finder.find(run)
+
+    async def _sit(
+        self,
+        task: Task,
+        changes: Mapping[str, bytes | None],
+        hidden: Sequence[HiddenFile],
+        files: Mapping[str, str],
+    ) -> tuple[dict[HiddenTest, str], str | None]:
+        """(reason of every test that did not demonstrably pass, the first in words)."""
+        try:
+            report = await self._probe(task, changes, files, [file.path for file in hidden], self.timeout_s)
+        except AgentError as error:
+            return {test: str(error) for file in hidden for test in file.tests}, str(error)
+        failures = judge_report(hidden, report)
+        if not failures:
+            return failures, None
+        if report.timed_out:
+            return failures, f"timeout: the hidden tests did not end within {self.timeout_s:g} s"
+        test, reason = next(iter(failures.items()))
+        return failures, report.error or f"{test.name}: {reason}"
+
+    async def _probe(
+        self,
+        task: Task,
+        changes: Mapping[str, bytes | None],
+        files: Mapping[str, str],
+        paths: Sequence[str],
+        timeout_s: float,
+    ) -> ProbeReport:
+        """Runs test files in a sandbox of their own, over the changes, the hidden files and `files`."""
+        template = Template(task.files, task.id)
+        fresh = await self.backend.create(template, self.limits)
+        try:
+            for path in _removals(template, changes):
+                await fresh.files.remove(path)
+            entering: dict[str, str | bytes] = {
+                path: data for path, data in changes.items() if data is not None
+            }
+            await fresh.files.write_many({**entering, **task.hidden_files, **files})
+            return await fresh.run_probes(paths, timeout_s)
+        finally:
+            await fresh.kill()
 
 
 def count_hidden_tests(task: Task) -> int:
     """How many hidden tests a task has. Raises TaskError for files that hold none."""
     return sum(len(file.tests) for file in _hidden_tests(task))
-
-
-def open_assertions(task: Task) -> list[str]:
-    """`path:line` of hidden assertions that code under test could forge, for authors of tasks."""
-    return [
-        f"{file.path}:{expectation.line}"
-        for file in _hidden_tests(task)
-        for expectation in file.expectations
-        if not expectation.sealed
-    ]
 
 
 def allowed_changes(task: Task, changes: Mapping[str, bytes | None]) -> dict[str, bytes | None]:
@@ -133,40 +208,17 @@ def _collides(path: str, claimed: set[str]) -> bool:
     )
 
 
-_take_apart = lru_cache(maxsize=256)(take_apart)
-"""The members of a group are judged by the same files."""
-
-
 def _hidden_tests(task: Task) -> list[HiddenFile]:
     if not task.hidden_test_paths:
         raise TaskError("a task needs hidden tests to be graded", field="hidden_test_paths", received=task.id)
     for path in task.hidden_test_paths:
         if path not in task.hidden_files:
             raise TaskError("is not among hidden_files", field="hidden_test_paths", received=path)
-    return [_take_apart(path, task.hidden_files[path]) for path in task.hidden_test_paths]
-
-
-async def _probe(
-    task: Task,
-    changes: Mapping[str, bytes | None],
-    hidden: list[HiddenFile],
-    backend: SandboxBackend,
-    limits: Resources | None,
-    timeout_s: float,
-) -> ProbeReport:
-    """Runs the probes over the agent's changes in a sandbox of their own."""
-    template = Template(task.files, task.id)
-    fresh = await backend.create(template, limits)
-    try:
-        for path in _removals(template, changes):
-            await fresh.files.remove(path)
-        entering: dict[str, str | bytes] = {path: data for path, data in changes.items() if data is not None}
-        entering.update(task.hidden_files)
-        entering.update({file.path: file.probe for file in hidden})
-        await fresh.files.write_many(entering)
-        return await fresh.run_probes([file.path for file in hidden], timeout_s)
-    finally:
-        await fresh.kill()
+    workspace = frozenset(
+        path.partition("/")[0].removesuffix(".py") for path in (*task.files, *task.solution_files)
+    )
+    hidden = frozenset(task.hidden_files)
+    return [take_apart(path, task.hidden_files[path], workspace, hidden) for path in task.hidden_test_paths]
 
 
 def _removals(template: Template, changes: Mapping[str, bytes | None]) -> list[str]:
@@ -184,13 +236,12 @@ def _removals(template: Template, changes: Mapping[str, bytes | None]) -> list[s
     return folders + deleted
 
 
-def _failures(hidden: list[HiddenFile], report: ProbeReport) -> list[tuple[str, str]]:
-    """(test, reason) of every hidden test that did not demonstrably pass."""
-    found = {(result.path, result.name): result for result in report.results}
-    failures: list[tuple[str, str]] = []
-    for file in hidden:
-        for position, (name, _) in enumerate(file.tests):
-            reason = file.judge(found.get((file.path, name)), position)
-            if reason is not None:
-                failures.append((name, reason))
-    return failures
+def _forged(exam: Exam, before: Mapping[HiddenTest, str], found: Mapping[HiddenTest, str]) -> str | None:
+    """How a submission gives itself away that failed `before` in the hidden tests, and `found` in an exam."""
+    for test in exam.twins:
+        if test not in before and test not in found:
+            return f"{test.name}: passes although it was changed to expect something else: it is forged"
+    for test, reason in found.items():
+        if test not in before and test not in exam.twins:
+            return f"{test.name}: passes at one time and fails at another: {reason}"
+    return None

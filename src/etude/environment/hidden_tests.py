@@ -1,27 +1,31 @@
-"""Hidden tests taken apart: what may enter the sandbox, and the expectations that never do.
+"""Hidden tests taken apart: what may enter the sandbox, and the expected values that never do.
 
 The code under test shares a process with the tests that call it. Whatever a test file says there can be read
-by that code (frames, `gc`, `co_consts`), and every judgement made there can be bent. So each
-assertion is cut in two: `assert tally([1, 2]) == 3` becomes `__record__(0, tally([1, 2]))` inside, while the
-operator and `3` stay outside; the recorded value crosses as plain data, and is compared here. Whoever
-forges records must know the values, and has to compute them.
+by that code (frames, `gc`, `co_consts`), and every judgement made there can be bent. So each assertion that
+is a statement of a test function is cut in two: `assert tally([1, 2]) == 3` becomes
+`__record__(0, tally([1, 2]))` inside, while `3` stays outside; the recorded value crosses as plain data, and
+is compared here. Who forges records must know the values, and has to compute them.
+
+Only a literal can stay outside. Of any other assertion the truth is recorded, and what it compares with
+enters: such tests are run with changed expectations as well (see `twins`).
 """
 
 from __future__ import annotations
 
 import ast
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeGuard
 
 from etude.errors import TaskError
-from etude.sandbox.inside.testrunner import OPERATORS, RECORD, Value, failed_comparison
-from etude.sandbox.types import ProbeResult
+from etude.sandbox.inside.testrunner import MAX_VALUES, RECORD, Value, failed_comparison
+from etude.sandbox.types import ProbeReport, ProbeResult
 
 _MAX_ALIKE = 100
-_SEALED = ("Eq", "NotEq", "Is", "IsNot", "In", "NotIn")
 
 
 @dataclass(frozen=True)
@@ -29,29 +33,34 @@ class Expectation:
     """What one assertion demands of the value that its probe records."""
 
     line: int
+    wanted: object
     operator: str
-    """Name of the comparison node; `Truth` where only the truth of an expression is recorded."""
-    literal: object
-    """The side that stays outside; the wanted truth for `Truth`."""
-    literal_on_left: bool
-    must_run: bool
-    """Whether the test function cannot end without reaching it."""
-    sealed: bool
-    """False where the wanted value can be guessed from what is inside: such an assertion can be forged."""
+    """`Eq` or `Is`, where `wanted` is compared with the value; `Truth` where the assertion's truth is
+    recorded."""
 
     def failure(self, value: object) -> str | None:
         """Why `value` does not do, like `12 != 14`; None if it does."""
-        unshown = f"assertion in line {self.line} does not hold"
-        if self.operator == "Truth":
-            return None if value is self.literal else unshown
-        left, right = (self.literal, value) if self.literal_on_left else (value, self.literal)
-        failed, _ = OPERATORS[self.operator]
-        if _compare(self.operator, left, right):
+        if self.wanted == value and (self.operator == "Eq" or type(value) is type(self.wanted)):
             return None
+        if self.operator == "Truth":
+            return f"assertion in line {self.line} does not hold"
         try:
-            return failed_comparison(failed, left, right)
+            return failed_comparison("!=" if self.operator == "Eq" else "is not", value, self.wanted)
         except ValueError:  # a number of more digits than Python writes out
-            return unshown
+            return f"assertion in line {self.line} does not hold"
+
+
+@dataclass(frozen=True)
+class HiddenTest:
+    """One test function of a hidden file."""
+
+    path: str
+    name: str
+    required: tuple[int, ...]
+    """Indices of the expectations that it must reach: all of its own assertions."""
+
+    def __str__(self) -> str:
+        return f"{self.path}::{self.name}"
 
 
 @dataclass(frozen=True)
@@ -59,20 +68,31 @@ class HiddenFile:
     """One hidden test file: its probe for the sandbox, its expectations for us."""
 
     path: str
-    probe: str
-    """Python source without comments, docstrings, messages and expectations."""
+    segments: tuple[tuple[str, str], ...]
+    """(name, source) of each test function and, with the name "", of what stands between them; without
+    comments, docstrings, messages and the expected values that can stay outside."""
     expectations: tuple[Expectation, ...]
-    tests: tuple[tuple[str, tuple[int, ...]], ...]
-    """(function name, indices of the expectations that it must reach), in order."""
+    tests: tuple[HiddenTest, ...]
+    """In order."""
+    solution_names: frozenset[str]
+    """Names in it that stand for what it imports from the code under test."""
 
-    def judge(self, result: ProbeResult | None, position: int) -> str | None:
-        """Why test number `position` failed; None if it passed."""
-        name, required = self.tests[position]
+    @property
+    def probe(self) -> str:
+        """What enters."""
+        return "\n".join(source for _, source in self.segments)
+
+    def keeps_secret(self, test: HiddenTest) -> bool:
+        """Whether passing a test takes a value that stays outside."""
+        return any(self.expectations[index].operator != "Truth" for index in test.required)
+
+    def judge(self, result: ProbeResult | None, test: HiddenTest) -> str | None:
+        """Why a test failed; None if it passed."""
         if result is None:
             return "not run"
         reached: set[int] = set()
         for row in result.values:
-            index, value = _row(row)
+            index, value = read_row(row)
             if not 0 <= index < len(self.expectations):
                 return "not a record of this test"
             failure = self.expectations[index].failure(value)
@@ -81,8 +101,10 @@ class HiddenFile:
             reached.add(index)
         if result.error is not None:
             return result.error
-        missing = [self.expectations[index].line for index in required if index not in reached]
-        return f"{name} ended before line {missing[0]}" if missing else None
+        missing = [self.expectations[index].line for index in test.required if index not in reached]
+        if missing and len(result.values) >= MAX_VALUES:
+            return f"{test.name} compares more than {MAX_VALUES} values"
+        return f"{test.name} ended before line {missing[0]}" if missing else None
 
 
 @dataclass(frozen=True)
@@ -101,14 +123,32 @@ class Opaque:
 
 
 @lru_cache(maxsize=4096)
-def take_apart(path: str, text: str) -> HiddenFile:
-    """Splits a hidden test file. Raises TaskError if it does not parse or has no plain test functions."""
+def take_apart(
+    path: str, text: str, workspace: frozenset[str] = frozenset(), hidden: frozenset[str] = frozenset()
+) -> HiddenFile:
+    """Splits a hidden test file. Raises TaskError if it does not parse or has no plain test functions.
+
+    `workspace`: top-level names of the workspace's modules, `hidden`: paths of all hidden files. They say
+    what of a file's imports is code under test.
+    """
     try:
-        tree = ast.parse(text, path)
+        return _take_apart(path, text, workspace, hidden)
     except (SyntaxError, ValueError) as error:
         raise TaskError(f"does not parse: {error}", field="hidden_files", received=path) from error
-    cutter = _Cutter()
-    tests: list[tuple[str, tuple[int, ...]]] = []
+    except (RecursionError, MemoryError) as error:
+        raise TaskError(
+            "has expressions that are nested too deeply for Python",
+            field="hidden_files",
+            received=path,
+            fix="build the value with a loop, or read it from a file",
+        ) from error
+
+
+def _take_apart(path: str, text: str, workspace: frozenset[str], hidden: frozenset[str]) -> HiddenFile:
+    tree = ast.parse(text, path)
+    names = solution_names(tree, workspace, hidden)
+    cutter = _Cutter(names)
+    tests: list[HiddenTest] = []
     for node in tree.body:
         if isinstance(node, ast.Assert) or _is_async_test(node):
             raise TaskError(
@@ -116,30 +156,94 @@ def take_apart(path: str, text: str) -> HiddenFile:
                 field="hidden_files",
                 received=f"{path}:{node.lineno}",
             )
-        first = len(cutter.expectations)
-        cutter.cut_statement(node)
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test"):
-            indices = range(first, len(cutter.expectations))
-            required = tuple(index for index in indices if cutter.expectations[index].must_run)
-            tests.append((node.name, required))
-    tree.body = [node for node in tree.body if not _is_docstring(node)]
+        if is_test(node):
+            tests.append(HiddenTest(path, node.name, cutter.cut(node)))
     if not tests:
         raise TaskError("no top-level test functions", field="hidden_files", received=path)
-    if len({name for name, _ in tests}) < len(tests):
+    if len({test.name for test in tests}) < len(tests):
         raise TaskError("two tests of one name", field="hidden_files", received=path)
-    probe = ast.unparse(ast.fix_missing_locations(tree))
-    return HiddenFile(path, probe, tuple(cutter.expectations), tuple(tests))
+    ast.fix_missing_locations(tree)
+    segments = tuple(
+        (name, "\n".join(map(ast.unparse, nodes)))
+        for name, nodes in groupby(
+            (node for node in tree.body if not _is_docstring(node)),
+            lambda node: node.name if is_test(node) else "",
+        )
+    )
+    file = HiddenFile(path, segments, tuple(cutter.expectations), tuple(tests), names)
+    compile(file.probe, path, "exec", dont_inherit=True)  # raises here what would be raised inside
+    return file
 
 
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+def judge_report(hidden: Sequence[HiddenFile], report: ProbeReport) -> dict[HiddenTest, str]:
+    """The reason of every hidden test that did not demonstrably pass."""
+    results = {(result.path, result.name): result for result in report.results}
+    reasons = {
+        test: file.judge(results.get((file.path, test.name)), test) for file in hidden for test in file.tests
+    }
+    return {test: reason for test, reason in reasons.items() if reason is not None}
 
 
-def _always_runs(node: ast.AST, name: str) -> bool:
-    """Whether control that reaches `node` always enters its block.
+def is_test(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
+    """Whether a statement of a module is a test function."""
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
 
-    A loop counts as entered: one over nothing would test nothing. `try` and `with` may be left early.
+
+def solution_names(tree: ast.Module, workspace: Collection[str], hidden: Collection[str]) -> frozenset[str]:
+    """Names that stand for what a module imports from the code under test, and for nothing else."""
+    imported: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import | ast.ImportFrom) and not getattr(node, "level", 0):
+            package = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            imported |= {
+                alias.asname or alias.name.partition(".")[0]
+                for alias in node.names
+                if _is_solution(package + alias.name, workspace, hidden)
+            }
+    return frozenset(imported - {name for node in ast.walk(tree) for name in _bound(node)})
+
+
+def is_answer(node: ast.expr, names: Collection[str]) -> bool:
+    """Whether an expression is what the code under test returns for constants, and nothing made of it.
+
+    Its constants are inputs: what the solution is asked. `names`: see `solution_names`.
     """
-    return name == "finalbody" or (name == "body" and isinstance(node, (*_DEFINITIONS, ast.For, ast.While)))
+    match node:
+        case ast.Call(func=function, args=arguments, keywords=keywords):
+            given = [*arguments, *(keyword.value for keyword in keywords)]
+            return _root(function, names) and all(_is_literal(one) or is_answer(one, names) for one in given)
+        case ast.Attribute():
+            return _root(node, names)
+        case _:
+            return False
+
+
+def _bound(node: ast.AST) -> list[str]:
+    """Names that a node gives another meaning."""
+    match node:
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
+            return [name]
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            return [name]
+        case _:
+            return []
+
+
+def _root(node: ast.expr, names: Collection[str]) -> bool:
+    """Whether an expression is a name of the solution's, or an attribute of an answer."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id in names if isinstance(node, ast.Name) else is_answer(node, names)
+
+
+def _is_solution(name: str, workspace: Collection[str], hidden: Collection[str]) -> bool:
+    """Whether a dotted name is a module of the workspace, or in one, and no hidden file's."""
+    top = name.partition(".")[0]
+    if top not in workspace or top in sys.stdlib_module_names:
+        return False
+    parts = name.split(".")
+    bases = ["/".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return not any(path in hidden for base in bases for path in (f"{base}.py", f"{base}/__init__.py"))
 
 
 def _is_docstring(node: ast.AST) -> bool:
@@ -151,72 +255,63 @@ def _is_async_test(node: ast.stmt) -> bool:
 
 
 class _Cutter:
-    """Replaces assertions by records, in place, and collects what was cut off."""
+    """Replaces the assertions of test functions by records, in place, and collects what was cut off."""
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str]) -> None:
         self.expectations: list[Expectation] = []
+        self._names = names
 
-    def cut_statement(self, node: ast.AST, must_run: bool = True) -> None:
-        """Cuts all assertions below a statement; `must_run`: whether control always passes through it."""
-        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-            block = getattr(node, name, None)
-            if isinstance(block, list) and block:
-                setattr(node, name, self._cut_block(block, must_run and _always_runs(node, name)))
-
-    def _cut_block(self, block: list[Any], must_run: bool) -> list[Any]:
-        result: list[Any] = []
-        for node in block:
-            if isinstance(node, ast.Assert):
-                result.extend(self._cut_assertion(node.test, True, node.lineno, must_run))
+    def cut(self, test: ast.FunctionDef) -> tuple[int, ...]:
+        """Cuts the assertions that are statements of a test and must be reached; returns their indices."""
+        first = len(self.expectations)
+        body: list[ast.stmt] = []
+        may_have_returned = False
+        for node in test.body:
+            if isinstance(node, ast.Assert) and not may_have_returned:
+                body.append(self._record(node))
             elif not _is_docstring(node):
-                self.cut_statement(node, must_run and not isinstance(node, _DEFINITIONS))
-                result.append(node)
-        return result or [ast.Pass()]
+                body.append(node)
+                may_have_returned |= any(isinstance(below, ast.Return) for below in ast.walk(node))
+        test.body = body or [ast.Pass()]
+        return tuple(range(first, len(self.expectations)))
 
-    def _cut_assertion(self, test: ast.expr, wanted: bool, line: int, must_run: bool) -> list[ast.stmt]:
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self._cut_assertion(test.operand, not wanted, line, must_run)
-        if wanted and isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-            return [cut for part in test.values for cut in self._cut_assertion(part, True, line, must_run)]
-        if wanted and isinstance(test, ast.Compare) and len(test.ops) == 1:
-            sides, operator = (test.left, test.comparators[0]), type(test.ops[0]).__name__
-            for side, other, on_left in ((sides[1], sides[0], False), (sides[0], sides[1], True)):
-                literal = _literal(side)
-                if literal is not None:
-                    found = Expectation(line, operator, literal[0], on_left, must_run, operator in _SEALED)
-                    return [self._record(found, other)]
-        open_comparison = isinstance(test, ast.Compare)
-        truth = ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), test))
-        return [self._record(Expectation(line, "Truth", wanted, False, must_run, not open_comparison), truth)]
-
-    def _record(self, expectation: Expectation, value: ast.expr) -> ast.stmt:
+    def _record(self, node: ast.Assert) -> ast.stmt:
         index = ast.Constant(len(self.expectations))
+        expectation, value = self._secret(node) or (
+            Expectation(node.lineno, True, "Truth"),
+            ast.UnaryOp(ast.Not(), ast.UnaryOp(ast.Not(), node.test)),
+        )
         self.expectations.append(expectation)
         return ast.Expr(ast.Call(ast.Name(RECORD, ast.Load()), [index, value], []))
 
+    def _secret(self, node: ast.Assert) -> tuple[Expectation, ast.expr] | None:
+        """The expectation whose wanted value stays outside, and the other side; None where there is none.
 
-def _literal(node: ast.expr) -> tuple[object] | None:
-    """The value of a literal, in a tuple; None for any other expression."""
-    try:
-        return (ast.literal_eval(node),)
-    except (ValueError, TypeError, RecursionError, SyntaxError):
+        A value that anyone would guess is no secret where the other side may be a comparison itself.
+        """
+        if not (isinstance(node.test, ast.Compare) and len(node.test.ops) == 1):
+            return None
+        operator, sides = type(node.test.ops[0]).__name__, (node.test.comparators[0], node.test.left)
+        if operator not in ("Eq", "Is"):
+            return None
+        for literal, other in (sides, sides[::-1]):
+            if _is_literal(literal):
+                wanted = ast.literal_eval(literal)
+                is_guessable = not wanted or wanted == 1
+                if not is_guessable or is_answer(other, self._names):
+                    return Expectation(node.lineno, wanted, operator), other
         return None
 
 
-def _compare(operator: str, left: object, right: object) -> bool:
-    if operator in ("Is", "IsNot"):
-        same = type(left) is type(right) and left == right
-        return same if operator == "Is" else not same
-    if isinstance(left, Opaque) or isinstance(right, Opaque):
-        # Nothing is known of such a value, so it satisfies nothing, `!=` included.
-        return False
+def _is_literal(node: ast.expr) -> bool:
     try:
-        return OPERATORS[operator][1](left, right)
-    except TypeError:
+        ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError):
         return False
+    return True
 
 
-def _row(row: Value) -> tuple[int, object]:
+def read_row(row: Value) -> tuple[int, object]:
     """(index, value) of one record; index -1 for what no probe would send."""
     if not isinstance(row, list) or len(row) != 2:
         return -1, None
@@ -232,6 +327,8 @@ def decode_value(value: Value) -> object:
     try:
         kind, content = value
         return _DECODERS[kind](content)
+    except _TooAlikeError as error:
+        return Opaque(str(error))
     except (ValueError, TypeError, KeyError, RecursionError, OverflowError):
         return Opaque("malformed value")
 
@@ -241,12 +338,16 @@ def _items(content: Sequence[Value]) -> list[object]:
 
 
 def _keys(content: Sequence[Value]) -> list[object]:
-    """Items of a set, or keys of a dict. Raises ValueError for many that have one hash, as numbers can be
+    """Items of a set, or keys of a dict. Raises an error for many that have one hash, as numbers can be
     chosen: to put so many together would hold up all sessions for minutes."""
     keys = _items(content)
     if max(Counter(map(hash, keys)).values(), default=0) > _MAX_ALIKE:
-        raise ValueError("too many items of one hash")
+        raise _TooAlikeError(f"a set of more than {_MAX_ALIKE} items of one hash")
     return keys
+
+
+class _TooAlikeError(ValueError):
+    pass
 
 
 _DECODERS: dict[str, Callable[[Any], object]] = {

@@ -9,19 +9,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from hashlib import blake2b
+from typing import Any, Generic, TypeVar
 
 from etude.config import RewardConfig
 from etude.environment.grading import (
     GRADING_TIMEOUT_S,
+    Judge,
     Verdict,
     allowed_changes,
     count_hidden_tests,
-    judge_changes,
 )
 from etude.environment.rewards.review import review_changes
+from etude.environment.twins import Twins
 from etude.errors import AgentError, SandboxError
 from etude.records import Task
 from etude.sandbox.interface import Sandbox, SandboxBackend
@@ -29,13 +31,11 @@ from etude.sandbox.types import Resources
 
 _MAX_KEPT = 4096
 
+Found = TypeVar("Found")
+
 
 class Grader:
-    """Grades, and remembers the verdicts on the changes that were last asked for.
-
-    Who asks for changes that are being judged waits for that verdict. Failures are never remembered, nor
-    shared: whoever waited for one then judges by itself.
-    """
+    """Grades, and remembers the verdicts on the changes that were last asked for."""
 
     def __init__(
         self,
@@ -46,10 +46,10 @@ class Grader:
     ) -> None:
         """`reward`: what it prices in the changes themselves is counted as well."""
         self._reward = reward
-        self._backend = backend
-        self._limits = limits
-        self._timeout_s = timeout_s
-        self._verdicts: OrderedDict[tuple[bytes, bytes], asyncio.Task[Verdict]] = OrderedDict()
+        partial_counts = reward is not None and reward.partial_weight > 0
+        self._judging = Judge(backend, limits, timeout_s, partial_counts)
+        self._verdicts: _Memory[Verdict] = _Memory()
+        self._twins: _Memory[Twins] = _Memory()
 
     async def grade(self, task: Task, sandbox: Sandbox) -> Verdict:
         """Judges the agent's changes in a fresh sandbox. Ends the agent's processes; does not kill `sandbox`.
@@ -62,46 +62,63 @@ class Grader:
             changes = allowed_changes(task, await sandbox.final_diff())
         except AgentError as error:
             return Verdict(False, 0, count_hidden_tests(task), str(error), time.perf_counter() - began)
-        key = (_judge_digest(task), _digest(changes))
-        judging = self._verdicts.get(key)
-        is_anothers = judging is not None
-        if judging is None:
-            judging = asyncio.create_task(self._judge(task, changes))
-            judging.add_done_callback(_hear)
-            self._remember(key, judging)
-        try:
-            return await asyncio.shield(judging)
-        except BaseException as error:
-            if self._verdicts.get(key) is judging:
-                del self._verdicts[key]
-            if not (is_anothers and isinstance(error, SandboxError)):
-                raise
-        return await self._judge(task, changes)
+        key = _judge_digest(task) + _digest(changes)
+        return await self._verdicts.recall(key, lambda: self._judge(task, changes))
+
+    async def find_twins(self, task: Task) -> Twins:
+        """The twins of a task's hidden tests, and the tests that they leave open. Raises as `grade`."""
+        return await self._twins.recall(_judge_digest(task), lambda: self._judging.find_twins(task))
 
     async def _judge(self, task: Task, changes: Mapping[str, bytes | None]) -> Verdict:
-        verdict = await judge_changes(task, changes, self._backend, self._limits, self._timeout_s)
+        verdict = await self._judging.judge(task, changes, self.find_twins)
         if self._reward is None or not self._reward.reviews_changes:
             return verdict
         lints, style = await review_changes(task, changes, self._reward)
         return replace(verdict, lints=lints, style=style)
 
-    def _remember(self, key: tuple[bytes, bytes], judging: asyncio.Task[Verdict]) -> None:
-        self._verdicts[key] = judging
-        while len(self._verdicts) > _MAX_KEPT:
-            self._verdicts.popitem(last=False)
+
+class _Memory(Generic[Found]):
+    """What was last asked for, by digest.
+
+    Who asks for something that is being found waits for it. Failures are never remembered, nor shared: who
+    waited for one then finds it alone.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[bytes, asyncio.Task[Found]] = OrderedDict()
+
+    async def recall(self, key: bytes, find: Callable[[], Coroutine[Any, Any, Found]]) -> Found:
+        """What `find` gives, or has given for this key."""
+        finding = self._kept.get(key)
+        is_anothers = finding is not None
+        if finding is None:
+            finding = asyncio.create_task(find())
+            finding.add_done_callback(_hear)
+            self._kept[key] = finding
+            while len(self._kept) > _MAX_KEPT:
+                self._kept.popitem(last=False)
+        try:
+            return await asyncio.shield(finding)
+        except BaseException as error:
+            if self._kept.get(key) is finding:
+                del self._kept[key]
+            if not (is_anothers and isinstance(error, SandboxError)):
+                raise
+        return await find()
 
 
-def _hear(judging: asyncio.Task[Verdict]) -> None:
+def _hear(judging: asyncio.Task[Any]) -> None:
     """Takes note of a failure for which nobody waits any more: a run that ends kills the sandboxes in which
-    changes are still being judged. Whoever does wait gets it all the same."""
+    changes are still being judged. Who does wait gets it all the same."""
     if not judging.cancelled():
         judging.exception()
 
 
 def _judge_digest(task: Task) -> bytes:
-    """Names what a task judges by. Its id does not: clients of a server send tasks of their own, and mend
+    """Names what a task judges by. Its id does not: clients of a server send tasks of their own, and correct
     them."""
-    files = (task.files, task.hidden_files, dict.fromkeys(task.hidden_test_paths, ""))
+    tests = dict.fromkeys(task.hidden_test_paths, "")
+    files = (task.files, task.hidden_files, task.solution_files, tests)
     return b"".join(
         _digest({path: text.encode(errors="surrogatepass") for path, text in some.items()}) for some in files
     )

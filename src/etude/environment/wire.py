@@ -84,7 +84,7 @@ def turn_document(
 
 
 def task_document(task: Task) -> dict[str, Any]:
-    """A task whole, but for the reference solution and the directory that it was read from.
+    """A task whole, but for the directory that it was read from. Who grades needs the reference solution.
 
     Raises UserError for what is no task.
     """
@@ -96,7 +96,7 @@ def task_document(task: Task) -> dict[str, Any]:
             fix="a Task, or the name of one of the server's",
         )
     document = asdict(task)
-    del document["solution_files"], document["directory"]
+    del document["directory"]
     return {key: list(value) if isinstance(value, tuple) else value for key, value in document.items()}
 
 

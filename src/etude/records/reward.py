@@ -27,8 +27,8 @@ class RewardBreakdown:
 
     @property
     def is_finite(self) -> bool:
-        """Whether every term is a number that can be compared: else it counts for nothing."""
-        return all(math.isfinite(term) for term in (self.task, *self.terms.values()))
+        """Whether every term and their sum are numbers that can be compared: else it counts for nothing."""
+        return all(math.isfinite(term) for term in (self.task, *self.terms.values(), self.total))
 
 
 @dataclass(frozen=True, slots=True)

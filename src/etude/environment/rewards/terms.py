@@ -75,7 +75,7 @@ _ALWAYS = frozenset({MALFORMED, "limit"})
 def compute_reward(evidence: Evidence, config: RewardConfig) -> RewardBreakdown:
     """The verdict and every term but length.
 
-    Raises ConfigError for a custom term that fails or gives no finite number.
+    Raises ConfigError for a custom term that fails or gives no finite number, and for terms that overflow.
     Never called for a session that the infrastructure failed.
     """
     assert evidence.status is not Status.INFRASTRUCTURE, "an infrastructure failure is never a reward"
@@ -83,13 +83,13 @@ def compute_reward(evidence: Evidence, config: RewardConfig) -> RewardBreakdown:
     terms = {name: value for name, value in terms.items() if value or name in _ALWAYS}
     for name, weight in config.custom.items():
         terms[name] = weight * _call_custom(name, evidence)
-    return RewardBreakdown(_verdict(evidence, config), terms, REWARD_VERSION)
+    return _checked(RewardBreakdown(_verdict(evidence, config), terms, REWARD_VERSION))
 
 
 def with_length(reward: RewardBreakdown, effort: Effort, length: LengthConfig) -> RewardBreakdown:
-    """The reward less the price of what was spent."""
+    """The reward less the price of what was spent. Raises ConfigError where that overflows."""
     price = length.weight * concave_price(effort.weighted(length), length.k, length.q)
-    return replace(reward, terms={**reward.terms, LENGTH: -price})
+    return _checked(replace(reward, terms={**reward.terms, LENGTH: -price}))
 
 
 def check_reward(config: RewardConfig) -> None:
@@ -137,6 +137,25 @@ def _verdict(evidence: Evidence, config: RewardConfig) -> float:
     return config.partial_weight * verdict.num_passed / tests if tests else 0.0
 
 
+def _checked(reward: RewardBreakdown) -> RewardBreakdown:
+    if not reward.is_finite:
+        raise ConfigError(
+            "a session's reward is no finite number: its terms, with their weights, are too large",
+            field="rl.reward",
+            received={name: value for name, value in reward.terms.items() if value},
+            fix="lower the weights, or return smaller numbers from your own terms",
+        )
+    return reward
+
+
+def _is_finite(value: object) -> bool:
+    """Whether a value is a number that a float can hold."""
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def _call_custom(name: str, evidence: Evidence) -> float:
     field = f"rl.reward.custom.{name}"
     try:
@@ -150,11 +169,13 @@ def _call_custom(name: str, evidence: Evidence) -> float:
             received=f"a session of {evidence.task.id}",
             fix="correct the function, or remove the term",
         ) from error
-    if not isinstance(value, int | float) or not math.isfinite(value):
+    if not _is_finite(value):
         raise ConfigError(
             "must return a finite number",
             field=field,
-            received=repr(value)[:100],
+            received=f"an integer of {value.bit_length()} bits"
+            if isinstance(value, int)
+            else repr(value)[:100],
             fix="correct the function, or remove the term",
         )
     return float(value)

@@ -31,6 +31,8 @@ MESSAGE_CHARS = 120
 SIDE_CHARS = 60
 MAX_TESTS = 1000
 MAX_VALUES = 10_000
+MAX_DEPTH = 50
+"""Of a recorded value: lists within lists, and the like."""
 RECORD = "__record__"
 """The name under which probe files find the recorder."""
 
@@ -309,14 +311,21 @@ def shorten(text: str, limit: int) -> str:
 # Values that cross the wall
 
 
-def encode_value(value: object, depth: int = 0) -> Value:
+def encode_value(value: object) -> Value:
     """Plain data as JSON: [kind, content]. Anything else becomes ["opaque", type name].
 
     Subclasses count as the plain type that they extend, read with that type's own methods: an
     overridden `__eq__` does not cross the wall.
     """
-    if depth > 50:
-        return ["opaque", "nested too deeply"]
+    try:
+        return _encode(value, 0)
+    except RecursionError:
+        return ["opaque", f"a value nested deeper than {MAX_DEPTH} levels"]
+
+
+def _encode(value: object, depth: int) -> Value:
+    if depth > MAX_DEPTH:
+        raise RecursionError
     if value is None:
         return ["none", 0]
     if isinstance(value, bool):
@@ -332,11 +341,11 @@ def encode_value(value: object, depth: int = 0) -> Value:
         return ["bytes", bytes(value).hex()]
     for kind, plain in (("list", list), ("tuple", tuple), ("set", (set, frozenset))):
         if isinstance(value, plain):
-            return [kind, [encode_value(item, depth + 1) for item in value]]
+            return [kind, [_encode(item, depth + 1) for item in value]]
     if isinstance(value, dict):
         pairs = dict.items(value)
         return [
             "dict",
-            [[encode_value(key, depth + 1), encode_value(item, depth + 1)] for key, item in pairs],
+            [[_encode(key, depth + 1), _encode(item, depth + 1)] for key, item in pairs],
         ]
     return ["opaque", type(value).__name__]

@@ -1,0 +1,123 @@
+"""Where hidden files can be changed so that they expect something else.
+
+Sites of a module are its constants (but for those that the solution is asked), assertions, which can be
+turned round, and names of exceptions. Sites of any other file are its numbers and words.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from itertools import islice
+
+from etude.environment.hidden_tests import is_answer
+from etude.sandbox.inside.testrunner import RECORD
+
+_MOST_WORDS = 1000
+"""Numbers and words of a data file that are looked at."""
+_WORD = re.compile(r"\d+|[^\W\d_]+")
+
+_Site = tuple[bool, int, Callable[[], None]]
+"""Whether it is a constant, the place at which it stands, and what changes it in its tree."""
+
+
+def find_sites(path: str, text: str, names: Collection[str]) -> list[tuple[bool, int]]:
+    """The sites of a file, or of a part of one: whether each is a constant, and its place, which sites share
+    that change one thing in different ways. `names`: see `solution_names`."""
+    if not path.endswith(".py"):
+        return [(True, place) for place, _ in enumerate(islice(_WORD.finditer(text), _MOST_WORDS))]
+    try:
+        return [(is_constant, place) for is_constant, place, _ in _sites_of(ast.parse(text), names)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []  # what imports it fails, with or without a change
+
+
+def change_sites(path: str, text: str, names: Collection[str], numbers: Collection[int]) -> str:
+    """The file, or part, with some of its sites changed."""
+    if not path.endswith(".py"):
+        words = list(islice(_WORD.finditer(text), _MOST_WORDS))
+        for word in reversed([words[number] for number in sorted(numbers)]):
+            text = text[: word.start()] + str(_others(word[0])[0]) + text[word.end() :]
+        return text
+    tree = ast.parse(text)
+    sites = _sites_of(tree, names)
+    for number in numbers:
+        sites[number][2]()
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _sites_of(tree: ast.Module, names: Collection[str]) -> list[_Site]:
+    return [
+        (is_constant, place, change)
+        for place, (is_constant, changes) in enumerate(_sites(tree, names))
+        for change in changes
+    ]
+
+
+def _sites(node: ast.AST, names: Collection[str]) -> Iterator[tuple[bool, list[Callable[[], None]]]]:
+    """The places at and below a node, in order: whether it is a constant, and the ways to change it."""
+    match node:
+        case ast.Import() | ast.ImportFrom() | ast.Raise():
+            return
+        case ast.Call(func=ast.Name(id=name), args=[_, value] as arguments) if name == RECORD:
+            match value:
+                case ast.UnaryOp(op=ast.Not(), operand=ast.UnaryOp(op=ast.Not()) as opposite):
+                    yield False, [partial(arguments.__setitem__, 1, opposite)]
+                case _:
+                    pass
+            yield from _sites(value, names)
+            return
+        case ast.Assert(test=test):
+            yield False, [partial(setattr, node, "test", ast.UnaryOp(ast.Not(), test))]
+            yield from _sites(test, names)
+            return
+        case ast.Constant(value=value):
+            yield True, [partial(setattr, node, "value", other) for other in _others(value)]
+        case ast.List(elts=[] as elements, ctx=ast.Load()) | ast.Tuple(elts=[] as elements):
+            yield True, [partial(elements.append, ast.Constant(0))]
+        case ast.Name(id=name, ctx=ast.Load()) if _is_exception(name):
+            other = "ValueError" if name == "KeyError" else "KeyError"
+            yield False, [partial(setattr, node, "id", other)]
+        case ast.expr() if is_answer(node, names):
+            return
+        case _:
+            pass
+    for child in ast.iter_child_nodes(node):
+        yield from _sites(child, names)
+
+
+def _is_exception(name: str) -> bool:
+    found = getattr(builtins, name, None)
+    return isinstance(found, type) and issubclass(found, BaseException)
+
+
+def _others(value: object) -> list[object]:
+    """Constants that could stand in the place of one: of its kind and sign, near and far."""
+    match value:
+        case bool():
+            return [not value]
+        case int() | float():
+            sign = -1 if value < 0 else 1
+            return [value + sign, 2 * value + 9 * sign]
+        case str() if value.isdecimal() and value.isascii():
+            return [str(int(value) + 1).zfill(len(value))]
+        case str():
+            return [_other_text(value)]
+        case bytes():
+            return [_other_text(value.decode("latin-1")).encode("latin-1")]
+        case None:
+            return [0]
+        case _:
+            return []
+
+
+def _other_text(text: str) -> str:
+    """The text with its last letter or digit changed."""
+    for place in reversed(range(len(text))):
+        if text[place].isascii() and text[place].isalnum():
+            other = chr(ord(text[place]) + (-1 if text[place] in "zZ9" else 1))
+            return text[:place] + other + text[place + 1 :]
+    return text + "a"

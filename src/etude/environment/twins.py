@@ -1,0 +1,312 @@
+"""Twins: hidden tests with changed expectations, which only a forger passes.
+
+A test that compares inside the sandbox shows the code under test what it expects. So a submission that passed
+is run again, in clean sandboxes, with twins of such tests: one constant of a test is another, or one
+assertion is turned round. What works honestly answers as before, and fails them. What reads the expected
+value, equals everything or forges the verdict passes them, in whatever syntax the test is written.
+
+    sites of a probe ---> changes that turn a test ---> exams ---> a submission fails the twins, and them only
+     constants, ...        reference: same calls,        reference,
+                           another verdict               clean sandbox
+
+A change counts only if the reference solution then fails the test *and was asked the same*: changed inputs
+would punish other right solutions. An exam holds twins of some tests beside others that are unchanged, so
+that forging at random does not pay either. A test that compares outside (`hidden_tests`), and of which no
+change counts, needs no twin: what a forger would read is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import cycle
+from pathlib import Path
+from random import Random
+
+from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, read_row
+from etude.environment.twin_sites import change_sites, find_sites
+from etude.environment.watch_inside import CALLS, COMPARED
+from etude.sandbox.inside.testrunner import Value
+from etude.sandbox.types import ProbeReport, ProbeResult
+
+_MOST_CHANGES = 64
+"""Changes of a test's own that are tried."""
+_MOST_TOGETHER = 400
+"""Changes of all tests' own that are tried; each test has its share."""
+_MOST_SHARED = 16
+"""Changes of what tests share that are tried, where a test has no constant of its own that turns it."""
+_MOST_EXAMS = 6
+_FEWEST_TOGETHER = 4
+"""Exams where every change turns all tests that have twins: one test, or one table for all."""
+_TRIES = 20
+_WATCH = "watch_inside.py"
+
+RunReference = Callable[[Mapping[str, str], Sequence[str], int], Awaitable[ProbeReport]]
+"""(files, those of them to run, how many times their usual time) -> report. In a clean sandbox, on the
+reference solution: the task's hidden files with these laid over them. Its errors are in the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """Hidden files, some of whose tests are twins."""
+
+    files: Mapping[str, str]
+    twins: frozenset[HiddenTest]
+    """The tests that must fail; all others must pass."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTest:
+    """A hidden test whose verdict could be forged, and why there is no twin of it."""
+
+    test: HiddenTest
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """The exams of one task, and the tests that they leave open."""
+
+    exams: tuple[Exam, ...] = ()
+    open_tests: tuple[OpenTest, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """One site of one part of the hidden files, changed. A part is a segment of a test file, or (number 0)
+    another file."""
+
+    part: tuple[str, int]
+    site: int
+    is_constant: bool
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What the reference solution did in one test."""
+
+    failure: str | None
+    calls: list[int] | None
+    """Digests of what it was asked; None if that was not recorded."""
+    compared: bool
+    """Whether it failed by a comparison of its own, not by an error on the way to one."""
+
+
+class TwinFinder:
+    """Finds the twins of one task's tests: always the same for the same files."""
+
+    def __init__(self, hidden: Sequence[HiddenFile], others: Mapping[str, str]) -> None:
+        """`hidden`: the test files; `others`: what else is hidden, modules and data."""
+        self._rng = Random("\0".join([*(file.probe for file in hidden), *others.values()]))
+        self._files = {file.path: file for file in hidden}
+        self._tests = [test for file in hidden for test in file.tests]
+        self._most_own = min(_MOST_CHANGES, max(1, _MOST_TOGETHER // len(self._tests)))
+        self._own: dict[HiddenTest, list[_Change]] = {}
+        self._shared: list[_Change] = []
+        self._source = {(path, 0): text for path, text in others.items()}
+        for path in others:
+            self._shared += self._changes((path, 0))
+        for file in hidden:
+            test_of = {test.name: test for test in file.tests}
+            for number, (name, source) in enumerate(file.segments):
+                self._source[file.path, number] = source
+                if name:
+                    self._own[test_of[name]] = self._changes((file.path, number))
+                else:
+                    self._shared += self._changes((file.path, number))
+        self._shared = [change for change in self._shared if change.is_constant]
+        self._turning: dict[HiddenTest, list[_Change]] = {test: [] for test in self._tests}
+
+    @property
+    def questionable(self) -> list[HiddenTest]:
+        """The tests that need a twin, as far as the files show it: the reference solution shows the rest."""
+        return [
+            test
+            for test in self._tests
+            if self._shared or self._own[test] or not self._files[test.path].keeps_secret(test)
+        ]
+
+    async def find(self, run: RunReference) -> Twins:
+        """Tries changes on the reference solution. Raises what `run` raises."""
+        base = await self._try_own(run)
+        if isinstance(base, str):
+            return Twins((), tuple(OpenTest(test, base) for test in self._tests))
+        await self._try_shared(run, base)
+        exams = await self._make_exams(run)
+        twinned = {test for exam in exams for test in exam.twins}
+        reasons = {test: self._open_reason(test, base) for test in self._tests if test not in twinned}
+        found = tuple(OpenTest(test, reason) for test, reason in reasons.items() if reason is not None)
+        return Twins(tuple(exams), found)
+
+    async def _try_own(self, run: RunReference) -> dict[HiddenTest, _Seen] | str:
+        """Notes which changes within a test turn it: all in one run, each in a file of its own. Returns what
+        the reference solution did in each test as it is, or why that is not known."""
+        files, tried = await asyncio.to_thread(self._variants)
+        report = await run(_with_watch(files), list(files), len(files))
+        if report.error is not None:
+            return f"the reference solution does not get through it: {report.error}"
+        results = {(result.path, result.name): result for result in report.results}
+        base = {test: self._see(results.get((test.path, test.name)), test) for test in self._tests}
+        for path, (test, change) in tried.items():
+            self._note(test, change, self._see(results.get((path, test.name)), test), base[test])
+        return base
+
+    def _variants(self) -> tuple[dict[str, str], dict[str, tuple[HiddenTest, _Change]]]:
+        """The test files, and a file for each change within a test; what each of the latter holds."""
+        files = {path: self._watched(file, {}) for path, file in self._files.items()}
+        tried: dict[str, tuple[HiddenTest, _Change]] = {}
+        for test, changes in self._own.items():
+            for change in self._drawn(changes, self._most_own):
+                path = f"{test.path.removesuffix('.py')}_{len(tried)}.py"
+                files[path] = self._watched(self._files[test.path], self._changed([change]), test.name)
+                tried[path] = test, change
+        return files, tried
+
+    async def _try_shared(self, run: RunReference, base: Mapping[HiddenTest, _Seen]) -> None:
+        """Notes which changes of what tests share turn any, where a test still lacks one."""
+        for change in self._drawn(self._shared, _MOST_SHARED):
+            if all(any(one.is_constant for one in self._turning[test]) for test in self._tests):
+                return
+            changed = self._changed([change])
+            files = {path: self._watched(file, changed) for path, file in self._files.items()}
+            if change.part[0] not in files:
+                files[change.part[0]] = changed[change.part]
+            report = await run(_with_watch(files), list(self._files), 1)
+            results = {(result.path, result.name): result for result in report.results}
+            seen = {test: self._see(results.get((test.path, test.name)), test) for test in self._tests}
+            if report.error is None and all(_asked_the_same(seen[test], base[test]) for test in self._tests):
+                for test in self._tests:
+                    self._note(test, change, seen[test], base[test])
+
+    async def _make_exams(self, run: RunReference) -> list[Exam]:
+        """Exams in which each test that has twins is now a twin, and now as it was."""
+        exams: list[Exam] = []
+        for chosen in self._plan_exams():
+            changed = self._changed(chosen)
+            files = {path: self._assembled(file, changed) for path, file in self._files.items()}
+            files |= {path: text for (path, _), text in changed.items() if path not in files}
+            report = await run(files, list(self._files), 1)
+            twins = frozenset(judge_report([*self._files.values()], report))
+            if report.error is None and twins == self._turned_by(chosen):
+                exams.append(Exam(files, twins))
+        return exams
+
+    def _plan_exams(self) -> list[list[_Change]]:
+        """The changes of each exam. One exam changes each test once at most, so more changes need more exams;
+        that some test stays as it was in some exam takes several where all have their twins together."""
+        able = {test: self._ordered(changes) for test, changes in self._turning.items() if changes}
+        if not able:
+            return []
+        together = all(self._turned_by([one]) == able.keys() for changes in able.values() for one in changes)
+        fewest = _FEWEST_TOGETHER if together else 2
+        number = min(max(fewest, 1 + max(map(len, able.values()))), _MOST_EXAMS)
+        plan: list[list[_Change]] = []
+        for _ in range(_TRIES):
+            plan = [[] for _ in range(number)]
+            for changes in able.values():
+                times = self._rng.randint(min(len(changes), number - 1), number - 1)
+                for place, change in zip(
+                    self._rng.sample(range(number), times), cycle(changes), strict=False
+                ):
+                    plan[place].append(change)
+            if any(self._turned_by(chosen) != able.keys() for chosen in plan):
+                break
+        return plan
+
+    def _ordered(self, changes: Sequence[_Change]) -> list[_Change]:
+        """One change for each place, in random order; constants first, for they also show who reads them."""
+        one_each = {(change.part, change.place): change for change in self._drawn(changes, len(changes))}
+        return sorted(one_each.values(), key=lambda change: not change.is_constant)
+
+    def _turned_by(self, changes: Iterable[_Change]) -> set[HiddenTest]:
+        chosen = set(changes)
+        return {test for test, turning in self._turning.items() if chosen.intersection(turning)}
+
+    def _open_reason(self, test: HiddenTest, base: Mapping[HiddenTest, _Seen]) -> str | None:
+        """Why a test without a twin is open; None if it needs none."""
+        if base[test].failure is not None:
+            return f"the reference solution fails it: {base[test].failure}"
+        if self._turning[test]:
+            return "the reference solution does not answer a changed test alike each time"
+        all_tried = len(self._own[test]) <= self._most_own and len(self._shared) <= _MOST_SHARED
+        if all_tried and self._files[test.path].keeps_secret(test):
+            return None
+        number = len(self._own[test]) + len(self._shared)
+        kind = "changes" if all_tried else "changes, as far as they were tried,"
+        return f"none of {number} {kind} makes the reference solution fail it"
+
+    def _note(self, test: HiddenTest, change: _Change, seen: _Seen, base: _Seen) -> None:
+        fails = base.failure is None and seen.failure is not None and _asked_the_same(seen, base)
+        if fails and (seen.compared or not change.is_constant):
+            self._turning[test].append(change)
+
+    def _see(self, result: ProbeResult | None, test: HiddenTest) -> _Seen:
+        if result is None:
+            return _Seen("not run", None, False)
+        noted: dict[int, object] = {}
+        records: list[Value] = []
+        for row in result.values:
+            index, value = read_row(row)
+            if index in (CALLS, COMPARED):
+                noted[index] = value
+            else:
+                records.append(row)
+        failure = self._files[test.path].judge(replace(result, values=tuple(records)), test)
+        calls = noted.get(CALLS)
+        compared = failure != result.error or noted.get(COMPARED) is True
+        return _Seen(failure, calls if isinstance(calls, list) else None, compared)
+
+    def _changes(self, part: tuple[str, int]) -> list[_Change]:
+        sites = find_sites(part[0], self._source[part], self._names(part))
+        return [_Change(part, number, *site) for number, site in enumerate(sites)]
+
+    def _changed(self, changes: Iterable[_Change]) -> dict[tuple[str, int], str]:
+        """The text of each part that is changed."""
+        sites: dict[tuple[str, int], set[int]] = {}
+        for change in changes:
+            sites.setdefault(change.part, set()).add(change.site)
+        return {
+            part: change_sites(part[0], self._source[part], self._names(part), numbers)
+            for part, numbers in sites.items()
+        }
+
+    def _names(self, part: tuple[str, int]) -> frozenset[str]:
+        file = self._files.get(part[0])
+        return frozenset() if file is None else file.solution_names
+
+    def _drawn(self, changes: Sequence[_Change], most: int) -> list[_Change]:
+        return self._rng.sample(changes, min(len(changes), most))
+
+    def _watched(self, file: HiddenFile, changed: Mapping[tuple[str, int], str], only: str = "") -> str:
+        """A test file that also records what its tests ask; with one test only if one is named."""
+        lines = self._assembled(file, changed, only).split("\n")
+        place = next(n for n, line in enumerate([*lines, ""]) if not line.startswith("from __future__"))
+        hidden = sorted({_WATCH, *self._files, *(path for path, _ in self._source)})
+        begin = f"__wrap__ = __import__('watch_inside').watch(__record__, {{__file__, *{hidden!r}}})"
+        return "\n".join([*lines[:place], begin, *lines[place:], "__wrap__(globals())"])
+
+    def _assembled(self, file: HiddenFile, changed: Mapping[tuple[str, int], str], only: str = "") -> str:
+        return "\n".join(
+            changed.get((file.path, number), source)
+            for number, (name, source) in enumerate(file.segments)
+            if not only or name in ("", only)
+        )
+
+
+def _asked_the_same(seen: _Seen, base: _Seen) -> bool:
+    """Whether a test asked the solution what it always asks, as far as it came."""
+    if seen.calls is None or base.calls is None:
+        return False
+    return seen.calls == (base.calls if seen.failure is None else base.calls[: len(seen.calls)])
+
+
+def _with_watch(files: Mapping[str, str]) -> dict[str, str]:
+    return {**files, _WATCH: _watch_source()}
+
+
+@cache
+def _watch_source() -> str:
+    return Path(__file__).with_name(_WATCH).read_text(encoding="utf-8")

@@ -1,0 +1,48 @@
+"""How many tasks of a set are open is said, and listed for their authors."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+from etude.controller.open_tasks import say_open_tasks
+from etude.environment.cheats import TARGET
+from etude.records import Task
+from etude.sandbox.fake import MemoryBackend
+from etude.sandbox.types import Resources
+from etude.tasks.harbor import write_harbor
+from tests.cli.commands import etude
+
+OPEN = replace(
+    TARGET,
+    id="cheats/open",
+    hidden_files={"tests/test_hidden.py": "from lib.tally import tally\n\ndef test_a():\n    tally([1])\n"},
+)
+
+
+def said_of(*tasks: Task) -> list[str]:
+    said: list[str] = []
+    asyncio.run(say_open_tasks(tasks, MemoryBackend(), Resources(), said.append))
+    return said
+
+
+def test_the_share_of_open_tasks_is_said_with_a_reason() -> None:
+    share, named = said_of(TARGET, OPEN, TARGET, TARGET)
+    assert share == "open tasks: 1 of 4 (25%), whose hidden tests could be forged"
+    assert named.startswith("  cheats/open: tests/test_hidden.py::test_a: none of ")
+
+
+def test_closed_sets_are_said_to_be_closed_and_generated_ones_are_not_looked_at() -> None:
+    assert said_of(TARGET) == ["open tasks: 0 of 1 (0%)"]
+    assert said_of() == []
+
+
+def test_check_lists_open_tests_and_exits_with_1(tmp_path: Path) -> None:
+    write_harbor(TARGET, tmp_path / "closed")
+    arguments = ("tasks", "check", str(tmp_path), "--backend", "unisolated")
+    assert etude(*arguments).exit_code == 0
+    write_harbor(OPEN, tmp_path / "open")
+    found = etude(*arguments)
+    assert found.exit_code == 1
+    assert found.stdout.startswith("cheats/open: tests/test_hidden.py::test_a: none of ")
