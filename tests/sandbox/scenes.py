@@ -35,6 +35,13 @@ def open_local(state: Path, name: str = "local") -> ForkServerBackend:
         return LocalBackend(state) if name == "local" else UnisolatedBackend(state)
 
 
+def unchecked_template(files: dict[str, bytes]) -> Template:
+    """A template of files that no template takes: for what comes behind that check."""
+    template = Template()
+    template._bytes.update(files)
+    return template
+
+
 def on_backend(
     state: Path, scenario: Callable[[ForkServerBackend], Awaitable[Result]], name: str = "local"
 ) -> Result:

@@ -14,6 +14,7 @@ import pytest
 
 from etude.errors import SandboxError
 from etude.sandbox.channel import Channel
+from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.inside.frames import Header, Unpacker, pack
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.machine_backend import MachineBackend
@@ -190,7 +191,7 @@ def test_the_time_for_which_a_sandbox_is_copied_does_not_count_for_a_command(
             assert not channel.closed
             theirs.send(pack({"id": 1}, b"late"))
             assert (await job)[1] == b"late"
-        with pytest.raises(SandboxError, match="no answer within"):
+        with pytest.raises(SandboxKilledByAgentError, match="no answer within"):
             await sandbox.job({"op": "command", "timeout_s": 0.0})
 
     on_line(scenario)

@@ -23,7 +23,7 @@ from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.local.unisolated import UnisolatedBackend
 from etude.sandbox.template import Template
 from tests.sandbox.backends import with_backend, with_sandbox
-from tests.sandbox.scenes import becomes_true
+from tests.sandbox.scenes import becomes_true, unchecked_template
 
 FILES: dict[str, bytes | str] = {"t.py": "def test_a():\n    pass\n"}
 LINGER = "sleep 987654 >/dev/null 2>&1 &"
@@ -206,7 +206,7 @@ def test_large_templates_and_files_cross_whole() -> None:
 def test_a_sandbox_that_cannot_be_made_raises_and_the_next_one_works() -> None:
     async def scenario(backend: SandboxBackend) -> None:
         with pytest.raises(SandboxError):
-            await backend.create(Template({"x" * 300: "a name too long for any file system"}))
+            await backend.create(unchecked_template({"x" * 300: b"a name too long for any file system"}))
         assert (await (await backend.create(Template(FILES))).run_tests(["t.py"])).passed
 
     with_backend("local", scenario)

@@ -27,6 +27,7 @@ from tests.sandbox.scenes import (
     open_descriptors,
     open_local,
     resident_bytes,
+    unchecked_template,
 )
 
 FILES: dict[str, bytes | str] = {"f": "template"}
@@ -262,7 +263,7 @@ def test_many_first_sandboxes_share_one_fork_server(tmp_path: Path) -> None:
 
 def test_a_template_that_could_not_be_stored_does_not_spoil_the_next_use(tmp_path: Path) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
-        broken = Template({"x" * 300: "a name too long for any file system", "a": "b"})
+        broken = unchecked_template({"x" * 300: b"a name too long for any file system", "a": b"b"})
         for _ in range(2):
             with pytest.raises(SandboxError, match="too long"):
                 await backend.create(broken)

@@ -1,18 +1,20 @@
 """What a program inside says, looked at before it is believed.
 
 A frame is looked at once as a whole when it comes (`frame_problem`), and each field where it is used. What
-these readers refuse no program of ours ever says: the one inside was taken over or is broken. So it is a
-`SandboxError`, ours, and never the agent's; what an *agent* can make an honest program say passes
+these readers refuse no program of ours ever says: the one inside was taken over, and there nobody but the
+agent is. So it is a `SandboxKilledByAgentError`; what an agent can make an *honest* program say passes
 (names with lone surrogates, an exit code of its own making).
 """
 
 from __future__ import annotations
 
 import math
+import os
 import reprlib
 from typing import Any
 
-from etude.errors import AgentError, SandboxError
+from etude.errors import AgentError
+from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.paths import normal_path
 
@@ -23,8 +25,7 @@ MAX_EXIT_CODE = 255
 Shapes = frozenset[tuple[type, ...]]
 """The types that a row may have, field by field."""
 
-_NONE = type(None)
-_DIFF_SHAPES: Shapes = frozenset({(str, int), (str, _NONE)})
+_DIFF_SHAPES: Shapes = frozenset({(str, int), (str, type(None))})
 
 
 class _Shortened(reprlib.Repr):
@@ -38,9 +39,9 @@ _shortened = _Shortened()
 _shortened.maxstring = 80
 
 
-def nonsense(sandbox: str, field: str, received: object, wanted: str) -> SandboxError:
+def nonsense(sandbox: str, field: str, received: object, wanted: str) -> SandboxKilledByAgentError:
     """The error for a field of an answer of `sandbox` that is not what was `wanted`."""
-    return SandboxError(
+    return SandboxKilledByAgentError(
         f"sandbox {sandbox} answered what makes no sense: must be {wanted}",
         field=f"answer.{field}",
         received=_shortened.repr(received),
@@ -49,7 +50,7 @@ def nonsense(sandbox: str, field: str, received: object, wanted: str) -> Sandbox
 
 
 def text(header: Header, name: str, sandbox: str) -> str:
-    """A text; lone surrogates stand for bytes that are no UTF-8. Raises SandboxError."""
+    """A text; lone surrogates stand for bytes that are no UTF-8. Raises SandboxKilledByAgentError."""
     value = header.get(name)
     if type(value) is not str:
         raise nonsense(sandbox, name, value, "a text")
@@ -57,7 +58,7 @@ def text(header: Header, name: str, sandbox: str) -> str:
 
 
 def flag(header: Header, name: str, sandbox: str) -> bool:
-    """True or False. Raises SandboxError."""
+    """True or False. Raises SandboxKilledByAgentError."""
     value = header.get(name)
     if type(value) is not bool:
         raise nonsense(sandbox, name, value, "true or false")
@@ -65,7 +66,7 @@ def flag(header: Header, name: str, sandbox: str) -> bool:
 
 
 def integer(header: Header, name: str, sandbox: str, least: int = -MAX_INTEGER) -> int:
-    """An integer from `least` to `MAX_INTEGER`. Raises SandboxError."""
+    """An integer from `least` to `MAX_INTEGER`. Raises SandboxKilledByAgentError."""
     value = header.get(name)
     if type(value) is not int or not least <= value <= MAX_INTEGER:
         raise nonsense(sandbox, name, value, f"an integer, at least {least}")
@@ -73,7 +74,7 @@ def integer(header: Header, name: str, sandbox: str, least: int = -MAX_INTEGER) 
 
 
 def exit_code(header: Header, sandbox: str) -> int:
-    """How a command ended: an integer of any size, as one from -255 to 255. Raises SandboxError.
+    """How a command ended: an integer of any size, as one from -255 to 255. Raises SandboxKilledByAgentError.
 
     In a shell session the agent's code may write a number of its own where the shell tells its status: what
     is beyond is its doing, and counts as 255.
@@ -85,7 +86,7 @@ def exit_code(header: Header, sandbox: str) -> int:
 
 
 def duration_s(header: Header, name: str, sandbox: str) -> float:
-    """A finite number of seconds, not negative. Raises SandboxError."""
+    """A finite number of seconds, not negative. Raises SandboxKilledByAgentError."""
     value = header.get(name)
     if type(value) is float and 0.0 <= value < math.inf:
         return value
@@ -95,7 +96,7 @@ def duration_s(header: Header, name: str, sandbox: str) -> float:
 
 
 def rows(header: Header, name: str, sandbox: str, shapes: Shapes, least: int = 0) -> list[list[Any]]:
-    """A list of rows, each of one of the `shapes`, integers from `least` on. Raises SandboxError."""
+    """A list of rows, each of one of the `shapes`, integers from `least` on. Raises as `text`."""
     value = header.get(name)
     if type(value) is not list:
         raise nonsense(sandbox, name, value, "a list")
@@ -109,7 +110,7 @@ def rows(header: Header, name: str, sandbox: str, shapes: Shapes, least: int = 0
 
 
 def parts(header: Header, data: bytes, sandbox: str) -> tuple[bytes, bytes]:
-    """The payload cut in two by the field `sizes`, which it must fill. Raises SandboxError."""
+    """The payload cut in two by the field `sizes`, which it must fill. Raises SandboxKilledByAgentError."""
     sizes: Any = header.get("sizes")
     if type(sizes) is list and len(sizes) == 2 and type(sizes[0]) is int and type(sizes[1]) is int:
         first, second = sizes
@@ -119,10 +120,10 @@ def parts(header: Header, data: bytes, sandbox: str) -> tuple[bytes, bytes]:
 
 
 def changes(header: Header, data: bytes, sandbox: str) -> dict[str, bytes | None]:
-    """What a diff carries, sorted by path. Raises SandboxError, also for a path that leads out."""
+    """What a diff carries, sorted by path. Raises as `text`, also for a path that leads out."""
     found: dict[str, bytes | None] = {}
-    start = 0
-    for path, size in rows(header, "files", sandbox, _DIFF_SHAPES):
+    start, changed = _changed_files(header, data, sandbox)
+    for path, size in changed:
         if path in found or not _is_inside(path):
             raise nonsense(sandbox, "files", path, "paths below the workspace, each once")
         found[path] = None if size is None else data[start : start + size]
@@ -130,6 +131,20 @@ def changes(header: Header, data: bytes, sandbox: str) -> dict[str, bytes | None
     if start != len(data):
         raise nonsense(sandbox, "files", start, f"files of {len(data)} bytes together")
     return dict(sorted(found.items()))
+
+
+def _changed_files(header: Header, data: bytes, sandbox: str) -> tuple[int, list[list[Any]]]:
+    """Where the contents of a diff begin, and (path, size or None) of each file."""
+    if "files" in header:
+        # A program of an older version, in a machine that was restored.
+        return 0, rows(header, "files", sandbox, _DIFF_SHAPES)
+    start = integer(header, "name_bytes", sandbox, least=0)
+    names = data[:start].split(b"\0")[:-1]
+    sizes: Any = header.get("sizes")
+    if type(sizes) is not list or len(sizes) != len(names):
+        raise nonsense(sandbox, "sizes", sizes, f"the sizes of {len(names)} files")
+    pairs = [[os.fsdecode(name), size] for name, size in zip(names, sizes, strict=True)]
+    return start, rows({"sizes": pairs}, "sizes", sandbox, _DIFF_SHAPES)
 
 
 def frame_problem(header: object) -> str:

@@ -11,7 +11,9 @@
         ├── SandboxMissingError     no sandbox of that id lives here
         ├── SandboxStateError       paused, or not paused, when the call needs the other
         ├── SandboxLostError        its host or its server died
-        ├── SnapshotError           damaged, truncated, of another version or machine
+        ├── SnapshotError           damaged, truncated, not written
+        │   ├── SnapshotMissingError    no snapshot of that id is here
+        │   └── SnapshotRefusedError    of another kind, version or machine, or an upload that is none
         └── CapacityError           no place became free in time
     UserError
     ├── Unsupported                 this backend cannot do that; names one that can
@@ -68,6 +70,14 @@ class SandboxLostError(SandboxError):
 
 class SnapshotError(SandboxError):
     """A snapshot that is damaged, truncated, missing, or made by another version or machine."""
+
+
+class SnapshotMissingError(SnapshotError):
+    """No snapshot of that id is here: it never was, or it was deleted."""
+
+
+class SnapshotRefusedError(SnapshotError):
+    """A snapshot of another kind, version or machine, or an upload that is no whole snapshot."""
 
 
 class CapacityError(SandboxError):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from etude.errors import SandboxError
 from etude.sandbox.arguments import check_count, check_life, check_timeout
-from etude.sandbox.errors import SandboxMissingError, SandboxStateError, SnapshotError
+from etude.sandbox.errors import SandboxMissingError, SandboxStateError, SnapshotMissingError
 from etude.sandbox.fake_commands import MemoryCommands, unsupported_here
 from etude.sandbox.fake_files import MemoryFiles, MemorySource
 from etude.sandbox.fake_running import Run, run_here
@@ -323,7 +323,7 @@ class MemoryBackend:
 
     def _get(self, snapshot: str) -> _Kept:
         if snapshot not in self._kept:
-            raise SnapshotError("the snapshot does not exist", field="snapshot", received=snapshot)
+            raise SnapshotMissingError("the snapshot does not exist", field="snapshot", received=snapshot)
         return self._kept[snapshot]
 
 

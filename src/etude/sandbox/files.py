@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,9 +20,28 @@ from etude.sandbox.types import FileInfo, GrepMatch
 
 PIECE_BYTES = 4 << 20
 """Files travel in pieces of this size."""
+_NAMES_BYTES = 8 << 20
+"""Paths that one request holds, as they may stand in its header."""
 _MAX_DEPTH = 100
 _ENTRY: Shapes = frozenset({(str, str, int)})
 _MATCH: Shapes = frozenset({(str, int, str)})
+
+
+def name_bytes(path: str) -> int:
+    """The most that a path takes in a header, with its file's size beside it."""
+    return 6 * len(path) + 32
+
+
+def batches(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
+    """Consecutive runs of which each adds up to at most `limit_bytes`, or holds one item that is larger."""
+    start, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > limit_bytes:
+            yield slice(start, index)
+            start, total = index, 0
+        total += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))
 
 
 async def read_each(
@@ -122,7 +141,9 @@ class ChannelFiles:
         contents = [data.encode() if isinstance(data, str) else data for data in files.values()]
         pieces = [[self._normal(path), len(data)] for path, data in zip(files, contents, strict=True)]
         received = next(iter(files)) if len(files) == 1 else None
-        await self._line.call({"op": "write", "files": pieces}, b"".join(contents), received)
+        for part in batches([name_bytes(path) for path in files], _NAMES_BYTES):
+            header: Header = {"op": "write", "files": pieces[part]}
+            await self._line.call(header, b"".join(contents[part]), received)
 
     async def list(self, path: str = ".", depth: int = 1) -> list[FileInfo]:
         """See Files.list."""

@@ -15,16 +15,16 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from etude.errors import AgentError, SandboxError, ToolArgumentError
+from etude.errors import AgentError, EtudeError, SandboxError, ToolArgumentError
 from etude.sandbox.answers import changes
 from etude.sandbox.arguments import check_count, check_timeout
 from etude.sandbox.channel import Answer, Channel
 from etude.sandbox.commands import ChannelCommands, ChannelShells
 from etude.sandbox.egress import Egress
-from etude.sandbox.errors import SandboxKilledByAgentError, SandboxLostError, SandboxStateError, fault_error
+from etude.sandbox.errors import SandboxLostError, SandboxStateError, fault_error
 from etude.sandbox.files import ChannelFiles
 from etude.sandbox.gate import Gate
-from etude.sandbox.inside.frames import MAX_PAYLOAD_BYTES, Header
+from etude.sandbox.inside.frames import FrameError, Header
 from etude.sandbox.inside.waiting import MOST_WAITING_S
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.network.environment import proxy_environment
@@ -68,8 +68,8 @@ class Owner(Protocol):
     @property
     def name(self) -> str: ...
 
-    def agents_doing(self, sandbox: MachineSandbox) -> str | None:
-        """How the agent ended its sandbox's server, if it did; None: the failure is ours."""
+    async def blame(self, sandbox: MachineSandbox, error: SandboxError) -> EtudeError:
+        """What a failed call raises: `error` where the failure is ours, else the agent's doing."""
         ...
 
     async def kill(self, sandbox: MachineSandbox) -> None: ...
@@ -179,7 +179,8 @@ class MachineSandbox:
         channel = self.channel
         with self.closed():
             try:
-                await channel.request({"op": "freeze"}, b"", OPERATION_S)
+                async with self._asking():
+                    await channel.request({"op": "freeze"}, b"", OPERATION_S)
                 yield channel
             finally:
                 # Nobody waits for the answer: a caller that was cancelled must not leave the sandbox frozen.
@@ -193,7 +194,8 @@ class MachineSandbox:
         channel = self.channel
         with self.closed():
             try:
-                await channel.request({"op": "hold"}, b"", OPERATION_S)
+                async with self._asking():
+                    await channel.request({"op": "hold"}, b"", OPERATION_S)
             except BaseException:
                 # It may hold its answers back by now: a caller that was cancelled must not leave it so.
                 if not channel.closed:
@@ -201,54 +203,66 @@ class MachineSandbox:
                 raise
             yield channel
 
+    @asynccontextmanager
+    async def _asking(self) -> AsyncIterator[None]:
+        """Around everything that is asked of the program inside: failures in the block are judged."""
+        try:
+            yield
+        except FrameError as error:
+            raise ToolArgumentError(
+                f"more than a request holds at once: {error}", field="data", fix="write it in pieces"
+            ) from error
+        except SandboxError as error:
+            raise await self._owner.blame(self, error) from error
+
     async def call(self, header: Header, payload: bytes = b"", path: str | None = None) -> Answer:
-        """One quick operation. Raises AgentError for the agent's mistakes, else SandboxError."""
-        _check_size(payload)
+        """One quick operation. Raises AgentError for the agent's doing, else SandboxError."""
         await self._gate.wait()
-        answer, data = await self.channel.request(header, payload, OPERATION_S)
+        async with self._asking():
+            answer, data = await self.channel.request(header, payload, OPERATION_S)
         if "fault" in answer:
             raise _agents_fault(answer["fault"], header, path)
         return answer, data
 
     async def job(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
         """One command or test run; a cancelled caller ends it."""
-        _check_size(payload)
         await self._gate.wait()
-        channel = self.channel
+        async with self._asking():
+            answer, data = await self._run_job(self.channel, header, payload, on_output)
+        if "fault" in answer:
+            raise _agents_fault(answer["fault"], header)
+        return answer, data
+
+    async def _run_job(
+        self, channel: Channel, header: Header, payload: bytes, on_output: OnOutput | None
+    ) -> Answer:
         header["id"] = request_id = channel.next_id()
         if on_output is not None:
             self._outputs.expect(request_id, on_output)
         try:
             channel.send(header, payload)
             most_s = header["timeout_s"] + MOST_WAITING_S + OPERATION_S
-            answer, data = await channel.answer(request_id, most_s, self._gate.closed_s)
+            return await channel.answer(request_id, most_s, self._gate.closed_s)
         except asyncio.CancelledError:
             if not channel.closed:
                 channel.send({"op": "cancel", "target": request_id})
             raise
-        except SandboxError as error:
-            cause = self._owner.agents_doing(self) if self.state in ("running", "lost") else None
-            if cause is None:
-                raise
-            raise SandboxKilledByAgentError(cause, field="sandbox", received=self.id) from error
         finally:
             self._outputs.answered(request_id)
-        if "fault" in answer:
-            raise _agents_fault(answer["fault"], header)
-        return answer, data
 
     async def wait(self, pid: int) -> Answer:
         """The end of a background command, whenever that is. A cancelled caller leaves it running."""
         await self._gate.wait()
-        channel = self.channel
-        header: Header = {"op": "wait", "pid": pid, "id": channel.next_id()}
-        channel.send(header)
-        try:
-            answer, data = await channel.answer(header["id"], None)
-        except asyncio.CancelledError:
-            if not channel.closed:
-                channel.send({"op": "cancel", "target": header["id"]})
-            raise
+        async with self._asking():
+            channel = self.channel
+            header: Header = {"op": "wait", "pid": pid, "id": channel.next_id()}
+            channel.send(header)
+            try:
+                answer, data = await channel.answer(header["id"], None)
+            except asyncio.CancelledError:
+                if not channel.closed:
+                    channel.send({"op": "cancel", "target": header["id"]})
+                raise
         self._outputs.ended(pid)
         if "fault" in answer:
             raise _agents_fault(answer["fault"], header)
@@ -362,16 +376,6 @@ def greeting(name: str) -> Header:
         "hostname": name,
         "machine_id": secrets.token_hex(16),
     }
-
-
-def _check_size(payload: bytes) -> None:
-    if len(payload) > MAX_PAYLOAD_BYTES:
-        raise ToolArgumentError(
-            f"more than {MAX_PAYLOAD_BYTES} bytes at once",
-            field="data",
-            received=len(payload),
-            fix="upload a file, or write it in pieces",
-        )
 
 
 def _agents_fault(fault: Sequence[str], header: Header, path: str | None = None) -> AgentError:

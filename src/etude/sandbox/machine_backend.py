@@ -20,9 +20,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.errors import ConfigError, SandboxError
+from etude.errors import ConfigError, EtudeError, SandboxError
 from etude.sandbox.arguments import check_life
 from etude.sandbox.background import to_the_end
+from etude.sandbox.blame import Blame
 from etude.sandbox.channel import Channel
 from etude.sandbox.copies import gather_copies
 from etude.sandbox.errors import SandboxMissingError
@@ -65,6 +66,7 @@ class MachineBackend(SnapshotKeeper):
         self._live: dict[str, MachineSandbox] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._closed = False
+        self._blame = Blame()
 
     # For each kind of machine
 
@@ -85,7 +87,11 @@ class MachineBackend(SnapshotKeeper):
         raise self.unsupported(snapshot.info.kind)
 
     def agents_doing(self, sandbox: MachineSandbox) -> str | None:
-        """How the agent ended its sandbox's server, if it did; None: the failure is ours."""
+        """How the agent ended its sandbox's server, as far as that shows; see `blame`."""
+        return None
+
+    def host_failure(self, sandbox: MachineSandbox) -> str | None:
+        """How this host failed the sandbox, as far as that shows; see `blame`."""
         return None
 
     def doctor(self) -> list[str]:
@@ -219,6 +225,16 @@ class MachineBackend(SnapshotKeeper):
                 raise result
 
     # What sandboxes ask of their backend
+
+    async def blame(self, sandbox: MachineSandbox, error: SandboxError) -> EtudeError:
+        """See Owner.blame."""
+        return await self._blame.judge(
+            sandbox.id,
+            error,
+            lambda: sandbox.state in ("paused", "killed"),
+            lambda: self.host_failure(sandbox),
+            lambda: self.agents_doing(sandbox),
+        )
 
     async def kill(self, sandbox: MachineSandbox) -> None:
         """See Sandbox.kill."""

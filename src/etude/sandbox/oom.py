@@ -11,10 +11,25 @@ def num_oom_kills(group: Path) -> int:
 
     Version 2 counts in `memory.events`, version 1 in `memory.oom_control`.
     """
-    for name in ("memory.events", "memory.oom_control"):
-        with contextlib.suppress(OSError):
-            for line in (group / name).read_text().splitlines():
-                key, _, value = line.partition(" ")
-                if key == "oom_kill":
-                    return int(value)
+    return _count(group / "memory.events", "oom_kill") or _count(group / "memory.oom_control", "oom_kill")
+
+
+def reached_limit(group: Path) -> bool:
+    """Whether the group itself has been at its limit: not, where the whole machine lacked memory.
+
+    Version 2 counts in `memory.events`, version 1 in `memory.failcnt`.
+    """
+    if _count(group / "memory.events", "oom") > 0:
+        return True
+    with contextlib.suppress(OSError, ValueError):
+        return int((group / "memory.failcnt").read_text()) > 0
+    return False
+
+
+def _count(file: Path, wanted: str) -> int:
+    with contextlib.suppress(OSError):
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(" ")
+            if key == wanted:
+                return int(value)
     return 0

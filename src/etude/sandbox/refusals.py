@@ -15,20 +15,26 @@ _KEPT: dict[SnapshotKind, str] = {
     "full": "the memory of processes, and files",
     "filesystem": "the files alone",
 }
+_MOST, _MOST_PROCESSES, _MOST_FILES = (1 << 63) - 1, 4_000_000, 1 << 20
+"""What a kernel takes as a limit: of bytes and seconds, of processes, of open files."""
 _FLEET = "fleet"
 """A backend over others, which says itself what it takes in."""
 
 
 def check_resources(resources: Resources) -> None:
-    """Raises ResourceError for more than this host has."""
+    """Raises ResourceError for more than this host or its kernel has, and for what is not above 0."""
     total_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     cores = os.cpu_count() or 1
     for field, received, most in (
         ("resources.memory_bytes", resources.memory_bytes, total_bytes),
         ("resources.disk_bytes", resources.disk_bytes, total_bytes),
         ("resources.cpus", resources.cpus, cores),
+        ("resources.num_processes", resources.num_processes, _MOST_PROCESSES),
+        ("resources.file_bytes", resources.file_bytes, _MOST),
+        ("resources.cpu_s", resources.cpu_s, _MOST),
+        ("resources.open_files", resources.open_files, _MOST_FILES),
     ):
-        if received > most or received <= 0:
+        if not 0 < received <= most:
             raise ResourceError(
                 f"this host has {most}", field=field, received=received, fix="ask for more than 0 and no more"
             )

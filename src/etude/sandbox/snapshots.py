@@ -29,7 +29,7 @@ from typing import Any, cast
 
 from blake3 import blake3
 
-from etude.sandbox.errors import SnapshotError
+from etude.sandbox.errors import SnapshotError, SnapshotMissingError, SnapshotRefusedError
 from etude.sandbox.reaping import is_owner_alive, owner_tag
 from etude.sandbox.refusals import foreign_snapshot
 from etude.sandbox.template import Template
@@ -79,13 +79,14 @@ class Snapshot:
     def check_origin(self, backend: str, backend_version: str, memory: bool) -> None:
         """Raises SnapshotError unless this backend, at this version, on such a machine made it."""
         if self.info.backend != backend:
-            raise _error(self.info.id, *foreign_snapshot(self.info.backend, backend))
+            raise _error(self.info.id, *foreign_snapshot(self.info.backend, backend), SnapshotRefusedError)
         if not memory:
             return
         ours = {**this_machine(), "version": backend_version}
         for key, value in {**self.machine, "version": self.backend_version}.items():
             if ours.get(key) != value:
-                raise _error(self.info.id, f"was made with {key} {value!r}", f"here it is {ours.get(key)!r}")
+                made, here = f"was made with {key} {value!r}", f"here it is {ours.get(key)!r}"
+                raise _error(self.info.id, made, here, SnapshotRefusedError)
 
 
 @dataclass
@@ -228,7 +229,9 @@ class SnapshotStore:
         try:
             directory.rename(doomed)
         except FileNotFoundError as error:
-            raise _error(snapshot, "does not exist", "it was deleted just now") from error
+            raise _error(
+                snapshot, "does not exist", "it was deleted just now", SnapshotMissingError
+            ) from error
         shutil.rmtree(doomed, ignore_errors=True)
         self._marks.remove(snapshot)
 
@@ -258,12 +261,10 @@ class SnapshotStore:
         """
         draft = self.draft("import")
         try:
-            await asyncio.to_thread(_unpack, source, draft.directory)
-            manifest = _read_manifest(draft.directory, source.name)
-            await asyncio.to_thread(_check_files, draft.directory, manifest)
+            manifest = await asyncio.to_thread(_take_in, source, draft.directory)
             info = _info(manifest)
             if info.backend != backend:
-                raise _error(info.id, *foreign_snapshot(info.backend, backend))
+                raise _error(info.id, *foreign_snapshot(info.backend, backend), SnapshotRefusedError)
             if not (self.root / info.id).exists():
                 if manifest.get("temporary"):
                     self._marks.add("transit", info.id)
@@ -275,7 +276,9 @@ class SnapshotStore:
 
     def _directory(self, snapshot: str) -> Path:
         if not _NAME.fullmatch(snapshot) or not (self.root / snapshot).is_dir():
-            raise _error(snapshot, "does not exist", "list the snapshots to see which do")
+            raise _error(
+                snapshot, "does not exist", "list the snapshots to see which do", SnapshotMissingError
+            )
         return self.root / snapshot
 
     def sweep(self) -> None:
@@ -284,6 +287,19 @@ class SnapshotStore:
             if not is_owner_alive(entry.name.removeprefix(".making-")):
                 shutil.rmtree(entry, ignore_errors=True)
         self._marks.sweep()
+
+
+def _take_in(source: Path, directory: Path) -> dict[str, Any]:
+    """The manifest of an exported snapshot, unpacked and checked. Raises SnapshotRefusedError."""
+    try:
+        _unpack(source, directory)
+        manifest = _read_manifest(directory, source.name)
+        _check_files(directory, manifest)
+    except SnapshotError as error:
+        raise SnapshotRefusedError(
+            error.message, field=error.field, received=error.received, fix=error.fix
+        ) from error
+    return manifest
 
 
 def _digest_files(directory: Path) -> dict[str, dict[str, Any]]:
@@ -396,5 +412,5 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _error(snapshot: str, message: str, fix: str) -> SnapshotError:
-    return SnapshotError(f"the snapshot {message}", field="snapshot", received=snapshot, fix=fix)
+def _error(snapshot: str, message: str, fix: str, kind: type[SnapshotError] = SnapshotError) -> SnapshotError:
+    return kind(f"the snapshot {message}", field="snapshot", received=snapshot, fix=fix)

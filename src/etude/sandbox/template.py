@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from etude.errors import ConfigError
+from etude.sandbox.errors import TemplateError
 from etude.sandbox.paths import WORKSPACE, normal_path
+
+MAX_DEPTH = 100
+"""Names in one path. Directories that are nested deeper are no repository's."""
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3840
+"""Of one name, as Linux bounds it, and of a whole path, with room for what it lies below."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,7 @@ class Template:
             normal_path(path, self.workspace): data.encode() if isinstance(data, str) else bytes(data)
             for path, data in self.files.items()
         }
+        _check_paths(contents)
         object.__setattr__(self, "_bytes", contents)
 
     @property
@@ -89,3 +97,29 @@ class Template:
         return cls(
             {entry.relative_to(root).as_posix(): entry.read_bytes() for entry in found}, root.name, image
         )
+
+
+def _check_paths(contents: Mapping[str, bytes]) -> None:
+    """Raises TemplateError for what no directory can hold, or none should."""
+    folders: set[str] = set()
+    for path in contents:
+        names = path.split("/")
+        if path == ".":
+            raise _refused("is the workspace itself", path, "name a file in it")
+        if len(names) > MAX_DEPTH:
+            raise _refused(f"more than {MAX_DEPTH} names in one path", path, "nest directories less deeply")
+        try:
+            sizes = [len(os.fsencode(name)) for name in names]
+        except UnicodeEncodeError:
+            raise _refused("is no text that a path can hold", path, "use characters of Unicode") from None
+        if max(sizes) > MAX_NAME_BYTES or sum(sizes) + len(sizes) > MAX_PATH_BYTES:
+            longest = f"{MAX_NAME_BYTES} bytes in a name, {MAX_PATH_BYTES} in a path"
+            raise _refused("the path is too long", path, f"at most {longest}")
+        folders.update("/".join(names[:count]) for count in range(1, len(names)))
+    for path in folders & contents.keys():
+        raise _refused("is both a file and a directory", path, "leave out one of them")
+
+
+def _refused(message: str, path: str, fix: str) -> TemplateError:
+    shown = path if len(path) <= 120 else f"{path[:120]}... ({len(path)} characters)"
+    return TemplateError(message, field="template.files", received=ascii(shown)[1:-1], fix=fix)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from etude.errors import EtudeError, SandboxError
@@ -28,6 +28,8 @@ from etude.sandbox.errors import (
     PathMissingError,
     SandboxMissingError,
     SandboxStateError,
+    SnapshotMissingError,
+    SnapshotRefusedError,
     Unsupported,
 )
 from etude.sandbox.template import Image, Template
@@ -49,7 +51,7 @@ from etude.serving.errors import encode_error as encode_plainly
 from etude.serving.messages import Encoded
 
 API = "/v1"
-SPEAKS = 1
+SPEAKS = 2
 """Version of this protocol; server and client refuse each other's where it differs."""
 
 Record = TypeVar("Record")
@@ -74,6 +76,8 @@ ERRORS: Mapping[str, type[EtudeError]] = {
 STATUSES: Mapping[type[BaseException], int] = {
     PathMissingError: 404,
     SandboxMissingError: 404,
+    SnapshotMissingError: 404,
+    SnapshotRefusedError: 422,
     SandboxStateError: 409,
     CapacityError: 503,
     Unsupported: 501,
@@ -118,18 +122,21 @@ def encode(value: object) -> Encoded:
 
 
 def encode_diff(changes: Mapping[str, bytes | None]) -> Encoded:
-    """What `Sandbox.diff` gives: paths and sizes, and the contents one after the other."""
-    rows = [[path, None if data is None else len(data)] for path, data in changes.items()]
-    return rows, b"".join(data for data in changes.values() if data is not None)
+    """What `Sandbox.diff` gives: sizes, and names (of any bytes, each NUL-ended) and contents as bytes."""
+    names = b"".join(path.encode("utf-8", "surrogatepass") + b"\0" for path in changes)
+    sizes = [None if data is None else len(data) for data in changes.values()]
+    contents = (data for data in changes.values() if data is not None)
+    return {"name_bytes": len(names), "sizes": sizes}, b"".join((names, *contents))
 
 
 def decode_diff(encoded: Encoded) -> dict[str, bytes | None]:
     """What `encode_diff` wrote."""
-    rows, data = encoded
+    header, data = encoded
+    start = header["name_bytes"]
+    names = [name.decode("utf-8", "surrogatepass") for name in data[:start].split(b"\0")[:-1]]
     changes: dict[str, bytes | None] = {}
-    start = 0
-    for path, size in rows:
-        changes[str(path)] = None if size is None else data[start : start + size]
+    for path, size in zip(names, header["sizes"], strict=True):
+        changes[path] = None if size is None else data[start : start + size]
         start += size or 0
     if start != len(data):
         raise ValueError("sizes and contents differ")
@@ -227,15 +234,3 @@ def template_key(template: Template) -> str:
     image = template.image
     rows = [template.digest, template.name, "" if image is None else image.name]
     return hashlib.blake2b("\0".join(rows).encode(), digest_size=20).hexdigest()
-
-
-def batches(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
-    """Consecutive runs of which each adds up to at most `limit_bytes`, or holds one item that is larger."""
-    start, total = 0, 0
-    for index, size in enumerate(sizes):
-        if index > start and total + size > limit_bytes:
-            yield slice(start, index)
-            start, total = index, 0
-        total += size
-    if start < len(sizes):
-        yield slice(start, len(sizes))

@@ -1,4 +1,4 @@
-"""A program inside that was taken over answers nonsense: the owner gets a typed error, at once.
+"""A program inside that was taken over answers nonsense: that is the agent's doing, and known at once.
 
 On `local` no process of the agent reaches the server's socket; in a guest of its own, root could.
 """
@@ -10,7 +10,7 @@ import json
 import math
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import EtudeError, SandboxError
+from etude.sandbox.blame import Blame
 from etude.sandbox.channel import Channel
+from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.template import Template
@@ -34,10 +36,20 @@ class NoOwner:
     """An owner whose sandbox is its only one."""
 
     name = "hostile"
-    agent_can_kill = False
+
+    async def blame(self, sandbox: MachineSandbox, error: SandboxError) -> EtudeError:
+        """By the one rule, on a host that shows no failure of its own."""
+        return await Blame().judge(sandbox.id, error, lambda: False, lambda: None, lambda: None)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments, **named: None
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _evidence_at_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("etude.sandbox.blame.EVIDENCE_S", 0.0)
+        yield
 
 
 def frame(header: object, payload: bytes = b"") -> bytes:
@@ -176,6 +188,12 @@ ANSWERS: dict[str, tuple[Call, Callable[[int], bytes]]] = {
     "matches without lines": (GREP, answer_with(matches=[["a", 1]])),
     "a match on a line that is not a number": (GREP, answer_with(matches=[["a", math.nan, "x"]])),
     "a diff without files": (DIFF, answer_with()),
+    "a diff with fewer names than sizes": (DIFF, answer_with(b"a\0", name_bytes=2, sizes=[0, 0])),
+    "a diff with sizes of true": (DIFF, answer_with(b"a\0", name_bytes=2, sizes=[True])),
+    "a diff with names that climb": (DIFF, answer_with(b"../a\0", name_bytes=5, sizes=[None])),
+    "a diff with a name twice": (DIFF, answer_with(b"a\0a\0", name_bytes=4, sizes=[0, 0])),
+    "a diff with names beyond its end": (DIFF, answer_with(b"a\0", name_bytes=9, sizes=[0])),
+    "a diff with sizes beyond its end": (DIFF, answer_with(b"a\0", name_bytes=2, sizes=[7])),
     "a diff of wrong types": (DIFF, answer_with(files=[[1, "x"]])),
     "a diff that is longer than its contents": (DIFF, answer_with(files=[["a", 100]])),
     "a diff that is shorter than its contents": (DIFF, answer_with(b"abc", files=[["a", 1]])),
@@ -217,10 +235,10 @@ ANSWERS: dict[str, tuple[Call, Callable[[int], bytes]]] = {
 
 
 @pytest.mark.parametrize("name", [*FRAMES, *ANSWERS])
-def test_an_answer_that_makes_no_sense_is_an_infrastructure_error(name: str) -> None:
+def test_an_answer_that_makes_no_sense_is_the_agents_doing(name: str) -> None:
     call, answer = {**FRAMES, **ANSWERS}[name]
     ended, unhandled = ask(call, answer)
-    assert isinstance(ended, SandboxError), ended
+    assert isinstance(ended, SandboxKilledByAgentError), ended
     assert not unhandled
     assert "hostile" in str(ended)
     assert len(str(ended)) < 500
@@ -228,7 +246,7 @@ def test_an_answer_that_makes_no_sense_is_an_infrastructure_error(name: str) -> 
 
 def test_a_field_that_makes_no_sense_is_named() -> None:
     ended, _ = ask(RUN, result_with(exit_code={"number": "0" * 1000}))
-    assert isinstance(ended, SandboxError)
+    assert isinstance(ended, SandboxKilledByAgentError)
     assert ended.field == "answer.exit_code"
     assert ended.received == "<object of 1 fields>"
     assert ended.fix
@@ -236,7 +254,7 @@ def test_a_field_that_makes_no_sense_is_named() -> None:
 
 def test_a_failure_of_any_length_is_told_in_short() -> None:
     ended, _ = ask(READ, answer_with(failure="x" * 1_000_000))
-    assert isinstance(ended, SandboxError)
+    assert isinstance(ended, SandboxKilledByAgentError)
     assert 100 < len(str(ended)) < 5000
 
 
@@ -244,8 +262,12 @@ def test_what_the_agent_can_make_an_honest_server_say_is_no_error() -> None:
     """Names that are no UTF-8, and a status that was written by a program instead of the shell."""
     ended, unhandled = ask(LIST, answer_with(entries=[["\udc80", "file", 1]]))
     assert [entry.path for entry in ended] == ["\udc80"]  # type: ignore[attr-defined]
-    ended, _ = ask(DIFF, answer_with(b"x", files=[["a/\udc80", 1], ["b", None]]))
-    assert ended == {"a/\udc80": b"x", "b": None}
+    for answer in (
+        answer_with(b"x", files=[["a/\udc80", 1], ["b", None]]),
+        answer_with(b"a/\x80\0b\0x", name_bytes=6, sizes=[1, None]),
+    ):
+        ended, _ = ask(DIFF, answer)
+        assert ended == {"a/\udc80": b"x", "b": None}
     ended, _ = ask(RUN, result_with(exit_code=10**60))
     assert (ended.exit_code, ended.stdout, ended.stderr) == (255, "a", "bc")  # type: ignore[attr-defined]
     assert not unhandled
@@ -269,7 +291,7 @@ def test_what_the_agent_can_make_an_honest_server_say_is_no_error() -> None:
 def test_what_a_test_process_says_that_is_no_report_is_a_run_that_ended_early(
     call: Call, said: bytes
 ) -> None:
-    """The agent's code ran there: its nonsense is its own doing, never an infrastructure error."""
+    """The agent's code ran there, and may say anything."""
     ended, unhandled = ask(call, result_with(said, sizes=[len(said)]))
     assert ended.error == "the test run ended early: exit code 0"  # type: ignore[attr-defined]
     assert not unhandled
@@ -317,7 +339,7 @@ def test_output_that_comes_after_the_end_of_a_command_goes_to_nobody() -> None:
 
 def test_nothing_after_nonsense_is_believed() -> None:
     ended, unhandled = ask(READ, lambda request: frame(5) + frame({"id": request}, b"x"))
-    assert isinstance(ended, SandboxError)
+    assert isinstance(ended, SandboxKilledByAgentError)
     assert not unhandled
 
 
@@ -328,7 +350,7 @@ def test_nonsense_ends_every_waiting_call() -> None:
 
     ended, unhandled = ask(run, header_of({"id": "x"}))
     assert isinstance(ended, list)
-    assert [type(error) for error in ended] == [SandboxError] * 4
+    assert [type(error) for error in ended] == [SandboxKilledByAgentError] * 4
     assert not unhandled
 
 
@@ -347,7 +369,7 @@ VALUES = st.recursive(
 NAMES = st.sampled_from(
     (
         *("id", "event", "fault", "failure", "entries", "matches", "files", "processes", "session", "pid"),
-        *("fd", "stream", "bytes", "killed", *RESULT),
+        *("fd", "stream", "bytes", "killed", "name_bytes", *RESULT),
     )
 )
 

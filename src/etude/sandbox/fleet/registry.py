@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from etude.errors import ConfigError
-from etude.sandbox.errors import SandboxLostError, SandboxMissingError, SnapshotError
+from etude.sandbox.errors import SandboxLostError, SandboxMissingError, SnapshotMissingError
 from etude.sandbox.fleet.host import FleetHost, HostSpec
 from etude.sandbox.fleet.hosts import Placement, Policy, Pressure
 from etude.sandbox.fleet.queue import PlacementQueue
@@ -192,11 +192,11 @@ class Registry:
         return host, inner_id
 
     def locate_snapshot(self, snapshot: str) -> tuple[str, str]:
-        """(host, id there) of a snapshot. Raises SnapshotError, SandboxLostError."""
+        """(host, id there) of a snapshot. Raises SnapshotMissingError, SandboxLostError."""
         name, _, inner_id = snapshot.partition(":")
         host = self.hosts.get(name)
         if host is None or not inner_id:
-            raise SnapshotError("no such snapshot", field="snapshot", received=snapshot)
+            raise SnapshotMissingError("no such snapshot", field="snapshot", received=snapshot)
         if host.is_dead:
             raise SandboxLostError(
                 "the host that holds the snapshot is dead", field="snapshot", received=snapshot

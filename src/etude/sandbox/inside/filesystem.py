@@ -108,14 +108,18 @@ class Workspace:
         found = matching_lines(expression, self.read(path, 8 << 20))
         return [[path, number, line] for number, line in itertools.islice(found, limit)]
 
-    def diff(self) -> tuple[list[list[object]], bytes]:
-        """([path, size or None], contents in order) of what differs from the template.
+    def diff(self) -> tuple[list[int | None], bytes, bytes]:
+        """(size or None, names as NUL-ended bytes, contents) of what differs from the template, in one order.
+
+        Names are of the agent's making, of any bytes: as JSON they could be six times as long. They count
+        against `MAX_DIFF_BYTES` as contents do.
 
         A file whose inode, size and times are the template's is taken as unchanged: whoever forges
         those only hides a change of their own. What the agent locked away is carried as well; what belongs
         to somebody else and cannot be read is as it was.
         """
-        rows: list[list[object]] = []
+        sizes: list[int | None] = []
+        names: list[bytes] = []
         contents: list[bytes] = []
         total_bytes = 0
         seen: set[str] = set()
@@ -130,15 +134,15 @@ class Workspace:
                     continue  # deleted since it was listed
                 seen.add(path)
                 if data is not None:
-                    rows.append([path, len(data)])
+                    sizes.append(len(data))
+                    names.append(os.fsencode(path) + b"\0")
                     contents.append(data)
-                    total_bytes += len(data)
-        rows += [
-            [path, None]
-            for path in self._template_paths()
-            if path not in seen and not path.startswith(tuple(closed))
-        ]
-        return rows, b"".join(contents)
+                    total_bytes += len(data) + len(names[-1])
+        for path in self._template_paths():
+            if path not in seen and not path.startswith(tuple(closed)):
+                sizes.append(None)
+                names.append(os.fsencode(path) + b"\0")
+        return sizes, b"".join(names), b"".join(contents)
 
     def _changed(self, path: str, entry: os.DirEntry[str], room_bytes: int) -> bytes | None:
         """The content of a file that differs from the template's; None if it does not."""

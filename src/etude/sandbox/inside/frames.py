@@ -17,12 +17,14 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class FrameError(ValueError):
-    """The other side sent what is no frame."""
+    """What is no frame: the other side sent it, or it would be too large to be one."""
 
 
 def pack(header: Header, payload: bytes = b"") -> bytes:
-    """One frame: two little-endian lengths, the header, the payload."""
+    """One frame: two little-endian lengths, the header, the payload. Raises FrameError for too large ones."""
     head = _encode(header).encode()
+    if len(head) > MAX_HEADER_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
+        raise FrameError(f"frame of {len(head)} + {len(payload)} bytes")
     return _SIZES.pack(len(head), len(payload)) + head + payload
 
 

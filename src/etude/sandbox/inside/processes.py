@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from etude.sandbox.inside.shared_memory import remove_shared_memory
+
 _ROUNDS = 20
 _STOP_S = 2.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -37,6 +39,10 @@ class Processes(Protocol):
 
     def kill_all(self) -> None: ...
 
+    def remove_shared_memory(self) -> None:
+        """Removes what the processes shared and left, as far as it is nobody else's."""
+        ...
+
 
 class NamespaceProcesses:
     """The processes of this pid namespace, of which the server is pid 1."""
@@ -53,6 +59,9 @@ class NamespaceProcesses:
         except ProcessLookupError:
             return
 
+    def remove_shared_memory(self) -> None:
+        remove_shared_memory()
+
 
 class DescendantProcesses:
     """The descendants of this process, which adopts its orphans. For servers without a pid namespace."""
@@ -63,6 +72,9 @@ class DescendantProcesses:
 
     def kill_all(self) -> None:
         kill_all_but(self, lambda table: set())
+
+    def remove_shared_memory(self) -> None:
+        """Nothing: it is shared with the host."""
 
 
 class UserProcesses:
@@ -77,6 +89,9 @@ class UserProcesses:
 
     def kill_all(self) -> None:
         kill_all_but(self, lambda table: set())
+
+    def remove_shared_memory(self) -> None:
+        remove_shared_memory()
 
 
 def descendants(table: Table, roots: Iterable[int]) -> set[int]:

@@ -137,8 +137,9 @@ class Running:
         return more_s > 0
 
     def end_all(self) -> None:
-        """Ends every process of the sandbox; whoever waits for one hears that it was killed."""
+        """Ends every process of the sandbox, and what they shared; callers that wait hear of a kill."""
         self._processes.kill_all()
+        self._processes.remove_shared_memory()
         self._reap()
         for job in list(self._jobs.values()):
             job.keep_background = True

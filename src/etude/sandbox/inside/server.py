@@ -23,7 +23,7 @@ from etude.sandbox.inside import faults
 from etude.sandbox.inside.faults import Fault
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.forward import FRAMES, Forwarder
-from etude.sandbox.inside.frames import Header
+from etude.sandbox.inside.frames import FrameError, Header
 from etude.sandbox.inside.processes import Processes
 from etude.sandbox.inside.running import Running, Settings
 from etude.sandbox.inside.wire import Wire
@@ -153,11 +153,15 @@ class Server:
         except RecursionError:
             answer = {"fault": list(faults.TOO_DEEP)}, b""
         except MemoryError:
-            answer = {"fault": ["argument", "the answer is too large"]}, b""
+            answer = {"fault": list(faults.ANSWER_TOO_LARGE)}, b""
         except Exception as error:
             answer = {"failure": f"{type(error).__name__}: {error}\n{traceback.format_exc()[-2000:]}"}, b""
         if answer is not None:
-            self._wire.send({**answer[0], "id": header["id"]}, answer[1])
+            try:
+                self._wire.send({**answer[0], "id": header["id"]}, answer[1])
+            except FrameError:
+                # Names and lines of the agent's making: its owner would take the frame for no answer at all.
+                self._wire.send({"fault": list(faults.ANSWER_TOO_LARGE), "id": header["id"]})
 
     # File operations
 
@@ -214,8 +218,8 @@ class Server:
     def _diff(self, header: Header, payload: bytes) -> Answer:
         if header["kill_processes"]:
             self._running.end_all()
-        rows, contents = self._workspace.diff()
-        return {"files": rows}, contents
+        sizes, names, contents = self._workspace.diff()
+        return {"sizes": sizes, "name_bytes": len(names)}, names + contents
 
     # Of the machine as a whole
 

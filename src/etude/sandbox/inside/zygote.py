@@ -32,7 +32,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from etude.sandbox.inside import faults, kernel, layers, namespaces
-from etude.sandbox.inside.frames import MAX_REQUEST_BYTES, FrameError, Unpacker, pack
+from etude.sandbox.inside.frames import MAX_REQUEST_BYTES, Unpacker, pack
 from etude.sandbox.inside.isolation import Folders, Isolation, Namespaces, discard
 from etude.sandbox.inside.processes import reap
 from etude.sandbox.inside.running import Settings
@@ -84,7 +84,11 @@ class ForkServer:
                     os.set_inheritable(descriptor, False)
                 if not data:
                     return
-                self._handle(data, descriptors)
+                try:
+                    self._handle(data, descriptors)
+                except Exception:
+                    # All other sandboxes go on; the one that it was about ends with its line.
+                    traceback.print_exc()
 
     def _handle(self, data: bytes, descriptors: list[int]) -> None:
         request = json.loads(data)
@@ -129,7 +133,7 @@ class ForkServer:
                     pid = self._isolation.clone()
                     if pid == 0:
                         self._become_sandbox(channel, theirs, request["announces"])
-            except OSError as error:
+            except Exception as error:
                 line = self._lines.pop(request["id"], None)
                 if line is not None:
                     line.close()
@@ -144,7 +148,7 @@ class ForkServer:
             if request["new_template"]:
                 digest = request["plan"]["digest"]
                 store_template(os.path.join(self._isolation.files, "templates", digest), descriptors[0])
-        except (OSError, FrameError, ValueError) as error:
+        except Exception as error:
             data = json.dumps({"failure": f"cannot make the sandbox: {error}"}).encode()
         line = self._lines.pop(request["id"], None)
         if line is not None:

@@ -106,11 +106,20 @@ class ForkServerBackend(MachineBackend):
     def agents_doing(self, sandbox: MachineSandbox) -> str | None:
         """See MachineBackend.agents_doing."""
         clone = self._clones.get(sandbox.id)
-        if clone is None or self._groups is None or not clone.server.alive:
+        if clone is None or self._groups is None or self.host_failure(sandbox) is not None:
             # With the fork server every sandbox ends, whatever its agent did before.
             return None
         if self._groups.num_killed_for_memory(clone.group):
             return "the agent's processes used up the sandbox's memory"
+        return None
+
+    def host_failure(self, sandbox: MachineSandbox) -> str | None:
+        """See MachineBackend.host_failure."""
+        clone = self._clones.get(sandbox.id)
+        if clone is None or not clone.server.alive:
+            return "the fork server has ended"
+        if self._groups is not None and self._groups.was_killed_for_the_host(clone.group):
+            return "the host's memory was used up"
         return None
 
     async def stop(self, sandbox: MachineSandbox) -> None:

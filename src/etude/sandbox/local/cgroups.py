@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from etude.sandbox.oom import num_oom_kills
+from etude.sandbox.oom import num_oom_kills, reached_limit
 from etude.sandbox.reaping import live_keys, owner_key
 from etude.sandbox.types import Resources
 
@@ -120,6 +120,11 @@ class ControlGroups:
         if parent is None:
             return 0
         return num_oom_kills(parent / name)
+
+    def was_killed_for_the_host(self, name: str) -> bool:
+        """Whether the kernel ended processes of a sandbox that had not reached its own limit."""
+        parent = self._parents.get("memory") or self._parents.get("unified")
+        return parent is not None and num_oom_kills(parent / name) > 0 and not reached_limit(parent / name)
 
     def close(self) -> None:
         """Removes everything."""

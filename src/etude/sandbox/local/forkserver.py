@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import select
 import socket
 import subprocess
 import tempfile
@@ -96,8 +97,12 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether it still serves."""
-        return self._launcher.poll() is None
+        """Whether it still serves. It lets go of its socket before the kernel ends its sandboxes."""
+        if self._launcher.poll() is not None or self._control.fileno() < 0:
+            return False
+        poll = select.poll()
+        poll.register(self._control, 0)
+        return not poll.poll(0)
 
     def send(self, request: dict[str, object], *descriptors: int) -> None:
         """Sends a request. Raises SandboxError; TemplateError for one that is too long, before it is sent."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections import Counter, OrderedDict
 
-from etude.sandbox.inside.frames import pack
+from etude.sandbox.errors import TemplateError
+from etude.sandbox.inside.frames import MAX_HEADER_BYTES, MAX_PAYLOAD_BYTES, FrameError, pack
 from etude.sandbox.template import Template
 
 MAX_IDLE_TEMPLATES = 256
@@ -58,12 +59,24 @@ class TemplateUses:
 
 
 def pack_files(template: Template) -> int:
-    """A memfd with the template's files as one frame; below the image's workspace if there is an image."""
+    """A memfd with the template's files as one frame; below the image's workspace if there is an image.
+
+    Raises TemplateError for more than a frame holds.
+    """
     prefix = "" if template.image is None else template.workspace.strip("/") + "/"
     rows = [[prefix + path, len(data)] for path, data in template.contents.items()]
+    try:
+        frame = pack({"files": rows}, b"".join(template.contents.values()))
+    except FrameError as error:
+        raise TemplateError(
+            "the files are too large together",
+            field="template.files",
+            received=str(error),
+            fix=f"at most {MAX_PAYLOAD_BYTES} bytes, and {MAX_HEADER_BYTES} of names; upload the rest",
+        ) from error
     packed = os.memfd_create("template")
     with os.fdopen(os.dup(packed), "wb") as file:
-        file.write(pack({"files": rows}, b"".join(template.contents.values())))
+        file.write(frame)
     os.lseek(packed, 0, os.SEEK_SET)
     return packed
 

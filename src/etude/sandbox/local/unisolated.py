@@ -46,6 +46,10 @@ class UnisolatedBackend(ForkServerBackend):
         """See MachineBackend.agents_doing. Its processes can reach everything of ours."""
         return "the sandbox's server was killed while the agent's command ran"
 
+    def host_failure(self, sandbox: MachineSandbox) -> str | None:
+        """See MachineBackend.host_failure. Its processes can end the fork server as well."""
+        return None
+
     def _end(self, clone: Clone) -> None:
         """Nothing: the closed channel lets the server end its processes and remove its folder."""
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from etude.errors import AgentError
 from etude.sandbox.file_trees import TreeWriter, pack_bytes, pack_tree
-from etude.sandbox.files import read_each
+from etude.sandbox.files import batches, name_bytes, read_each
 from etude.sandbox.inside.frames import Header, pack
 from etude.sandbox.remote.connection import Connection
 from etude.sandbox.types import FileInfo, GrepMatch
-from etude.sandbox.wire_types import batches, decode_rows
+from etude.sandbox.wire_types import decode_rows
 from etude.serving.messages import FRAMES, Encoded
 
 
@@ -49,7 +49,8 @@ class RemoteFiles:
         """See Files.write_many. More than a request carries goes in several."""
         contents = [data.encode() if isinstance(data, str) else data for data in files.values()]
         pairs = list(zip(files, contents, strict=True))
-        for part in batches([len(data) for data in contents], self._line.batch_bytes):
+        sizes = [len(data) + name_bytes(path) for path, data in zip(files, contents, strict=True)]
+        for part in batches(sizes, self._line.batch_bytes):
             batch = pairs[part]
             if len(batch) == 1:
                 await self.write(*batch[0])

@@ -1,0 +1,91 @@
+"""Sessions of an agent that attacks: played with the full tool set, graded as in training, on `local`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from etude.agent import ToolLimits
+from etude.agent.tools.registries import full_registry
+from etude.config import RewardConfig
+from etude.environment.cheats import TARGET
+from etude.environment.origins import Origin, task_template
+from etude.environment.sessions import EnvironmentSession, Site
+from etude.environment.verdicts import Grader
+from etude.errors import AgentError, InfrastructureError
+from etude.records import Status, ToolCall, ToolResult
+from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.types import Resources
+from tests.sandbox.backends import with_backend
+
+RESOURCES = Resources(memory_bytes=128 << 20, num_processes=48)
+LIMITS = ToolLimits(test_timeout_s=5.0, command_timeout_s=20.0)
+SOLVE = tuple(
+    ToolCall("write_file", {"path": path, "text": text}) for path, text in TARGET.solution_files.items()
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a session ended: voided where the infrastructure failed, else with a verdict."""
+
+    voided: str | None
+    """What failed; None: the session was graded."""
+    passed: bool
+    cause: str | None
+    outputs: tuple[str, ...]
+    """What the calls answered."""
+    raised: str | None = None
+    """The agent error that ended the session before its grading."""
+
+
+def command(text: str) -> ToolCall:
+    """A call that runs a shell command."""
+    return ToolCall("run_command", {"command": text})
+
+
+def python(text: str) -> ToolCall:
+    """A call that runs a Python program."""
+    return command(f"python3 - <<'EOF'\n{text}\nEOF")
+
+
+def play(
+    calls: Sequence[ToolCall],
+    resources: Resources = RESOURCES,
+    reward: RewardConfig | None = None,
+    before_end: Sequence[ToolCall] = (),
+) -> Ended:
+    """Plays one call after the other, then grades."""
+    return with_backend("local", lambda backend: play_on(backend, [*calls, *before_end], resources, reward))
+
+
+async def play_on(
+    backend: SandboxBackend,
+    calls: Sequence[ToolCall],
+    resources: Resources = RESOURCES,
+    reward: RewardConfig | None = None,
+) -> Ended:
+    """As `play`, on a backend that is there."""
+    grader = Grader(backend, resources, reward=reward)
+    site = Site(backend, grader, full_registry(), LIMITS, reward or RewardConfig())
+    session = await EnvironmentSession.open(site, Origin(task_template(TARGET), resources), TARGET)
+    results: list[ToolResult] = []
+    raised = None
+    try:
+        status = Status.DONE
+        for call in calls:
+            try:
+                results += await session.run_calls([call], {}, lambda *_: None, lambda *_: None)
+            except AgentError as error:
+                status, raised = Status.AGENT_ERROR, str(error)
+                break
+        outcome = await session.submit(status, raised or "")
+    except InfrastructureError as error:
+        return Ended(f"{type(error).__name__}: {error}", False, None, _outputs(results), raised)
+    finally:
+        await session.close()
+    return Ended(None, outcome.verdict.passed, outcome.verdict.cause, _outputs(results), raised)
+
+
+def _outputs(results: Sequence[ToolResult]) -> tuple[str, ...]:
+    return tuple(result.output for result in results)
