@@ -19,7 +19,7 @@ from etude.sandbox.types import Resources
 from tests.sandbox.backends import with_backend
 
 RESOURCES = Resources(memory_bytes=128 << 20, num_processes=48)
-LIMITS = ToolLimits(test_timeout_s=5.0, command_timeout_s=20.0)
+LIMITS = ToolLimits(test_timeout_s=5.0, command_timeout_s=5.0)
 SOLVE = tuple(
     ToolCall("write_file", {"path": path, "text": text}) for path, text in TARGET.solution_files.items()
 )
@@ -50,13 +50,16 @@ def python(text: str) -> ToolCall:
 
 
 def play(
-    calls: Sequence[ToolCall],
+    *sessions: Sequence[ToolCall],
     resources: Resources = RESOURCES,
     reward: RewardConfig | None = None,
-    before_end: Sequence[ToolCall] = (),
-) -> Ended:
-    """Plays one call after the other, then grades."""
-    return with_backend("local", lambda backend: play_on(backend, [*calls, *before_end], resources, reward))
+) -> list[Ended]:
+    """Plays sessions, call after call and one after the other, on one backend."""
+
+    async def scenario(backend: SandboxBackend) -> list[Ended]:
+        return [await play_on(backend, calls, resources, reward) for calls in sessions]
+
+    return with_backend("local", scenario)
 
 
 async def play_on(

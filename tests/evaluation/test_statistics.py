@@ -85,6 +85,8 @@ def test_what_the_infrastructure_failed_is_no_failure_of_the_agent() -> None:
     pairs = [judged(True, 1, "operator"), judged(None, 1, "operator"), judged(None, 3, "negation")]
     summary = summarize([task for task, _ in pairs], [trajectory for _, trajectory in pairs])
     assert (summary["pass_rate"], summary["n"], summary["infrastructure_failures"]) == (1.0, 1, 2)
+    assert summary["pass_rate_voided_failed"] == 1 / 3
+    assert sum(summary["voided_by_cause"].values()) == 2 / 3
     assert summary["by_level"] == {"1": 1.0}
     assert summary["by_bug"] == {"operator": 1.0}
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.errors import AgentError, SandboxError, ToolArgumentError
+from etude.errors import AgentError, ToolArgumentError
 from etude.sandbox.channel import Answer
-from etude.sandbox.errors import PathMissingError, fault_error
+from etude.sandbox.errors import PathMissingError, SandboxKilledByAgentError, fault_error
 from etude.sandbox.files import ChannelFiles
 from etude.sandbox.inside import server
 from etude.sandbox.inside.faults import MISSING
@@ -177,13 +177,15 @@ class Liar:
         ({"0": 1}, b"a"),
     ],
 )
-def test_an_answer_that_makes_no_sense_is_no_verdict_on_the_agent(rows: object, payload: bytes) -> None:
-    with pytest.raises(SandboxError, match="makes no sense"):
+def test_an_answer_that_makes_no_sense_is_the_agents_doing_and_of_no_one_file(
+    rows: object, payload: bytes
+) -> None:
+    with pytest.raises(SandboxKilledByAgentError, match="makes no sense"):
         asyncio.run(ChannelFiles(Liar(({"files": rows}, payload)), "one").read_many(["a", "b"], 3))
 
 
 def test_more_bytes_than_were_asked_for_are_refused_of_an_older_program_as_well() -> None:
-    with pytest.raises(SandboxError, match="makes no sense"):
+    with pytest.raises(SandboxKilledByAgentError, match="makes no sense"):
         asyncio.run(ChannelFiles(Liar(({}, b"abcd")), "one").read_many(["a", "b"], 3))
 
 

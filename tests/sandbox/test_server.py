@@ -250,6 +250,9 @@ def test_a_creation_whose_client_left_ends_unless_it_asks_again(monkeypatch: pyt
         ({"backend": "none"}, "backend"),
         ({"template": {"files": {"a": 1}}}, "template.files"),
         ({"template": "unknown"}, "template"),
+        ({"template": {"files": {"d/" * 1500 + "file": ""}}}, "template.files"),
+        ({"template": {"files": {"x" * 300: ""}}}, "template.files"),
+        ({"template": {"files": {"a": "", "a/b": ""}}}, "template.files"),
         ([], "body"),
     ],
 )
@@ -261,6 +264,41 @@ def test_a_mistaken_request_names_its_field(body: Any, field: str) -> None:
         assert await client.get("/v1/sandboxes") is not None
 
     ask(scenario)
+
+
+@pytest.mark.parametrize(
+    "name", ["cpu_s", "num_processes", "file_bytes", "open_files", "memory_bytes", "cpus"]
+)
+@pytest.mark.parametrize("value", [-1, 0, 1 << 62])
+def test_resources_that_no_host_can_give_are_the_clients_mistake(
+    tmp_path: Path, name: str, value: int
+) -> None:
+    if (name, value) in (("cpu_s", 1 << 62), ("file_bytes", 1 << 62)):
+        pytest.skip("the kernel takes that as a limit")
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/sandboxes", json={"resources": {name: value}})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["field"] == f"resources.{name}"
+
+    ask(scenario, LocalBackend(tmp_path))
+
+
+def test_a_snapshot_that_is_not_there_is_not_found(tmp_path: Path) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        for method, path, body in (
+            ("DELETE", "/v1/snapshots/unknown", None),
+            ("DELETE", "/v1/snapshots/..%2Fx", None),
+            ("GET", "/v1/snapshots/unknown/export", None),
+            ("POST", "/v1/sandboxes", {"snapshot": "unknown"}),
+        ):
+            answer = await client.request(method, path, json=body)
+            assert answer.status_code == 404, (path, answer.text)
+        answer = await client.post("/v1/snapshots/import", content=b"this is no snapshot")
+        assert 400 <= answer.status_code < 500, answer.text
+
+    for backend in (MemoryBackend(), LocalBackend(tmp_path)):
+        ask(scenario, backend)
 
 
 def test_a_sandbox_can_be_made_and_used_with_plain_http() -> None:

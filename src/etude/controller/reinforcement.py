@@ -24,7 +24,7 @@ from etude.controller.parity import ParityGate
 from etude.controller.publication import OverlappedPublication, Publication, PublicationInTurn
 from etude.controller.utilisation import Utilisation
 from etude.evaluation.suite import check_infrastructure
-from etude.observe import MetricSink, Observer, summarize_behaviour
+from etude.observe import MetricSink, Observer, shares_by_cause, summarize_behaviour, summarize_voided
 from etude.protocols import EpisodeRunner, Handle, KvPolicy, Sampler, Trainer, WeightSink
 from etude.records import BlobRef, Group, Trajectory
 from etude.rollout import Collected, Collector, ContinuousCollector, GroupCollector
@@ -111,6 +111,8 @@ class ReinforcementLoop:
         self.parity = {"k3": 0.0, "max_abs_dlogp": 0.0}
         """Worst over all steps: the trainer's log-probabilities against those that were sampled, at the first
         update, when both have the same weights. A resumed run puts in what earlier sittings found."""
+        self.sessions: dict[str, float] = {"played": 0.0}
+        """Number played, and of those voided by each cause; of all sittings, as `parity`."""
         self.reward = 0.0
         """Mean reward of the last step's sessions."""
         self.exhausted = False
@@ -244,6 +246,9 @@ class ReinforcementLoop:
         # Siblings are of states that were chosen: the policy's figures are those of whole sessions.
         sessions = [t for t in groups.trajectories if "forked_from" not in t.facts]
         graded = [t for t in sessions if t.reward is not None]
+        self.sessions["played"] += len(sessions)
+        for cause, share in shares_by_cause(sessions).items():
+            self.sessions[cause] = self.sessions.get(cause, 0.0) + share * len(sessions)
         self.reward = _mean([t.reward.total for t in graded if t.reward is not None])
         values = {
             "reward": self.reward,
@@ -256,6 +261,7 @@ class ReinforcementLoop:
             "rollout_s": batch.rollout_s,
             "wall_s": self._stop.elapsed_s,
             **summarize_behaviour(graded),
+            **summarize_voided(sessions),
             **groups.figures,
             **self._publication.take(),
             **trained,

@@ -357,6 +357,8 @@ class _Run:
         loop.first_step = (await trainer.call("current_version")).step
         loop.parity.update(self.report.get("parity", {}))
         self.report["parity"] = loop.parity
+        loop.sessions.update(self.report.get("rl_sessions", {}))
+        self.report["rl_sessions"] = loop.sessions
         saver = _Saver(self, trainer, loop)
         self.observer.stage_begins(LEARNING, config.rl.num_steps)
         before = self.stop.elapsed_s

@@ -129,6 +129,8 @@ def result_rows(result: Mapping[str, Any]) -> list[list[str]]:
         add(f"solved in one of {k} (pass@{k})", [_share(mode["pass_at"].get(k)) for mode in modes])
     if any(mode["voided"] for mode in modes):
         add("voided sessions", [str(mode["voided"]) for mode in modes])
+        for cause in sorted({cause for mode in modes for cause in mode.get("voided_by_cause", ())}):
+            add(f"  {cause}", [_share(mode.get("voided_by_cause", {}).get(cause)) for mode in modes])
         add("solved, voided as failed", [_share(mode["pass_rate_voided_failed"]) for mode in modes])
     for level in sorted({level for mode in modes for level in mode.get("by_level", ())}):
         add(f"  level {level}", [_share(mode["by_level"].get(level)) for mode in modes])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from etude.evaluation.intervals import clustered_interval
 from etude.evaluation.sessions import SessionRow
+from etude.observe import cause_of, shares_by_cause
 from etude.records import Task, Trajectory
 
 
@@ -53,7 +55,8 @@ def pass_rates(verdicts: Mapping[str, Sequence[bool]], k: int = 1) -> dict[str, 
 def session_figures(rows: Sequence[SessionRow], prices: Prices | None = None) -> dict[str, Any]:
     """What the sessions of one model at one temperature come to.
 
-    Keys: `tasks`, `sessions`, `voided` (sessions that the infrastructure failed); `pass_rate` (pass@1, the
+    Keys: `tasks`, `sessions`, `voided` (sessions that the infrastructure failed, every time that they were
+    begun) and `voided_by_cause` (their share by the class of the error); `pass_rate` (pass@1, the
     mean over tasks) with `ci95` (see `clustered_interval`), and `pass_rate_voided_failed`, the same with
     voided sessions as failures; `pass_at`: k -> pass@k for powers of two and the most samples (None where
     too many were voided); means per session of `reward`, `tokens`, `input_tokens`, `turns`, `calls`,
@@ -75,6 +78,7 @@ def session_figures(rows: Sequence[SessionRow], prices: Prices | None = None) ->
         "tasks": len(all_verdicts),
         "sessions": len(rows),
         "voided": len(rows) - len(graded),
+        "voided_by_cause": _voided_by_cause([row.cause for row in rows if row.passed is None], len(rows)),
         "pass_rate": mean(list(rates.values())),
         "ci95": list(clustered_interval(list(rates.values()), [clusters[task] for task in rates])),
         "pass_rate_voided_failed": mean(list(pass_rates(all_verdicts).values())),
@@ -97,8 +101,9 @@ def summarize(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
     """Pass rate with its interval, by level and by bug kind; one trajectory per task, in their order.
 
     A task may come several times: its sessions succeed or fail together, and count for less in the interval
-    (see `clustered_interval`). Sessions that the infrastructure failed count nowhere but in
-    `infrastructure_failures`.
+    (see `clustered_interval`). Sessions that the infrastructure failed, every time that they were begun,
+    count in `infrastructure_failures`, in `voided_by_cause` (their share by the class of the error) and, as
+    failures, in `pass_rate_voided_failed`.
     """
     graded = [(task, t) for task, t in zip(tasks, trajectories, strict=True) if t.reward is not None]
     verdicts = [(task, bool(trajectory.facts["passed"])) for task, trajectory in graded]
@@ -109,17 +114,24 @@ def summarize(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
     return {
         "pass_rate": passed / len(verdicts) if verdicts else 0.0,
         "ci95": list(interval),
+        "pass_rate_voided_failed": passed / len(trajectories) if trajectories else 0.0,
         "n": len(verdicts),
         "first_edit_right": mean([bool(t.facts["first_edit_right"]) for _, t in graded]),
         "by_level": _share_by("level", verdicts),
         "by_bug": _share_by("bug_kind", verdicts),
         "infrastructure_failures": len(trajectories) - len(graded),
+        "voided_by_cause": shares_by_cause(trajectories),
     }
 
 
 def mean(values: Sequence[float]) -> float:
     """0 where there is nothing."""
     return math.fsum(values) / len(values) if values else 0.0
+
+
+def _voided_by_cause(causes: Sequence[str], num_sessions: int) -> dict[str, float]:
+    counts = Counter(map(cause_of, causes))
+    return {cause: count / num_sessions for cause, count in sorted(counts.items())}
 
 
 def _mean_or_none(values: Collection[float]) -> float | None:

@@ -16,6 +16,7 @@ from etude.observe.metrics import (
 )
 from etude.observe.observer import Observer, RecordingObserver, SilentObserver
 from etude.observe.run_directory import RunDirectory
+from etude.observe.voided import cause_of, shares_by_cause, summarize_voided
 
 __all__ = [
     "JsonlSink",
@@ -27,11 +28,14 @@ __all__ = [
     "RecordingObserver",
     "RunDirectory",
     "SilentObserver",
+    "cause_of",
     "commit",
     "describe_machine",
     "make_directory",
     "read_metrics",
+    "shares_by_cause",
     "summarize_behaviour",
+    "summarize_voided",
     "versions",
     "write_bytes",
     "write_json",

@@ -5,7 +5,8 @@
                      +--> the sink itself, unchanged
 
 A reward can rise while the agent learns to skip reading, to spell out comments or to leave its to-dos open:
-the figures of `summarize_behaviour` show it, and nobody reads forty curves at night.
+the figures of `summarize_behaviour` show it, and nobody reads forty curves at night. A pass rate can rise
+while failing sessions are voided: the figures of `summarize_voided` show that.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Literal
 from etude.config import MonitorConfig
 from etude.observe.metrics import MetricRow, MetricSink
 from etude.observe.observer import Observer
+from etude.observe.voided import unlike_shares
 
 WATCHED_KIND = "rl"
 ALARM_KIND = "alarm"
@@ -78,9 +80,18 @@ class DriftMonitor:
         for known in sorted(self._history)[: max(0, oldest)]:
             del self._history[known]
         found = [alarm for name in self._names() if (alarm := self._judge(name, step)) is not None]
+        found += self._judge_voided(step)
         fresh = [alarm for alarm in found if alarm.name not in self._ringing]
         self._ringing = {alarm.name for alarm in found}
         return fresh
+
+    def _judge_voided(self, step: int) -> list[Alarm]:
+        """Whether sessions whose tests fail are voided more often than the others, over all steps kept."""
+        shares = unlike_shares(self._history.values())
+        if shares is None:
+            return []
+        reason = f"of sessions whose visible tests fail; where they pass it is {shares[1]:.3g}"
+        return [Alarm("voided_share", step, shares[0], shares[1], reason)]
 
     def _names(self) -> list[str]:
         return [*WATCHED, *(name for name in self._config.bounds if name not in WATCHED)]

@@ -122,29 +122,30 @@ def parts(header: Header, data: bytes, sandbox: str) -> tuple[bytes, bytes]:
 def changes(header: Header, data: bytes, sandbox: str) -> dict[str, bytes | None]:
     """What a diff carries, sorted by path. Raises as `text`, also for a path that leads out."""
     found: dict[str, bytes | None] = {}
-    start, changed = _changed_files(header, data, sandbox)
+    changed, end = _changed_files(header, data, sandbox)
+    start = 0
     for path, size in changed:
         if path in found or not _is_inside(path):
             raise nonsense(sandbox, "files", path, "paths below the workspace, each once")
         found[path] = None if size is None else data[start : start + size]
         start += size or 0
-    if start != len(data):
-        raise nonsense(sandbox, "files", start, f"files of {len(data)} bytes together")
+    if start != end:
+        raise nonsense(sandbox, "files", start, f"files of {end} bytes together")
     return dict(sorted(found.items()))
 
 
-def _changed_files(header: Header, data: bytes, sandbox: str) -> tuple[int, list[list[Any]]]:
-    """Where the contents of a diff begin, and (path, size or None) of each file."""
+def _changed_files(header: Header, data: bytes, sandbox: str) -> tuple[list[list[Any]], int]:
+    """(path, size or None) of each file of a diff, and where their contents end."""
     if "files" in header:
         # A program of an older version, in a machine that was restored.
-        return 0, rows(header, "files", sandbox, _DIFF_SHAPES)
-    start = integer(header, "name_bytes", sandbox, least=0)
-    names = data[:start].split(b"\0")[:-1]
+        return rows(header, "files", sandbox, _DIFF_SHAPES), len(data)
+    end = len(data) - integer(header, "name_bytes", sandbox, least=0)
+    names = data[end:].split(b"\0")[:-1] if end >= 0 else []
     sizes: Any = header.get("sizes")
     if type(sizes) is not list or len(sizes) != len(names):
         raise nonsense(sandbox, "sizes", sizes, f"the sizes of {len(names)} files")
     pairs = [[os.fsdecode(name), size] for name, size in zip(names, sizes, strict=True)]
-    return start, rows({"sizes": pairs}, "sizes", sandbox, _DIFF_SHAPES)
+    return rows({"sizes": pairs}, "sizes", sandbox, _DIFF_SHAPES), end
 
 
 def frame_problem(header: object) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from etude.errors import AgentError
 from etude.sandbox.answers import Shapes, nonsense, rows
 from etude.sandbox.channel import Answer
-from etude.sandbox.errors import PathKindError, fault_error
+from etude.sandbox.errors import PathKindError, SandboxKilledByAgentError, fault_error
 from etude.sandbox.host_paths import below, files_of, name_below
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.paths import normal_path
@@ -52,6 +52,8 @@ async def read_each(
     async def outcome(path: str) -> bytes | AgentError:
         try:
             return await read(path, limit_bytes)
+        except SandboxKilledByAgentError:
+            raise
         except AgentError as error:
             return error
 
@@ -103,14 +105,13 @@ class ChannelFiles:
                     return self._shared(answer["files"], data, paths, limit_bytes)
                 self._check_size(data, limit_bytes)
                 return [data]
+            except SandboxKilledByAgentError:
+                raise
             except AgentError:
                 # A path that is none, or an answer for which memory did not suffice: the first is asked for
                 # alone, and tells the truth about itself.
                 pass
-        try:
-            return [await self.read(paths[0], limit_bytes)]
-        except AgentError as error:
-            return [error]
+        return await read_each(self.read, paths[:1], limit_bytes)
 
     def _shared(
         self, answered: Any, data: bytes, paths: Sequence[str], limit_bytes: int

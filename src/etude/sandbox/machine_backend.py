@@ -23,7 +23,7 @@ from typing import Any
 from etude.errors import ConfigError, EtudeError, SandboxError
 from etude.sandbox.arguments import check_life
 from etude.sandbox.background import to_the_end
-from etude.sandbox.blame import Blame
+from etude.sandbox.blame import Blame, Evidence
 from etude.sandbox.channel import Channel
 from etude.sandbox.copies import gather_copies
 from etude.sandbox.errors import SandboxMissingError
@@ -228,13 +228,13 @@ class MachineBackend(SnapshotKeeper):
 
     async def blame(self, sandbox: MachineSandbox, error: SandboxError) -> EtudeError:
         """See Owner.blame."""
-        return await self._blame.judge(
-            sandbox.id,
-            error,
+        evidence = Evidence(
             lambda: sandbox.state in ("paused", "killed"),
             lambda: self.host_failure(sandbox),
             lambda: self.agents_doing(sandbox),
+            lambda: sum(one.state in ("running", "lost") for one in self._live.values()),
         )
+        return await self._blame.judge(sandbox.id, error, evidence)
 
     async def kill(self, sandbox: MachineSandbox) -> None:
         """See Sandbox.kill."""

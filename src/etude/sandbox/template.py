@@ -122,4 +122,4 @@ def _check_paths(contents: Mapping[str, bytes]) -> None:
 
 def _refused(message: str, path: str, fix: str) -> TemplateError:
     shown = path if len(path) <= 120 else f"{path[:120]}... ({len(path)} characters)"
-    return TemplateError(message, field="template.files", received=ascii(shown)[1:-1], fix=fix)
+    return TemplateError(message, field="template.files", received=shown, fix=fix)

@@ -122,23 +122,24 @@ def encode(value: object) -> Encoded:
 
 
 def encode_diff(changes: Mapping[str, bytes | None]) -> Encoded:
-    """What `Sandbox.diff` gives: sizes, and names (of any bytes, each NUL-ended) and contents as bytes."""
+    """What `Sandbox.diff` gives: sizes, and contents and names (of any bytes, each NUL-ended) as bytes."""
     names = b"".join(path.encode("utf-8", "surrogatepass") + b"\0" for path in changes)
     sizes = [None if data is None else len(data) for data in changes.values()]
     contents = (data for data in changes.values() if data is not None)
-    return {"name_bytes": len(names), "sizes": sizes}, b"".join((names, *contents))
+    return {"name_bytes": len(names), "sizes": sizes}, b"".join((*contents, names))
 
 
 def decode_diff(encoded: Encoded) -> dict[str, bytes | None]:
     """What `encode_diff` wrote."""
     header, data = encoded
-    start = header["name_bytes"]
-    names = [name.decode("utf-8", "surrogatepass") for name in data[:start].split(b"\0")[:-1]]
+    end = len(data) - header["name_bytes"]
+    names = [name.decode("utf-8", "surrogatepass") for name in data[end:].split(b"\0")[:-1]]
     changes: dict[str, bytes | None] = {}
+    start = 0
     for path, size in zip(names, header["sizes"], strict=True):
         changes[path] = None if size is None else data[start : start + size]
         start += size or 0
-    if start != len(data):
+    if start != end:
         raise ValueError("sizes and contents differ")
     return changes
 

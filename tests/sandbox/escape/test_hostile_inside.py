@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import EtudeError, SandboxError
-from etude.sandbox.blame import Blame
+from etude.sandbox.blame import Blame, Evidence
 from etude.sandbox.channel import Channel
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox
@@ -39,7 +39,8 @@ class NoOwner:
 
     async def blame(self, sandbox: MachineSandbox, error: SandboxError) -> EtudeError:
         """By the one rule, on a host that shows no failure of its own."""
-        return await Blame().judge(sandbox.id, error, lambda: False, lambda: None, lambda: None)
+        evidence = Evidence(lambda: False, lambda: None, lambda: None, lambda: 1)
+        return await Blame().judge(sandbox.id, error, evidence)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *arguments, **named: None
@@ -264,7 +265,7 @@ def test_what_the_agent_can_make_an_honest_server_say_is_no_error() -> None:
     assert [entry.path for entry in ended] == ["\udc80"]  # type: ignore[attr-defined]
     for answer in (
         answer_with(b"x", files=[["a/\udc80", 1], ["b", None]]),
-        answer_with(b"a/\x80\0b\0x", name_bytes=6, sizes=[1, None]),
+        answer_with(b"xa/\x80\0b\0", name_bytes=6, sizes=[1, None]),
     ):
         ended, _ = ask(DIFF, answer)
         assert ended == {"a/\udc80": b"x", "b": None}

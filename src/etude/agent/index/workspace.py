@@ -18,7 +18,7 @@ from etude.agent.index import grep, semantic
 from etude.agent.tools.ports import CodeHit, CodeHits, GrepRequest
 from etude.agent.tools.state import is_harness_path
 from etude.errors import AgentError, ToolArgumentError
-from etude.sandbox.errors import DiffTooLargeError
+from etude.sandbox.errors import DiffTooLargeError, SandboxKilledByAgentError
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.types import GrepMatch
 
@@ -142,6 +142,8 @@ class WorkspaceSearch:
     async def _content(self, path: str) -> bytes | None:
         try:
             return await self._sandbox.files.read(path, _MOST_BYTES)
+        except SandboxKilledByAgentError:
+            raise
         except AgentError:
             return None
 

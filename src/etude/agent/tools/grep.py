@@ -22,6 +22,7 @@ from etude.agent.tools.text_file import directory_of, read_text
 from etude.agent.tools.values import flag
 from etude.errors import AgentError, ToolArgumentError
 from etude.records import ToolResult
+from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.types import GrepMatch
 from etude.tokens.grammar import Parameter, ToolSchema
 
@@ -174,5 +175,7 @@ async def _lines_of(path: str, context: ToolContext) -> list[str]:
     """The file's lines; none where it is gone or too large, and the matches stand alone."""
     try:
         return (await read_text(path, context)).split("\n")
+    except SandboxKilledByAgentError:
+        raise
     except AgentError:
         return []

@@ -252,6 +252,10 @@ def facts(report: Report) -> list[tuple[str, str]]:
         if _is_number(value):
             label, unit = _with_unit(name)
             rows.append((label, f"{value:,.0f} {unit}".strip() if value >= 10 else f"{value:.3g} {unit}"))
+    sessions = {name: value for name, value in _mapping(report, "rl_sessions").items() if _is_number(value)}
+    if played := sessions.pop("played", 0):
+        rows.append(("voided sessions", f"{100 * sum(sessions.values()) / played:.1f} % of {played:,.0f}"))
+        rows += [(f"voided by {cause}", f"{100 * count / played:.2f} %") for cause, count in sessions.items()]
     labels = {"k3": "engine against trainer, k3", "max_abs_dlogp": "largest difference of a log-probability"}
     for name, value in _mapping(report, "parity").items():
         if _is_number(value):

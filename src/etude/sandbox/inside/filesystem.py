@@ -108,20 +108,20 @@ class Workspace:
         found = matching_lines(expression, self.read(path, 8 << 20))
         return [[path, number, line] for number, line in itertools.islice(found, limit)]
 
-    def diff(self) -> tuple[list[int | None], bytes, bytes]:
-        """(size or None, names as NUL-ended bytes, contents) of what differs from the template, in one order.
+    def diff(self) -> tuple[list[int | None], int, bytearray]:
+        """(sizes, bytes of names, contents and names) of what differs from the template, in one order.
 
-        Names are of the agent's making, of any bytes: as JSON they could be six times as long. They count
-        against `MAX_DIFF_BYTES` as contents do.
+        The size of what was removed is None. Names end with NUL. They are of the agent's making, of any
+        bytes, and could be six times as long as JSON; they count against `MAX_DIFF_BYTES` as contents do.
 
         A file whose inode, size and times are the template's is taken as unchanged: whoever forges
         those only hides a change of their own. What the agent locked away is carried as well; what belongs
         to somebody else and cannot be read is as it was.
         """
         sizes: list[int | None] = []
+        name_bytes = 0
         names: list[bytes] = []
-        contents: list[bytes] = []
-        total_bytes = 0
+        carried = bytearray()
         seen: set[str] = set()
         closed: list[str] = []
         with Unlocked() as unlocked:
@@ -129,20 +129,22 @@ class Workspace:
                 if _kind(entry) != "file":
                     continue
                 try:
-                    data = self._changed(path, entry, MAX_DIFF_BYTES - total_bytes)
+                    data = self._changed(path, entry, MAX_DIFF_BYTES - len(carried) - name_bytes)
                 except FileNotFoundError:
                     continue  # deleted since it was listed
                 seen.add(path)
                 if data is not None:
                     sizes.append(len(data))
                     names.append(os.fsencode(path) + b"\0")
-                    contents.append(data)
-                    total_bytes += len(data) + len(names[-1])
+                    carried += data
+                    name_bytes += len(names[-1])
         for path in self._template_paths():
             if path not in seen and not path.startswith(tuple(closed)):
                 sizes.append(None)
                 names.append(os.fsencode(path) + b"\0")
-        return sizes, b"".join(names), b"".join(contents)
+        all_names = b"".join(names)
+        carried += all_names
+        return sizes, len(all_names), carried
 
     def _changed(self, path: str, entry: os.DirEntry[str], room_bytes: int) -> bytes | None:
         """The content of a file that differs from the template's; None if it does not."""

@@ -20,12 +20,17 @@ class FrameError(ValueError):
     """What is no frame: the other side sent it, or it would be too large to be one."""
 
 
-def pack(header: Header, payload: bytes = b"") -> bytes:
+def pack(header: Header, payload: bytes | bytearray = b"") -> bytes:
     """One frame: two little-endian lengths, the header, the payload. Raises FrameError for too large ones."""
+    return pack_head(header, len(payload)) + payload
+
+
+def pack_head(header: Header, payload_bytes: int) -> bytes:
+    """What stands before the payload of a frame. Raises as `pack`."""
     head = _encode(header).encode()
-    if len(head) > MAX_HEADER_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
-        raise FrameError(f"frame of {len(head)} + {len(payload)} bytes")
-    return _SIZES.pack(len(head), len(payload)) + head + payload
+    if len(head) > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise FrameError(f"frame of {len(head)} + {payload_bytes} bytes")
+    return _SIZES.pack(len(head), payload_bytes) + head
 
 
 class Unpacker:
@@ -49,6 +54,8 @@ class Unpacker:
                 header = json.loads(self._buffer[_SIZES.size : start])
             except (ValueError, RecursionError) as error:
                 raise FrameError(f"header is not JSON: {error}") from error
-            frames.append((header, bytes(self._buffer[start:end])))
+            with memoryview(self._buffer) as view:
+                # A slice of the buffer itself were a copy more, of what may be most of the memory.
+                frames.append((header, bytes(view[start:end])))
             del self._buffer[:end]
         return frames

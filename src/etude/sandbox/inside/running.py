@@ -41,6 +41,9 @@ MAX_RESULT_BYTES = 4 << 20
 _INSIST_S, _INSIST_PAUSE_S = 20.0, 0.002
 """How long, and how often, a child is started again: killed processes count until they have been reaped."""
 
+_DEATH_S = 2.0
+"""How long the end of killed processes is waited for."""
+
 Answer = tuple[Header, bytes]
 Started = TypeVar("Started")
 
@@ -139,12 +142,20 @@ class Running:
     def end_all(self) -> None:
         """Ends every process of the sandbox, and what they shared; callers that wait hear of a kill."""
         self._processes.kill_all()
+        self._await_ends()
         self._processes.remove_shared_memory()
-        self._reap()
         for job in list(self._jobs.values()):
             job.keep_background = True
             self._finish(job, -signal.SIGKILL)
         self._sessions.end_all()
+
+    def _await_ends(self) -> None:
+        """Until what was killed is gone: it holds memory, leases and half-written files while it dies."""
+        end_s = time.monotonic() + _DEATH_S
+        self._reap()
+        while self._has_children and time.monotonic() < end_s:
+            time.sleep(_INSIST_PAUSE_S)
+            self._reap()
 
     def _reap(self) -> None:
         """Collects ended children; `look_after_children` deals with them."""

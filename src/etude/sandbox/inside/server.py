@@ -35,7 +35,7 @@ TOGETHER_BYTES = 4 << 20
 ABSENCE_MS = 10.0
 """How often the server of a guest looks whether an owner has come back."""
 
-Answer = tuple[Header, bytes]
+Answer = tuple[Header, bytes | bytearray]
 Operation = Callable[[Header, bytes], Answer | None]
 Greet = Callable[[Header], None]
 
@@ -159,7 +159,7 @@ class Server:
         if answer is not None:
             try:
                 self._wire.send({**answer[0], "id": header["id"]}, answer[1])
-            except FrameError:
+            except (FrameError, MemoryError):
                 # Names and lines of the agent's making: its owner would take the frame for no answer at all.
                 self._wire.send({"fault": list(faults.ANSWER_TOO_LARGE), "id": header["id"]})
 
@@ -218,8 +218,8 @@ class Server:
     def _diff(self, header: Header, payload: bytes) -> Answer:
         if header["kill_processes"]:
             self._running.end_all()
-        sizes, names, contents = self._workspace.diff()
-        return {"sizes": sizes, "name_bytes": len(names)}, names + contents
+        sizes, name_bytes, data = self._workspace.diff()
+        return {"sizes": sizes, "name_bytes": name_bytes}, data
 
     # Of the machine as a whole
 

@@ -14,7 +14,7 @@ import select
 import socket
 from collections.abc import Callable, Iterator
 
-from etude.sandbox.inside.frames import Header, Unpacker, pack
+from etude.sandbox.inside.frames import Header, Unpacker, pack, pack_head
 
 HIGH_WATER_BYTES = 1 << 20
 _CHUNK = 1 << 18
@@ -54,8 +54,13 @@ class Wire:
             return []
         return self._unpacker.feed(memoryview(self._arrived)[:count]) if count else None
 
-    def send(self, header: Header, payload: bytes = b"") -> None:
-        """Sends a frame now or as soon as the owner takes it. Raises BrokenPipeError and the like."""
+    def send(self, header: Header, payload: bytes | bytearray = b"") -> None:
+        """Sends a frame, now or later. Raises FrameError, BrokenPipeError and the like."""
+        if len(payload) > _CHUNK and self._held is None and self._gathered is None:
+            # As it is, in two parts: a frame of its own were a copy of what may be most of the memory.
+            self._push(pack_head(header, len(payload)))
+            self._push(payload)
+            return
         frame = pack(header, payload)
         if self._held is not None:
             self._held.append(frame)
@@ -140,14 +145,15 @@ class Wire:
             self._push(b"".join(self._gathered))
             self._gathered.clear()
 
-    def _push(self, frame: bytes) -> None:
+    def _push(self, frame: bytes | bytearray) -> None:
+        sent = 0
         if not self._unsent and self._attached:
             with contextlib.suppress(BlockingIOError):
-                frame = frame[os.write(self.writer, frame) :]
-            if not frame:
+                sent = os.write(self.writer, frame)
+            if sent == len(frame):
                 return
             self._watch_writer(True)
-        self._unsent += frame
+        self._unsent += memoryview(frame)[sent:]
 
     def _watch_writer(self, wanted: bool) -> None:
         if not self._attached:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from etude.errors import SandboxError
-from etude.sandbox.errors import SnapshotError
+from etude.sandbox.errors import SnapshotRefusedError
 from etude.sandbox.file_trees import pack_tree
 from etude.sandbox.fleet.remote_probe import encode_capacity, encode_pressure
 from etude.sandbox.interface import SandboxBackend
@@ -105,7 +105,7 @@ async def import_snapshot(request: Request, state: State) -> Response:
         await receive_tree(request, state, file, single=True)
     except SandboxError as error:
         await asyncio.to_thread(spool.cleanup)
-        raise SnapshotError(
+        raise SnapshotRefusedError(
             "the snapshot was cut off on its way", field="body", received=error.received, fix="send it again"
         ) from error
     except BaseException:
