@@ -21,6 +21,8 @@ main(sys.argv[2:])
 _SOURCE = str(Path(__file__).resolve().parents[2])
 _LOG_BYTES = 4000
 _END_S = 10.0
+_SIGNALLED = 128
+"""What the guard adds to a signal's number."""
 
 
 class GuardedProcess:
@@ -31,6 +33,7 @@ class GuardedProcess:
         self._guard = _pidfd_of(process)
         self._log = log
         self.name = name
+        self._is_ending = False
 
     @classmethod
     async def spawn(
@@ -88,6 +91,12 @@ class GuardedProcess:
         """Exit code of the program; None while it runs."""
         return self._process.returncode
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended the program, and neither it itself nor `kill`."""
+        code = self._process.returncode
+        return code is not None and code > _SIGNALLED and not self._is_ending
+
     async def wait(self) -> int:
         """Waits for the program's end."""
         return await self._process.wait()
@@ -102,6 +111,7 @@ class GuardedProcess:
     async def kill(self) -> None:
         """Ends the program and all that it started. Idempotent."""
         if self._process.returncode is None:
+            self._is_ending = True
             self._signal(signal.SIGTERM)
             try:
                 async with asyncio.timeout(_END_S):

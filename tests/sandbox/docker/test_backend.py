@@ -12,7 +12,13 @@ from etude.errors import ConfigError, SandboxError
 from etude.sandbox.docker.api import Engine, EngineError
 from etude.sandbox.docker.backend import DockerBackend, PodmanBackend
 from etude.sandbox.docker.container import HOST_LABEL, OWNER_LABEL, Setup, container_config
-from etude.sandbox.errors import SandboxMissingError, SnapshotError, TemplateError, Unsupported
+from etude.sandbox.errors import (
+    SandboxKilledByAgentError,
+    SandboxMissingError,
+    SnapshotError,
+    TemplateError,
+    Unsupported,
+)
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import Resources
 from tests.fakes.docker.engine import FakeEngine, Fault
@@ -212,10 +218,10 @@ def test_a_container_that_dies_is_lost_until_killed(tmp_path: Path) -> None:
             assert not running.done()
         for container in list(engine.containers.values()):
             await container.kill()
-        with pytest.raises(SandboxError):
+        with pytest.raises(SandboxKilledByAgentError):
             await running
         assert (await s.get_info()).state == "lost"
-        with pytest.raises(SandboxError):
+        with pytest.raises(SandboxKilledByAgentError):
             await s.files.read("lib/tally.py")
         await s.kill()
         with pytest.raises(SandboxMissingError):

@@ -83,6 +83,13 @@ class GvisorBackend(MachineBackend):
             return container.ending
         return "the agent's processes used up the sandbox's memory" if container.num_oom_kills else None
 
+    def host_failure(self, sandbox: MachineSandbox) -> str | None:
+        """See MachineBackend.host_failure."""
+        container = self._containers.get(sandbox.id)
+        if container is None or self.agents_doing(sandbox) is not None:
+            return None
+        return "runsc was killed" if container.was_killed else None
+
     def used_bytes(self, sandbox: MachineSandbox) -> int:
         """What the sandbox's programs and files hold in memory now; 0 if it does not run."""
         container = self._containers.get(sandbox.id)

@@ -168,6 +168,13 @@ class Container:
             return None
 
     @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended runsc: nothing inside can send it one."""
+        started = self._starting
+        ended = started is not None and started.done() and not started.cancelled() and not started.exception()
+        return ended and started is not None and started.result().was_killed
+
+    @property
     def num_oom_kills(self) -> int:
         """How many of its processes the host's kernel has ended for want of memory."""
         return 0 if self._group is None else self._group.num_oom_kills

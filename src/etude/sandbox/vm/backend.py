@@ -100,6 +100,11 @@ class VmBackend(MachineBackend):
             migrate="live",
         )
 
+    def host_failure(self, sandbox: MachineSandbox) -> str | None:
+        """See MachineBackend.host_failure. A guest whose kernel gives up ends QEMU without a signal."""
+        machine = self._machines.get(sandbox.id)
+        return "QEMU was killed" if machine is not None and machine.qemu.was_killed else None
+
     def doctor(self) -> list[str]:
         """See SandboxBackend.doctor."""
         problems: list[str] = []

@@ -254,6 +254,11 @@ class Qemu:
         except (OSError, IndexError) as error:
             raise SandboxError("QEMU has ended", field="sandbox", received=guard) from error
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether a signal ended QEMU, and not its guest."""
+        return self._process.was_killed
+
     def log(self) -> str:
         """What QEMU printed last."""
         return self._process.log()
