@@ -53,11 +53,15 @@ def play(
     *sessions: Sequence[ToolCall],
     resources: Resources = RESOURCES,
     reward: RewardConfig | None = None,
+    sleeps: bool = False,
 ) -> list[Ended]:
-    """Plays sessions, call after call and one after the other, on one backend."""
+    """Plays sessions, call after call and one after the other, on one backend.
+
+    `sleeps`: each is put to sleep and woken before it is graded.
+    """
 
     async def scenario(backend: SandboxBackend) -> list[Ended]:
-        return [await play_on(backend, calls, resources, reward) for calls in sessions]
+        return [await play_on(backend, calls, resources, reward, sleeps) for calls in sessions]
 
     return with_backend("local", scenario)
 
@@ -67,6 +71,7 @@ async def play_on(
     calls: Sequence[ToolCall],
     resources: Resources = RESOURCES,
     reward: RewardConfig | None = None,
+    sleeps: bool = False,
 ) -> Ended:
     """As `play`, on a backend that is there."""
     grader = Grader(backend, resources, reward=reward)
@@ -82,6 +87,13 @@ async def play_on(
             except AgentError as error:
                 status, raised = Status.AGENT_ERROR, str(error)
                 break
+        if sleeps and raised is None:
+            try:
+                await session.pause()
+            except AgentError as error:
+                raised = str(error)  # it goes on as it is
+            else:
+                await session.resume()
         outcome = await session.submit(status, raised or "")
     except InfrastructureError as error:
         return Ended(f"{type(error).__name__}: {error}", False, None, _outputs(results), raised)

@@ -27,7 +27,22 @@ REVIEWED = RewardConfig(lint_penalty=0.001, style_penalty=0.001)
 ROOMY = replace(RESOURCES, disk_bytes=256 << 20, memory_bytes=512 << 20)
 
 
-@pytest.mark.parametrize("name", ACTS)
+HEAVY = {
+    "a command beyond its time",
+    "a file of 20 MB of noise",
+    "a source that no parser survives",
+    "a sparse file as large as any may be",
+    "eight lines of control characters, 6 MB each way",
+    "long names of control characters",
+    "output without an end",
+    "ten thousand files",
+}
+"""Acts that take many seconds each."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in HEAVY else name for name in ACTS]
+)
 def test_an_act_neither_voids_a_failure_nor_costs_a_success(name: str) -> None:
     act = python(ACTS[name])
     failed, solved = play([act, *LOOK_AROUND], [*SOLVE, act], reward=REVIEWED)
@@ -37,6 +52,18 @@ def test_an_act_neither_voids_a_failure_nor_costs_a_success(name: str) -> None:
     assert solved.passed, solved.cause
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ACTS)
+def test_an_act_before_a_sleep_neither_voids_a_failure_nor_costs_a_success(name: str) -> None:
+    act = python(ACTS[name])
+    failed, solved = play([act], [*SOLVE, act], sleeps=True)
+    assert failed.voided is None
+    assert not failed.passed
+    assert solved.voided is None
+    assert solved.passed, solved.cause
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BREAKING)
 def test_what_goes_beyond_a_limit_is_a_failure_of_the_agent(name: str) -> None:
     act, cause = BREAKING[name]
@@ -45,7 +72,7 @@ def test_what_goes_beyond_a_limit_is_a_failure_of_the_agent(name: str) -> None:
     ):
         assert ended.voided is None
         assert not ended.passed
-    assert cause in f"{ended.cause} {ended.raised}"
+        assert cause in f"{ended.cause} {ended.raised}"
 
 
 @pytest.mark.parametrize("name", GRADED)

@@ -350,7 +350,8 @@ def test_a_torn_upload_and_a_torn_import_change_nothing(tmp_path: Path) -> None:
                 answer = await client.put(f"/v1/sandboxes/{sandbox}/files/tree?path=a", content=body)
                 assert answer.json()["error"]["kind"] == "SandboxLostError"
                 answer = await client.post("/v1/snapshots/import", content=body)
-                assert answer.json()["error"]["kind"] == "SnapshotError"
+                assert answer.json()["error"]["kind"] == "SnapshotRefusedError"
+                assert answer.status_code == 422
             evil = pack({"event": "file", "path": "../evil", "last": True}, b"x")
             answer = await client.put(f"/v1/sandboxes/{sandbox}/files/tree?path=a", content=evil)
             assert answer.json()["error"]["kind"] == "PathOutsideError"
