@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from etude.errors import SandboxError
+from etude.errors import SandboxError, ToolArgumentError
 from etude.sandbox.errors import SandboxMissingError, SandboxStateError, SnapshotError, Unsupported
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.interface import Sandbox
@@ -339,7 +339,7 @@ def test_what_cannot_be_packed_can_still_be_forked_and_goes_on(tmp_path: Path) -
         deep = "import os\nfor _ in range(1500):\n    os.mkdir('deeper'); os.chdir('deeper')\n"
         await s.files.write("deep.py", deep)
         assert (await s.commands.run("mkdir t; cd t; python3 ../deep.py")).exit_code == 0
-        with pytest.raises(SandboxError, match="bytes"):
+        with pytest.raises(ToolArgumentError, match="bytes"):
             await s.pause("filesystem")
         assert (await s.commands.run("sleep 0.01; echo on")).stdout == "on\n"
         (copy,) = await copies(s)
@@ -357,7 +357,7 @@ def test_files_full_of_holes_do_not_fill_the_host(tmp_path: Path) -> None:
         await s.commands.run("for i in $(seq 60); do truncate -s 30M h$i; done")
         (copy,) = await copies(s)
         assert (await copy.commands.run("stat -c '%s %b' h1")).stdout == f"{30 << 20} 0\n"
-        with pytest.raises(SandboxError, match="holes"):
+        with pytest.raises(ToolArgumentError, match="holes"):
             await s.create_snapshot()
 
     in_sandbox(tmp_path, scenario)

@@ -18,7 +18,7 @@ import os
 import stat
 from collections.abc import Callable
 
-from etude.sandbox.inside.packing import LayerError, pack_tree, unpack_tree
+from etude.sandbox.inside.packing import LayerError, UnpackableError, pack_tree, unpack_tree
 from etude.sandbox.inside.walking import DIRECTORY_FLAGS, OPAQUE, Folder, attributes
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "ROOT",
     "TEMPORARY",
     "LayerError",
+    "UnpackableError",
     "copy_tree",
     "is_empty",
     "merge_tree",

@@ -29,7 +29,11 @@ _SECOND_NS = 10**9
 
 
 class LayerError(Exception):
-    """A packed layer that is torn, or reaches outside itself; or a layer that cannot be packed."""
+    """A packed layer that is torn, or reaches outside itself."""
+
+
+class UnpackableError(LayerError):
+    """Files of the agent's that cannot be packed."""
 
 
 def pack_tree(root: str, file: IO[bytes]) -> None:
@@ -63,9 +67,11 @@ def pack_tree(root: str, file: IO[bytes]) -> None:
 
 def _check_packable(path: str, hole_bytes: int) -> None:
     if len(os.fsencode(path)) > MAX_PATH_BYTES:
-        raise LayerError(f"a path has more than {MAX_PATH_BYTES} bytes: {path[:80]!r}...")
+        raise UnpackableError(f"a path has more than {MAX_PATH_BYTES} bytes: {path[:80]!r}...")
     if hole_bytes > MAX_HOLE_BYTES:
-        raise LayerError(f"the files have holes of more than {MAX_HOLE_BYTES} bytes, as of {path[:80]!r}")
+        raise UnpackableError(
+            f"the files have holes of more than {MAX_HOLE_BYTES} bytes, as of {path[:80]!r}"
+        )
 
 
 def _pack_entry(

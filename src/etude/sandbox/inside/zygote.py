@@ -284,6 +284,9 @@ def _report(channel: socket.socket, error: BaseException) -> None:
         # An agent's tree that is too deep to be copied.
         _tell(channel, {"fault": list(faults.TOO_DEEP)})
         return
+    if isinstance(error, layers.UnpackableError):
+        _tell(channel, {"fault": ["argument", str(error)]})
+        return
     failure = f"{type(error).__name__}: {error}\n{traceback.format_exc()[-2000:]}"
     _tell(channel, {"failure": failure})
 
