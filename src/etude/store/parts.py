@@ -117,7 +117,7 @@ def encode_part(groups: Sequence[Group]) -> bytes:
 
 def decode_index(data: bytes) -> list[IndexRow]:
     """The index rows of a part. Raises what pyarrow raises on damaged bytes."""
-    table = pq.read_table(pa.BufferReader(data), columns=list(INDEX_TYPES))
+    table = pq.read_table(pa.BufferReader(data), columns=list(INDEX_TYPES), use_threads=False)
     values = [table.column(name).to_pylist() for name in INDEX_TYPES]
     return [IndexRow(*row) for row in zip(*values, strict=True)]
 
@@ -127,7 +127,7 @@ def decode_part(data: bytes, wanted: Callable[[IndexRow], bool] | None = None) -
 
     Raises what pyarrow, json and the records raise on damaged bytes.
     """
-    table = pq.read_table(pa.BufferReader(data))
+    table = pq.read_table(pa.BufferReader(data), use_threads=False)
     metadata = table.schema.metadata or {}
     if metadata.get(FORMAT_KEY) != FORMAT:
         raise ValueError(f"not a part of format {FORMAT.decode()}")
