@@ -188,6 +188,20 @@ def test_tasks_are_exported_as_harbor_directories(tmp_path: Path) -> None:
     assert "is not empty" in again.stderr
 
 
+def test_tasks_of_the_families_of_acting_are_shown_by_the_names_of_their_suites() -> None:
+    shown = etude("tasks", "show", "0", "--split", "composed_heldout")
+    assert shown.exit_code == 0
+    assert shown.stdout.startswith("composed-heldout-0-0: ")
+    assert etude("tasks", "show", "0", "--split", "observed_train").stdout.startswith("observed-train-0-0: ")
+
+
+def test_a_place_that_cannot_be_written_is_a_mistake_in_words(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = etude("tasks", "export", str(tmp_path / "file" / "tasks"), "--count", "1")
+    assert result.exit_code == 2
+    assert "Not a directory" in result.stderr and "fix: name another place" in result.stderr
+
+
 def test_config_show_prints_toml_that_loads_again(tmp_path: Path) -> None:
     path = tmp_path / "c.toml"
     path.write_text(etude("config", "show", "--set", "rl.num_steps=3").stdout)

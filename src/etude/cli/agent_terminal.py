@@ -139,7 +139,7 @@ class TerminalFace:
         self._open_line = not event.text.endswith("\n")
 
     def _call_done(self, event: CallDone) -> None:
-        failed = event.result.error is not None
+        failed = event.result.error is not None or event.result.facts.get("green") is False
         mark = Text("✗ " if failed else "✓ ", style="red" if failed else "green")
         self._console.print(mark + shown(call_title(event.call)), soft_wrap=True)
         lines = event.result.output.splitlines()

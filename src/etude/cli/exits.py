@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Any
 
@@ -16,6 +17,8 @@ from etude.errors.packages import missing_package, package_of
 EXIT_MISTAKE = 2
 EXIT_INFRASTRUCTURE = 3
 EXIT_INTERRUPTED = 130
+_PLACE_ERRORS = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.ENOTDIR, errno.EISDIR)
+"""A file or directory that cannot be used as it was asked for."""
 
 
 class ErrorReportingGroup(TyperGroup):
@@ -44,6 +47,12 @@ class ErrorReportingGroup(TyperGroup):
             for pipe in gone:
                 pipe.leave(error)
             raise typer.Exit(EXIT_CLOSED_PIPE) from None
+        except OSError as error:
+            if error.errno not in _PLACE_ERRORS:
+                raise
+            fix = "name another place, free some, or change its permissions"
+            print_error(UserError(error.strerror or str(error), field=str(error.filename), fix=fix))
+            raise typer.Exit(EXIT_MISTAKE) from None
         except KeyboardInterrupt:
             error_console().print("interrupted")
             raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.console import Console
@@ -19,7 +20,8 @@ from etude.errors import TaskError
 from etude.records import Task
 
 if TYPE_CHECKING:
-    from etude.tasks.generator import TaskGenerator
+    from etude.tasks.acting import ActingFamily
+    from etude.tasks.generator import FunctionSplit, Split
 
 tasks_app = typer.Typer(name="tasks", help="Show, export and check tasks.", no_args_is_help=True)
 
@@ -31,6 +33,12 @@ class TaskSplit(StrEnum):
     VALIDATION = "validation"
     HELDOUT = "heldout"
     HELDOUT_FAMILY = "heldout_family"
+    OBSERVED_TRAIN = "observed_train"
+    OBSERVED_VALIDATION = "observed_validation"
+    OBSERVED_HELDOUT = "observed_heldout"
+    COMPOSED_TRAIN = "composed_train"
+    COMPOSED_VALIDATION = "composed_validation"
+    COMPOSED_HELDOUT = "composed_heldout"
 
 
 SplitOption = Annotated[TaskSplit, typer.Option(help="Split of the tasks.")]
@@ -45,7 +53,7 @@ def show_command(
     solution: Annotated[bool, typer.Option("--solution", help="Also show the reference solution.")] = False,
 ) -> None:
     """Show one generated task: the instruction and the files."""
-    task = _generator(seed, split).task(index)
+    task = _source(seed, split)(index)
     console = output_console()
     console.print(Text(f"{task.id}: {task.instruction}", style="bold"))
     console.print(Text("  ".join(f"{key} {value}" for key, value in task.metadata.items()), style="dim"))
@@ -71,9 +79,9 @@ def export_command(
         raise TaskError(
             "is not empty", field="DIR", received=str(directory), fix="name a new or empty directory"
         )
-    generator = _generator(seed, split)
+    source = _source(seed, split)
     for index in range(count):
-        task = generator.task(index)
+        task = source(index)
         write_harbor(task, directory / task.id)
         typer.echo(directory / task.id)
     error_console().print(f"{count} tasks")
@@ -108,10 +116,14 @@ def check_command(
         raise typer.Exit(1)
 
 
-def _generator(seed: int, split: TaskSplit) -> TaskGenerator:
+def _source(seed: int, split: TaskSplit) -> Callable[[int], Task]:
+    from etude.tasks.acting import ACTING_SUITES, acting_source
     from etude.tasks.generator import TaskGenerator
 
-    return TaskGenerator(seed, split.value)
+    if split.value not in ACTING_SUITES:
+        return TaskGenerator(seed, cast("Split", split.value)).task
+    family, _, part = split.value.partition("_")
+    return acting_source(seed, cast("ActingFamily", family), cast("FunctionSplit", part))
 
 
 def _print_solution(console: Console, task: Task) -> None:

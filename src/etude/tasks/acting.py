@@ -8,7 +8,7 @@ from typing import Literal, get_args
 
 from etude.records import Task
 from etude.tasks.composed import ComposedGenerator
-from etude.tasks.generator import FUNCTION_SPLITS
+from etude.tasks.generator import FUNCTION_SPLITS, FunctionSplit
 from etude.tasks.observed import ObservedGenerator
 
 ActingFamily = Literal["observed", "composed"]
@@ -19,6 +19,12 @@ ACTING_SUITES: tuple[str, ...] = tuple(
 """Names of their frozen evaluation tasks."""
 
 
+def acting_source(seed: int, family: ActingFamily, split: FunctionSplit = "train") -> Callable[[int], Task]:
+    """Tasks of a family by index."""
+    kinds = {"observed": ObservedGenerator, "composed": ComposedGenerator}
+    return kinds[family](seed, split).task
+
+
 class MixedSource:
     """Training tasks by index, some of them of these families."""
 
@@ -27,10 +33,7 @@ class MixedSource:
     ) -> None:
         """`shares`: of each family; the rest comes from `others`."""
         self._seed, self._others, self._shares = seed, others, dict(shares)
-        self._sources: dict[ActingFamily, Callable[[int], Task]] = {
-            "observed": ObservedGenerator(seed).task,
-            "composed": ComposedGenerator(seed).task,
-        }
+        self._sources = {name: acting_source(seed, name) for name in ACTING_FAMILIES}
 
     def __call__(self, index: int) -> Task:
         """The task with this index: always the same."""
