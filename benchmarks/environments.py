@@ -140,6 +140,7 @@ def _name_of(requirement: str) -> str:
 
 RECIPES: Mapping[str, Recipe] = {
     "llama-cpp": _plain("llama-cpp-python==0.3.36", "gguf==0.19.0", "safetensors==0.8.0"),
+    "schemathesis": _plain("schemathesis==4.32.5"),
     "swe-rex": _plain("swe-rex==1.4.0"),
     "trl": Recipe(_TRL, _install_trl),
     "vllm": Recipe(_VLLM, _install_vllm),

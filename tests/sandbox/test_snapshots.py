@@ -304,6 +304,24 @@ def test_an_exported_snapshot_is_taken_in_elsewhere_and_twice(tmp_path: Path) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "here", "there"]
 
 
+def test_two_imports_of_one_snapshot_at_once_give_it_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = SnapshotStore(tmp_path / "here"), SnapshotStore(tmp_path / "there")
+    info = keep(here)
+    asyncio.run(here.export(info.id, tmp_path / "file"))
+    assert asyncio.run(there.import_(tmp_path / "file", "local")) == info
+    looks: list[Path] = []
+
+    def exists(path: Path) -> bool:
+        looks.append(path)
+        return len(looks) > 1 and path.is_dir()
+
+    monkeypatch.setattr(Path, "exists", exists)  # the other import appears behind the look
+    assert asyncio.run(there.import_(tmp_path / "file", "local")) == info
+    assert [path.name for path in there.root.iterdir()] == [info.id]
+
+
 def test_an_export_that_fails_leaves_no_part(tmp_path: Path) -> None:
     store = SnapshotStore(tmp_path / "here")
     info = keep(store)

@@ -25,6 +25,10 @@ OPENAI = OpenAIErrors(
 )  # fmt: skip
 
 
+class BusyTest(StoreError):
+    """No room now."""
+
+
 def application(errors: ErrorShape = OWN, token: str | None = None) -> FastAPI:
     app = build_application("Test", errors, guard=bearer_required(token))
 
@@ -131,6 +135,15 @@ def test_errors_have_one_shape_whoever_raises_them() -> None:
 
     ask(application(), own)
     ask(application(OPENAI), openai)
+
+
+@pytest.mark.parametrize(
+    "errors", [OwnErrors({BusyTest: 503}), OpenAIErrors(((BusyTest, 503, "busy", None),))]
+)
+def test_who_is_asked_to_come_back_is_given_a_time_and_little_of_what_was_sent(errors: ErrorShape) -> None:
+    status, document, headers = errors.describe(BusyTest("is full", field="f" * 10**6, received="r" * 10**6))
+    assert (status, headers) == (503, {"retry-after": "1"})
+    assert len(str(document)) < 10_000
 
 
 def test_the_description_of_a_server_names_its_errors() -> None:

@@ -125,6 +125,22 @@ def test_a_damaged_part_is_named(tmp_path: Path, where: float) -> None:
         TrajectoryLog(tmp_path).contains(make_trajectory().id)
 
 
+def test_a_part_that_is_gone_from_the_middle_is_noticed_and_can_be_given_up(tmp_path: Path) -> None:
+    log = TrajectoryLog(tmp_path)
+    for index in range(3):
+        log.append([make_group(index)])
+    whole = list(TrajectoryLog(tmp_path).read())
+    gone = sorted(tmp_path.glob("part-*.parquet"))[1]
+    gone.unlink()
+    again = TrajectoryLog(tmp_path)
+    for ask in (lambda: again.append([make_group(9)]), lambda: len(again)):
+        with pytest.raises(StoreError, match="missing") as raised:
+            ask()
+        assert raised.value.field == "part-00000001"
+    (tmp_path / "part-00000001.missing").touch()
+    assert same(tuple(TrajectoryLog(tmp_path).read()), (whole[0], whole[2]))
+
+
 def test_a_truncated_part_is_named(tmp_path: Path) -> None:
     TrajectoryLog(tmp_path).append([make_group()])
     path = part(tmp_path)

@@ -253,8 +253,9 @@ def test_nothing_whole_is_refused_as_often_as_it_is_asked_for(tmp_path: Path) ->
     save_checkpoint(tmp_path / "latest", small_model(1), _state(1))
     (tmp_path / "latest" / DIGESTS).write_text("{")
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="damaged"):
+        with pytest.raises(CheckpointError, match="damaged, and there is no other") as raised:
             find_resumable(tmp_path / "latest", MemorySink(), SilentObserver())
+        assert raised.value.fix is not None and "older checkpoint" not in raised.value.fix
     assert [flaw.flaw for flaw in find_flaws(tmp_path / "latest")] == [Flaw.DAMAGED]
 
 

@@ -20,12 +20,12 @@ changes that one. Tests that need a twin and have none are listed (`Twins.open_t
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from etude.agent.tools.globs import compile_path_pattern
 from etude.agent.tools.state import is_harness_path
 from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, take_apart
 from etude.environment.twins import Exam, OpenTest, TwinFinder, Twins
@@ -173,39 +173,39 @@ def allowed_changes(task: Task, changes: Mapping[str, bytes | None]) -> dict[str
     """The agent's changes that reach grading: allowed paths, no bytecode, nothing that hidden files claim,
     nothing of the harness's own."""
     claimed = set(task.hidden_files)
+    folders = {folder for path in claimed for folder in _folders(path)}
     return {
         path: data
         for path, data in changes.items()
         if not _is_bytecode(path)
         and not is_harness_path(path)
         and matches_any(path, task.allowed_paths)
-        and not _collides(path, claimed)
+        and not _collides(path, claimed, folders)
     }
 
 
 def matches_any(path: str, patterns: Iterable[str]) -> bool:
     """Whether a path matches a glob: `*` and `?` within one level, `**` over any number of levels."""
-    return any(_compiled_glob(pattern).fullmatch(path) for pattern in patterns)
+    return any(_compiled_pattern(pattern)(path) for pattern in patterns)
 
 
-@lru_cache(maxsize=1024)
-def _compiled_glob(pattern: str) -> re.Pattern[str]:
-    parts: list[str] = []
-    for token in re.split(r"(\*\*/|\*\*|\*|\?)", pattern):
-        translated = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
-        parts.append(translated.get(token, re.escape(token)))
-    return re.compile("".join(parts), re.DOTALL)
+_compiled_pattern = lru_cache(maxsize=1024)(compile_path_pattern)
 
 
 def _is_bytecode(path: str) -> bool:
     return path.endswith((".pyc", ".pyo")) or "__pycache__" in path.split("/")
 
 
-def _collides(path: str, claimed: set[str]) -> bool:
-    """Whether `path` is a hidden file, or stands as a file where a hidden file's folder must be."""
-    return path in claimed or any(
-        name.startswith(path + "/") or path.startswith(name + "/") for name in claimed
-    )
+def _collides(path: str, claimed: set[str], folders: set[str]) -> bool:
+    """Whether `path` is a hidden file, stands where a hidden file's folder must be, or lies below one."""
+    return path in claimed or path in folders or any(folder in claimed for folder in _folders(path))
+
+
+def _folders(path: str) -> Iterator[str]:
+    """The folders above a path, the nearest first."""
+    while "/" in path:
+        path = path.rpartition("/")[0]
+        yield path
 
 
 def _hidden_tests(task: Task) -> list[HiddenFile]:

@@ -14,6 +14,7 @@ from etude.sandbox.paths import normal_path
 
 MAX_NAME_CHARACTERS = 200
 MAX_PATH_BYTES = 4000
+MAX_PARTS = 100
 MAX_PART_BYTES = 255
 """Of one part of a path: what file systems take."""
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._+@:-]*"
@@ -45,6 +46,10 @@ def check_files(files: Mapping[str, str], field: str) -> Mapping[str, str]:
     for path, text in files.items():
         _check_characters(path, text, field)
         normal = normal_path(path)
+        if normal.count("/") >= MAX_PARTS:
+            raise UserError(
+                "lies too deep", field=field, received=path, fix=f"at most {MAX_PARTS} names in one path"
+            )
         if normal == "." or path.endswith("/"):
             raise UserError("names no file", field=field, received=path, fix="a path such as lib/a.py")
         if normal in seen:
@@ -52,16 +57,19 @@ def check_files(files: Mapping[str, str], field: str) -> Mapping[str, str]:
                 f"is the same file as {seen[normal]!r}", field=field, received=path, fix="send one of the two"
             )
         seen[normal] = path
+    folders: set[str] = set()
     for normal, path in seen.items():
-        parts = normal.split("/")
-        for length in range(1, len(parts)):
-            if (above := "/".join(parts[:length])) in seen:
+        above = normal.rpartition("/")[0]
+        while above and above not in folders:
+            folders.add(above)
+            if above in seen:
                 raise UserError(
                     f"{above!r} is sent as a file, and cannot be a directory as well",
                     field=field,
                     received=path,
                     fix=f"leave one of the two out, or name {above!r} otherwise",
                 )
+            above = above.rpartition("/")[0]
     return files
 
 

@@ -13,12 +13,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from etude.agent.admission import admit
+from etude.agent.tools.text_file import off_loop
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import calls_of
 from etude.errors import AgentError, UserError
 from etude.records import Status, ToolCall, ToolResult
 from etude.serving.messages import Fields, checked
 from etude.tokens.grammar import XmlGrammar, parse_calls
+from etude.tokens.grammar.interface import MAX_CALL_CHARACTERS
 
 MAX_TURNS = 50
 MAX_CALLS = 16
@@ -66,7 +68,9 @@ class Episode:
     async def step(self, action: object) -> dict[str, Any]:
         """One turn. Raises UserError for what is no action, SandboxError if the infrastructure failed."""
         session = self._running()
-        calls = self._calls(action)
+        message = action.get("message") if isinstance(action, dict) else None
+        size = len(message) if isinstance(message, str) else 0
+        calls = await off_loop(size, self._calls, action)
         try:
             results = await self._run(session, calls)
         except AgentError as error:
@@ -130,6 +134,13 @@ class Episode:
         if calls is not None:
             return admit(calls_of(calls), MAX_CALLS)
         assert self._grammar is not None, "it comes with the session"
+        if len(str(message)) > MAX_CALL_CHARACTERS:
+            raise UserError(
+                "is too long",
+                field="action.message",
+                received=len(str(message)),
+                fix=f"send {MAX_CALL_CHARACTERS} characters at most",
+            )
         return admit(parse_calls(self._grammar.parser(text_mode=True), [str(message)]), MAX_CALLS)
 
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from hashlib import blake2b
 from typing import Any, Generic, TypeVar
 
+from etude.agent.tools.text_file import off_loop
 from etude.config import RewardConfig
 from etude.environment.grading import (
     GRADING_TIMEOUT_S,
@@ -30,6 +31,8 @@ from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import Resources
 
 _MAX_KEPT = 4096
+_BYTES_PER_MATCH = 16
+"""As many of these as characters that are looked at are worth a thread."""
 
 Found = TypeVar("Found")
 
@@ -59,7 +62,9 @@ class Grader:
         """
         began = time.perf_counter()
         try:
-            changes = allowed_changes(task, await sandbox.final_diff())
+            found = await sandbox.final_diff()
+            size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
+            changes = await off_loop(size, allowed_changes, task, found)
         except AgentError as error:
             return Verdict(False, 0, count_hidden_tests(task), str(error), time.perf_counter() - began)
         key = _judge_digest(task) + _digest(changes)

@@ -15,6 +15,10 @@ from etude.serving.messages import Fields, checked, strings
 
 MAX_CALLS = 256
 """Calls in one turn that a server takes."""
+MAX_PATTERNS = 256
+MAX_PATTERN_CHARACTERS = 256
+MAX_TEST_CHARACTERS = 1 << 18
+"""Of one file of hidden tests: Python reads its own source without letting others run."""
 _NONE = type(None)
 _CALL: Fields = {"name": (str,), "arguments": (dict, _NONE), "error": (str, _NONE)}
 _RESULT: Fields = {
@@ -109,7 +113,29 @@ def task_of(raw: object) -> Task:
     for name in ("allowed_paths", "test_paths", "hidden_test_paths", "user_facts"):
         if name in named:
             named[name] = tuple(strings(named[name], f"task.{name}"))
-    return Task(**named)
+    task = Task(**named)
+    _check_sizes(task)
+    return task
+
+
+def _check_sizes(task: Task) -> None:
+    """Raises UserError for what would hold up the sessions of others when the task is graded."""
+    patterns = task.allowed_paths
+    if len(patterns) > MAX_PATTERNS or any(len(pattern) > MAX_PATTERN_CHARACTERS for pattern in patterns):
+        raise UserError(
+            "are too many, or too long",
+            field="task.allowed_paths",
+            received=len(patterns),
+            fix=f"send at most {MAX_PATTERNS} of {MAX_PATTERN_CHARACTERS} characters",
+        )
+    for path in task.hidden_test_paths:
+        if len(task.hidden_files.get(path, "")) > MAX_TEST_CHARACTERS:
+            raise UserError(
+                "is too long for a file of tests",
+                field="task.hidden_files",
+                received=path,
+                fix=f"split it into files of at most {MAX_TEST_CHARACTERS} characters",
+            )
 
 
 def outcome_document(outcome: Outcome) -> dict[str, Any]:

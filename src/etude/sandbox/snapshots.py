@@ -268,7 +268,11 @@ class SnapshotStore:
             if not (self.root / info.id).exists():
                 if manifest.get("temporary"):
                     self._marks.add("transit", info.id)
-                draft.directory.rename(self.root / info.id)
+                try:
+                    draft.directory.rename(self.root / info.id)
+                except OSError as error:
+                    if not (self.root / info.id).exists():  # else another import of it was faster
+                        raise _error(info.id, f"cannot be kept: {error}", "free disk space") from error
                 _sync(self.root)
             return info
         finally:

@@ -30,7 +30,6 @@ from etude.sandbox.errors import (
     SandboxStateError,
     SnapshotMissingError,
     SnapshotRefusedError,
-    Unsupported,
 )
 from etude.sandbox.template import Image, Template
 from etude.sandbox.types import (
@@ -80,7 +79,6 @@ STATUSES: Mapping[type[BaseException], int] = {
     SnapshotRefusedError: 422,
     SandboxStateError: 409,
     CapacityError: 503,
-    Unsupported: 501,
 }
 """HTTP statuses of errors, where they are not those of every server."""
 
@@ -220,6 +218,8 @@ def decode_template(encoded: Encoded) -> Template:
     files: dict[str, bytes | str] = {}
     start = 0
     for path, size in raw["files"]:
+        if not isinstance(path, str) or not isinstance(size, int) or size < 0:
+            raise ValueError("files are no rows of path and size")
         files[path] = data[start : start + size]
         start += size
     if start != len(data):
@@ -227,6 +227,11 @@ def decode_template(encoded: Encoded) -> Template:
     image = raw["image"]
     if image is not None:
         image = Image(**{**image, "layers": tuple(image["layers"])})
+        texts = (image.name, image.workdir, image.user, *image.layers, *image.env, *image.env.values())
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("an image is described in texts")
+    if not isinstance(raw["name"], str):
+        raise TypeError("the name is no text")
     return Template(files, raw["name"], image)
 
 

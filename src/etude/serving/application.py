@@ -26,6 +26,7 @@ import etude
 from etude.errors import EtudeError, UserError
 from etude.serving.access import AccessError, check_bearer, check_names
 from etude.serving.errors import BodyTooLargeError, ErrorShape, RouteError
+from etude.serving.json_bodies import off_the_loop, parse_json
 from etude.serving.messages import FRAMES
 from etude.serving.metrics import Metrics
 
@@ -33,6 +34,10 @@ T = TypeVar("T")
 CLIENT_LEFT = 499
 STALL_S = 60.0
 """A client that sends or takes no byte for so long is taken for gone."""
+
+_UNREADY: dict[int | str, dict[str, Any]] = {
+    503: {"description": "Not now", "content": {"application/json": {}}}
+}
 
 OnError = Callable[[HTTPConnection, Exception, int], None]
 """Called with every error and its status before it is answered, to be counted."""
@@ -78,16 +83,19 @@ def build_application(
     app.add_middleware(_NamesChecked, answer=answer)
     if metrics is not None:
         app.add_middleware(Measured, metrics=metrics)
-    app.add_api_route("/health", health or _healthy, name="health")
+    app.add_api_route("/health", health or _healthy, name="health", responses=_UNREADY)
     if ready is not None:
-        app.add_api_route("/ready", ready, name="ready")
+        app.add_api_route("/ready", ready, name="ready", responses=_UNREADY)
     if figures is not None:
 
         async def show(request: Request) -> Response:
             """Counters, gauges and latencies for Prometheus."""
             return PlainTextResponse(await figures(request), media_type="text/plain; version=0.0.4")
 
-        app.add_api_route("/metrics", show, name="metrics", dependencies=[guard] if guard else None)
+        guards = [guard] if guard else None
+        app.add_api_route(
+            "/metrics", show, name="metrics", dependencies=guards, response_class=PlainTextResponse
+        )
     return app
 
 
@@ -106,6 +114,12 @@ class Json(JSONResponse):
     def render(self, content: Any) -> bytes:
         """The bytes of the answer."""
         return json.dumps(content).encode()
+
+
+class Binary(Response):
+    """Bytes of any kind."""
+
+    media_type = "application/octet-stream"
 
 
 # Bodies
@@ -144,13 +158,13 @@ async def read_request(
     ValueError). Raises UserError for anything else, BodyTooLargeError."""
     body = await read_body(request, limit_bytes)
     kind = "JSON" if unpack is None else f"JSON, or one frame as {FRAMES}"
+    if unpack is None or not request.headers.get("content-type", "").startswith(FRAMES):
+        return await off_the_loop(lambda: parse_json(body), len(body)) if body else {}, b""
     try:
-        if unpack is not None and request.headers.get("content-type", "").startswith(FRAMES):
-            (frame,) = unpack(body)
-            return frame
-        return json.loads(body) if body else {}, b""
+        (frame,) = await off_the_loop(lambda: unpack(body), len(body))
     except (ValueError, RecursionError) as error:
         raise UserError(f"the body is no request: {error}", field="body", fix=f"send {kind}") from error
+    return frame
 
 
 def _check_size(num_bytes: int, limit_bytes: int) -> None:

@@ -15,6 +15,10 @@ import etude.errors
 from etude.errors import AgentError, EtudeError, InfrastructureError, UserError
 from etude.serving.access import AccessError
 
+RETRY_S = 1.0
+"""When to come back, where an error that asks for that does not say it."""
+_SHOWN_CHARACTERS = 1000
+
 ErrorAnswer = tuple[int, dict[str, Any], Mapping[str, str]]
 """HTTP status, document and headers."""
 
@@ -67,7 +71,7 @@ class OwnErrors:
         """See ErrorShape."""
         own = error.status if isinstance(error, RouteError) else None
         status = own or next((status for kind, status in self._statuses if isinstance(error, kind)), 500)
-        return status, {"error": self._encode(error)}, _headers(error)
+        return status, {"error": self._encode(error)}, _headers(error, status)
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
         """See ErrorShape."""
@@ -90,10 +94,12 @@ class OpenAIErrors:
         """See ErrorShape."""
         if isinstance(error, RouteError):
             words = f"{error.message}: {error.received}"
-            return error.status, openai_document(words, "invalid_request_error"), _headers(error)
+            document = openai_document(shorten(words), "invalid_request_error")
+            return error.status, document, _headers(error, error.status)
         for kind, status, name, code in self._kinds:
             if isinstance(error, kind):
-                return status, openai_document(str(error), name, error.field, code), _headers(error)
+                document = openai_document(_words_of(error), name, _field_of(error), code)
+                return status, document, _headers(error, status)
         return 500, openai_document("the server failed", "server_error", None, "internal_error"), {}
 
     def responses(self) -> dict[int | str, dict[str, Any]]:
@@ -127,7 +133,7 @@ def encode_error(error: BaseException, known: Container[str] = KINDS) -> dict[st
     return {
         "kind": next((name for name in names if name in known), "EtudeError"),
         "message": error.message,
-        "field": error.field,
+        "field": _field_of(error),
         "received": plain(error.received),
         "fix": error.fix,
     }
@@ -148,23 +154,41 @@ def decode_error(
 
 
 def plain(value: object) -> object:
-    """A value as JSON carries it; what it cannot carry, as its repr."""
+    """A value as JSON carries it; what it cannot carry, or what is long, as the beginning of its repr."""
     try:
-        return json.loads(json.dumps(value))
+        text = json.dumps(value)
+        if len(text) <= _SHOWN_CHARACTERS:
+            return json.loads(text)
     except (TypeError, ValueError, RecursionError):
-        return repr(value)
+        pass
+    return shorten(value if isinstance(value, str) else repr(value))
 
 
-def _headers(error: BaseException) -> Mapping[str, str]:
-    """`retry-after` of an error that says how long to wait."""
-    seconds = getattr(error, "retry_after_s", None)
+def shorten(text: str) -> str:
+    """As much of a text as an answer gives back of what was sent."""
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+def _words_of(error: EtudeError) -> str:
+    received = shorten(error.received) if isinstance(error.received, str) else error.received
+    return str(EtudeError(error.message, field=_field_of(error), received=received, fix=error.fix))
+
+
+def _field_of(error: EtudeError) -> str | None:
+    """A field may be of a client's naming."""
+    return None if error.field is None else shorten(error.field)
+
+
+def _headers(error: BaseException, status: int) -> Mapping[str, str]:
+    """`retry-after` of an error that says how long to wait, and of each that asks to come back."""
+    seconds = getattr(error, "retry_after_s", RETRY_S if status == 503 else None)
     return {} if seconds is None else {"retry-after": str(max(1, math.ceil(seconds)))}
 
 
 def _responses(
     kinds: Iterable[tuple[type[BaseException], int]], fields: Mapping[str, str]
 ) -> dict[int | str, dict[str, Any]]:
-    names: dict[int, list[str]] = {}
+    names: dict[int, list[str]] = {404: [RouteError.__name__], 405: [RouteError.__name__]}
     for kind, status in kinds:
         names.setdefault(status, []).append(kind.__name__)
     properties = {name: {} if kind == "any" else {"type": [kind, "null"]} for name, kind in fields.items()}

@@ -17,6 +17,9 @@ FRAMES = "application/vnd.etude.frames"
 BEAT_S = 5.0
 """How often a server that works on a call says so. Three missed beats mean that it is lost."""
 
+MOST_NUMBER = 1e300
+"""Whole numbers of JSON may be larger than any that Python can reckon with."""
+
 Fields = Mapping[str, tuple[type, ...]]
 """Name -> the types that its value may have; `type(None)` among them: it may be left out."""
 
@@ -34,6 +37,8 @@ def checked(raw: object, fields: Fields) -> Header:
         if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in kinds):
             names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
             raise UserError(f"must be {names}", field=name, received=plain(value), fix="correct the request")
+        if isinstance(value, int) and float in kinds and int not in kinds and abs(value) > MOST_NUMBER:
+            raise UserError("is beyond all numbers", field=name, fix=f"send {MOST_NUMBER:.0e} at most")
     return {name: raw[name] for name in fields if name in raw}
 
 

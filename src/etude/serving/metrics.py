@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -52,9 +52,13 @@ class Metrics:
         """A counter's value, all labels together."""
         return sum(num for (known, _), num in self._counts.items() if known == name)
 
-    def text(self, gauges: Mapping[tuple[str, Labels], float] | Mapping[str, float] | None = None) -> str:
+    def text(
+        self,
+        gauges: Mapping[tuple[str, Labels], float] | Mapping[str, float] | None = None,
+        is_shown: Callable[[Labels], bool] = lambda labels: True,
+    ) -> str:
         """Everything in Prometheus' text format; `gauges`: what is read at this moment, by name, or by name
-        and labels."""
+        and labels. `is_shown`: leaves rows out by their labels."""
         # Not at the top: engines without a server count too.
         from prometheus_client import Metric, generate_latest
 
@@ -67,7 +71,7 @@ class Metrics:
 
         labelled = {name for (name, labels), _ in self._counts.items() if labels}
         for (name, labels), num in sorted(self._counts.items()):
-            if labels or name not in labelled:
+            if (labels or name not in labelled) and is_shown(labels):
                 add("counter", name, labels, num, "_total")
         for key, value in sorted((gauges or {}).items()):
             name, labels = (key, ()) if isinstance(key, str) else key

@@ -21,6 +21,8 @@ from etude.records import Group, Status, Trajectory, TrajectoryId
 from etude.store.parts import IndexRow, decode_index, decode_part, encode_part, stored_id
 
 PART_NAME = re.compile(r"part-(\d{8})-([0-9a-f]{32})\.parquet")
+_GIVEN_UP = "part-{number:08d}.missing"
+"""A file of this name stands for a part without which a log is read."""
 
 T = TypeVar("T")
 
@@ -177,9 +179,31 @@ class TrajectoryLog:
 
     def _list_parts(self) -> list[Path]:
         if self._parts is None:
-            found = self._directory.glob("part-*.parquet") if self._directory.is_dir() else ()
-            self._parts = sorted(path for path in found if PART_NAME.fullmatch(path.name))
+            parts = self._look()
+            if self._missing(parts):  # looked at while it grew, perhaps
+                parts = self._look()
+            for number in self._missing(parts):
+                name = _GIVEN_UP.format(number=number)
+                raise StoreError(
+                    "a part of the trajectory log is missing",
+                    field=f"part-{number:08d}",
+                    received=str(self._directory),
+                    fix=f"restore it from a backup, or make a file {name} to go on without its trajectories",
+                )
+            self._parts = parts
         return self._parts
+
+    def _look(self) -> list[Path]:
+        found = self._directory.glob("part-*.parquet") if self._directory.is_dir() else ()
+        return sorted(path for path in found if PART_NAME.fullmatch(path.name))
+
+    def _missing(self, parts: Sequence[Path]) -> list[int]:
+        """Numbers before the last part's that no part has, and that nobody has given up."""
+        there = {_part_number(path) for path in parts}
+        absent = set(range(max(there, default=0))) - there
+        return sorted(
+            number for number in absent if not (self._directory / _GIVEN_UP.format(number=number)).exists()
+        )
 
 
 def _load(path: Path, decode: Callable[[bytes], T]) -> T:
@@ -198,11 +222,13 @@ def _load(path: Path, decode: Callable[[bytes], T]) -> T:
 
 
 def _damaged(path: Path, reason: str) -> StoreError:
+    found = PART_NAME.fullmatch(path.name)
+    name = _GIVEN_UP.format(number=int(found[1])) if found else f"{path.name}.missing"
     return StoreError(
         f"this part of the trajectory log is damaged: {reason}",
         field=path.name,
         received=str(path),
-        fix="restore it from a backup, or move it away to go on without its trajectories",
+        fix=f"restore it from a backup, or rename it to {name} to go on without its trajectories",
     )
 
 

@@ -61,6 +61,11 @@ class Tokenizer:
         return len(self._bytes)
 
     @cached_property
+    def longest_bytes(self) -> int:
+        """Of the bytes that one token stands for: so many bytes of text are at least one token."""
+        return max((len(piece) for piece in self._bytes), default=1) or 1
+
+    @cached_property
     def digest(self) -> str:
         """BLAKE3 hex digest of the definition in canonical JSON."""
         return blake3(self._definition.encode()).hexdigest()

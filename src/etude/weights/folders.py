@@ -28,6 +28,10 @@ class MissingError(StoreError):
     """There is nothing of this name."""
 
 
+class NotAFileError(MissingError):
+    """The name is a directory's, or lies below a file's."""
+
+
 class TakenError(StoreError):
     """Somebody else has written this name already."""
 
@@ -228,6 +232,8 @@ def _named(place: str) -> Generator[None]:
         raise MissingError("there is nothing here", field="weights.url", received=place) from error
     except FileExistsError as error:
         raise TakenError("this is written already", field="weights.url", received=place) from error
+    except (IsADirectoryError, NotADirectoryError) as error:
+        raise NotAFileError("there is no file here", field="weights.url", received=place) from error
     except PermissionError as error:
         raise _denied(place) from error
     except OSError as error:

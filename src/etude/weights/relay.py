@@ -19,6 +19,10 @@ from etude.weights.store import FILES, PINS, WANTED
 _ATTEMPTS = 3
 
 
+class ReadOnlyError(StoreError):
+    """What a reader may not write."""
+
+
 @dataclass(slots=True)
 class RelayCounters:
     """Traffic of a relay."""
@@ -80,7 +84,7 @@ class Relay:
     def write(self, name: str, data: bytes) -> None:
         """Passes on what readers may write. Raises StoreError for anything else."""
         if name.partition("/")[0] not in (PINS, WANTED):
-            raise StoreError("a relay only reads", field="name", received=name)
+            raise ReadOnlyError("a relay only reads", field="name", received=name)
         self._source.write(name, data)
 
     def _read_commit(self, name: str) -> bytes:

@@ -6,22 +6,25 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 
 from etude.errors import StoreError
-from etude.serving.application import bearer_required, build_application, read_body
+from etude.serving.application import Binary, bearer_required, build_application, read_body
+from etude.serving.describing import BYTES, described
 from etude.serving.errors import OwnErrors
 from etude.serving.metrics import Metrics
 from etude.serving.process import ServerThread
 from etude.weights.folders import MissingError, UnavailableError
-from etude.weights.relay import Relay
+from etude.weights.relay import ReadOnlyError, Relay
 
 _NOTE_BYTES = 1 << 16
 """Largest note that a reader may leave for the writer."""
+_NAME_CHARACTERS = 1024
+_PART_BYTES = 255
 
 
 class _RefusedError(StoreError):
     """A request that no relay does."""
 
 
-_ERRORS = OwnErrors({MissingError: 404, UnavailableError: 503, _RefusedError: 400})
+_ERRORS = OwnErrors({MissingError: 404, UnavailableError: 503, _RefusedError: 400, ReadOnlyError: 403})
 
 
 def build_app(relay: Relay, token: str | None = None) -> FastAPI:
@@ -46,12 +49,12 @@ def build_app(relay: Relay, token: str | None = None) -> FastAPI:
     async def list_names(prefix: str) -> list[str]:
         return await run_in_threadpool(relay.list, _checked(prefix))
 
-    @routes.get("/files/{name:path}")
+    @routes.get("/files/{name:path}", response_class=Binary)
     async def read_file(name: str) -> Response:
         data = await run_in_threadpool(relay.read, _checked(name))
-        return Response(data, media_type="application/octet-stream")
+        return Binary(data)
 
-    @routes.put("/files/{name:path}")
+    @routes.put("/files/{name:path}", openapi_extra=described(body=BYTES))
     async def write_file(name: str, request: Request) -> None:
         data = await read_body(request, _NOTE_BYTES)
         await run_in_threadpool(relay.write, _checked(name), data)
@@ -62,7 +65,10 @@ def build_app(relay: Relay, token: str | None = None) -> FastAPI:
 
 def _checked(name: str) -> str:
     """Raises StoreError for what would leave the folder."""
-    if any(part in ("", ".", "..") for part in name.split("/")) or "\\" in name:
+    parts = name.split("/")
+    is_hidden = any(part.startswith(".") or not part for part in parts)
+    is_long = len(name) > _NAME_CHARACTERS or any(len(part.encode()) > _PART_BYTES for part in parts)
+    if is_hidden or is_long or "\\" in name or not name.isprintable():
         raise _RefusedError("no name in a weight store", field="name", received=name)
     return name
 

@@ -288,8 +288,8 @@ def test_a_whole_session_by_plain_http() -> None:
         for line in (
             'etude_environment_sessions{tenant="one"} 3',
             'etude_environment_turns_total{tenant="one"} 1',
-            'etude_environment_calls_total{error=""} 2',
-            'etude_environment_graded_total{passed="true"} 1',
+            'etude_environment_calls_total{error="",tenant="one"} 2',
+            'etude_environment_graded_total{passed="true",tenant="one"} 1',
             'etude_environment_forks_total{tenant="one"} 2',
             'etude_environment_request_seconds_count{operation="run_turn"} 2',
         ):

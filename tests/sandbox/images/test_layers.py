@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from etude.errors import ResourceError
 from etude.sandbox.errors import TemplateError
+from etude.sandbox.images import layers
 from etude.sandbox.images.extract import OPAQUE_XATTR
 from etude.sandbox.images.layers import LayerStore, default_owner
 from etude.sandbox.images.pack import pack_directory
@@ -471,3 +472,17 @@ def test_directories_that_no_entry_names_count_too(store: LayerStore) -> None:
         store.add_tar(io.BytesIO(tar_bytes(*deep)), max_entries=30)
     assert store.list() == []
     store.add_tar(io.BytesIO(tar_bytes(*deep)), max_entries=60)
+
+
+def test_a_layer_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, synced = LayerStore(tmp_path / "layers"), list[bool]()
+
+    def sync(path: Path) -> None:
+        assert (path / "layer.json").exists() and (path / "root" / "a").read_bytes() == b"x"
+        synced.append(bool(store.list()))
+
+    monkeypatch.setattr(layers, "_sync_file_system", sync)
+    add_files(store, {"a": b"x"})
+    assert synced == [False] and len(store.list()) == 1

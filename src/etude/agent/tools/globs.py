@@ -36,6 +36,16 @@ def compile_glob(pattern: str) -> Callable[[str], bool]:
     return lambda path: any(_matches(parts, path.split("/")) for parts in alternatives)
 
 
+def compile_path_pattern(pattern: str) -> Callable[[str], bool]:
+    """A test of whole paths by a plainer pattern: `*` and `?` within one part, `**` for any number of parts,
+    and nothing else is special."""
+    parts: list[Part] = [
+        None if part == "**" else re.compile(fnmatch.translate(part.replace("[", "[[]")))
+        for part in pattern.split("/")
+    ]
+    return lambda path: _matches(parts, path.split("/"))
+
+
 def _alternatives(pattern: str) -> Iterator[str]:
     """The pattern without braces, once for each choice. Raises ToolArgumentError."""
     pending, count = [pattern], 0

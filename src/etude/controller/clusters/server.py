@@ -15,6 +15,7 @@ from etude.controller.clusters.intake import DamagedSessionError, UnwrittenSessi
 from etude.errors import ConfigError, UserError, WeightUpdateError
 from etude.records import PolicyVersion
 from etude.serving.application import Json, bearer_required, build_application, read_body, read_request
+from etude.serving.describing import BYTES, described
 from etude.serving.errors import OwnErrors
 from etude.serving.messages import Fields, checked
 from etude.serving.metrics import Metrics
@@ -78,7 +79,7 @@ async def get_manifest(request: Request, known: str = "") -> Response:
     return Json(await _control(request).manifest(known, request.is_disconnected))
 
 
-@router.post("/join")
+@router.post("/join", openapi_extra=described(_JOIN))
 async def join(request: Request) -> Response:
     """A cluster comes."""
     named = await _fields(request, _JOIN)
@@ -86,7 +87,7 @@ async def join(request: Request) -> Response:
     return Json(_control(request).join(named["name"], named["api"], makings))
 
 
-@router.post("/beat")
+@router.post("/beat", openapi_extra=described(_BEAT))
 async def beat(request: Request) -> Response:
     """A cluster lives."""
     named = await _fields(request, _BEAT)
@@ -96,7 +97,7 @@ async def beat(request: Request) -> Response:
     return Json(_control(request).beat(named["member"], _version(named), running, named["trouble"]))
 
 
-@router.post("/claim")
+@router.post("/claim", openapi_extra=described(_CLAIM))
 async def claim(request: Request) -> Response:
     """A cluster asks for sessions."""
     named = await _fields(request, _CLAIM)
@@ -110,7 +111,7 @@ async def claim(request: Request) -> Response:
     return Json(answer)
 
 
-@router.put("/leases/{lease}/session")
+@router.put("/leases/{lease}/session", openapi_extra=described(body=BYTES))
 async def put_session(lease: str, member: str, request: Request, stored: bool = False) -> Response:
     """A finished session; with `stored` it lies in the trajectory store."""
     control = _control(request)
@@ -120,14 +121,14 @@ async def put_session(lease: str, member: str, request: Request, stored: bool = 
     return Json(await control.take_session(member, lease, data))
 
 
-@router.post("/leases/{lease}/failure")
+@router.post("/leases/{lease}/failure", openapi_extra=described(_FAILURE))
 async def put_failure(lease: str, request: Request) -> Response:
     """A session that could not be run."""
     named = await _fields(request, _FAILURE)
     return Json(_control(request).take_failure(named["member"], lease, named["cause"]))
 
 
-@router.post("/leave")
+@router.post("/leave", openapi_extra=described(_MEMBER))
 async def leave(request: Request) -> Response:
     """A cluster goes."""
     return Json(_control(request).leave((await _fields(request, _MEMBER))["member"]))

@@ -21,7 +21,7 @@ from etude.environment.recording.fields import SamplingDefaults, sampling_params
 from etude.environment.recording.service import Ask, Begun, Ended, Event, Sampled
 from etude.errors import EtudeError, UserError
 from etude.serving.errors import BodyTooLargeError, ErrorAnswer
-from etude.tokens.chat.client_tools import ClientTool, client_tool
+from etude.tokens.chat.client_tools import ClientTool, client_tool, tool_entries
 from etude.tokens.chat.fields import flag, integer, objects, stop_strings, text, unsupported, wrong
 from etude.tokens.chat.messages import Answer, Call, Message, Opening, UserWords, ordered_results
 from etude.tokens.chat.reader import CallPart, Part, ReadingRules, ReasoningPart, TextPart
@@ -44,9 +44,7 @@ def read_messages(
     body: Mapping[str, Any], agent: str, defaults: SamplingDefaults, counting: bool = False
 ) -> MessagesRequest:
     """Reads a request. `counting`: only its tokens are to be counted. Raises BadRequestError."""
-    tools = tuple(
-        _tool(entry, place) for place, entry in enumerate(objects(body.get("tools") or [], "tools"))
-    )
+    tools = tuple(_tool(entry, place) for place, entry in enumerate(tool_entries(body.get("tools"))))
     max_tokens = integer(body, "max_tokens", 1)
     if max_tokens is None and not counting:
         raise wrong("max_tokens", None, "a whole number from 1 on")

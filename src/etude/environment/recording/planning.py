@@ -5,7 +5,7 @@ See `session_map` for the rules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -66,8 +66,13 @@ class Planner:
     """The last sampled answer of each content."""
     _framings: dict[bytes, Framing] = field(init=False, default_factory=dict)
 
-    def plan(self, history: History, params: SamplingParams) -> Plan:
-        """Raises BadRequestError for a history that nothing can follow."""
+    def unseen(self, history: History) -> list[int]:
+        """Places of the messages whose tokens a plan would make anew, as far as contents say."""
+        known = {entry.key for branch in self.branches for entry in branch.entries}
+        return [place for place, key in enumerate(history.keys) if key not in known]
+
+    def plan(self, history: History, params: SamplingParams, ahead: Mapping[int, Tokens]) -> Plan:
+        """`ahead`: see `encode_messages`. Raises BadRequestError for a history that nothing can follow."""
         opening = history.messages[0]
         assert isinstance(opening, Opening), "a history begins with its opening"
         last = history.messages[len(history.messages) - 1]
@@ -78,7 +83,7 @@ class Planner:
                 received=type(last).__name__.lower(),
                 fix="answers cannot be begun for the agent",
             )
-        framing = self._framing(opening, history.keys[0])
+        framing = self.framing(opening, history.keys[0])
         strip_before = 0 if self.keep_thinking else _last_user(history.messages)
         source, num_common, num_kept = self._find(history, strip_before)
         if num_common < 2 and not (opening.agent and num_common):
@@ -91,7 +96,7 @@ class Planner:
             and (not source.framed or num_kept == len(history.messages))
         )
         relation = self._relation(history, source, num_common, num_kept)
-        pieces = self._pieces(history, framing, source, num_common, num_kept, strip_before)
+        pieces = self._pieces(history, framing, source, num_common, num_kept, strip_before, ahead)
         kept_tokens = source.entries[num_kept - 1].end if source and num_kept else 0
         unclosed = bool(source and num_kept and not source.entries[num_kept - 1].closed)
         added = sum(len(piece.tokens) for piece in pieces)
@@ -126,6 +131,7 @@ class Planner:
         num_common: int,
         num_kept: int,
         strip_before: int,
+        ahead: Mapping[int, Tokens],
     ) -> tuple[Piece, ...]:
         pieces: list[Piece] = []
         first = not (source and num_kept and source.entries[num_kept - 1].end)
@@ -133,9 +139,12 @@ class Planner:
             message, key = history.messages[place], history.keys[place]
             if isinstance(message, Answer):
                 known = (source, source.entries[place]) if source and place < num_common else None
-                piece = self._answer_piece(message, key, framing, first, place < strip_before, known)
+                strip = place < strip_before
+                piece = self._answer_piece(message, key, framing, first, strip, known, ahead.get(place))
             else:
-                piece = Piece(Entry(message, key, 0), framing.given(message, first), _role(message))
+                tokens = ahead.get(place)
+                tokens = framing.given(message, first) if tokens is None else tokens
+                piece = Piece(Entry(message, key, 0), tokens, _role(message))
             first = first and not len(piece.tokens)
             pieces.append(piece)
         return tuple(pieces)
@@ -148,6 +157,7 @@ class Planner:
         first: bool,
         strip: bool,
         known: tuple[Branch, Entry] | None,
+        ahead: Tokens | None,
     ) -> Piece:
         """An answer in a history, as given tokens: those once sampled where they are known."""
         origin = known or self.answers.get(key)
@@ -163,7 +173,8 @@ class Planner:
             reasons=bool(given.reasoning),
             num_frame=len(framing.answer_frame(first)),
         )
-        return Piece(entry, framing.given(given, first), "assistant")
+        tokens = framing.given(given, first) if ahead is None or strip else ahead
+        return Piece(entry, tokens, "assistant")
 
     def _spliced(
         self, origin: tuple[Branch, Entry], key: bytes, framing: Framing, first: bool, strip: bool
@@ -186,13 +197,27 @@ class Planner:
         """An answer's tokens without the frame before it."""
         return branch.recording.tokens[entry.start + entry.num_frame : entry.end]
 
-    def _framing(self, opening: Opening, key: bytes) -> Framing:
+    def framing(self, opening: Opening, key: bytes) -> Framing:
+        """What renders the messages of conversations with this opening, which has this key."""
         framing = self._framings.get(key)
         if framing is None:
             if len(self._framings) >= _MAX_FRAMINGS:
                 self._framings.clear()
             framing = self._framings[key] = Framing(self.renderer_for(opening))
         return framing
+
+
+def encode_messages(history: History, places: Sequence[int], framing: Framing) -> dict[int, Tokens]:
+    """Tokens of messages by their places, for `Planner.plan`. May be called from any thread."""
+    opening = history.messages[0]
+    assert isinstance(opening, Opening), "a history begins with its opening"
+    is_bare = not (opening.system or opening.tools)
+    found: dict[int, Tokens] = {}
+    for place in places:
+        message, first = history.messages[place], place == 0 or (is_bare and place == 1)
+        if not (first and isinstance(message, Results)):  # the plan refuses these
+            found[place] = framing.given(message, first)
+    return found
 
 
 def _same_law(one: SamplingParams, other: SamplingParams) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -24,7 +24,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from etude.environment.recording.journal import SessionJournal
-from etude.environment.recording.session_map import Generation, SessionMap
+from etude.environment.recording.session_map import NOTHING, Ahead, Generation, SessionMap
 from etude.errors import EtudeError, InfrastructureError, PrefixMissError, SamplerError, StoreError
 from etude.protocols import Sampler
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
@@ -104,13 +104,19 @@ class AnswerService:
         # A session that was taken up again goes on counting: no two of its requests have one id.
         self._numbers = itertools.count(self.session_map.counts.requests)
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Event]:
+    async def encode_ahead(self, messages: Sequence[Message]) -> Ahead:
+        """What `answer` needs of a long history, made in a thread. Raises as `answer`."""
+        work = self.session_map.encoding(messages)
+        return NOTHING if work is None else await asyncio.to_thread(work)
+
+    async def answer(self, ask: Ask, ahead: Ahead = NOTHING) -> AsyncGenerator[Event]:
         """Yields what is sampled, in order; `Ended` last. Closing it early aborts the request.
 
-        Raises BadRequestError and ContextLengthError before anything is sampled; InfrastructureError where
-        the sampler fails: then nothing of the answer is kept, and the same history can be sent again.
+        `ahead`: see `encode_ahead`. Raises BadRequestError and ContextLengthError before anything is sampled;
+        InfrastructureError where the sampler fails: then nothing of the answer is kept, and the same history
+        can be sent again.
         """
-        generation = self.session_map.begin(ask.messages, ask.params)
+        generation = self.session_map.begin(ask.messages, ask.params, ahead)
         number = self._note_begin(generation, ask)
         running = _Running(generation, self._request(generation, ask), number)
         running.reader = AnswerReader(generation.branch.framing.renderer, ask.rules, self.new_id)

@@ -20,21 +20,34 @@ does: answers before the user's last words lose their reasoning, so each such tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from etude.environment.recording.branches import Branch, Entry, History
 from etude.environment.recording.errors import BadRequestError, ContextLengthError
-from etude.environment.recording.planning import Plan, Planner, RendererFor
+from etude.environment.recording.planning import Plan, Planner, RendererFor, encode_messages
 from etude.errors import SamplerError
 from etude.records import BlobRef, Relation, SampleChunk, SamplingParams, Segment, ToolResult, Turn
+from etude.serving.json_bodies import LARGE_BYTES
 from etude.tokens.chat.framing import Tokens
-from etude.tokens.chat.messages import Answer, Message, Opening, Results, content_key
+from etude.tokens.chat.messages import (
+    Answer,
+    Message,
+    Opening,
+    Results,
+    content_key,
+    least_tokens,
+    num_characters,
+)
 from etude.tokens.stream import malformed_spans
 
+Ahead = Mapping[int, Tokens]
+"""Tokens of messages by their places in a history, made before they are asked for."""
+NOTHING: Ahead = MappingProxyType({})
 KeepRoutes = Callable[[NDArray[np.uint8]], BlobRef]
 
 
@@ -111,17 +124,40 @@ class SessionMap:
         """Tokens that a policy chose."""
         return sum(int(branch.recording.sampled.sum()) for branch in self.branches)
 
-    def measure(self, messages: Sequence[Message], params: SamplingParams) -> int:
-        """Tokens of the context that a request of these messages would have; changes nothing."""
-        return self._planner.plan(History.of(messages), params).context_tokens
+    def encoding(self, messages: Sequence[Message]) -> Callable[[], Ahead] | None:
+        """What encodes the new messages of a history where they are long: it may be called in a thread, and
+        what it gives is for `begin` or `measure` of the same messages. None: they are short.
 
-    def begin(self, messages: Sequence[Message], params: SamplingParams) -> Generation:
+        Raises ContextLengthError for a history that is too long however it is encoded.
+        """
+        ContextLengthError.check(len(messages) - 1, self.limits.max_context_tokens)
+        size = num_characters(messages)
+        if size < LARGE_BYTES:
+            return None
+        opening = messages[0]
+        assert isinstance(opening, Opening), "a history begins with its opening"
+        framing = self._planner.framing(opening, content_key(opening))
+        least = least_tokens(messages, framing.renderer.tokenizer.longest_bytes)
+        ContextLengthError.check(least, self.limits.max_context_tokens)
+        history = History.of(messages)
+        places = self._planner.unseen(history)
+        if num_characters([messages[place] for place in places]) < LARGE_BYTES:
+            return None
+        return lambda: encode_messages(history, places, framing)
+
+    def measure(self, messages: Sequence[Message], params: SamplingParams, ahead: Ahead = NOTHING) -> int:
+        """Tokens of the context that a request of these messages would have; changes nothing."""
+        return self._planner.plan(History.of(messages), params, ahead).context_tokens
+
+    def begin(
+        self, messages: Sequence[Message], params: SamplingParams, ahead: Ahead = NOTHING
+    ) -> Generation:
         """Finds where a history (its opening first) goes on; adds what is new, up to where sampling begins.
 
-        Raises ContextLengthError and BadRequestError; then nothing has changed.
+        `ahead`: see `encoding`. Raises ContextLengthError and BadRequestError; then nothing has changed.
         """
         history = History.of(messages)
-        plan = self._planner.plan(history, params)
+        plan = self._planner.plan(history, params, ahead)
         room = self.limits.max_context_tokens - plan.context_tokens
         if room <= 0:
             raise ContextLengthError(plan.context_tokens, self.limits.max_context_tokens)

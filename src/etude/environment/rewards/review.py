@@ -7,15 +7,18 @@ there counts for nothing.
 from __future__ import annotations
 
 import asyncio
-import difflib
+from collections import Counter
 from collections.abc import Mapping
 
 from etude.agent.tools.linters import HostRuff, new_findings
+from etude.agent.tools.text_file import off_loop
 from etude.config import RewardConfig
 from etude.errors.packages import missing_package
 from etude.records import Task
 
 _LINTED = (".py", ".pyi")
+_LINTERS = 4
+"""That run at once, however many files an agent changed."""
 
 
 async def review_changes(
@@ -30,16 +33,24 @@ async def review_changes(
     lints = style = 0
     if config.lint_penalty > 0:
         python = [path for path in files if path.endswith(_LINTED)]
+        at_once = asyncio.Semaphore(_LINTERS)
         lints = sum(
-            await asyncio.gather(*(_count_lints(path, before.get(path), files[path]) for path in python))
+            await asyncio.gather(
+                *(_count_lints(path, before.get(path), files[path], at_once) for path in python)
+            )
         )
     if config.style_penalty > 0:
-        style = sum(
-            count_foreign_lines(_text(before.get(path)), text, config.style_columns)
-            for path in files
-            if (text := _text(files[path])) is not None
-        )
+        size = sum(map(len, files.values()))
+        style = await off_loop(size, _count_style, before, files, config.style_columns)
     return lints, style
+
+
+def _count_style(before: Mapping[str, bytes], after: Mapping[str, bytes], columns: int) -> int:
+    return sum(
+        count_foreign_lines(_text(before.get(path)), text, columns)
+        for path, data in after.items()
+        if (text := _text(data)) is not None
+    )
 
 
 def find_linter() -> HostRuff:
@@ -52,17 +63,19 @@ def find_linter() -> HostRuff:
     return linter
 
 
-async def _count_lints(path: str, before: bytes | None, after: bytes) -> int:
+async def _count_lints(path: str, before: bytes | None, after: bytes, at_once: asyncio.Semaphore) -> int:
     linter = find_linter()
-    found = await linter.lint(path, after)
-    if not found or before is None:
-        return len(found)
-    known = [finding.key for finding in await linter.lint(path, before)]
+    async with at_once:
+        found = await linter.lint(path, after)
+        if not found or before is None:
+            return len(found)
+        known = [finding.key for finding in await linter.lint(path, before)]
     return len(new_findings(found, known))
 
 
 def count_foreign_lines(before: str | None, after: str, columns: int) -> int:
-    """Lines of `after` that are not in `before` (None: a new file) and differ in style from it.
+    """Lines of `after` that are not in `before` (None: a new file) and differ in style from it. A line that
+    was only moved is in both. Takes time linear in the two.
 
     Trailing white space; indentation by tabs where the file indents by spaces, or the other way round; more
     than `columns` characters where no line of the file had as many.
@@ -71,16 +84,14 @@ def count_foreign_lines(before: str | None, after: str, columns: int) -> int:
     new = after.splitlines()
     tabs, spaces = _indents(old, "\t"), _indents(old, " ")
     wide = any(len(line) > columns for line in old)
-    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
-    added = [
-        line for tag, _, _, low, high in matcher.get_opcodes() if tag != "equal" for line in new[low:high]
-    ]
+    added = Counter(new) - Counter(old)
     return sum(
-        line != line.rstrip()
+        times
+        for line, times in added.items()
+        if line != line.rstrip()
         or (line.startswith("\t") and spaces > tabs)
         or (line.startswith(" ") and tabs > spaces)
         or (len(line) > columns and not wide)
-        for line in added
     )
 
 

@@ -31,8 +31,7 @@ def build_app(host: SessionHost, tokens: Mapping[str, str] | None = None) -> Fas
             yield
 
     async def figures(request: Request) -> str:
-        tenant_of(request)
-        return host.metrics_text()
+        return host.metrics_text(tenant_of(request))
 
     app = build_application(
         "Étude environments",

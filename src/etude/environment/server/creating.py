@@ -106,7 +106,10 @@ def find_task(host: SessionHost, named: str | dict[str, Any]) -> Task:
 
 def _allowed(host: SessionHost, text: str, field: str) -> Path:
     """A path below one of the directories that clients may name. Raises UserError."""
-    path = Path(text).resolve()
+    try:
+        path = Path(text).resolve()
+    except (ValueError, OSError, RuntimeError) as error:
+        raise UserError(f"is no path: {error}", field=field, received=text, fix="name a directory") from error
     if not any(path.is_relative_to(root) for root in host.roots):
         raise UserError(
             "clients may not name this path",

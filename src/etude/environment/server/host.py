@@ -239,7 +239,7 @@ class SessionHost:
             self.metrics.count("etude_environment_turns", tenant=held.tenant)
             for result in session.history.turns[-1].results:
                 error = result.error.value if result.error else ""
-                self.metrics.count("etude_environment_calls", error=error)
+                self.metrics.count("etude_environment_calls", error=error, tenant=held.tenant)
 
     def _check_turn(self, held: Held, num_calls: int) -> None:
         self.check_accepting()
@@ -271,17 +271,17 @@ class SessionHost:
         """Counts what a request failed with."""
         self.metrics.count("etude_environment_errors", kind=type(error).__name__)
 
-    def metrics_text(self) -> str:
-        """Prometheus text, with what there is now."""
-        gauges: dict[tuple[str, Labels], float] = {("etude_environment_draining", ()): float(self.draining)}
-        for tenant in sorted({held.tenant for held in self._held.values()} | set(self._usage)):
-            labels = (("tenant", tenant),)
-            held = self.list(tenant)
-            gauges["etude_environment_sessions", labels] = len(held)
-            gauges["etude_environment_calls_running", labels] = self._usage_of(tenant).calls
-            kept = sum(one.session.history.size_bytes for one in held)
-            gauges["etude_environment_kept_bytes", labels] = kept
-        return self.metrics.text(gauges)
+    def metrics_text(self, tenant: str) -> str:
+        """Prometheus text, with what there is now: the tenant's own figures, and those of the server that
+        belong to no tenant."""
+        labels, held = (("tenant", tenant),), self.list(tenant)
+        gauges: dict[tuple[str, Labels], float] = {
+            ("etude_environment_draining", ()): float(self.draining),
+            ("etude_environment_sessions", labels): len(held),
+            ("etude_environment_calls_running", labels): self._usage_of(tenant).calls,
+            ("etude_environment_kept_bytes", labels): sum(one.session.history.size_bytes for one in held),
+        }
+        return self.metrics.text(gauges, lambda found: dict(found).get("tenant", tenant) == tenant)
 
     @property
     def num_busy(self) -> int:

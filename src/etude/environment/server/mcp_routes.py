@@ -2,43 +2,65 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from etude.environment.server.host import Held, SessionHost
 from etude.environment.server.requests import Box, Host
 from etude.records import ToolCall, ToolResult
+from etude.serving.application import read_body
+from etude.serving.json_bodies import off_the_loop, parse_json
 
 router = APIRouter()
+_BODY_BYTES = 8 << 20
 
 
 class McpAnswer(Response):
     """Hands the request on to the session's endpoint."""
 
-    def __init__(self, host: SessionHost, held: Held) -> None:
+    def __init__(self, host: SessionHost, held: Held, body: bytes) -> None:
         super().__init__()
         self._host = host
         self._held = held
+        self._body: bytes | None = body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The answer as ASGI sends it."""
+
+        async def receive_again() -> Message:
+            body, self._body = self._body, None
+            return await receive() if body is None else {"type": "http.request", "body": body}
+
         async with self._host.using(self._held):
-            await self._held.mcp.handle(scope, receive, send)
+            await self._held.mcp.handle(scope, receive_again, send)
 
 
 @router.api_route("/sessions/{session_id}/mcp", methods=["GET", "POST", "DELETE"], include_in_schema=False)
 async def mcp(request: Request, held: Box, host: Host) -> Response:
     """One MCP request. Raises ConfigError without the package mcp."""
+    body = await read_body(request, min(host.limits.body_bytes, _BODY_BYTES))
+    if body:
+        await off_the_loop(lambda: parse_json(body), len(body))  # the package's own reading has no bounds
     if held.mcp is None:
-        # An optional package: the server does without until somebody asks.
-        from etude.environment.server.mcp_endpoint import McpEndpoint
+        endpoint = await asyncio.to_thread(_load_endpoint)
 
         async def run_turn(calls: Sequence[ToolCall]) -> list[ToolResult]:
             return await host.run(held, calls)
 
-        held.mcp = McpEndpoint(held.session, run_turn)
-        host.in_background(held.mcp.serve())
-    return McpAnswer(host, held)
+        if held.mcp is None:  # else another request has made it meanwhile
+            held.mcp = endpoint(held.session, run_turn)
+            host.in_background(held.mcp.serve())
+    return McpAnswer(host, held, body)
+
+
+def _load_endpoint() -> Any:
+    """The class of endpoints. Its package is optional, and takes its time: the server does without until
+    somebody asks."""
+    from etude.environment.server.mcp_endpoint import McpEndpoint
+
+    return McpEndpoint

@@ -21,6 +21,9 @@ from etude.errors import EtudeError, UserError
 from etude.records import ToolCall, ToolResult
 from etude.sandbox.errors import CapacityError
 from etude.serving.application import Json
+from etude.serving.describing import described
+from etude.serving.errors import shorten
+from etude.serving.json_bodies import off_the_loop, parse_json
 from etude.serving.messages import Fields
 
 router = APIRouter()
@@ -75,12 +78,8 @@ async def talk(socket: WebSocket) -> None:
         await socket.close()
         return
     try:
-        while True:
-            text = await socket.receive_text()
-            if len(text) > host.limits.body_bytes:
-                answer: dict[str, Any] | None = _error("the message is too large", "VALIDATION_ERROR")
-            else:
-                answer = await _answer(host, episode, text)
+        while (message := await socket.receive())["type"] != "websocket.disconnect":
+            answer = await _answer(host, episode, message.get("text"))
             if answer is None:
                 await socket.close()
                 return
@@ -92,12 +91,15 @@ async def talk(socket: WebSocket) -> None:
         await episode.close()
 
 
-async def _answer(host: SessionHost, episode: Episode, text: str) -> dict[str, Any] | None:
-    """The answer to one message; None to the last."""
+async def _answer(host: SessionHost, episode: Episode, text: str | None) -> dict[str, Any] | None:
+    """The answer to one message; None to the last. `text` None: the message is no text."""
+    if text is None:
+        return _error("Invalid JSON: the message is binary, not text", "INVALID_JSON")
     try:
-        message = json.loads(text)
+        data = text.encode()
+        message = await off_the_loop(lambda: parse_json(data), len(data))
         kind, data = message.get("type"), message.get("data", {})
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (UserError, ValueError, AttributeError) as error:
         return _error(f"Invalid JSON: {error}", "INVALID_JSON")
     try:
         match kind:
@@ -110,7 +112,7 @@ async def _answer(host: SessionHost, episode: Episode, text: str) -> dict[str, A
             case "close":
                 return None
             case _:
-                return _error(f"Unknown message type: {kind}", "UNKNOWN_TYPE")
+                return _error(f"Unknown message type: {shorten(str(kind))}", "UNKNOWN_TYPE")
     except CapacityError as error:
         return _error(str(error), "CAPACITY_REACHED")
     except UserError as error:
@@ -124,7 +126,7 @@ def _error(message: str, code: str, kind: str | None = None) -> dict[str, Any]:
     return {"type": "error", "data": {"message": message, "code": code, "kind": kind}}
 
 
-@router.post("/openenv/reset")
+@router.post("/openenv/reset", openapi_extra=described(_RESET))
 async def reset(request: Request, host: Host, tenant: Tenant) -> Response:
     """Begins an episode; `observation.episode_id` names it in further requests."""
     named = await fields_of(request, _RESET)
@@ -139,7 +141,7 @@ async def reset(request: Request, host: Host, tenant: Tenant) -> Response:
     return Json(answer)
 
 
-@router.post("/openenv/step")
+@router.post("/openenv/step", openapi_extra=described(_STEP))
 async def step(request: Request, tenant: Tenant) -> Response:
     """One turn of an episode."""
     named = await fields_of(request, _STEP)

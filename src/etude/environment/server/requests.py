@@ -122,22 +122,3 @@ def long(request: Request, work: Work, output: OutputBuffer | None = None) -> Lo
         plain=not wants_frames(request),
         on_error=host.note_error,
     )
-
-
-def described(fields: Fields, **more: Any) -> dict[str, Any]:
-    """The OpenAPI description of a route that takes these fields as a JSON object."""
-    schema: dict[str, Any] = {
-        "type": "object",
-        "properties": {name: {"type": _types(kinds)} for name, kinds in fields.items()},
-        "required": [name for name, kinds in fields.items() if _NONE not in kinds],
-        "additionalProperties": False,
-    }
-    return {"requestBody": {"content": {"application/json": {"schema": schema}}}, **more}
-
-
-def _types(kinds: tuple[type, ...]) -> list[str]:
-    names = {
-        str: "string", dict: "object", list: "array", int: "integer", float: "number", bool: "boolean",
-        _NONE: "null",
-    }  # fmt: skip
-    return [names[kind] for kind in kinds]

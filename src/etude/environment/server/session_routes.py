@@ -10,10 +10,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from etude.agent.inputs import result_document
+from etude.environment.names import check_files
 from etude.environment.server import requests
 from etude.environment.server.creating import create_session, no_such_snapshot
 from etude.environment.server.host import SessionHost
-from etude.environment.server.requests import Box, Host, Tenant, described, fields_of, long, wants_frames
+from etude.environment.server.requests import Box, Host, Tenant, fields_of, long, wants_frames
 from etude.environment.sessions import EnvironmentSession
 from etude.environment.wire import (
     calls_of,
@@ -27,14 +28,16 @@ from etude.records import ToolCall, ToolResult
 from etude.sandbox.inside.frames import pack
 from etude.sandbox.wire_types import encode_diff, encode_error
 from etude.serving.application import Json
+from etude.serving.describing import answering, described
 from etude.serving.long_answers import OutputBuffer
-from etude.serving.messages import Encoded
+from etude.serving.messages import FRAMES, Encoded
 
+LONG = answering("application/json", FRAMES)
 router = APIRouter(prefix="/sessions")
 snapshot_router = APIRouter(prefix="/snapshots")
 
 
-@router.post("", openapi_extra=described(requests.CREATE))
+@router.post("", responses=LONG, openapi_extra=described(requests.CREATE))
 async def create(request: Request, host: Host, tenant: Tenant) -> Response:
     """A new session from a task, files, a directory, a repository, a snapshot or a fork.
 
@@ -70,7 +73,7 @@ async def get_session(held: Box) -> Response:
     return Json(describe(held.session))
 
 
-@router.delete("/{session_id}")
+@router.delete("/{session_id}", responses=LONG)
 async def close_session(request: Request, held: Box, host: Host) -> Response:
     """Ends a session and its sandbox."""
 
@@ -115,7 +118,7 @@ class TurnFrames(OutputBuffer):
         self._something.set()
 
 
-@router.post("/{session_id}/turns", openapi_extra=described(requests.TURN))
+@router.post("/{session_id}/turns", responses=LONG, openapi_extra=described(requests.TURN))
 async def run_turn(request: Request, held: Box, host: Host) -> Response:
     """Runs one turn's calls; their results in call order. It goes on if the client leaves.
 
@@ -142,10 +145,11 @@ async def run_turn(request: Request, held: Box, host: Host) -> Response:
     return long(request, work(), frames if wants_frames(request) else None)
 
 
-@router.post("/{session_id}/archive", openapi_extra=described(requests.ARCHIVE))
+@router.post("/{session_id}/archive", responses=LONG, openapi_extra=described(requests.ARCHIVE))
 async def archive(request: Request, held: Box, host: Host) -> Response:
     """Keeps a text as a file of the workspace; `error` says in words for the agent why it could not."""
     named = await fields_of(request, requests.ARCHIVE)
+    check_files({named["path"]: named["text"]}, "archive")
 
     async def work() -> Encoded:
         async with host.using(held) as session:
@@ -154,7 +158,7 @@ async def archive(request: Request, held: Box, host: Host) -> Response:
     return long(request, work())
 
 
-@router.get("/{session_id}/diff")
+@router.get("/{session_id}/diff", responses=LONG)
 async def diff(request: Request, held: Box, host: Host) -> Response:
     """What differs from the beginning: frames with the contents, or JSON with texts."""
     frames = wants_frames(request)
@@ -172,7 +176,7 @@ async def diff(request: Request, held: Box, host: Host) -> Response:
     return long(request, work())
 
 
-@router.post("/{session_id}/submit", openapi_extra=described(requests.SUBMIT))
+@router.post("/{session_id}/submit", responses=LONG, openapi_extra=described(requests.SUBMIT))
 async def submit(request: Request, held: Box, host: Host) -> Response:
     """Ends the session and grades it. Asked again, it gives the same outcome."""
     named = await fields_of(request, requests.SUBMIT)
@@ -183,13 +187,14 @@ async def submit(request: Request, held: Box, host: Host) -> Response:
             first = session.outcome is None
             outcome = await session.submit(status, named.get("cause", ""))
         if first:
-            host.metrics.count("etude_environment_graded", passed=str(outcome.verdict.passed).lower())
+            passed = str(outcome.verdict.passed).lower()
+            host.metrics.count("etude_environment_graded", passed=passed, tenant=held.tenant)
         return outcome_document(outcome), b""
 
     return long(request, work())
 
 
-@router.post("/{session_id}/pause", openapi_extra=described(requests.NOTHING))
+@router.post("/{session_id}/pause", responses=LONG, openapi_extra=described(requests.NOTHING))
 async def pause(request: Request, held: Box, host: Host) -> Response:
     """Puts the sandbox to sleep; `kept` says what of it."""
 
@@ -200,7 +205,7 @@ async def pause(request: Request, held: Box, host: Host) -> Response:
     return long(request, work())
 
 
-@router.post("/{session_id}/resume", openapi_extra=described(requests.NOTHING))
+@router.post("/{session_id}/resume", responses=LONG, openapi_extra=described(requests.NOTHING))
 async def resume(request: Request, held: Box, host: Host) -> Response:
     """Wakes the sandbox."""
 
@@ -212,7 +217,7 @@ async def resume(request: Request, held: Box, host: Host) -> Response:
     return long(request, work())
 
 
-@router.post("/{session_id}/snapshot", openapi_extra=described(requests.NOTHING))
+@router.post("/{session_id}/snapshot", responses=LONG, openapi_extra=described(requests.NOTHING))
 async def snapshot(request: Request, held: Box, host: Host) -> Response:
     """A durable copy of the workspace, with which sessions of this tenant may begin."""
 
@@ -231,7 +236,7 @@ async def list_snapshots(host: Host, tenant: Tenant) -> Response:
     return Json([snapshot for snapshot, owner in host.snapshots.items() if owner == tenant])
 
 
-@snapshot_router.delete("/{snapshot_id}")
+@snapshot_router.delete("/{snapshot_id}", responses=LONG)
 async def delete_snapshot(snapshot_id: str, request: Request, host: Host, tenant: Tenant) -> Response:
     """Deletes one; sessions that began with it go on."""
 
@@ -245,7 +250,7 @@ async def delete_snapshot(snapshot_id: str, request: Request, host: Host, tenant
     return long(request, work())
 
 
-@router.post("/{session_id}/fork", openapi_extra=described(requests.FORK))
+@router.post("/{session_id}/fork", responses=LONG, openapi_extra=described(requests.FORK))
 async def fork(request: Request, held: Box, host: Host, tenant: Tenant) -> Response:
     """Copies of the session, now or as it was after `turn` turns: for each its description, or its error.
 

@@ -14,6 +14,7 @@ from etude.errors import WeightUpdateError
 from etude.inference.server.requests import body_of, check_admin, state_of
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, WeightManifest
+from etude.serving.describing import described
 from etude.tokens.chat.errors import BadRequestError
 from etude.tokens.chat.fields import unsupported, wrong
 from etude.weights.documents import manifest_of, version_document, version_of
@@ -52,19 +53,19 @@ async def current(request: Request) -> Response:
     return JSONResponse({"version": shown(state_of(request).sink.current())})
 
 
-@router.post("/admin/weights")
+@router.post("/admin/weights", openapi_extra=described(body="application/json"))
 async def update(request: Request) -> Response:
     """Stages a manifest and puts it into service."""
     return await _update(request, staging=True, activating=True)
 
 
-@router.post("/admin/weights/stage")
+@router.post("/admin/weights/stage", openapi_extra=described(body="application/json"))
 async def stage(request: Request) -> Response:
     """Stages a manifest: what is served stays."""
     return await _update(request, staging=True, activating=False)
 
 
-@router.post("/admin/weights/activate")
+@router.post("/admin/weights/activate", openapi_extra=described(body="application/json"))
 async def activate(request: Request) -> Response:
     """Puts the staged version into service."""
     return await _update(request, staging=False, activating=True)

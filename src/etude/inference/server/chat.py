@@ -25,8 +25,9 @@ from etude.inference.server.schema import (
     read_sampling,
     room_for,
 )
+from etude.tokens.chat.errors import ContextLengthError
 from etude.tokens.chat.fields import flag, integer, objects, unsupported, wrong
-from etude.tokens.chat.messages import Message, Opening
+from etude.tokens.chat.messages import Message, Opening, least_tokens
 from etude.tokens.chat.openai_messages import calls_wanted, read_messages, read_tools
 from etude.tokens.chat.reader import CallPart, ReadingRules, ReasoningPart, TextPart
 
@@ -128,6 +129,9 @@ class ChatAnswer:
         self._request = request
         self._model = model
         self._frames = frames
+        ContextLengthError.check(
+            least_tokens(request.messages, model.tokenizer.longest_bytes), model.max_context_tokens
+        )
         self._prompt: ChatPrompt = frames.prompt(request.messages, key_name)
         sampling = request.sampling
         self.usage = Usage(len(self._prompt.tokens), sampling.num_samples)

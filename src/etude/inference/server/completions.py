@@ -25,6 +25,7 @@ from etude.inference.server.schema import (
     room_for,
 )
 from etude.records import SampleChunk
+from etude.tokens.chat.errors import ContextLengthError
 from etude.tokens.chat.fields import integer, wrong
 from etude.tokens.chat.reader import TextPart
 from etude.tokens.tokenizer import Tokenizer
@@ -55,23 +56,27 @@ def read_completion(body: Mapping[str, Any], model: ServedModel) -> CompletionRe
     num_top = integer(body, "logprobs", 0, MAX_TOP_LOGPROBS)
     max_tokens = integer(body, "max_tokens", 1) or _DEFAULT_MAX_TOKENS
     sampling = read_sampling(body, max_tokens, num_top is not None, num_top or 0)
-    prompts = read_prompts(body.get("prompt"), model.tokenizer)
+    prompts = read_prompts(body.get("prompt"), model.tokenizer, model.max_context_tokens)
     if len(prompts) * sampling.num_samples > MAX_SAMPLES:
         raise wrong("n", sampling.num_samples, f"so that prompts times n are at most {MAX_SAMPLES}")
     return CompletionRequest(prompts, sampling)
 
 
-def read_prompts(value: object, tokenizer: Tokenizer) -> tuple[Tokens, ...]:
-    """Prompts: a text, token ids, or a list of either. Raises BadRequestError."""
+def read_prompts(value: object, tokenizer: Tokenizer, max_tokens: int) -> tuple[Tokens, ...]:
+    """Prompts: a text, token ids, or a list of either. Raises BadRequestError, and ContextLengthError for a
+    text that is too long for `max_tokens` however it is encoded."""
     listed = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    if len(listed) > MAX_SAMPLES:
+        raise wrong("prompt", len(listed), f"at most {MAX_SAMPLES} prompts")
     return tuple(
-        _prompt(one, tokenizer, f"prompt[{place}]" if len(listed) > 1 else "prompt")
+        _prompt(one, tokenizer, max_tokens, f"prompt[{place}]" if len(listed) > 1 else "prompt")
         for place, one in enumerate(listed)
     )
 
 
-def _prompt(value: object, tokenizer: Tokenizer, field_name: str) -> Tokens:
+def _prompt(value: object, tokenizer: Tokenizer, max_tokens: int, field_name: str) -> Tokens:
     if isinstance(value, str):
+        ContextLengthError.check(len(value) // tokenizer.longest_bytes, max_tokens, field_name)
         tokens = tokenizer.encode(value)
     elif isinstance(value, list):
         tokens = read_token_ids(value, tokenizer, field_name)

@@ -27,18 +27,21 @@ from etude.inference.server.errors import ForbiddenError, LoanOverError
 from etude.inference.server.loans import Loan, LoanDesk
 from etude.inference.server.requests import body_of, check_admin, data_of, state_of
 from etude.serving.access import bearer_of
+from etude.serving.application import Binary
+from etude.serving.describing import BYTES, answering, described
 from etude.tokens.chat.fields import text, wrong
 
 router = APIRouter()
 _BINARY = "application/octet-stream"
 _FAILED = 422
 """With an error of the engine's in the body, which the client raises as it is."""
+FAILED = answering("application/json", status=_FAILED)
 
 
 # ---- the owner's --------------------------------------------------------------------------------
 
 
-@router.post("/admin/loan", tags=["admin"])
+@router.post("/admin/loan", tags=["admin"], status_code=201, openapi_extra=described(body="application/json"))
 async def lend(request: Request) -> Response:
     """Lends the replica."""
 
@@ -93,7 +96,7 @@ def _standing(desk: LoanDesk) -> dict[str, Any]:
 # ---- the run's ----------------------------------------------------------------------------------
 
 
-@router.post("/loan/begin", tags=["loan"])
+@router.post("/loan/begin", tags=["loan"], responses=FAILED, openapi_extra=described(body="application/json"))
 async def begin(request: Request) -> Response:
     """The run begins."""
 
@@ -104,7 +107,7 @@ async def begin(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/stage", tags=["loan"])
+@router.post("/loan/stage", tags=["loan"], responses=FAILED, openapi_extra=described(body="application/json"))
 async def stage(request: Request) -> Response:
     """Takes a version of the run beside the one in service."""
 
@@ -115,7 +118,9 @@ async def stage(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/activate", tags=["loan"])
+@router.post(
+    "/loan/activate", tags=["loan"], responses=FAILED, openapi_extra=described(body="application/json")
+)
 async def activate(request: Request) -> Response:
     """Puts a version of the run into service, when the last user has gone."""
 
@@ -128,7 +133,9 @@ async def activate(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/exchange", tags=["loan"])
+@router.post(
+    "/loan/exchange", tags=["loan"], status_code=204, responses=FAILED, openapi_extra=described(body=BYTES)
+)
 async def exchange(request: Request) -> Response:
     """What sessions want of the engine."""
 
@@ -139,7 +146,9 @@ async def exchange(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/poll", tags=["loan"])
+@router.post(
+    "/loan/poll", tags=["loan"], response_class=Binary, responses=FAILED, openapi_extra=described(body=BYTES)
+)
 async def poll(request: Request) -> Response:
     """What the engine has to tell."""
 
@@ -150,7 +159,9 @@ async def poll(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/forget", tags=["loan"])
+@router.post(
+    "/loan/forget", tags=["loan"], status_code=204, responses=FAILED, openapi_extra=described(body=BYTES)
+)
 async def forget(request: Request) -> Response:
     """A client is gone."""
 
@@ -161,7 +172,9 @@ async def forget(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/score", tags=["loan"])
+@router.post(
+    "/loan/score", tags=["loan"], response_class=Binary, responses=FAILED, openapi_extra=described(body=BYTES)
+)
 async def score(request: Request) -> Response:
     """Log-probabilities of given tokens."""
 
@@ -172,7 +185,7 @@ async def score(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/pulse", tags=["loan"])
+@router.post("/loan/pulse", tags=["loan"], responses=FAILED)
 async def pulse(request: Request) -> Response:
     """Renews the lease."""
 
@@ -183,7 +196,7 @@ async def pulse(request: Request) -> Response:
     return await _lent(request, work)
 
 
-@router.post("/loan/end", tags=["loan"])
+@router.post("/loan/end", tags=["loan"], responses=FAILED)
 async def end(request: Request) -> Response:
     """Gives the replica back."""
 

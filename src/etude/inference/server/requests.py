@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -14,10 +13,10 @@ from etude.inference.server.limits import Key
 from etude.inference.server.state import ServerState
 from etude.serving.access import bearer_of, is_token
 from etude.serving.application import read_body
+from etude.serving.json_bodies import off_the_loop
 from etude.tokens.chat.fields import parse_body, unsupported, wrong
 
 _MAX_NAME_CHARACTERS = 256
-_LARGE_BYTES = 1 << 16
 T = TypeVar("T")
 
 
@@ -55,9 +54,7 @@ async def with_body(request: Request, work: Callable[[dict[str, Any]], T]) -> T:
     """What `work` makes of a request's JSON object; of a large one in a thread, since a long conversation
     takes its time to parse and to encode. Raises BodyTooLargeError, BadRequestError, what `work` raises."""
     data = await data_of(request)
-    if len(data) < _LARGE_BYTES:
-        return work(parse_body(data))
-    return await asyncio.to_thread(lambda: work(parse_body(data)))
+    return await off_the_loop(lambda: work(parse_body(data)), len(data))
 
 
 async def data_of(request: Request) -> bytes:

@@ -24,21 +24,29 @@ from etude.inference.server.responding import respond
 from etude.inference.server.schema import check_fields, check_model
 from etude.inference.server.side_channel import SIDE_CHANNEL_PATH
 from etude.inference.server.state import Asked, ServedAnswer, ServerState
+from etude.serving.application import Binary
+from etude.serving.describing import answering, described
 from etude.tokens.chat.fields import flag, text, wrong
+from etude.tokens.chat.messages import num_characters
 
+JSON_BODY = described(body="application/json")
+STREAMED = answering("application/json", "text/event-stream")
 router = APIRouter()
+
+_MOST_CHARACTERS = 1 << 21
+"""Of a text that is only encoded."""
 
 Build = Callable[[ServerState, Mapping[str, Any], Key, str | None], tuple[ServedAnswer, bool]]
 """Reads a body; the answer that is to be sampled, and whether it is streamed."""
 
 
-@router.post("/v1/chat/completions", tags=["chat_completions"])
+@router.post("/v1/chat/completions", tags=["chat_completions"], responses=STREAMED, openapi_extra=JSON_BODY)
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
     return await _answer(request, "chat_completions", _build_chat)
 
 
-@router.post("/v1/completions", tags=["completions"])
+@router.post("/v1/completions", tags=["completions"], responses=STREAMED, openapi_extra=JSON_BODY)
 async def completions(request: Request) -> Response:
     """OpenAI's completions."""
     return await _answer(request, "completions", _build_completion)
@@ -78,7 +86,7 @@ async def _plain(
     return JSONResponse(document)
 
 
-@router.post("/tokenize", tags=["tokenize"])
+@router.post("/tokenize", tags=["tokenize"], openapi_extra=JSON_BODY)
 async def tokenize(request: Request) -> Response:
     """Token ids of a text, or of a conversation as a chat completion would send it."""
     return await _plain(request, "tokenize", _tokenize)
@@ -92,7 +100,9 @@ def _tokenize(state: ServerState, body: Mapping[str, Any]) -> dict[str, Any]:
         raise wrong("prompt", ", ".join(given) or None, "either prompt (a text) or messages")
     if given == ["prompt"]:
         check_fields(body, {"model", "prompt"}, {"add_special_tokens": (False,)})
-        tokens = model.tokenizer.encode(text(body["prompt"], "prompt"))
+        words = text(body["prompt"], "prompt")
+        _check_length(len(words), "prompt")
+        tokens = model.tokenizer.encode(words)
     else:
         check_fields(body, {"model", "messages", "tools", "add_generation_prompt"}, {})
         if state.frames is None:
@@ -100,11 +110,19 @@ def _tokenize(state: ServerState, body: Mapping[str, Any]) -> dict[str, Any]:
                 "the model has no chat frame", field="messages", received=model.name, fix="send a prompt"
             )
         opened = flag(body, "add_generation_prompt", True)
-        tokens = state.frames.prompt(read_conversation(body)[0], "", opened).tokens
+        messages = read_conversation(body)[0]
+        _check_length(num_characters(messages), "messages")
+        tokens = state.frames.prompt(messages, "", opened).tokens
     return {"count": len(tokens), "max_model_len": model.max_context_tokens, "tokens": tokens.tolist()}
 
 
-@router.post("/detokenize", tags=["detokenize"])
+def _check_length(num_characters: int, field: str) -> None:
+    """Raises BadRequestError for what would take long to encode: longer than any context, and no use."""
+    if num_characters > _MOST_CHARACTERS:
+        raise wrong(field, num_characters, f"at most {_MOST_CHARACTERS} characters")
+
+
+@router.post("/detokenize", tags=["detokenize"], openapi_extra=JSON_BODY)
 async def detokenize(request: Request) -> Response:
     """The text of token ids, control tokens by their names."""
     return await _plain(request, "detokenize", _detokenize)
@@ -143,10 +161,10 @@ def _model_row(state: ServerState) -> dict[str, Any]:
     return {**row, **more}
 
 
-@router.get(SIDE_CHANNEL_PATH + "/{answer_id}", tags=["side_channel"])
+@router.get(SIDE_CHANNEL_PATH + "/{answer_id}", tags=["side_channel"], response_class=Binary)
 async def side_channel(request: Request, answer_id: str) -> Response:
     """The tokens of an answer as binary frames."""
     state = state_of(request)
     body = state.channel.get(answer_id, key_of(request).name)
     state.metrics.count("etude_serve_requests", endpoint="side_channel", status="200")
-    return Response(body, media_type="application/octet-stream")
+    return Binary(body)

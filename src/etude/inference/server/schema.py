@@ -21,6 +21,8 @@ from etude.tokens.tokenizer import Tokenizer
 
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 128
+_NAME_CHARACTERS = 64
+"""Of a field's name that is compared with those that there are."""
 _MAX_TEMPERATURE = 2.0
 
 SHARED_FIELDS = frozenset(
@@ -87,7 +89,7 @@ def check_fields(body: Mapping[str, Any], known: Set[str], neutral: Mapping[str,
             if not any(_same(value, one) for one in refused[name]):
                 raise unsupported(name, value, "is not supported here")
             continue
-        close = difflib.get_close_matches(name, [*known, *refused], 1)
+        close = difflib.get_close_matches(name[:_NAME_CHARACTERS], [*known, *refused], 1)
         fix = f"did you mean {close[0]}?" if close else "leave it out"
         raise unsupported(name, value, "there is no such field", fix)
 

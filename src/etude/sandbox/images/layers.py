@@ -10,6 +10,7 @@ opened next. Any number of processes may share a store.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import json
 import os
@@ -190,6 +191,7 @@ class LayerStore:
         write_json(folder / "layer.json", record)
         target = self._folder(info.digest)
         try:
+            _sync_file_system(folder)
             folder.rename(target)
         except OSError as error:
             if self.has(info.digest):
@@ -215,6 +217,16 @@ class LayerStore:
             received=digest,
             fix="build or import the image again",
         )
+
+
+def _sync_file_system(path: Path) -> None:
+    """Waits until the disk holds everything that was written: a layer may have a hundred thousand files."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
+            raise OSError(ctypes.get_errno(), "the file system cannot be synced")
+    finally:
+        os.close(descriptor)
 
 
 def _damaged(digest: str, reason: str) -> TemplateError:

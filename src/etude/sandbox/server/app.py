@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.server import inside_routes, sandbox_routes, server_routes
+from etude.sandbox.server.requests import TornUploadError
 from etude.sandbox.server.state import KeyConflictError, Limits, ServerState
 from etude.sandbox.wire_types import API, STATUSES, encode_error
 from etude.serving.application import bearer_required, build_application
@@ -43,7 +44,7 @@ def build_app(
     guard = bearer_required(token)
     app = build_application(
         "Étude sandboxes",
-        OwnErrors({KeyConflictError: 409, **STATUSES}, encode_error),
+        OwnErrors({KeyConflictError: 409, TornUploadError: 400, **STATUSES}, encode_error),
         lifespan=lifespan,
         on_error=lambda connection, error, status: state.note_error(error),
         metrics=state.metrics,

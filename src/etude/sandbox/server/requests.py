@@ -23,6 +23,9 @@ from etude.serving.long_answers import LongAnswer, OutputBuffer, Work
 from etude.serving.messages import FRAMES, Encoded, Fields, checked, strings
 
 _NONE = type(None)
+_MAX_DIGITS = 18
+_MOST_RESOURCES = 1 << 62
+"""Kernels count in 64 bits."""
 _COMMAND: Fields = {
     "cmd": (str,),
     "env": (dict, _NONE),
@@ -53,6 +56,10 @@ MIGRATE: Fields = {"url": (str,), "token": (str, _NONE), "backend": (str, _NONE)
 _RESOURCES: Fields = {
     name: (float if name == "cpus" else int, _NONE) for name in Resources.__dataclass_fields__
 }
+
+
+class TornUploadError(SandboxLostError):
+    """A stream of files whose end is missing: its sender has left, or sends something else."""
 
 
 def state_of(request: Request) -> ServerState:
@@ -97,7 +104,7 @@ def one_of(named: dict[str, Any], name: str, *values: str) -> None:
 def number(request: Request, name: str, default: int) -> int:
     """A number in the query. Raises UserError."""
     text = query(request).get(name, str(default))
-    if not text.isascii() or not text.isdigit():
+    if not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS:
         raise UserError("must be a number", field=name, received=text, fix="correct the query")
     return int(text)
 
@@ -114,7 +121,16 @@ def resources_of(raw: dict[str, Any] | None) -> Resources | None:
     """Resources as a request names them; what it leaves out has its default."""
     if raw is None:
         return None
-    return Resources(**{name: value for name, value in checked(raw, _RESOURCES).items() if value is not None})
+    named = {name: value for name, value in checked(raw, _RESOURCES).items() if value is not None}
+    for name, value in named.items():
+        if not 0 < value < _MOST_RESOURCES:
+            raise UserError(
+                "must be above 0, and what a machine may have",
+                field=f"resources.{name}",
+                received=value,
+                fix="correct the request",
+            )
+    return Resources(**named)
 
 
 def network_of(raw: dict[str, Any] | None) -> Network | None:
@@ -129,7 +145,7 @@ def split_files(rows: list[Any], payload: bytes) -> dict[str, str | bytes]:
     files: dict[str, str | bytes] = {}
     start = 0
     for row in rows:
-        if not isinstance(row, list) or len(row) != 2 or not isinstance(row[1], int) or row[1] < 0:
+        if not isinstance(row, list) or len(row) != 2 or type(row[1]) is not int or row[1] < 0:
             raise UserError(
                 "must be rows of [path, size]", field="files", received=row, fix="correct the request"
             )
@@ -147,7 +163,12 @@ def inline_template(raw: dict[str, Any]) -> Template:
     named = checked(raw, {"name": (str, _NONE), "files": (dict, _NONE)})
     files = named.get("files") or {}
     strings([*files.values()], "template.files")
-    return Template(files, named.get("name") or "template")
+    try:
+        return Template(files, named.get("name") or "template")
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"holds half a character: {error.reason}", field="template.files", fix="send UTF-8 text"
+        ) from error
 
 
 def long(
@@ -177,13 +198,13 @@ async def info_of(sandbox: Sandbox) -> Encoded:
 async def receive_tree(request: Request, state: ServerState, target: Path, single: bool = False) -> int:
     """Writes the file frames of a request to `target`; the bytes written.
 
-    Raises SandboxLostError for a stream without an end: then nothing of it may be used.
+    Raises TornUploadError for a stream without an end: then nothing of it may be used.
     """
     with TreeWriter(target, single) as writer:
         async for header, piece in frames_of(pieces(request, state.limits.upload_bytes)):
             await asyncio.to_thread(writer.take, header, piece)
     if not writer.is_whole:
-        raise SandboxLostError(
+        raise TornUploadError(
             "the upload ended in its middle", field="body", received=writer.num_bytes, fix="send it again"
         )
     if not writer.num_files:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from etude.errors import SandboxError
+from etude.errors import SandboxError, UserError
 from etude.sandbox.errors import SandboxMissingError, TemplateError, Unsupported
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.remote import RemoteBackend
@@ -30,25 +30,27 @@ from etude.sandbox.server.streams import query, read_request
 from etude.sandbox.template import Template
 from etude.sandbox.wire_types import decode_template, encode, encode_error
 from etude.serving.application import Json
-from etude.serving.messages import Encoded
+from etude.serving.describing import answering, described
+from etude.serving.messages import FRAMES, Encoded
 
+LONG = answering("application/json", FRAMES)
 router = APIRouter()
 
 
-@router.put("/templates")
+@router.put("/templates", openapi_extra=described(body=FRAMES))
 async def put_template(request: Request, state: State) -> Response:
     """Keeps a template for further creations: one frame; answers with its key."""
     raw, payload = await read_request(request, state.limits.template_bytes)
     try:
         template = decode_template((raw, payload))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise TemplateError(
             f"no template: {error!r}", field="body", fix="send what encode_template writes"
         ) from error
     return Json({"template": state.templates.put(template)})
 
 
-@router.post("/sandboxes")
+@router.post("/sandboxes", responses=LONG, openapi_extra=described(requests.CREATE))
 async def create(request: Request, state: State) -> Response:
     """A new sandbox. The same `Idempotency-Key` gives the same sandbox, also while it is being made."""
     state.check_accepting()
@@ -141,7 +143,7 @@ async def _end(state: ServerState, sandbox: Sandbox) -> None:
     state.metrics.count("etude_sandboxes_killed")
 
 
-@router.get("/sandboxes")
+@router.get("/sandboxes", openapi_extra=described(query={"backend": (str, type(None))}))
 async def list_sandboxes(request: Request, state: State) -> Response:
     """The living and the paused sandboxes of a backend: `?backend=`."""
     _, backend = state.backend(query(request).get("backend"))
@@ -161,7 +163,7 @@ async def get_info(sandbox_id: str, state: State) -> Response:
     return Json((await info_of((await state.find(sandbox_id)).sandbox))[0])
 
 
-@router.post("/sandboxes/{sandbox_id}/connect")
+@router.post("/sandboxes/{sandbox_id}/connect", responses=LONG)
 async def connect(sandbox_id: str, request: Request, state: State) -> Response:
     """A sandbox by its id; one that sleeps is woken."""
 
@@ -171,7 +173,7 @@ async def connect(sandbox_id: str, request: Request, state: State) -> Response:
     return long(request, state, work(), finish=state.finish_later)
 
 
-@router.delete("/sandboxes/{sandbox_id}")
+@router.delete("/sandboxes/{sandbox_id}", responses=LONG)
 async def kill(sandbox_id: str, request: Request, state: State) -> Response:
     """Ends a sandbox; `killed` is false if there was none."""
 
@@ -186,7 +188,7 @@ async def kill(sandbox_id: str, request: Request, state: State) -> Response:
     return long(request, state, work(), finish=state.finish_later)
 
 
-@router.post("/sandboxes/{sandbox_id}/timeout")
+@router.post("/sandboxes/{sandbox_id}/timeout", status_code=204, openapi_extra=described(requests.TIMEOUT))
 async def set_timeout(request: Request, held: Box, state: State) -> Response:
     """Sets the time to live; null: none."""
     named, _ = await fields_of(request, state, requests.TIMEOUT)
@@ -197,7 +199,7 @@ async def set_timeout(request: Request, held: Box, state: State) -> Response:
     return Response(status_code=204)
 
 
-@router.post("/sandboxes/{sandbox_id}/pause")
+@router.post("/sandboxes/{sandbox_id}/pause", responses=LONG, openapi_extra=described(requests.PAUSE))
 async def pause(request: Request, held: Box, state: State) -> Response:
     """Puts it to sleep. Finished even if the client leaves."""
     named, _ = await fields_of(request, state, requests.PAUSE)
@@ -205,13 +207,13 @@ async def pause(request: Request, held: Box, state: State) -> Response:
     return long(request, state, encoded(held.sandbox.pause(**named)), finish=state.finish_later)
 
 
-@router.post("/sandboxes/{sandbox_id}/resume")
+@router.post("/sandboxes/{sandbox_id}/resume", responses=LONG)
 async def resume(request: Request, held: Box, state: State) -> Response:
     """Wakes it. Finished even if the client leaves."""
     return long(request, state, encoded(held.sandbox.resume()), finish=state.finish_later)
 
 
-@router.post("/sandboxes/{sandbox_id}/snapshots")
+@router.post("/sandboxes/{sandbox_id}/snapshots", responses=LONG, openapi_extra=described(requests.SNAPSHOT))
 async def create_snapshot(request: Request, held: Box, state: State) -> Response:
     """A snapshot. Finished even if the client leaves."""
     named, _ = await fields_of(request, state, requests.SNAPSHOT)
@@ -219,11 +221,18 @@ async def create_snapshot(request: Request, held: Box, state: State) -> Response
     return long(request, state, encoded(held.sandbox.create_snapshot(**named)), finish=state.finish_later)
 
 
-@router.post("/sandboxes/{sandbox_id}/fork")
+@router.post("/sandboxes/{sandbox_id}/fork", responses=LONG, openapi_extra=described(requests.FORK))
 async def fork(request: Request, held: Box, state: State) -> Response:
     """Copies: for each its description, or the error that prevented it. Who leaves, gets none."""
     state.check_accepting()
     named, _ = await fields_of(request, state, requests.FORK)
+    if named.get("count", 1) > state.limits.max_forks:
+        raise UserError(
+            "too many copies",
+            field="count",
+            received=named["count"],
+            fix=f"ask for at most {state.limits.max_forks} at once",
+        )
     made: list[Sandbox] = []
 
     async def work() -> Encoded:
@@ -250,7 +259,7 @@ async def fork(request: Request, held: Box, state: State) -> Response:
     return long(request, state, work(), finish=leave)
 
 
-@router.post("/sandboxes/{sandbox_id}/migrate")
+@router.post("/sandboxes/{sandbox_id}/migrate", responses=LONG, openapi_extra=described(requests.MIGRATE))
 async def migrate(request: Request, held: Box, state: State) -> Response:
     """Moves the sandbox to another server, which must be among this one's peers."""
     named, _ = await fields_of(request, state, requests.MIGRATE)

@@ -18,8 +18,10 @@ from etude.sandbox.server.state import ServerState
 from etude.sandbox.server.streams import long_answer, query
 from etude.sandbox.wire_types import SPEAKS, encode
 from etude.serving.application import Json
-from etude.serving.messages import Encoded
+from etude.serving.describing import answering, described
+from etude.serving.messages import FRAMES, Encoded
 
+LONG = answering("application/json", FRAMES)
 router = APIRouter()
 
 
@@ -30,7 +32,7 @@ async def health(state: State) -> Response:
     return Json({"status": "ready"})
 
 
-@router.get("/v1/capabilities")
+@router.get("/v1/capabilities", openapi_extra=described(query={"backend": (str, type(None))}))
 async def capabilities(request: Request, state: State) -> Response:
     """What a backend of this server can do (`?backend=`), and what the server takes."""
     name, backend = state.backend(query(request).get("backend"))
@@ -63,21 +65,27 @@ async def problems(state: State) -> Response:
     return Json(state.problems())
 
 
-@router.get("/v1/snapshots")
+@router.get("/v1/snapshots", openapi_extra=described(query={"backend": (str, type(None))}))
 async def list_snapshots(request: Request, state: State) -> Response:
     """The snapshots that a backend can restore: `?backend=`."""
     _, backend = state.backend(query(request).get("backend"))
     return Json(encode(await backend.list_snapshots())[0])
 
 
-@router.delete("/v1/snapshots/{snapshot}")
+@router.delete(
+    "/v1/snapshots/{snapshot}", status_code=204, openapi_extra=described(query={"backend": (str, type(None))})
+)
 async def delete_snapshot(snapshot: str, request: Request, state: State) -> Response:
     """Deletes a snapshot."""
     await _owner(request, state).delete_snapshot(snapshot)
     return Response(status_code=204)
 
 
-@router.get("/v1/snapshots/{snapshot}/export")
+@router.get(
+    "/v1/snapshots/{snapshot}/export",
+    responses=LONG,
+    openapi_extra=described(query={"backend": (str, type(None))}),
+)
 async def export_snapshot(snapshot: str, request: Request, state: State) -> Response:
     """Streams a snapshot as one file."""
     spool = state.spool_directory()
@@ -95,7 +103,11 @@ async def export_snapshot(snapshot: str, request: Request, state: State) -> Resp
     )
 
 
-@router.post("/v1/snapshots/import")
+@router.post(
+    "/v1/snapshots/import",
+    responses=LONG,
+    openapi_extra=described(body=FRAMES, query={"backend": (str, type(None))}),
+)
 async def import_snapshot(request: Request, state: State) -> Response:
     """Takes in the snapshot that the body streams."""
     backend = _owner(request, state)

@@ -42,6 +42,8 @@ class Limits:
     """Of all templates that are kept for further creations; the least used go first."""
     num_keys: int = 4096
     """Keys of finished creations that are remembered."""
+    max_forks: int = 256
+    """Copies in one request."""
     max_timeout_s: float | None = None
     """Longest time to live; also that of sandboxes whose client names none. None: unbounded."""
     unclaimed_s: float = 60.0

@@ -14,9 +14,13 @@ from typing import Any, cast, get_args
 from etude.errors import ConfigError, ToolArgumentError
 from etude.records import ToolCall
 from etude.tokens.chat.errors import BadRequestError
+from etude.tokens.chat.fields import objects, wrong
 from etude.tokens.grammar.interface import Kind, Parameter, ToolSchema
 from etude.tokens.grammar.values import read_value
 
+MAX_TOOLS = 1024
+MAX_PARAMETERS = 1024
+"""Of one tool."""
 _KINDS = frozenset(get_args(Kind))
 
 
@@ -29,6 +33,14 @@ class ClientTool(ToolSchema):
     def function_schema(self) -> dict[str, object]:
         """The client's own words."""
         return dict(self.raw)
+
+
+def tool_entries(value: object) -> list[dict[str, Any]]:
+    """The tools of a request, as they came. Raises BadRequestError."""
+    entries = objects(value or [], "tools")
+    if len(entries) > MAX_TOOLS:
+        raise wrong("tools", len(entries), f"at most {MAX_TOOLS} tools")
+    return entries
 
 
 def client_tool(name: object, description: object, schema: object, field_name: str) -> ClientTool:
@@ -48,6 +60,8 @@ def client_tool(name: object, description: object, schema: object, field_name: s
     words = description if isinstance(description, str) else ""
     required = schema.get("required")
     needed: Sequence[object] = required if isinstance(required, list) else ()
+    if len(properties) > MAX_PARAMETERS:
+        raise wrong(f"{field_name}.parameters", len(properties), f"at most {MAX_PARAMETERS} properties")
     parameters = tuple(_parameter(str(key), entry, key in needed) for key, entry in properties.items())
     raw = {"type": "function", "function": {"name": name, "description": words, "parameters": schema}}
     return ClientTool(name, words, parameters, raw)

@@ -24,6 +24,12 @@ class ContextLengthError(UserError):
         self.num_tokens = num_tokens
         self.max_tokens = max_tokens
 
+    @classmethod
+    def check(cls, least_tokens: int, max_tokens: int, field: str = "messages") -> None:
+        """Raises it for what is certain to be too long before it is encoded, which takes its time."""
+        if least_tokens >= max_tokens:
+            raise cls(least_tokens, max_tokens, field)
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles whole."""
         return type(self), (self.num_tokens, self.max_tokens, self.field)

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from etude.errors import UserError
+from etude.serving.json_bodies import parse_json
 from etude.tokens.chat.errors import BadRequestError
 
 _MAX_STOPS = 16
 _MAX_SEED = (1 << 63) - 1
-_MAX_DEPTH = 200
+_MAX_STOP_CHARACTERS = 1024
 
 
 def parse_body(data: bytes) -> dict[str, Any]:
     """A JSON object. Raises BadRequestError."""
     try:
-        body = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError("the body is not JSON", field="body", received=str(error)[:200]) from None
+        body = parse_json(data)
+    except UserError as error:
+        raise BadRequestError(
+            error.message, field=error.field, received=error.received, fix=error.fix
+        ) from None
     if not isinstance(body, dict):
         raise wrong("body", body, "a JSON object")
-    if is_too_deep(body):
-        raise BadRequestError("is nested too deeply", field="body", fix=f"at most {_MAX_DEPTH} levels")
     return body
-
-
-def is_too_deep(value: object) -> bool:
-    """Whether a JSON value is nested so deeply that comparing it would need too much stack."""
-    level: list[object] = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            inner
-            for entry in level
-            if isinstance(entry, dict | list)
-            for inner in (entry.values() if isinstance(entry, dict) else entry)
-        ]
-        if not level:
-            return False
-    return True
 
 
 def wrong(field: str, received: object, wanted: str) -> BadRequestError:
@@ -110,4 +96,6 @@ def stop_strings(value: object, field: str) -> tuple[str, ...]:
         raise wrong(field, value, "a string or a list of strings")
     if len(listed) > _MAX_STOPS or not all(isinstance(stop, str) and stop for stop in listed):
         raise wrong(field, len(listed), f"at most {_MAX_STOPS} strings, none of them empty")
+    if any(len(stop) > _MAX_STOP_CHARACTERS for stop in listed):
+        raise wrong(field, max(map(len, listed)), f"strings of at most {_MAX_STOP_CHARACTERS} characters")
     return tuple(listed)

@@ -78,6 +78,28 @@ class Answer:
 Message = Opening | SystemWords | UserWords | Results | Answer
 
 
+def num_characters(messages: Sequence[Message]) -> int:
+    """Of all texts that a conversation's tokens are made of."""
+    total = 0
+    for message in messages:
+        match message:
+            case Opening(system):
+                total += len(system)
+            case SystemWords(text) | UserWords(text):
+                total += len(text)
+            case Results(outputs):
+                total += sum(map(len, outputs))
+            case Answer(text):
+                total += len(text)
+    return total
+
+
+def least_tokens(messages: Sequence[Message], longest_bytes: int) -> int:
+    """How many tokens a conversation has at least, of which none stands for more than `longest_bytes`: its
+    texts, and one that ends each message but an opening without words."""
+    return num_characters(messages) // longest_bytes + max(0, len(messages) - 1)
+
+
 def content_key(message: Message) -> bytes:
     """Equal for messages that are the same by content (see above); 16 bytes."""
     match message:

@@ -6,8 +6,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from etude.tokens.chat.client_tools import ClientTool, client_tool
-from etude.tokens.chat.fields import is_too_deep, objects, text, unsupported, wrong
+from etude.serving.json_bodies import is_too_deep
+from etude.tokens.chat.client_tools import ClientTool, client_tool, tool_entries
+from etude.tokens.chat.fields import objects, text, unsupported, wrong
 from etude.tokens.chat.messages import Answer, Call, Message, SystemWords, UserWords, ordered_results
 
 
@@ -22,7 +23,7 @@ def calls_wanted(choice: object, tools: bool) -> bool:
 
 def read_tools(value: object) -> tuple[ClientTool, ...]:
     """The tools that a request brings. Raises BadRequestError."""
-    return tuple(_tool(entry, place) for place, entry in enumerate(objects(value or [], "tools")))
+    return tuple(_tool(entry, place) for place, entry in enumerate(tool_entries(value)))
 
 
 def _tool(entry: Mapping[str, Any], place: int) -> ClientTool:

@@ -119,7 +119,15 @@ def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Pat
         flaws.append(wrong[0])
         damaged.append(candidate)
     if flaws and found is None:
-        raise flaws[0].error()
+        first = flaws[0].error()
+        raise CheckpointError(
+            f"{first.message}, and so is each of the {len(candidates)} that there are"
+            if len(candidates) > 1
+            else f"{first.message}, and there is no other",
+            field=first.field,
+            received=first.received,
+            fix=f"restore one from a backup, or move {latest.parent} away to begin anew",
+        )
     if partial_of(latest).exists():
         flaws.append(FileFlaw(partial_of(latest), Flaw.UNFINISHED))
     if flaws:

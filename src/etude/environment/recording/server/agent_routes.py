@@ -16,13 +16,17 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from etude.environment.recording import anthropic_format, openai_format
-from etude.environment.recording.server.requests import AGENT_HEADER, body_of, recordings_of, session_of
+from etude.environment.recording.server.requests import AGENT_HEADER, recordings_of, session_of, with_body
 from etude.environment.recording.service import Ask, Begun, Event
 from etude.environment.recording.sessions import RecordedSession, Recordings
 from etude.errors import EtudeError
 from etude.serving.application import unless_gone, until_gone
+from etude.serving.describing import answering, described
 from etude.serving.errors import ErrorAnswer
 
+STREAMED = answering("application/json", "text/event-stream") | {
+    529: {"description": "Overloaded, in Anthropic's words"}
+}
 router = APIRouter()
 _log = logging.getLogger("etude.recording.server")
 
@@ -31,12 +35,12 @@ Write = Callable[[AsyncIterator[Event]], AsyncIterator[bytes]]
 Whole = Callable[[AsyncIterator[Event]], Coroutine[Any, Any, dict[str, Any]]]
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", responses=STREAMED, openapi_extra=described(body="application/json"))
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
     session = session_of(request)
-    body = await body_of(request)
-    read = openai_format.read_chat(body, request.headers.get(AGENT_HEADER, ""), session.spec.sampling)
+    agent, defaults = request.headers.get(AGENT_HEADER, ""), session.spec.sampling
+    read = await with_body(request, lambda body: openai_format.read_chat(body, agent, defaults))
     tokenizer = recordings_of(request).renderers.tokenizer
     writer = openai_format.ChatWriter(read, f"chatcmpl-{secrets.token_hex(12)}", tokenizer)
     stream = writer.stream if read.stream else None
@@ -45,14 +49,13 @@ async def chat_completions(request: Request) -> Response:
     )
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", responses=STREAMED, openapi_extra=described(body="application/json"))
 async def messages(request: Request) -> Response:
     """Anthropic's messages."""
     try:
         session = session_of(request)
-        body = await body_of(request)
-        agent = request.headers.get(AGENT_HEADER, "")
-        read = anthropic_format.read_messages(body, agent, session.spec.sampling)
+        agent, defaults = request.headers.get(AGENT_HEADER, ""), session.spec.sampling
+        read = await with_body(request, lambda body: anthropic_format.read_messages(body, agent, defaults))
         writer = anthropic_format.MessagesWriter(read, f"msg_{secrets.token_hex(12)}")
         stream = writer.stream if read.stream else None
         return await _answer(
@@ -68,15 +71,18 @@ async def messages(request: Request) -> Response:
         return _refused(request, error)
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", openapi_extra=described(body="application/json"))
 async def count_tokens(request: Request) -> Response:
     """Tokens of the context that a request of these messages would have."""
     try:
         session = session_of(request)
-        body = await body_of(request)
-        agent = request.headers.get(AGENT_HEADER, "")
-        read = anthropic_format.read_messages(body, agent, session.spec.sampling, counting=True)
-        return JSONResponse({"input_tokens": session.map.measure(read.ask.messages, read.ask.params)})
+        agent, defaults = request.headers.get(AGENT_HEADER, ""), session.spec.sampling
+        read = await with_body(
+            request, lambda body: anthropic_format.read_messages(body, agent, defaults, counting=True)
+        )
+        ahead = await session.service.encode_ahead(read.ask.messages)
+        num_tokens = session.map.measure(read.ask.messages, read.ask.params, ahead)
+        return JSONResponse({"input_tokens": num_tokens})
     except Exception as error:
         return _refused(request, error)
 
@@ -101,8 +107,9 @@ async def _answer(
 ) -> Response:
     recordings = recordings_of(request)
     recordings.counts["requests"] += 1
+    ahead = await session.service.encode_ahead(ask.messages)
     recordings.enter(session)
-    events = session.service.answer(ask)
+    events = session.service.answer(ask, ahead)
     try:
         begun = await anext(events)
         assert isinstance(begun, Begun), "events begin with Begun"

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.requests import HTTPConnection
 
@@ -42,9 +42,13 @@ def build_app(recordings: Recordings) -> FastAPI:
     )
     app.state.recordings = recordings
     app.include_router(agent_routes.router)
-    app.include_router(agent_routes.router, prefix="/s/{session}")
+    app.include_router(agent_routes.router, prefix="/s/{session}", dependencies=[Depends(_named)])
     app.include_router(control_routes.router)
     return app
+
+
+async def _named(session: str) -> None:
+    """The session that a path names: what the description of the routes says of it."""
 
 
 async def _sweep(recordings: Recordings) -> None:

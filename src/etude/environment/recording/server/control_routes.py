@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -16,6 +15,7 @@ from etude.environment.recording.server.requests import body_of, recordings_of, 
 from etude.environment.recording.spec import SessionSpec
 from etude.errors import StoreError
 from etude.records import RewardBreakdown, SamplingParams, Status, TrajectoryId
+from etude.serving.describing import described
 from etude.tokens.chat.fields import flag, integer, number, text, unsupported, wrong
 
 router = APIRouter()
@@ -33,10 +33,11 @@ _SPEC_FIELDS = {
 _SPEC_FIELDS |= {"metadata"}
 _SAMPLING_FIELDS = {"temperature", "max_tokens"}
 _METADATA_BYTES = 1 << 16
+_MAX_REWARD = 1e300
 _ENDS = (Status.DONE, Status.LIMIT, Status.AGENT_ERROR, Status.INFRASTRUCTURE)
 
 
-@router.post("/sessions")
+@router.post("/sessions", status_code=201, openapi_extra=described(body="application/json"))
 async def create(request: Request) -> Response:
     """Begins a session; its id, base URLs and key."""
     tenant, recordings = tenant_of(request), recordings_of(request)
@@ -58,7 +59,7 @@ async def get(request: Request, session_id: str) -> Response:
     return JSONResponse(recordings_of(request).find_owned(tenant_of(request), session_id).describe())
 
 
-@router.post("/sessions/{session_id}/reward")
+@router.post("/sessions/{session_id}/reward", openapi_extra=described(body="application/json"))
 async def reward(request: Request, session_id: str) -> Response:
     """Sets the reward; a later one replaces it."""
     recordings = recordings_of(request)
@@ -68,7 +69,7 @@ async def reward(request: Request, session_id: str) -> Response:
     return JSONResponse({"reward": given.total})
 
 
-@router.post("/sessions/{session_id}/finish")
+@router.post("/sessions/{session_id}/finish", openapi_extra=described(body="application/json"))
 async def finish(request: Request, session_id: str) -> Response:
     """Stores the trajectory; it is on the disk when this answers."""
     tenant, recordings = tenant_of(request), recordings_of(request)
@@ -83,7 +84,7 @@ async def finish(request: Request, session_id: str) -> Response:
     return JSONResponse(await recordings.finish(tenant, session_id, Status(status), cause, parsed))
 
 
-@router.delete("/sessions/{session_id}")
+@router.delete("/sessions/{session_id}", status_code=204)
 async def delete(request: Request, session_id: str) -> Response:
     """Ends a session; nothing of it is stored."""
     await recordings_of(request).delete(tenant_of(request), session_id)
@@ -128,10 +129,15 @@ def _reward(body: dict[str, Any]) -> RewardBreakdown:
     if not isinstance(terms, dict):
         raise wrong("terms", terms, "an object of numbers")
     rows = {str(name): _finite(value, f"terms.{name}") for name, value in terms.items()}
-    return RewardBreakdown(_finite(body.get("task"), "task"), rows, text(body.get("version", "1"), "version"))
+    given = RewardBreakdown(
+        _finite(body.get("task"), "task"), rows, text(body.get("version", "1"), "version")
+    )
+    _finite(given.total, "terms")  # each is finite, and their sum need not be
+    return given
 
 
 def _finite(value: object, field: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise wrong(field, value, "a finite number")
+    wanted = "a number between -1e300 and 1e300"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_REWARD:
+        raise wrong(field, value if isinstance(value, float | None) else type(value).__name__, wanted)
     return float(value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from fastapi import Request
 
@@ -10,8 +11,10 @@ from etude.environment.recording.errors import RefusedKeyError
 from etude.environment.recording.sessions import RecordedSession, Recordings
 from etude.serving.access import bearer_of
 from etude.serving.application import read_body
+from etude.serving.json_bodies import off_the_loop
 from etude.tokens.chat.fields import parse_body
 
+T = TypeVar("T")
 SESSION_HEADER = "x-etude-session"
 AGENT_HEADER = "x-etude-agent"
 
@@ -43,4 +46,11 @@ def session_of(request: Request) -> RecordedSession:
 
 async def body_of(request: Request) -> dict[str, Any]:
     """The JSON object of a request. Raises BodyTooLargeError and BadRequestError."""
-    return parse_body(await read_body(request, recordings_of(request).limits.body_bytes))
+    return await with_body(request, lambda body: body)
+
+
+async def with_body(request: Request, work: Callable[[dict[str, Any]], T]) -> T:
+    """What `work` makes of a request's JSON object; of a large one in a thread. Raises BodyTooLargeError,
+    BadRequestError, and what `work` raises."""
+    data = await read_body(request, recordings_of(request).limits.body_bytes)
+    return await off_the_loop(lambda: work(parse_body(data)), len(data))

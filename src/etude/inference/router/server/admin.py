@@ -16,8 +16,6 @@ PUT    /router/arms                   {"run@7": 0.9, "run@8": 0.1}; {} gives all
 
 from __future__ import annotations
 
-import json
-import math
 import time
 from typing import Any
 
@@ -31,10 +29,14 @@ from etude.inference.router.server.loans import LoanKeeper
 from etude.inference.router.server.proxy import Proxy, ReplicaAddress
 from etude.serving.access import AccessError, bearer_of, find_token
 from etude.serving.application import read_body
+from etude.serving.describing import described
+from etude.serving.json_bodies import parse_json
 from etude.serving.listening import is_loopback
 
 router = APIRouter(prefix="/router")
 _BODY_BYTES = 1 << 20
+_MOST = 1e15
+"""Of any number here."""
 
 
 class NoSuchReplicaError(UserError):
@@ -49,7 +51,9 @@ async def list_replicas(request: Request) -> Response:
     return JSONResponse({"replicas": rows})
 
 
-@router.post("/replicas")
+@router.post(
+    "/replicas", status_code=201, openapi_extra=described({"url": (str,), "pool": (str, type(None))})
+)
 async def add_replica(request: Request) -> Response:
     """A replica joins; it gets requests after its first good probe."""
     proxy = _proxy_of(request)
@@ -58,7 +62,7 @@ async def add_replica(request: Request) -> Response:
     return JSONResponse({"name": proxy.join(ReplicaAddress(url, pool))}, 201)
 
 
-@router.patch("/replicas/{name}")
+@router.patch("/replicas/{name}", openapi_extra=described({"pool": (str,)}))
 async def move_replica(request: Request, name: str) -> Response:
     """A replica changes its pool for good: new requests of that pool alone reach it from now on."""
     proxy = _proxy_of(request)
@@ -68,7 +72,7 @@ async def move_replica(request: Request, name: str) -> Response:
     return JSONResponse(_row(proxy, name, proxy.members.members[name]))
 
 
-@router.post("/replicas/{name}/lend")
+@router.post("/replicas/{name}/lend", openapi_extra=described({"pool": (str,)}))
 async def lend_replica(request: Request, name: str) -> Response:
     """A replica works for another pool until somebody recalls it."""
     proxy = _proxy_of(request)
@@ -106,7 +110,7 @@ def _set_by_hand(proxy: Proxy, name: str, pool: str) -> None:
         proxy.metrics.count("etude_router_moves", pool=pool)
 
 
-@router.delete("/replicas/{name}")
+@router.delete("/replicas/{name}", status_code=202)
 async def remove_replica(request: Request, name: str) -> Response:
     """A replica is drained, and leaves."""
     proxy = _proxy_of(request)
@@ -121,14 +125,14 @@ async def arms(request: Request) -> Response:
     return JSONResponse(_proxy_of(request).router.arms)
 
 
-@router.put("/arms")
+@router.put("/arms", openapi_extra=described(body="application/json"))
 async def set_arms(request: Request) -> Response:
     """Other shares. Sessions move only as far as the shares do."""
     proxy = _proxy_of(request)
     body = await _body_of(request, None)
     for version, share in body.items():
         known = isinstance(share, int | float) and not isinstance(share, bool)
-        if not version or not known or not math.isfinite(share) or share < 0:
+        if not version or not known or not 0 <= share <= _MOST:
             raise UserError(
                 "must be a share, a number from 0 on",
                 field=version or "body",
@@ -161,7 +165,7 @@ async def borrowers(request: Request) -> Response:
     return JSONResponse({"borrowers": rows, "last_recall_s": keeper.last_recall_s})
 
 
-@router.put("/borrowers/{name}")
+@router.put("/borrowers/{name}", openapi_extra=described(body="application/json"))
 async def check_in(request: Request, name: str) -> Response:
     """A run says what it wants, and learns what it has."""
     proxy = _proxy_of(request, borrowing=True)
@@ -215,7 +219,7 @@ def _names(body: dict[str, Any], field: str) -> frozenset[str]:
 
 def _number(body: dict[str, Any], field: str, default: float) -> float:
     value = body.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _MOST:
         raise UserError("must be a number from 0 on", field=field, received=value, fix="correct the value")
     return float(value)
 
@@ -262,9 +266,10 @@ def _check_known(proxy: Proxy, name: str) -> None:
 
 async def _body_of(request: Request, known: set[str] | None) -> dict[str, Any]:
     """The JSON object of a request; with `known`, of these fields alone. Raises UserError."""
+    data = await read_body(request, _BODY_BYTES)
     try:
-        body = json.loads(await read_body(request, _BODY_BYTES))
-    except (ValueError, RecursionError):
+        body = parse_json(data)
+    except UserError:
         body = None
     if not isinstance(body, dict):
         raise UserError(

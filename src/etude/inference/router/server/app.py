@@ -21,11 +21,18 @@ from etude.inference.router.server.proxy import Opened, Proxy, ReplicaAddress, R
 from etude.inference.router.types import NoReplicaError
 from etude.serving.access import AccessError
 from etude.serving.application import build_application, read_body, unless_gone
-from etude.serving.errors import BodyTooLargeError, OpenAIErrors
+from etude.serving.describing import answering
+from etude.serving.errors import BodyTooLargeError, OpenAIErrors, RouteError
+from etude.serving.json_bodies import off_the_loop
 from etude.serving.metrics import Labels
 
 REPLICA_HEADER = "x-etude-replica"
 _DROPPED = frozenset(("content-length", "connection", "transfer-encoding", "keep-alive", "date", "server"))
+
+_FORWARDED: dict[int | str, dict[str, Any]] = {
+    **answering("application/json", "text/event-stream", "application/octet-stream"),
+    "default": {"description": "What the replica answers"},
+}
 
 T = TypeVar("T")
 
@@ -78,9 +85,13 @@ def build_app(
     app.state.admin_token = admin_token
     app.state.borrower_token = borrower_token
     app.include_router(admin.router)
-    for path in ("/v1/{path:path}", "/tokenize", "/detokenize"):
+    for path, forward in (
+        ("/v1/{path:path}", _forward_below),
+        ("/tokenize", _forward),
+        ("/detokenize", _forward),
+    ):
         for method in ("GET", "POST", "DELETE"):
-            app.add_api_route(path, _forward, methods=[method], name="forward")
+            app.add_api_route(path, forward, methods=[method], name="forward", responses=_FORWARDED)
     return app
 
 
@@ -91,6 +102,9 @@ async def _forward(request: Request) -> Response:
     proxy: Proxy = request.app.state.proxy
     if proxy.draining:
         raise NoReplicaError("the router is ending", fix="ask another router")
+    if {".", ".."} & set(request.url.path.split("/")) or {".", ".."} & set(request.scope["path"].split("/")):
+        # A replica would be asked for a path of its own, such as its administrator's.
+        raise RouteError("no such path", field="path", received=request.url.path, fix="leave the dots out")
     query = f"?{request.url.query}" if request.url.query else ""
     target = request.scope["raw_path"].decode("ascii") + query
     owner = proxy.place_of(target) if request.method == "GET" else None
@@ -98,13 +112,17 @@ async def _forward(request: Request) -> Response:
         answer = await proxy.fetch_from(owner, target, request.headers.raw)
         return Response(answer.content, answer.status_code, _kept(answer.headers))
     body = await read_body(request, proxy.config.body_bytes)
-    hints = read_hints(request.headers, body, proxy.config.pool)
+    hints = await off_the_loop(lambda: read_hints(request.headers, body, proxy.config.pool), len(body))
     opening = proxy.open(hints, request.method, target, request.headers.raw, body)
     opened = await unless_gone(request, opening)
     headers = {**_kept(opened.answer.headers), REPLICA_HEADER: opened.replica}
     if opened.rest is None:
         return Response(opened.first, opened.answer.status_code, headers)
     return _Relayed(proxy, opened, headers)
+
+
+async def _forward_below(request: Request, path: str) -> Response:
+    return await _forward(request)
 
 
 class _Relayed(StreamingResponse):

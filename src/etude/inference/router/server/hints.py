@@ -10,8 +10,10 @@ from typing import Any
 
 import xxhash
 
+from etude.errors import UserError
 from etude.inference.headers import POOL_HEADER, SESSION_HEADER, VERSION_HEADER
 from etude.inference.router.types import Ask
+from etude.serving.json_bodies import parse_json
 
 _BYTES_PER_TOKEN = 4.0
 _MAX_TOKENS = 4096
@@ -65,8 +67,8 @@ def read_hints(headers: Mapping[str, str], body: bytes, pool: str = "serve") -> 
 
 def _document(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body) if body else {}
-    except (ValueError, RecursionError):
+        found = parse_json(body) if body else {}
+    except UserError:
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -1,0 +1,61 @@
+"""What routes that read requests by hand say of them in the server's OpenAPI description."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Fields = Mapping[str, tuple[type, ...]]
+"""Name -> the types that its value may have; `type(None)` among them: it may be left out."""
+
+JSON = "application/json"
+BYTES = "application/octet-stream"
+_NONE = type(None)
+_NAMES = {
+    str: "string", dict: "object", list: "array", int: "integer", float: "number", bool: "boolean",
+    _NONE: "null",
+}  # fmt: skip
+
+
+def described(
+    fields: Fields | None = None,
+    *,
+    body: str | None = None,
+    query: Mapping[str, tuple[type, ...]] | None = None,
+    **more: Any,
+) -> dict[str, Any]:
+    """The OpenAPI description of a route. `fields`: of the JSON object that it takes; `body`: the media type
+    of anything else; `query`: the fields of its query."""
+    found = dict(more)
+    if fields is not None:
+        found["requestBody"] = {"content": {JSON: {"schema": _object(fields)}}}
+    elif body is not None:
+        schema = {"type": "object"} if body == JSON else {"type": "string", "format": "binary"}
+        media = (body,) if body == JSON else dict.fromkeys((body, BYTES))
+        found["requestBody"] = {"content": {kind: {"schema": schema} for kind in media}}
+    if query is not None:
+        found["parameters"] = [
+            {
+                "name": name,
+                "in": "query",
+                "required": _NONE not in kinds,
+                "schema": {"type": _NAMES[kinds[0]]},
+            }
+            for name, kinds in query.items()
+        ]
+    return found
+
+
+def answering(*media: str, status: int = 200) -> dict[int | str, dict[str, Any]]:
+    """The `responses` of a route that answers with these media types."""
+    contents: dict[str, Any] = {kind: {} for kind in media}
+    return {status: {"description": "Successful Response", "content": contents}}
+
+
+def _object(fields: Fields) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {name: {"type": [_NAMES[kind] for kind in kinds]} for name, kinds in fields.items()},
+        "required": [name for name, kinds in fields.items() if _NONE not in kinds],
+        "additionalProperties": False,
+    }
