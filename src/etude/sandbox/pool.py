@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import EtudeError, SandboxError
+from etude.kit.retry import Backoff
 from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.places import Places
@@ -32,7 +33,7 @@ EXPIRY_SLACK_S = 0.1
 LOOK_S = 1.0
 """How often, while somebody waits, the pool looks for sandboxes that died by themselves."""
 FIRST_RETRY_S = 1.0
-LAST_RETRY_S = 60.0
+_RETRY = Backoff(FIRST_RETRY_S, most_s=60.0)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class _Shelf:
     count: int
     ready: deque[Sandbox] = field(default_factory=deque)
     filling: bool = False
-    retry_s: float = FIRST_RETRY_S
+    failures: int = 0
+    """In a row."""
     not_before_s: float = 0.0
     problem: str | None = None
 
@@ -277,10 +279,10 @@ class PooledBackend:
                     if not isinstance(error, EtudeError):
                         raise
                     shelf.problem = str(error)
-                    shelf.not_before_s = time.monotonic() + shelf.retry_s
-                    shelf.retry_s = min(2 * shelf.retry_s, LAST_RETRY_S)
+                    shelf.failures += 1
+                    shelf.not_before_s = time.monotonic() + _RETRY.pause_s(shelf.failures)
                     continue
-                shelf.problem, shelf.retry_s = None, FIRST_RETRY_S
+                shelf.problem, shelf.failures = None, 0
                 shelf.ready.append(warm)
                 # Somebody may have begun to wait while it was made.
                 self.places.serve()

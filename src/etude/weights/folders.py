@@ -17,11 +17,12 @@ from fsspec.core import url_to_fs  # pyright: ignore[reportMissingTypeStubs, rep
 
 from etude.errors import EtudeError, StoreError
 from etude.errors.packages import install_command
+from etude.kit.retry import Backoff, retry
 from etude.observe.files import sync_directory, write_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_ATTEMPTS = 10
+_AT_ONCE = Backoff(base_s=0.0, attempts=10)
 
 
 class MissingError(StoreError):
@@ -145,15 +146,13 @@ class DirectoryFolder:
 
     def _put(self, name: str, write: Callable[[Path], None]) -> None:
         """Writes a file in its directory: once more where others, who found it empty, have removed that."""
-        for attempt in range(_ATTEMPTS):
+
+        def put() -> None:
             path = self._make_room(name)
-            try:
-                with _named(str(path)):
-                    write(path)
-                return
-            except MissingError:
-                if attempt == _ATTEMPTS - 1:
-                    raise
+            with _named(str(path)):
+                write(path)
+
+        retry(put, MissingError, _AT_ONCE)
 
     def _make_room(self, name: str) -> Path:
         """The path of a name, in a directory that is there."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from etude.controller.clusters.board import UnknownMemberError
-from etude.controller.clusters.client import ControlClient, ControlLostError, Patience, unless
+from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLostError, unless
 from etude.controller.clusters.ending import EndMark
 from etude.controller.clusters.intake import session_name
 from etude.controller.clusters.site import SamplingCounts, Site, Terms
@@ -32,6 +32,7 @@ from etude.errors import (
     StoreError,
     WeightUpdateError,
 )
+from etude.kit.retry import retry_async
 from etude.observe import Observer
 from etude.records import TrajectoryId
 from etude.store.bundles import pack_trajectory
@@ -83,7 +84,7 @@ class SamplingCluster:
         self._mark = mark
         self._client, self._name, self._site, self._terms = client, name, site, terms
         self._observer = observer
-        self._patience_s, self._drain_s = patience_s, drain_s
+        self._backoff, self._drain_s = replace(BACKOFF, within_s=patience_s), drain_s
         self._member = ""
         self._sessions: dict[str, _Session] = {}
         """By lease."""
@@ -155,16 +156,17 @@ class SamplingCluster:
 
     async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Asks until the run answers. Raises ControlLostError where it is away for too long."""
-        patience = Patience(self._patience_s)
-        while True:
+
+        async def ask_once() -> T:
             try:
                 return await ask()
             except ControlLostError:
                 self.counts.unanswered += 1
                 if self._mark is not None and await self._mark.is_set():
                     self._over.set()  # whoever waits for that ends this
-                if not await patience.pause():
-                    raise
+                raise
+
+        return await retry_async(ask_once, ControlLostError, self._backoff)
 
     async def _beat(self) -> None:
         within_s = max(_SHORTEST_BEAT_S, self._terms.lease_s / 3)
@@ -302,25 +304,20 @@ class SamplingCluster:
         """Sends a session until the run has it or does not want it. Raises InfrastructureError where it
         answers and takes it not."""
         store, name = self._terms.store, session_name(lease)
-        patience = Patience(self._patience_s)
-        for attempt in range(_ATTEMPTS):
-            try:
-                if store is not None:
-                    await asyncio.to_thread(store.write, name, data)
-                self.counts.sent_bytes += len(data)
-                body = data if store is None else None
-                standing = await self._patiently(lambda b=body: self._client.send(member, lease, b))
-            except (UnknownMemberError, ControlLostError):
-                raise
-            except InfrastructureError:
-                if attempt == _ATTEMPTS - 1 or not await patience.pause():
-                    raise
-                continue
-            if standing in ("kept", "repeated"):
-                self.counts.kept += 1
-            else:
-                self.counts.unwanted += 1
-            break
+
+        async def send() -> str:
+            if store is not None:
+                await asyncio.to_thread(store.write, name, data)
+            self.counts.sent_bytes += len(data)
+            body = data if store is None else None
+            return await self._patiently(lambda: self._client.send(member, lease, body))
+
+        backoff = replace(self._backoff, attempts=_ATTEMPTS)
+        lost = (UnknownMemberError, ControlLostError)
+        if await retry_async(send, InfrastructureError, backoff, unless=lost) in ("kept", "repeated"):
+            self.counts.kept += 1
+        else:
+            self.counts.unwanted += 1
         if store is not None:
             with contextlib.suppress(StoreError):  # the run deletes what is left there when it begins again
                 await asyncio.to_thread(store.delete, name)
