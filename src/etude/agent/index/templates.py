@@ -15,6 +15,7 @@ from etude.agent.index.grep import Overlay as GrepOverlay
 from etude.agent.index.trees import IndexProgress, TreeIndex
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.errors import EtudeError
+from etude.kit.tasks import Tasks
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.template import Template
 
@@ -46,7 +47,7 @@ class TemplateIndexes:
         self._trees: dict[str, _Lazy] = {}
         """By the template's digest; what was used last comes last."""
         self._num_users: Counter[str] = Counter()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Tasks()
 
     @property
     def num_open(self) -> int:
@@ -83,9 +84,7 @@ class TemplateIndexes:
         self._num_users -= Counter([digest])
         idle = [one for one, lazy in self._trees.items() if not self._num_users[one] and not lazy.is_building]
         for one in idle[: max(0, len(idle) - self._most_idle)]:
-            closing = asyncio.create_task(self._trees.pop(one).close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing.start(self._trees.pop(one).close())
 
 
 class _Lazy:

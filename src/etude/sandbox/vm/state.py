@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 from etude.errors import SandboxError
-from etude.sandbox.background import to_the_end
+from etude.kit.tasks import to_the_end
 from etude.sandbox.channel import Channel
 from etude.sandbox.machine import greeting
 from etude.sandbox.vm.image import VmImage
