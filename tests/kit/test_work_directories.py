@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from etude.sandbox.reaping import WorkDirectory, is_owner_alive, owner_tag
+from etude.kit.leftovers import WorkDirectory, is_owner_alive, owner_tag
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 OWNER = """
 import sys
 from pathlib import Path
-from etude.sandbox.reaping import WorkDirectory, owner_tag
+from etude.kit.leftovers import WorkDirectory, owner_tag
 work = WorkDirectory(Path(sys.argv[1]))
 (work.path / "socket").write_text("x")
 print(owner_tag(), flush=True)
@@ -41,7 +41,7 @@ def test_a_later_process_of_the_same_number_is_not_the_owner() -> None:
 
 def test_a_zombie_is_dead() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", "from etude.sandbox.reaping import owner_tag; print(owner_tag())"],
+        [sys.executable, "-c", "from etude.kit.leftovers import owner_tag; print(owner_tag())"],
         stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": SOURCE},
     ) as process:  # fmt: skip
         assert process.stdout is not None

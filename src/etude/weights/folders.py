@@ -17,8 +17,8 @@ from fsspec.core import url_to_fs  # pyright: ignore[reportMissingTypeStubs, rep
 
 from etude.errors import EtudeError, StoreError
 from etude.errors.packages import install_command
+from etude.kit.durable import sync_path, write_bytes
 from etude.kit.retry import Backoff, retry
-from etude.observe.files import sync_directory, write_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
@@ -125,7 +125,7 @@ class DirectoryFolder:
                 os.link(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
-            sync_directory(path.parent)
+            sync_path(path.parent)
 
         self._put(name, link)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,8 @@ from etude.agent.index.grep import Overlay as GrepOverlay
 from etude.agent.index.trees import IndexProgress, TreeIndex
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.errors import EtudeError
+from etude.kit.durable import DRAFTS, whole_directory
+from etude.kit.leftovers import sweep
 from etude.kit.tasks import Tasks
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.template import Template
@@ -136,17 +136,12 @@ def lay_out(template: Template, directory: Path) -> Path:
     """The template's files below `directory`, whole or not at all. Raises OSError."""
     target = directory / template.digest
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as lock:
-        # One process at a time: whose draft is there otherwise has died.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists():
-            return target
-        draft = directory / f".{template.digest}.new"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
+    if target.exists():
+        return target
+    sweep(directory, DRAFTS)
+    with whole_directory(target, keep=target.exists, sync=False) as draft:
         for path, content in template.contents.items():
             file = draft / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
-        draft.rename(target)
     return target

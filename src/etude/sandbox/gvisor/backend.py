@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from etude.errors import SandboxError
+from etude.kit.leftovers import WorkDirectory
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.errors import SandboxLostError, SnapshotError
 from etude.sandbox.gvisor.bundle import Interpreter, build_rootfs
@@ -29,7 +30,6 @@ from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.installing import install_template
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.machine_backend import MachineBackend
-from etude.sandbox.reaping import WorkDirectory
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
 from etude.sandbox.types import Capabilities, SnapshotKind
 

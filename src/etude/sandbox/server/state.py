@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import AgentError, ConfigError, UserError
+from etude.kit.leftovers import WorkDirectory
 from etude.kit.tasks import Tasks
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fleet.hosts import Capacity
@@ -21,7 +22,6 @@ from etude.sandbox.fleet.remote_probe import SharedProbe
 from etude.sandbox.interface import Command, Sandbox, SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.pool import PooledBackend
-from etude.sandbox.reaping import WorkDirectory
 from etude.sandbox.template import Template
 from etude.sandbox.wire_types import template_key
 from etude.serving.long_answers import OutputBuffer
