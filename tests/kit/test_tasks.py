@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from etude.kit.tasks import Tasks, start_watched, to_the_end
+from etude.kit.tasks import Tasks, end_tasks, start_watched, to_the_end
 
 
 async def fail() -> None:
@@ -129,3 +129,24 @@ def test_a_cancelled_caller_waits_for_what_must_not_stop_halfway() -> None:
         return done
 
     assert asyncio.run(run())
+
+
+def test_tasks_that_are_ended_have_tidied_up_and_raise_nothing() -> None:
+    async def run() -> list[str]:
+        seen: list[str] = []
+
+        async def tidy() -> None:
+            try:
+                await never()
+            finally:
+                await asyncio.sleep(0.01)
+                seen.append("tidied")
+                raise KeyError
+
+        tasks = [asyncio.ensure_future(tidy()), asyncio.ensure_future(tidy())]
+        await asyncio.sleep(0)
+        await end_tasks(*tasks)
+        await end_tasks()
+        return seen
+
+    assert asyncio.run(run()) == ["tidied", "tidied"]

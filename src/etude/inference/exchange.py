@@ -18,6 +18,7 @@ from typing import Literal
 
 from etude.config import ModelConfig
 from etude.errors import EtudeError, SamplerError
+from etude.kit.tasks import end_tasks
 from etude.observe import versions
 from etude.protocols import BranchingSampler, Sampler
 from etude.records import SampleChunk, SampleRequest
@@ -121,9 +122,7 @@ class Exchange:
             for request_id in self._streams:  # again and again: a sampler hears nothing of what only begins
                 self._sampler.abort(request_id)
             await asyncio.wait(self._streams.values(), timeout=min(_AGAIN_S, left_s))
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
         self._streams.clear()  # also those that were cancelled before they began
         for session in self._sessions:
             self._sampler.close(session)

@@ -26,9 +26,6 @@ _NAME_BYTES = 200
 """Of a file's name, in that of its temporary file: names have 255 bytes at most."""
 
 
-# ---- files --------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def whole_file(path: Path, mode: int | None = None, sync: bool = True) -> Iterator[BinaryIO]:
     """A new file that becomes `path` when the block ends, and vanishes if that fails.
@@ -79,9 +76,6 @@ def move(source: Path, target: Path) -> None:
     source.replace(target)
     for folder in {source.parent, target.parent}:
         sync_path(folder)
-
-
-# ---- folders ------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -176,9 +170,6 @@ def make_directory(path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     for folder in missing:
         sync_path(folder.parent)
-
-
-# ---- the disk -----------------------------------------------------------------------------------
 
 
 def sync_file(file: IO[bytes]) -> None:

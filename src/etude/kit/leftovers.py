@@ -17,7 +17,8 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-# ---- by lock ------------------------------------------------------------------------------------
+_WORK = "work-"
+_TAG = re.compile(r"(\d+)-(\d+)")
 
 
 class ScratchDirectory:
@@ -39,6 +40,19 @@ class ScratchDirectory:
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
+
+
+def work_directory(root: Path) -> ScratchDirectory:
+    """One below `root`, which is made for this user alone, for as long as this process works; those of dead
+    processes go first."""
+    root.mkdir(parents=True, exist_ok=True, mode=0o700)
+    sweep_work(root)
+    return ScratchDirectory(root, _WORK)
+
+
+def sweep_work(root: Path) -> None:
+    """Removes the working directories of dead processes below `root`."""
+    sweep(root, _WORK)
 
 
 def sweep(root: Path, prefix: str = "") -> None:
@@ -69,11 +83,6 @@ def _locked_directory(root: Path, prefix: str) -> tuple[Path, int | None]:
 
 def _open(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-
-
-# ---- by tag -------------------------------------------------------------------------------------
-
-_TAG = re.compile(r"(\d+)-(\d+)")
 
 
 def _start_ticks(pid: int) -> int | None:
@@ -120,32 +129,3 @@ def _key(tag: str) -> str:
 @cache
 def _boot_id() -> bytes:
     return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
-
-
-class WorkDirectory:
-    """A directory of this process below `root`, whose name is its tag and a number. It may hold sockets of
-    processes that inherit what is open here, so that a lock would outlive its owner."""
-
-    def __init__(self, root: Path) -> None:
-        """Makes it, and removes those of dead owners."""
-        root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        sweep_work(root)
-        number = 0
-        while True:
-            self.path = root / f"{owner_tag()}-{number}"
-            try:
-                self.path.mkdir(mode=0o700)
-                return
-            except FileExistsError:
-                number += 1
-
-    def close(self) -> None:
-        """Removes it. Idempotent."""
-        shutil.rmtree(self.path, ignore_errors=True)
-
-
-def sweep_work(root: Path) -> None:
-    """Removes the working directories of dead owners below `root`."""
-    for entry in root.glob("*-*"):
-        if _TAG.match(entry.name) and not is_owner_alive(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)

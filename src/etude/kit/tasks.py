@@ -72,6 +72,13 @@ def start_watched(
     return task
 
 
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels tasks, and waits until they have ended. Raises nothing of theirs."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
     """Awaits `work`; a cancelled caller waits for its end all the same. For what must not stop halfway."""
     task = asyncio.ensure_future(work)

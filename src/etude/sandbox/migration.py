@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from etude.kit.leftovers import WorkDirectory, sweep_work
+from etude.kit.leftovers import sweep_work, work_directory
 from etude.sandbox.errors import SnapshotError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.snapshots import SnapshotStore
@@ -47,7 +47,7 @@ async def abilities_of(backend: SandboxBackend) -> Capabilities:
 @asynccontextmanager
 async def transit_directory(state: Path) -> AsyncIterator[Path]:
     """A directory of this process for what passes through; those of dead processes are removed."""
-    work = await asyncio.to_thread(WorkDirectory, state / MOVING)
+    work = await asyncio.to_thread(work_directory, state / MOVING)
     try:
         yield work.path
     finally:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, Unpack
 from etude.controller.clusters.board import UnknownMemberError
 from etude.errors import ConfigError, InfrastructureError
 from etude.kit.retry import Backoff
+from etude.kit.tasks import end_tasks
 from etude.records import PolicyVersion
 from etude.serving.client import (
     Answer,
@@ -153,6 +154,4 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        for task in (working, waiting):
-            task.cancel()
-        await asyncio.gather(working, waiting, return_exceptions=True)
+        await end_tasks(working, waiting)

@@ -33,6 +33,7 @@ from etude.errors import (
     WeightUpdateError,
 )
 from etude.kit.retry import retry_async
+from etude.kit.tasks import end_tasks
 from etude.observe import Observer
 from etude.records import TrajectoryId
 from etude.store.bundles import pack_trajectory
@@ -113,21 +114,21 @@ class SamplingCluster:
         over, asked = (asyncio.create_task(event.wait()) for event in (self._over, draining))
         try:
             lost = await _lost_weights({beating, following, supplied, claiming, over, asked})
-            await _cancel({claiming})
+            await end_tasks(claiming)
             if not self._over.is_set():
                 self._say(f"{len(self._sessions)} sessions may finish")
                 await self._drain({beating, following, over})
             if lost is not None and not self._over.is_set():
                 raise lost
         finally:
-            await _cancel({beating, supplied, claiming, over, asked})  # none joins again after this
+            await end_tasks(beating, supplied, claiming, over, asked)  # none joins again after this
             self._supply.close()
             following.cancel()
             ending = self._abort(list(self._sessions))
             # Before what runs here is torn down, which may take a while: others may begin.
             with contextlib.suppress(EtudeError):  # it is told in vain where the run is gone, and lapses then
                 await asyncio.shield(self._client.leave(self._member))
-            await _cancel({following, *ending})
+            await end_tasks(following, *ending)
 
     async def _drain(self, others: set[asyncio.Task[Any]]) -> None:
         """Waits for what runs. `others`: end the wait when one of them ends; raises what it raised."""
@@ -149,7 +150,7 @@ class SamplingCluster:
         async with self._joining:
             if self._member != former:
                 return
-            await _cancel(self._abort(list(self._sessions)))
+            await end_tasks(*self._abort(list(self._sessions)))
             makings = self._site.makings.parts
             self._member = await self._patiently(lambda: self._client.join(self._name, API, makings))
             self._say(f"joined the run at {self._client.url}")
@@ -346,9 +347,3 @@ async def _until_first(tasks: set[asyncio.Task[Any]], timeout_s: float | None = 
     for task in done:
         if not task.cancelled():
             task.result()
-
-
-async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,6 +14,8 @@ import contextlib
 import socket
 from collections.abc import Callable
 
+from etude.kit.tasks import end_tasks
+
 _CHUNK = 1 << 18
 
 Decode = Callable[[bytes], bytes]
@@ -70,9 +72,7 @@ class Line:
 
     async def _cancel(self) -> None:
         tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
 
     async def _upward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

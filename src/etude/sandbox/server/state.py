@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import AgentError, ConfigError, UserError
-from etude.kit.leftovers import WorkDirectory
+from etude.kit.leftovers import ScratchDirectory, work_directory
 from etude.kit.tasks import Tasks
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fleet.hosts import Capacity
@@ -172,7 +172,7 @@ class ServerState:
         self.limits = limits
         self.peers = peers
         self._spool = spool or default_state_directory() / "spool"
-        self._work: WorkDirectory | None = None
+        self._work: ScratchDirectory | None = None
         self.probe = SharedProbe(MachineProbe(self._spool))
         """Of this host, for fleets."""
         self.metrics = Metrics("etude_sandbox")
@@ -298,7 +298,7 @@ class ServerState:
     def clear_spool(self) -> None:
         """Removes what killed servers left of uploads and exports, and makes this one's directory."""
         if self._work is None:
-            self._work = WorkDirectory(self._spool)
+            self._work = work_directory(self._spool)
 
     def spool_directory(self) -> tempfile.TemporaryDirectory[str]:
         """A directory for what passes through, removed by its context manager."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import ConfigError, ResourceError, SandboxError
-from etude.kit.leftovers import WorkDirectory
+from etude.kit.leftovers import ScratchDirectory, work_directory
 from etude.sandbox.channel import Channel
 from etude.sandbox.errors import SnapshotError, Unsupported
 from etude.sandbox.installing import install_template
@@ -82,7 +82,7 @@ class VmBackend(MachineBackend):
         self.arrivals = Arrivals(migration_host, self.spawn)
         self._sleepy: set[str] = set()
         self._image: VmImage | None = None
-        self._work: WorkDirectory | None = None
+        self._work: ScratchDirectory | None = None
         self._preparing = asyncio.Lock()
         self.last_move: Move | None = None
 
@@ -293,7 +293,7 @@ class VmBackend(MachineBackend):
 
     def _directory(self, name: str) -> Path:
         if self._work is None:
-            self._work = WorkDirectory(self.state / "vm")
+            self._work = work_directory(self.state / "vm")
         return self._work.path / name
 
     def _machine(self, sandbox: MachineSandbox) -> Machine:
