@@ -1,4 +1,4 @@
-"""A session on disk: what it is, and everything that it was told, one line of a journal each, in order.
+"""A session on disk: what it is, and all that came to it, one line of a journal each, in order.
 
 The first line describes the session. Lines are synced before a turn's calls begin and after they have ended,
 so that a session can be taken up after a kill -9 and does nothing twice: calls that may have run and may not

@@ -1,4 +1,4 @@
-"""A live session on disk: what it is, and what its map was told, one line of a journal each, in order.
+"""A live session on disk: what it is, and what went into its map, one line of a journal each, in order.
 
     session   who may use it, and what whoever trains said of it
     begin     a request's history: as much of an earlier one's, and what is new
