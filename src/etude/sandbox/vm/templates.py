@@ -94,10 +94,7 @@ class WarmTemplates:
                     channel.close("the template is warmed")
                     await asyncio.shield(qemu.kill())
             await in_thread(_finish, making, key)
-            # One of another process is as good, and machines may just be starting from it, which need all
-            # three files of one guest.
-            target = self._root / key
-            await in_thread(publish_directory, making, target, lambda: _is_whole(target))
+            await in_thread(_publish, making, self._root / key)
 
 
 async def boot_guest(
@@ -166,6 +163,12 @@ def _finish(directory: Path, key: str) -> None:
     files = {name: _digest(directory / name) for name in (RAM, DISK, DEVICES)}
     text = json.dumps({"format": FORMAT, "key": key, "files": files}, indent=1)
     (directory / MANIFEST).write_text(text, encoding="utf-8")
+
+
+def _publish(directory: Path, target: Path) -> None:
+    """Gives a finished template its place. One of another process is as good, and machines may just be
+    starting from it, which need all three files of one guest."""
+    publish_directory(directory, target, keep=lambda: _is_whole(target))
 
 
 def _is_whole(directory: Path) -> bool:
