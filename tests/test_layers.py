@@ -1,5 +1,6 @@
 """The house rules that a linter of imports cannot see: what comes along at run time."""
 
+import ast
 import importlib.metadata
 import re
 import subprocess
@@ -123,3 +124,34 @@ def test_servers_are_asked_in_one_place() -> None:
     source = ROOT / "src" / "etude"
     found = [path for path in source.rglob("*.py") if words.search(path.read_text())]
     assert found == [source / "serving" / "client.py"]
+
+
+LEFT_OVER = {
+    "agent/index/grep/mirror.py": {"rename"},  # links of a mirror, a hundred thousand at once
+    "sandbox/file_trees.py": {"rename"},  # a file that comes in frames, over several calls
+    "sandbox/sync.py": {"add_done_callback"},  # hands a result from a loop to a thread
+}
+"""Modules that do by hand what `etude.kit` does, and why."""
+
+
+def test_files_become_durable_and_tasks_are_kept_in_one_place() -> None:
+    source, found = ROOT / "src" / "etude", dict[str, set[str]]()
+    for path in source.rglob("*.py"):
+        name = path.relative_to(source).as_posix()
+        if not name.startswith(("kit/", "serving/", "sandbox/inside/")):  # what is inside runs on its own
+            words = set(filter(None, map(_mechanism, ast.walk(ast.parse(path.read_bytes())))))
+            found |= {name: words} if words else {}
+    assert found == LEFT_OVER
+
+
+def _mechanism(node: ast.AST) -> str | None:
+    """What of the kit's work a call does: `path.replace(other)` and its like, with one argument, rename."""
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return None
+    name = node.func.attr
+    is_os = isinstance(node.func.value, ast.Name) and node.func.value.id == "os"
+    if name in ("rename", "renames") or (
+        name == "replace" and (is_os or [len(node.args), node.keywords] == [1, []])
+    ):
+        return "rename"
+    return name if name in ("fsync", "fdatasync", "add_done_callback") else None

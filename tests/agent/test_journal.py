@@ -24,6 +24,7 @@ from agent_builders import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_hexdigest
 
 from etude.agent import (
     JournaledSession,
@@ -43,10 +44,11 @@ from etude.agent.inputs import (
     merge,
     to_document,
 )
-from etude.agent.journal import INTERRUPTED, describe, read_lines, replay
+from etude.agent.journal import INTERRUPTED, describe, replay
 from etude.agent.session import AgentSession
 from etude.agent.tools.state import BackgroundState, Todo, ToolState
 from etude.errors import ConfigError, StoreError
+from etude.kit.journal import read_lines
 from etude.protocols import Finished, RunCalls, Sample
 from etude.records import Status, ToolCall, ToolErrorClass, ToolResult
 from etude.tokens import Control, Renderer
@@ -363,4 +365,4 @@ def test_a_session_killed_at_any_point_goes_on(tmp_path, killing):
     journal.close()
     assert journal.session.status is Status.DONE and len(journal.session.turns) == 3
     assert describe(journal.session) == describe(replay(path, renderer())[0])
-    assert read_lines(path)[1] == path.stat().st_size
+    assert read_lines(path, xxh3_64_hexdigest)[1] == path.stat().st_size

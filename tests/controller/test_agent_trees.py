@@ -11,7 +11,7 @@ from etude.controller.agent import trees
 from etude.controller.agent.changes import FileChange, TurnChange, combined
 from etude.controller.agent.trees import DirectoryTree
 from etude.errors import ConfigError, UserError
-from etude.observe import files
+from etude.kit import durable
 from etude.records import ToolErrorClass, ToolResult
 
 
@@ -121,7 +121,7 @@ def test_a_file_has_its_permissions_from_the_moment_that_it_is_there(
     def see(folder: Path) -> None:
         modes.append((folder / "a.py").stat().st_mode & 0o7777)
 
-    monkeypatch.setattr(files, "sync_directory", see)
+    monkeypatch.setattr(durable, "sync_path", see)
     asyncio.run(DirectoryTree(root).write("src/a.py", b"b\n"))
     assert modes == [mode] and (root / "src" / "a.py").read_bytes() == b"b\n"
 

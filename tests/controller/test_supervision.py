@@ -11,9 +11,9 @@ from etude.config import ClusterConfig
 from etude.controller.local import LocalHandle
 from etude.controller.supervision import (
     KIND,
-    Backoff,
     FaultJournal,
     NodeHealth,
+    StartFailures,
     SupervisedParts,
     Supervisor,
 )
@@ -266,15 +266,15 @@ def test_a_part_is_started_elsewhere_once_its_machine_is_in_quarantine() -> None
 @given(st.lists(st.floats(0.0, 100.0), min_size=1, max_size=30))
 def test_waits_double_with_failures_in_a_row_and_never_pass_their_bound(lives: list[float]) -> None:
     settings = ClusterConfig(backoff_s=0.5, most_backoff_s=8.0, healthy_s=10.0)
-    backoff = Backoff(settings)
+    failures = StartFailures(settings)
     before = 0.0
     for lived_s in lives:
-        backoff.failed(lived_s)
+        failures.failed(lived_s)
         if lived_s >= settings.healthy_s or before == 0.0:
-            assert backoff.wait_s == 0.5
+            assert failures.wait_s == 0.5
         else:
-            assert backoff.wait_s == min(2 * before, 8.0)
-        before = backoff.wait_s
+            assert failures.wait_s == min(2 * before, 8.0)
+        before = failures.wait_s
 
 
 def test_a_part_that_is_given_up_when_it_has_just_been_prepared_is_ended() -> None:

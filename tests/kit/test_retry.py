@@ -70,6 +70,17 @@ def test_the_last_failure_is_raised_and_others_at_once() -> None:
     assert calls.count == 1
 
 
+def test_some_of_the_failures_are_raised_at_once() -> None:
+    for call in (
+        lambda calls: retry(calls, OSError, Backoff(base_s=0.0), unless=TimeoutError),
+        lambda calls: asyncio.run(retry_async(calls.wait, OSError, Backoff(base_s=0.0), unless=TimeoutError)),
+    ):
+        calls = Calls(ConnectionError(), TimeoutError())
+        with pytest.raises(TimeoutError):
+            call(calls)
+        assert calls.count == 2
+
+
 def test_a_caller_sees_each_failure_and_may_wait_longer_or_give_up() -> None:
     seen: list[float | None] = []
     slept: list[float] = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from etude.observe import JsonlSink, RunDirectory, write_json
+from etude.kit.durable import write_json
+from etude.observe import JsonlSink, RunDirectory
 
 
 def finished_report() -> dict[str, Any]:

@@ -6,7 +6,8 @@ import pytest
 from matplotlib.figure import Figure
 
 from etude.config import parse_config
-from etude.observe import RunDirectory, write_json
+from etude.kit.durable import write_json
+from etude.observe import RunDirectory
 from etude.observe.report import (
     Comparison,
     Estimate,

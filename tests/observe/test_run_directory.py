@@ -1,12 +1,12 @@
 import multiprocessing
-import os
 from pathlib import Path
 
 import pytest
 
 from etude.config import RunConfig, parse_config
 from etude.errors import ResourceError, RunDirectoryError
-from etude.observe import RunDirectory, run_directory, write_bytes, write_json
+from etude.kit.durable import DRAFTS, write_bytes, write_json
+from etude.observe import RunDirectory, run_directory
 
 
 def config_in(directory: Path, **values: object) -> RunConfig:
@@ -34,9 +34,8 @@ def test_an_existing_run_is_never_overwritten(tmp_path: Path) -> None:
     assert RunDirectory.open(tmp_path / "runs" / "demo").config.seed == 0
 
 
-def test_what_a_killed_process_of_the_same_number_left_is_not_in_the_way(tmp_path: Path) -> None:
-    """In a container it is the same number again."""
-    left = tmp_path / "runs" / f".demo.{os.getpid()}.tmp" / "trajectories"
+def test_what_a_killed_process_left_goes_with_the_next_run(tmp_path: Path) -> None:
+    left = tmp_path / "runs" / f"{DRAFTS}abc" / "demo" / "trajectories"
     left.mkdir(parents=True)
     assert RunDirectory.create(config_in(tmp_path)).trajectories.is_dir()
     assert not left.exists()

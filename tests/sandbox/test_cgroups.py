@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from etude.kit.leftovers import owner_key
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
 from etude.sandbox.local.cgroups import ControlGroups, _sweep
-from etude.sandbox.reaping import owner_key
 from etude.sandbox.template import Template
 from etude.sandbox.types import Resources
 from tests.sandbox.scenes import becomes_true, below, has_processes, on_backend
@@ -26,11 +26,11 @@ ROOT = Path("/sys/fs/cgroup")
 OWN = f"etude-{owner_key()}-"
 RESOURCES = Resources(memory_bytes=100 << 20, disk_bytes=10 << 20, num_processes=20, cpus=0.5)
 OWNER = """
-from etude.sandbox.reaping import owner_key
+from etude.kit.leftovers import owner_key
 import asyncio, sys
 from pathlib import Path
 from etude.sandbox.local.backend import LocalBackend
-from etude.sandbox.reaping import owner_key
+from etude.kit.leftovers import owner_key
 
 async def main():
     backend = LocalBackend(Path(sys.argv[1]))

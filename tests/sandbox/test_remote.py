@@ -275,7 +275,7 @@ def test_trees_go_up_and_come_down_whole(tmp_path: Path) -> None:
             await sandbox.files.upload(tmp_path / "absent", "x")
 
     with_scripted(scenario)
-    assert not list(tmp_path.rglob("*.part"))
+    assert not list(tmp_path.rglob("*.tmp"))
 
 
 def test_snapshots_forks_and_their_errors(tmp_path: Path) -> None:
@@ -593,7 +593,7 @@ def test_any_stream_of_files_is_taken_whole_or_refused(frames: list[tuple[dict[s
                     writer.take(header, piece)
             except (AgentError, SandboxError, ResourceError):
                 writer.is_whole = False
-        assert not list(Path(directory).rglob("*.part"))
+        assert not list(Path(directory).rglob("*.tmp"))
         assert {path.name for path in Path(directory).iterdir()} <= {"target"}
 
 

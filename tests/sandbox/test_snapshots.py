@@ -17,8 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.kit.leftovers import owner_tag
 from etude.sandbox.errors import SnapshotError
-from etude.sandbox.reaping import owner_tag
 from etude.sandbox.snapshots import (
     MANIFEST,
     SnapshotStore,
@@ -88,7 +88,7 @@ def test_nobody_sees_a_draft_and_publishing_shows_all_of_it(tmp_path: Path) -> N
     assert store.list("local") == []
     with pytest.raises(SnapshotError, match="does not exist"):
         opened(store, draft.id)
-    assert [path.name for path in tmp_path.iterdir()] == [draft.directory.name]
+    assert [path.name for path in tmp_path.iterdir()] == [draft.scratch.path.name]
     store.discard(draft)
     store.discard(draft)
     assert list(tmp_path.iterdir()) == []
@@ -256,7 +256,7 @@ def test_deleting_is_once_and_leaves_nothing(tmp_path: Path) -> None:
     snapshot = keep(store).id
     store.delete(snapshot)
     assert list(tmp_path.iterdir()) == []
-    for name in (snapshot, "../x", ".", "", "a/b", "snap-\n", f".making-{snapshot}"):
+    for name in (snapshot, "../x", ".", "", "a/b", "snap-\n", f".etude-draft-{snapshot}"):
         for refused in (store.delete, lambda name: opened(store, name)):
             with pytest.raises(SnapshotError, match="does not exist"):
                 refused(name)

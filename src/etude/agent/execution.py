@@ -9,7 +9,6 @@ nothing and wait for nothing run as one where their tool can do that for less (`
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from etude.agent.tools.interface import (
 )
 from etude.agent.tools.registry import check_arguments
 from etude.errors import AgentError, InfrastructureError, SandboxError, ToolArgumentError, UserAbortedError
+from etude.kit.retry import Backoff, retry_async
 from etude.protocols import OnCall, OnResult
 from etude.records import ToolCall, ToolErrorClass, ToolResult
 from etude.sandbox.errors import PathKindError, PathMissingError, SandboxKilledByAgentError
@@ -254,21 +254,18 @@ async def _run(
     tool = plans[0].tool
     assert tool is not None
     start_s = time.perf_counter()
-    attempts = context.limits.provider_attempts if tool.repeatable else 1
-    for attempt in range(1, attempts + 1):
-        try:
-            outcomes = await _run_once(tool, plans, together, context)
-            duration_s = time.perf_counter() - start_s
-            return [_result(outcome, duration_s) for outcome in outcomes]
-        except SandboxError:
-            # The sandbox's own client has tried again already where that could help.
-            raise
-        except InfrastructureError:
-            if attempt == attempts:
-                raise
-            delay_s = context.limits.provider_backoff_s * 2 ** (attempt - 1)
-            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
-    raise AssertionError("provider_attempts is at least 1")
+    limits = context.limits
+    backoff = Backoff(
+        limits.provider_backoff_s, attempts=limits.provider_attempts if tool.repeatable else 1, jitter=0.5
+    )
+    outcomes = await retry_async(
+        lambda: _run_once(tool, plans, together, context),
+        InfrastructureError,
+        backoff,
+        unless=SandboxError,  # its own client has tried again already where that could help
+    )
+    duration_s = time.perf_counter() - start_s
+    return [_result(outcome, duration_s) for outcome in outcomes]
 
 
 async def _run_once(

@@ -1,24 +1,19 @@
-"""A session on disk: what it is, and everything that it was told, one line each, in order.
+"""A session on disk: what it is, and all that came to it, one line of a journal each, in order.
 
-    <xxh3-64 of the text, hex> <space> <JSON> <newline>
-
-The first line describes the session. A line torn by a crash at the file's end is dropped; damage anywhere
-else is an error. Lines are synced before a turn's calls begin and after they have ended, so that a session
-can be taken up after a kill -9 and does nothing twice: calls that may have run and may not be repeated are
-answered as interrupted.
+The first line describes the session. Lines are synced before a turn's calls begin and after they have ended,
+so that a session can be taken up after a kill -9 and does nothing twice: calls that may have run and may not
+be repeated are answered as interrupted.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import xxhash
+from xxhash import xxh3_64_hexdigest
 
 from etude.agent.inputs import (
     ArchivedIn,
@@ -42,6 +37,7 @@ from etude.agent.summary import SummaryPolicy
 from etude.agent.tools.interface import Tool
 from etude.agent.tools.state import ToolState
 from etude.errors import ConfigError, StoreError
+from etude.kit.journal import LineJournal, read_lines
 from etude.protocols import Action, RunCalls
 from etude.records import (
     SampleChunk,
@@ -65,7 +61,7 @@ class JournaledSession:
     One writer at a time: whoever holds the file open for appending has locked it.
     """
 
-    def __init__(self, session: AgentSession, state: ToolState, file: BinaryIO, sync: bool) -> None:
+    def __init__(self, session: AgentSession, state: ToolState, file: LineJournal, sync: bool) -> None:
         """Use `create` or `resume`."""
         self.session = session
         self.state = state
@@ -73,6 +69,7 @@ class JournaledSession:
         self._sync = sync
         self._chunks: list[SampleChunk] = []
         self._known: dict[int, ToolResult] = {}
+        self._closed = False
 
     @classmethod
     def create(
@@ -80,7 +77,10 @@ class JournaledSession:
     ) -> JournaledSession:
         """Begins the journal of a new session. Raises StoreError if the file exists or cannot be made."""
         assert not session.turns, "the session has begun"
-        journal = cls(session, state, _open(path, os.O_CREAT | os.O_EXCL), sync)
+        with _opening(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = LineJournal.create(path, xxh3_64_hexdigest)
+        journal = cls(session, state, file, sync)
         journal._append({"kind": "session", **describe(session)})
         journal._flush()
         return journal
@@ -90,11 +90,10 @@ class JournaledSession:
         cls, path: Path, renderer: Renderer, tools: Mapping[str, Tool], sync: bool = True
     ) -> JournaledSession:
         """Takes a session up where its journal ends. Raises StoreError, ConfigError (another tokenizer)."""
-        file = _open(path, 0)
+        with _opening(path):
+            file, lines = LineJournal.resume(path, xxh3_64_hexdigest)
         try:
-            lines, length = read_lines(path)
-            session, state, known = _replayed(lines, renderer, tools, path)
-            file.truncate(length)
+            session, state, known = _replayed(_checked(lines, path), renderer, tools, path)
         except BaseException:
             file.close()
             raise
@@ -152,7 +151,8 @@ class JournaledSession:
 
     def close(self) -> None:
         """Releases the file. Idempotent."""
-        if not self._file.closed:
+        if not self._closed:
+            self._closed = True
             self._write_chunks()
             self._flush()
             self._file.close()
@@ -168,22 +168,20 @@ class JournaledSession:
             self._append(to_document(ChunksIn(merge(chunks))))
 
     def _append(self, document: Mapping[str, Any]) -> None:
-        text = json.dumps(document, separators=(",", ":")).encode()
         try:
-            self._file.write(b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text))
+            self._file.append(document)
         except OSError as error:
             raise self._failed(error) from error
 
     def _flush(self) -> None:
         try:
-            self._file.flush()
             if self._sync:
-                os.fdatasync(self._file.fileno())
+                self._file.sync()
         except OSError as error:
             raise self._failed(error) from error
 
     def _failed(self, error: OSError) -> StoreError:
-        return StoreError("the journal cannot be written", field=str(self._file.name), received=str(error))
+        return StoreError("the journal cannot be written", field=str(self._file.path), received=str(error))
 
 
 def describe(session: AgentSession) -> dict[str, Any]:
@@ -244,41 +242,18 @@ def replay(path: Path, renderer: Renderer, turns: int | None = None) -> tuple[Ag
 
     Reads only. Raises StoreError, ConfigError.
     """
-    lines, _ = read_lines(path)
-    session, state, _ = _replayed(_until(lines, turns), renderer, {}, path)
+    try:
+        lines, _ = read_lines(path, xxh3_64_hexdigest)
+    except OSError as error:
+        raise StoreError("no journal can be read here", field="path", received=str(path)) from error
+    session, state, _ = _replayed(_until(_checked(lines, path), turns), renderer, {}, path)
     return session, state
 
 
-def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """All lines of a journal, and the length in bytes of the part that is whole. Raises StoreError."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise StoreError("no journal can be read here", field="path", received=str(path)) from error
-    documents: list[dict[str, Any]] = []
-    position = 0
-    while position < len(data):
-        end = data.find(b"\n", position) + 1
-        document = _line(data[position : end - 1]) if end else None
-        if document is None:
-            if end and end < len(data):
-                raise StoreError(
-                    "the journal is damaged", field=f"line {len(documents) + 1}", received=str(path)
-                )
-            break
-        documents.append(document)
-        position = end
-    if not documents or documents[0].get("kind") != "session" or documents[0].get("format") != FORMAT:
+def _checked(lines: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    if not lines or lines[0].get("kind") != "session" or lines[0].get("format") != FORMAT:
         raise StoreError("this is no journal of a session", field="path", received=str(path))
-    return documents, position
-
-
-def _line(line: bytes) -> dict[str, Any] | None:
-    digest, _, text = line.partition(b" ")
-    if digest.decode("latin-1") != xxhash.xxh3_64_hexdigest(text):
-        return None
-    document = json.loads(text)
-    return document if isinstance(document, dict) else None
+    return lines
 
 
 def _until(lines: Sequence[dict[str, Any]], turns: int | None) -> Iterator[dict[str, Any]]:
@@ -334,16 +309,11 @@ def _interrupted(
     return answers
 
 
-def _open(path: Path, flags: int) -> BinaryIO:
-    """Opens for appending, locked."""
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o600), "ab")
+        yield
+    except BlockingIOError as error:
+        raise StoreError("the session is in use", field="path", received=str(path)) from error
     except OSError as error:
         raise StoreError("the journal cannot be opened", field="path", received=str(error)) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        raise StoreError("the session is in use", field="path", received=str(path)) from error
-    return file

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from etude.agent.events import CallEnded, CallStarted, ContextOpened, Listener, Retried, Sampled, SessionEnded
 from etude.errors import AgentError, InfrastructureError, PrefixMissError, SamplerError
+from etude.kit.retry import Backoff
 from etude.protocols import Archive, Finished, RunCalls, Sample, Sampler, Session, Workspace
 from etude.records import PolicyVersion, SampleRequest, Status, ToolCall, ToolResult
 
@@ -202,7 +203,7 @@ class _Driver:
             raise error
         self.session.on_prefix_miss()
         self.listener(Retried(error, self.failures))
-        await asyncio.sleep(self.patience.backoff_s * 2 ** (self.failures - 1))
+        await asyncio.sleep(Backoff(self.patience.backoff_s).pause_s(self.failures))
 
     def _request(self, sample: Sample) -> SampleRequest:
         number, self.requests = self.requests, self.requests + 1

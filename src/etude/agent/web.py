@@ -22,6 +22,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from etude.agent.html_text import html_to_text
 from etude.agent.tools.ports import WebPage, WebResult
 from etude.errors import ConfigError, InfrastructureError, ToolArgumentError, UserError
+from etude.kit.tasks import Tasks
 from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.network.rules import HostError, Rule, join_authority, parse_rules, split_authority
 from etude.sandbox.network.streams import AsyncioStream
@@ -197,21 +198,17 @@ async def serve_proxy(proxy: EgressProxy) -> AsyncIterator[str]:
 
     Whoever reaches this machine's loopback may use it meanwhile, and gets no further than the rules.
     """
-    tasks: set[asyncio.Task[None]] = set()
+    tasks = Tasks()
 
     def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.ensure_future(proxy.serve(AsyncioStream(reader, writer)))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        tasks.start(proxy.serve(AsyncioStream(reader, writer)))
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     finally:
         server.close()
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await tasks.close()
 
 
 def _target(url: str) -> tuple[str, int]:

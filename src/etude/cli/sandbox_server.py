@@ -86,11 +86,11 @@ def serve_command(
     state: StateOption = None,
 ) -> None:
     """Serve sandboxes to other processes and hosts until SIGTERM."""
+    from etude.kit.leftovers import owner_tag
     from etude.sandbox.backends import open_backend
     from etude.sandbox.machine_backend import default_state_directory
     from etude.sandbox.migration import clear_litter
     from etude.sandbox.pool import PooledBackend
-    from etude.sandbox.reaping import owner_tag
     from etude.sandbox.remote.connection import check_address
     from etude.sandbox.server import read_token, serve
 
@@ -125,7 +125,7 @@ def serve_command(
 
 def _refuse_second(note: Path) -> None:
     """Raises UserError while another server lives on the same state directory."""
-    from etude.sandbox.reaping import is_owner_alive
+    from etude.kit.leftovers import is_owner_alive
 
     try:
         row = json.loads(note.read_text())

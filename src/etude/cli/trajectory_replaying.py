@@ -93,7 +93,7 @@ def fork_command(
         output_console().print(Text(f"{program()} agent --resume {handed.session}"), soft_wrap=True)
         return
     trajectory, replay = asyncio.run(go_on(stored, fork))
-    from etude.observe import write_json
+    from etude.kit.durable import write_json
     from etude.store import trajectory_to_atif
     from etude.store.documents import array_document, trajectory_document
 

@@ -30,7 +30,8 @@ from etude.evaluation import (
     summarize,
 )
 from etude.evaluation.results import PLAN, TRAJECTORIES
-from etude.observe import Observer, RunDirectory, make_directory, summarize_behaviour, write_json
+from etude.kit.durable import make_directory, write_json
+from etude.observe import Observer, RunDirectory, summarize_behaviour
 from etude.records import Task, Trajectory
 from etude.store.trajectories import TrajectoryLog
 from etude.tasks.acting import ACTING_SUITES

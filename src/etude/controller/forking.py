@@ -7,9 +7,7 @@ trajectory --tell--> session after turn N --+--> sampled on with a model, graded
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +21,7 @@ from etude.environment.fork_records import renamed
 from etude.environment.replay import Replay, Replayer, check_tellable, tell
 from etude.environment.sessions import EnvironmentSession
 from etude.errors import ConfigError
+from etude.kit.durable import whole_directory
 from etude.protocols import Sampler
 from etude.records import Task, Trajectory
 
@@ -204,16 +203,11 @@ def _write(directory: Path, files: Mapping[str, bytes]) -> None:
     """Writes the files; the directory appears only when whole. Raises ConfigError."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as temporary:
-            whole = Path(temporary) / "workspace"
-            whole.mkdir()
+        with whole_directory(directory, sync=False) as whole:
             for path, data in files.items():
                 target = whole / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(data)
-            with contextlib.suppress(FileNotFoundError):
-                directory.rmdir()
-            whole.rename(directory)
     except OSError as error:
         raise ConfigError(
             f"cannot be written: {error.strerror}", field="--into", received=str(directory)

@@ -11,7 +11,8 @@ from etude.controller.families import TaskFamily
 from etude.controller.parts import Parts
 from etude.controller.stopping import StopSignal
 from etude.evaluation import Evaluation, evaluate_family, evaluate_masked, evaluate_policy
-from etude.observe import MetricSink, Observer, RunDirectory, write_json
+from etude.kit.durable import write_json
+from etude.observe import MetricSink, Observer, RunDirectory
 from etude.protocols import Handle
 from etude.records import Task
 

@@ -20,11 +20,12 @@ from etude.controller.stopping import StopSignal
 from etude.controller.thread_choice import ThreadChoice
 from etude.controller.train import FINAL, LATEST, OFFENDING, InterruptedRunError
 from etude.errors import ConfigError
+from etude.kit.durable import write_json
 from etude.model import DraftLayers, LanguageModel, build_model
 from etude.model.huggingface import load_draft_layers
 from etude.model.huggingface.drafts import add_draft_layers
 from etude.model.loading import AnyModel, load_any_model, read_architecture
-from etude.observe import JsonlSink, MetricSink, Observer, RunDirectory, write_json
+from etude.observe import JsonlSink, MetricSink, Observer, RunDirectory
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document, save_checkpoint
 from etude.training.checkpoints import find_resumable, read_state

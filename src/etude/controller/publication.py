@@ -20,7 +20,8 @@ from typing import Any, Protocol, TypeVar
 
 from etude.controller.parity import ParityGate
 from etude.controller.utilisation import Utilisation
-from etude.errors import SamplerError, StoreError, WeightUpdateError
+from etude.errors import EtudeError, SamplerError, StoreError, WeightUpdateError
+from etude.kit.retry import Backoff, retry_async
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle, KvPolicy, Trainer, WeightSink
 from etude.records import PolicyVersion, WeightManifest
@@ -34,8 +35,8 @@ Spent = Callable[[str, float], None]
 PARITY_KIND = "parity"
 KIND = "publication"
 
-_PAUSES_S = (0.5, 2.0)
-"""Between the attempts to publish."""
+_AGAIN = Backoff(base_s=0.5, factor=4.0, attempts=3)
+"""Of attempts to publish."""
 _MOST_UNMEASURED = 3
 """Publications in a row that the parity gate may miss because the trainer has gone on."""
 
@@ -264,24 +265,23 @@ class OverlappedPublication(PublicationInTurn):
             await self._measure(self._gate, version)
 
     async def _bring_with_patience(self) -> PolicyVersion:
-        for pause_s in (*_PAUSES_S, None):
-            try:
-                manifest: WeightManifest = await self._trainer.call("publish")
-                self._copied.set()
-                await self._sink.stage(manifest)
-                await self._sink.activate(manifest.version, self._kv)
-            except (StoreError, WeightUpdateError, SamplerError) as error:
-                self._failed += 1
-                if pause_s is None:
-                    raise
+        def on_failure(error: EtudeError, pause_s: float | None) -> None:
+            self._failed += 1
+            if pause_s is not None:
                 self._observer.say(f"a publication failed, and is tried again: {error}")
                 step = self._served.step if self._served is not None else 0
                 self._metrics.write(KIND, step, {"failed": str(error), "wall_s": self._wall_s()})
                 self._copied.set()
-                await asyncio.sleep(pause_s)
-            else:
-                return manifest.version
-        raise AssertionError("the last attempt returns or raises")
+
+        failures = (StoreError, WeightUpdateError, SamplerError)
+        return await retry_async(self._publish, failures, _AGAIN, on_failure=on_failure)
+
+    async def _publish(self) -> PolicyVersion:
+        manifest: WeightManifest = await self._trainer.call("publish")
+        self._copied.set()
+        await self._sink.stage(manifest)
+        await self._sink.activate(manifest.version, self._kv)
+        return manifest.version
 
     async def _measure(self, gate: ParityGate, version: PolicyVersion) -> None:
         """Has the gate look while nobody changes the trainer's weights."""

@@ -32,7 +32,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from etude.config import ClusterConfig
 from etude.controller.ray_checks import bundle_of, check_address, check_room, told
 from etude.errors import EtudeError, PartLostError, ResourceError
-from etude.observe.scratch import scratch_directory, sweep
+from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.protocols import Resources
 
 T = TypeVar("T")
@@ -183,7 +183,7 @@ class RayExecutor:
                 return self
             root = Path(tempfile.gettempdir())
             sweep(root, _SCRATCH)  # what killed runs have left
-            directory = self._scratch.enter_context(scratch_directory(root, _SCRATCH))
+            directory = self._scratch.enter_context(ScratchDirectory(root, _SCRATCH))
             try:
                 ray.init(
                     num_cpus=self._num_cpus,

@@ -23,9 +23,10 @@ from etude.controller.stopping import StopSignal
 from etude.controller.thread_choice import ThreadChoice
 from etude.controller.train import FINAL, LATEST, MIDTRAINED, OFFENDING, ROUTES, InterruptedRunError
 from etude.errors import ConfigError
+from etude.kit.durable import write_json
 from etude.model import LanguageModel
 from etude.model.loading import load_any_model
-from etude.observe import JsonlSink, Observer, RunDirectory, write_json
+from etude.observe import JsonlSink, Observer, RunDirectory
 from etude.records import BlobRef
 from etude.store.blobs import FileBlobs
 from etude.store.trajectories import PART_NAME, TrajectoryLog

@@ -20,6 +20,7 @@ from typing import Any
 
 from etude.config import ClusterConfig
 from etude.errors import EtudeError, PartLostError
+from etude.kit.retry import Backoff
 from etude.observe import MetricSink, Observer
 from etude.protocols import Handle
 
@@ -87,27 +88,26 @@ class NodeHealth:
 
 
 @dataclass(slots=True)
-class Backoff:
+class StartFailures:
     """How long to wait before the next start: doubles with every failure in a row."""
 
     settings: ClusterConfig
-    failures: int = 0
+    count: int = 0
     """In a row."""
 
     def failed(self, lived_s: float) -> None:
         """Counts a failure of a part that lived so long."""
-        self.failures = 1 if lived_s >= self.settings.healthy_s else self.failures + 1
+        self.count = 1 if lived_s >= self.settings.healthy_s else self.count + 1
 
     @property
     def exhausted(self) -> bool:
         """Whether it has failed too often in a row to be started again."""
-        return self.failures >= self.settings.give_up_after
+        return self.count >= self.settings.give_up_after
 
     @property
     def wait_s(self) -> float:
         """Before the next start."""
-        settings = self.settings
-        return min(settings.backoff_s * 2.0 ** max(0, self.failures - 1), settings.most_backoff_s)
+        return Backoff(self.settings.backoff_s, self.settings.most_backoff_s).pause_s(self.count)
 
 
 class Supervisor:
@@ -136,7 +136,7 @@ class Supervisor:
         self._settings, self._journal, self._nodes = settings, journal, nodes
         self._on_loss, self._on_pulse = on_loss, on_pulse
         self._clock = clock
-        self._backoff = Backoff(settings)
+        self._failures = StartFailures(settings)
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._lost: asyncio.Future[str] | None = None
@@ -230,7 +230,7 @@ class Supervisor:
                 self._on_loss(cause)
             self._journal.note(self.name, "lost", cause, lived_s=lost_at - began)
             self._nodes.failed(handle.node)
-            self._backoff.failed(lost_at - began)
+            self._failures.failed(lost_at - began)
             again = await self._begin_again(cause)
             if again is None:
                 return
@@ -239,8 +239,8 @@ class Supervisor:
 
     async def _begin_again(self, cause: str) -> Handle[Any] | None:
         """Another process, however many starts it takes; None once the part is given up."""
-        while not self._backoff.exhausted:
-            await asyncio.sleep(self._backoff.wait_s)
+        while not self._failures.exhausted:
+            await asyncio.sleep(self._failures.wait_s)
             try:
                 return await self._begin()
             except EtudeError as error:
@@ -250,7 +250,7 @@ class Supervisor:
                 cause = repr(error)
                 break
         self._journal.note(self.name, "given up", cause)
-        await self._give_up(f"failed {self._backoff.failures} times in a row", cause)
+        await self._give_up(f"failed {self._failures.count} times in a row", cause)
         return None
 
     async def _give_up(self, what: str, cause: str) -> None:
@@ -266,7 +266,7 @@ class Supervisor:
 
     def _note_failed_start(self, error: EtudeError) -> None:
         self._journal.note(self.name, "not started", str(error))
-        self._backoff.failed(0.0)
+        self._failures.failed(0.0)
 
     async def _until_lost(self, handle: Handle[Any]) -> str:
         """Sends heartbeats until one is not answered in time, or somebody gives the process up; the cause."""

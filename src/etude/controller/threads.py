@@ -20,6 +20,7 @@ import torch
 
 from etude.errors import PartLostError
 from etude.inference.waiting import ended_by_others
+from etude.kit.tasks import Tasks
 from etude.protocols import Resources
 
 T = TypeVar("T")
@@ -35,7 +36,7 @@ class ThreadHandle(Generic[T]):
         self.name = name
         self._part: Any = None
         self._ended = False
-        self._calls: set[asyncio.Future[Any]] = set()
+        self._calls = Tasks()
         # The caller's number of compute threads, which PyTorch keeps for each thread: a part may set another.
         num_threads = (torch.get_num_threads(),)
         self._compute = ThreadPoolExecutor(1, f"{name}-compute", torch.set_num_threads, num_threads)
@@ -77,8 +78,7 @@ class ThreadHandle(Generic[T]):
         self._ended = True
         self._compute.shutdown(wait=False, cancel_futures=True)
         self._loop.call_soon_threadsafe(self._leave.set)
-        for call in self._calls:
-            call.cancel()
+        self._calls.cancel()
 
     def _run(
         self, started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]], num_threads: int
@@ -93,9 +93,7 @@ class ThreadHandle(Generic[T]):
 
     async def _within(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Runs in the part's loop; cancelled there if it is cancelled here."""
-        call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
+        call = self._calls.add(asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop)))
         with ended_by_others(self._check_alive):
             return await call
 

@@ -50,6 +50,7 @@ from etude.controller.training_part import TrainingPaths
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of
+from etude.kit.durable import write_json
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel, load_any_model
 from etude.observe import (
@@ -59,7 +60,6 @@ from etude.observe import (
     Observer,
     RunDirectory,
     read_metrics,
-    write_json,
 )
 from etude.protocols import Handle
 from etude.records import SamplingParams, Task, Trajectory

@@ -40,6 +40,7 @@ from etude.environment.runners import EnvironmentTimes
 from etude.environment.sessions import EnvironmentSession, Site, close_all
 from etude.environment.verdicts import Grader
 from etude.errors import InfrastructureError
+from etude.kit.tasks import end_tasks
 from etude.protocols import Sampler
 from etude.records import BlobRef, SamplingParams, Status, Task, Trajectory, TrajectoryId
 from etude.sandbox.interface import SandboxBackend
@@ -336,9 +337,7 @@ async def _end(
     running: Sequence[asyncio.Task[Trajectory]], views: Sequence[MemberSampler], forked: ForkedWorlds
 ) -> None:
     """Ends what siblings have not ended themselves, those that were cancelled before they began included."""
-    for one in running:
-        one.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
+    await end_tasks(*running)
     for view in views:
         view.end()
     await close_all(forked.made)

@@ -7,10 +7,9 @@ Errors arrive as the types that they had on the server.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +19,7 @@ from etude.environment.site import Outcome
 from etude.environment.submission import check_ending
 from etude.environment.wire import outcome_of, task_document, turn_document
 from etude.errors import InfrastructureError, SandboxError, UserError
-from etude.kit.retry import Backoff
+from etude.kit.retry import Backoff, retry_async
 from etude.protocols import OnCall, OnResult
 from etude.records import Status, Task, ToolCall, ToolResult
 from etude.sandbox.errors import CapacityError
@@ -214,22 +213,12 @@ class RemoteSession:
         self, operation: str, body: Mapping[str, Any], progress: _Progress
     ) -> tuple[Any, bytes]:
         """A turn, asked for again while the server has no room for it: then nothing of it has run."""
-        end_s = asyncio.get_running_loop().time() + self._environment.busy_s
-        pause_s = 0.05
-        while True:
-            try:
-                return await self._connection.long(
-                    "POST",
-                    f"/sessions/{self.id}/{operation}",
-                    header=body,
-                    on_frame=progress.on_frame,
-                    again=True,
-                )
-            except CapacityError:
-                if asyncio.get_running_loop().time() + pause_s > end_s:
-                    raise
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, 2.0)
+
+        def turn() -> Awaitable[tuple[Any, bytes]]:
+            path = f"/sessions/{self.id}/{operation}"
+            return self._connection.long("POST", path, header=body, on_frame=progress.on_frame, again=True)
+
+        return await retry_async(turn, CapacityError, Backoff(0.05, 2.0, within_s=self._environment.busy_s))
 
 
 def _results(answer: Any) -> list[ToolResult]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from etude.agent.journal import INTERRUPTED
 from etude.agent.tools import Tool
 from etude.environment.history import History, TurnConflictError, same_calls
+from etude.kit.tasks import start_watched
 from etude.protocols import OnCall, OnResult
 from etude.records import ToolCall, ToolErrorClass, ToolResult
 
@@ -155,8 +155,7 @@ class TurnRunner:
         if before is not None and before.number == running.number and same_calls(before.calls, calls):
             known = {**before.what_is_known(self._tools), **known}
         self.running = running
-        running.task = asyncio.create_task(self._run(running, known))
-        running.task.add_done_callback(note_failure)
+        running.task = start_watched(self._run(running, known))
         return running
 
     async def _run(self, running: RunningTurn, known: Mapping[int, ToolResult]) -> list[ToolResult]:
@@ -168,12 +167,6 @@ class TurnRunner:
             raise
         finally:
             self.running = None
-
-
-def note_failure(task: asyncio.Task[Any]) -> None:
-    """Takes note of an error that goes to whoever waits, if anyone still does: events tell it too."""
-    if not task.cancelled():
-        task.exception()
 
 
 def tell_kept(calls: Sequence[ToolCall], results: Sequence[ToolResult], on_result: OnResult) -> None:

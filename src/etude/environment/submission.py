@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-from etude.environment.running import note_failure
 from etude.environment.site import Outcome
 from etude.errors import ConfigError, UserError
+from etude.kit.tasks import start_watched
 from etude.records import Status
 
-Grade = Callable[[Status, str], Awaitable[Outcome]]
+Grade = Callable[[Status, str], Coroutine[Any, Any, Outcome]]
 """(how the session ended, cause) -> what it earned."""
 
 
@@ -37,8 +38,7 @@ class Submission:
         Whoever stops waiting leaves it running.
         """
         if self.running is None and self._is_open:
-            self._task = asyncio.ensure_future(self._grade(status, cause))
-            self._task.add_done_callback(note_failure)
+            self._task = start_watched(self._grade(status, cause))
         assert self._task is not None
         return await asyncio.shield(self._task)
 

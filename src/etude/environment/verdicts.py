@@ -26,6 +26,7 @@ from etude.environment.grading import (
 from etude.environment.rewards.review import review_changes
 from etude.environment.twins import Twins
 from etude.errors import AgentError, SandboxError
+from etude.kit.tasks import start_watched
 from etude.records import Task
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.types import Resources
@@ -97,8 +98,8 @@ class _Memory(Generic[Found]):
         finding = self._kept.get(key)
         is_anothers = finding is not None
         if finding is None:
-            finding = asyncio.create_task(find())
-            finding.add_done_callback(_hear)
+            # A run that ends kills the sandboxes in which changes are still being judged, and waits for none.
+            finding = start_watched(find())
             self._kept[key] = finding
             while len(self._kept) > _MAX_KEPT:
                 self._kept.popitem(last=False)
@@ -110,13 +111,6 @@ class _Memory(Generic[Found]):
             if not (is_anothers and isinstance(error, SandboxError)):
                 raise
         return await find()
-
-
-def _hear(judging: asyncio.Task[Any]) -> None:
-    """Takes note of a failure for which nobody waits any more: a run that ends kills the sandboxes in which
-    changes are still being judged. Who does wait gets it all the same."""
-    if not judging.cancelled():
-        judging.exception()
 
 
 def _judge_digest(task: Task) -> bytes:

@@ -16,7 +16,7 @@ from typing import Any
 
 from etude.errors import ConfigError, StoreError
 from etude.evaluation.sessions import SessionRow
-from etude.observe import make_directory, write_json, write_text
+from etude.kit.durable import make_directory, write_json, write_text
 
 _SIGNIFICANCE = 0.05
 PLAN, RESULT, TABLE, TRAJECTORIES = "plan.json", "result.json", "result.md", "trajectories"

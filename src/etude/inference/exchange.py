@@ -18,6 +18,7 @@ from typing import Literal
 
 from etude.config import ModelConfig
 from etude.errors import EtudeError, SamplerError
+from etude.kit.tasks import end_tasks
 from etude.observe import versions
 from etude.protocols import BranchingSampler, Sampler
 from etude.records import SampleChunk, SampleRequest
@@ -83,9 +84,7 @@ class Exchange:
                     # Not before a request of the same batch, which reaches the sampler with its task.
                     asyncio.get_running_loop().call_soon(self._sampler.abort, request_id)
                 case ("stream", SampleRequest() as request):
-                    task = asyncio.create_task(self._stream(request))
-                    self._streams[request.id] = task
-                    task.add_done_callback(lambda done, name=request.id: self._forget(name, done))
+                    self._streams[request.id] = asyncio.create_task(self._stream(request))
                 case _:
                     raise AssertionError(f"no such command: {command}")
 
@@ -123,9 +122,8 @@ class Exchange:
             for request_id in self._streams:  # again and again: a sampler hears nothing of what only begins
                 self._sampler.abort(request_id)
             await asyncio.wait(self._streams.values(), timeout=min(_AGAIN_S, left_s))
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(*tasks)
+        self._streams.clear()  # also those that were cancelled before they began
         for session in self._sessions:
             self._sampler.close(session)
         self._sessions.clear()
@@ -144,10 +142,9 @@ class Exchange:
             raise
         else:
             self._tell(request, None)
-
-    def _forget(self, request_id: str, done: asyncio.Task[None]) -> None:
-        if self._streams.get(request_id) is done:
-            del self._streams[request_id]
+        finally:
+            if self._streams.get(request.id) is asyncio.current_task():
+                del self._streams[request.id]
 
     def _tell(self, request: SampleRequest, item: SampleChunk | EtudeError | None) -> None:
         self._events.append((request.id, item))

@@ -21,6 +21,7 @@ from etude.inference import wire
 from etude.inference.exchange import Command, Event
 from etude.inference.headers import CLIENT_HEADER
 from etude.inference.waiting import ended_by_others
+from etude.kit.tasks import Tasks
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, Scores, WeightManifest
 from etude.serving.client import Answer, Client, NoAnswerError, Request, error_in
@@ -56,7 +57,7 @@ class LoanHandle:
         self._store = store
         self._name = uuid.uuid4().hex[:16]
         self._http = Client(url, token, connect_s=_CONNECT_S, refusal=self._refusal)
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._calls = Tasks()
         self._renewing: asyncio.Task[None] | None = None
         self._closing: asyncio.Future[None] | None = None
         self._dead = False
@@ -68,9 +69,7 @@ class LoanHandle:
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
         """See Handle.call. Raises LoanEndedError once the replica was called home."""
         self._check_kept()
-        task = asyncio.ensure_future(getattr(self, f"_{method}")(*arguments, **named))
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
+        task = self._calls.start(getattr(self, f"_{method}")(*arguments, **named))
         try:
             with ended_by_others(self._check_kept):
                 return await task
@@ -96,8 +95,7 @@ class LoanHandle:
         self._dead = True
         if self._renewing is not None:
             self._renewing.cancel()
-        for call in self._calls:
-            call.cancel()
+        self._calls.cancel()
         if self._http.is_open:
             self._closing = asyncio.ensure_future(self._http.close())
 

@@ -64,14 +64,18 @@ def retry(
     on: type[Failure] | tuple[type[Failure], ...],
     backoff: Backoff,
     *,
+    unless: type[Exception] | tuple[type[Exception], ...] = (),
     on_failure: OnFailure[Failure] | None = None,
     sleep: Callable[[float], object] = time.sleep,
 ) -> Answer:
-    """Calls until it raises none of `on`; raises the last failure where `backoff` gives up."""
+    """Calls until it raises none of `on`; raises the last failure where `backoff` gives up, and those of `on`
+    that are also of `unless` at once."""
     pauses = backoff.pauses()
     while True:
         try:
             return call()
+        except unless:
+            raise
         except on as failure:
             pause_s = _next_pause(pauses, failure, on_failure)
             if pause_s is None:
@@ -84,6 +88,7 @@ async def retry_async(
     on: type[Failure] | tuple[type[Failure], ...],
     backoff: Backoff,
     *,
+    unless: type[Exception] | tuple[type[Exception], ...] = (),
     on_failure: OnFailure[Failure] | None = None,
 ) -> Answer:
     """See `retry`."""
@@ -91,6 +96,8 @@ async def retry_async(
     while True:
         try:
             return await call()
+        except unless:
+            raise
         except on as failure:
             pause_s = _next_pause(pauses, failure, on_failure)
             if pause_s is None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from xxhash import xxh3_128_hexdigest
 
 from etude.errors import ResourceError
+from etude.kit.durable import write_bytes
 
 _COMPILERS = ("cc", "gcc", "clang")
 _FLAGS = (
@@ -100,10 +101,7 @@ def _compile(command: Sequence[str], sources: Sequence[Path], target: Path, time
                 if processor is None:
                     raise
             else:
-                made = Path(directory) / target.name
-                with made.open("rb") as file:
-                    os.fsync(file.fileno())
-                made.replace(target)
+                write_bytes(target, (Path(directory) / target.name).read_bytes(), mode=0o755)
                 return
 
 

@@ -5,7 +5,6 @@ The report is in `etude.observe.report`, which alone needs matplotlib.
 
 from etude.observe.behaviour import summarize_behaviour
 from etude.observe.drift import MonitoredSink
-from etude.observe.files import make_directory, write_bytes, write_json, write_text
 from etude.observe.machine import commit, describe_machine, versions
 from etude.observe.metrics import (
     JsonlSink,
@@ -31,13 +30,9 @@ __all__ = [
     "cause_of",
     "commit",
     "describe_machine",
-    "make_directory",
     "read_metrics",
     "shares_by_cause",
     "summarize_behaviour",
     "summarize_voided",
     "versions",
-    "write_bytes",
-    "write_json",
-    "write_text",
 ]

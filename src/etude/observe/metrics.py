@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from etude.errors import RunDirectoryError
+from etude.kit.durable import sync_file
 
 MetricRow = dict[str, Any]
 """One row: `kind`, `step`, `wall_s` and the values; text is a label (`split`, `mode`, `name`), NaN or inf."""
@@ -68,8 +69,7 @@ class JsonlSink:
     def close(self) -> None:
         """Makes the rows durable and closes the file. Idempotent."""
         if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            sync_file(self._file)
             self._file.close()
 
     def __enter__(self) -> JsonlSink:

@@ -13,7 +13,8 @@ from typing import Any
 
 from etude.config import RunConfig, drop_key, dump_config, load_config, parse_config, read_toml
 from etude.errors import EtudeError, ResourceError, RunDirectoryError
-from etude.observe.files import make_directory, sync_directory, write_json, write_text
+from etude.kit.durable import DRAFTS, make_directory, whole_directory, write_json, write_text
+from etude.kit.leftovers import sweep
 from etude.observe.machine import available_memory_bytes, commit, describe_machine, versions
 from etude.observe.metrics import JsonlSink
 
@@ -38,21 +39,16 @@ class RunDirectory:
         would not last.
         """
         parent, path = Path(config.runs_directory), Path(config.runs_directory) / config.name
-        building = parent / f".{config.name}.{os.getpid()}.tmp"
         if path.exists():
             raise _exists(path)
         try:
             make_directory(parent)
             check_resources(parent)
-            shutil.rmtree(building, ignore_errors=True)  # of a killed process that had this one's number
-            building.mkdir()
-            cls(building)._fill(config)
-            building.rename(path)
-            sync_directory(parent)
+            sweep(parent, DRAFTS)
+            with whole_directory(path) as draft:
+                cls(draft)._fill(config)
         except OSError as error:
             raise (_exists(path) if path.exists() else _cannot_make(path, error)) from error
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
         return cls(path)
 
     @classmethod

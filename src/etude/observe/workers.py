@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.errors import RunDirectoryError
-from etude.observe.files import write_json
+from etude.kit.durable import write_json
 from etude.observe.run_directory import RunDirectory
 
 WantedWorkers = int | Literal["auto"]

@@ -31,6 +31,7 @@ from etude.algorithms.signal import Signal, signal_of
 from etude.config import RlConfig
 from etude.environment.fork_groups import ForkedEpisode
 from etude.environment.member import MemberSampler
+from etude.kit.tasks import Tasks, start_watched
 from etude.protocols import EpisodeRunner, PacedSampler, Sampler
 from etude.records import Group, Status, Task
 from etude.rollout.buffer import GroupBuffer, Taken, dropped_groups, groups_of, trained_groups
@@ -94,7 +95,7 @@ class ContinuousCollector:
         """Groups of which sessions run, by number."""
         self._num_sessions = 0
         """That run, or that will: siblings of a session that is to be forked count from its beginning."""
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending = Tasks()
         """Sessions that were cancelled and still tidy up."""
         self._ends = NotedEnds()
         self._failure: BaseException | None = None
@@ -176,7 +177,7 @@ class ContinuousCollector:
         self._guard(self._advance)
         while self._ending or not self._calm.is_set():
             if self._ending:
-                await asyncio.wait(tuple(self._ending))
+                await self._ending.wait()
             else:
                 await self._calm.wait()
         await asyncio.sleep(0)  # sessions that were begun are opened before the next step
@@ -235,9 +236,7 @@ class ContinuousCollector:
         running = self._running[number] = _Running(number, task, views)
         for index in asked:
             self._num_sessions += self._places(number, index)
-            session = asyncio.create_task(self._episode(running, index))
-            session.add_done_callback(self._reap)
-            running.sessions[index] = session
+            running.sessions[index] = start_watched(self._episode(running, index), self._fail)
 
     async def _episode(self, running: _Running, index: int) -> None:
         view = running.views[index]
@@ -250,11 +249,6 @@ class ContinuousCollector:
         if self._log is not None and not waits:
             arrive()
             self._advance()
-
-    def _reap(self, session: asyncio.Task[None]) -> None:
-        self._ending.discard(session)
-        if not session.cancelled() and (error := session.exception()) is not None:
-            self._fail(error)
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Does what the schedule calls for: what fails there is ours, and no failure of the engine."""

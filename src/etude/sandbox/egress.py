@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from etude.kit.tasks import Tasks
 from etude.sandbox.channel import Channel
 from etude.sandbox.inside.forward import MAX_STREAMS, PORT, WINDOW_BYTES
 from etude.sandbox.inside.frames import Header
@@ -102,7 +103,7 @@ class Egress:
         self._channel = channel
         self._proxy = proxy
         self._streams: dict[int, ForwardedStream] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
 
     async def open(self) -> None:
         """Has the program inside listen. Raises SandboxError."""
@@ -117,9 +118,7 @@ class Egress:
                 return
             stream = ForwardedStream(self._channel, number, self._forget)
             self._streams[number] = stream
-            task = asyncio.ensure_future(self._proxy.serve(stream))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._proxy.serve(stream))
         elif number in self._streams:
             self._streams[number].on_event(header, payload)
 
@@ -130,5 +129,4 @@ class Egress:
         """Ends every stream. Idempotent."""
         for stream in list(self._streams.values()):
             stream.abandon()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from etude.errors import AgentError
+from etude.kit.durable import whole_file
 from etude.sandbox.answers import Shapes, nonsense, rows
 from etude.sandbox.channel import Answer
 from etude.sandbox.errors import PathKindError, SandboxKilledByAgentError, fault_error
@@ -201,24 +200,16 @@ class ChannelFiles:
     async def _download_file(self, path: str, target: Path) -> int:
         """Writes beside the target and renames: a link in its place is replaced, never followed."""
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
-        # A name that no file of the sandbox can have been given.
-        partial = target.with_name(f".{secrets.token_hex(8)}.part")
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
         offset = 0
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                while True:
-                    header: Header = {"op": "read", "path": self._normal(path), "limit_bytes": PIECE_BYTES}
-                    piece = (await self._line.call({**header, "offset": offset}, b"", path))[1]
-                    self._check_size(piece, PIECE_BYTES)
-                    await asyncio.to_thread(file.write, piece)
-                    offset += len(piece)
-                    if len(piece) < PIECE_BYTES:
-                        break
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
-        return offset
+        with whole_file(target, sync=False) as file:
+            while True:
+                header: Header = {"op": "read", "path": self._normal(path), "limit_bytes": PIECE_BYTES}
+                piece = (await self._line.call({**header, "offset": offset}, b"", path))[1]
+                self._check_size(piece, PIECE_BYTES)
+                await asyncio.to_thread(file.write, piece)
+                offset += len(piece)
+                if len(piece) < PIECE_BYTES:
+                    return offset
 
     def _check_size(self, data: bytes, limit_bytes: int) -> None:
         if len(data) > max(0, limit_bytes):

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import ConfigError, EtudeError, SandboxError
+from etude.kit.tasks import to_the_end
 from etude.sandbox.arguments import check_life
-from etude.sandbox.background import to_the_end
 from etude.sandbox.blame import Blame, Evidence
 from etude.sandbox.channel import Channel
 from etude.sandbox.copies import gather_copies
@@ -216,7 +216,9 @@ class MachineBackend(SnapshotKeeper):
         ends = [self.kill(sandbox) for sandbox in self._live.values()]
         ends += [self._give_up(snapshot) for snapshot in self._in_transit]
         results = await asyncio.gather(*ends, return_exceptions=True)
-        results.append(await self._background.wait())
+        await self._background.wait()
+        results += self._mishaps
+        self._mishaps.clear()
         log, self._request_log = self._request_log, None
         if log is not None:
             log.close()

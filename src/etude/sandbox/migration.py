@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from etude.kit.leftovers import sweep_work, work_directory
 from etude.sandbox.errors import SnapshotError
 from etude.sandbox.interface import Sandbox, SandboxBackend
-from etude.sandbox.reaping import WorkDirectory, is_owner_alive
 from etude.sandbox.snapshots import SnapshotStore
 from etude.sandbox.types import Capabilities
 
@@ -48,7 +47,7 @@ async def abilities_of(backend: SandboxBackend) -> Capabilities:
 @asynccontextmanager
 async def transit_directory(state: Path) -> AsyncIterator[Path]:
     """A directory of this process for what passes through; those of dead processes are removed."""
-    work = await asyncio.to_thread(WorkDirectory, state / MOVING)
+    work = await asyncio.to_thread(work_directory, state / MOVING)
     try:
         yield work.path
     finally:
@@ -117,6 +116,4 @@ async def past_cancelling(work: Coroutine[Any, Any, None]) -> None:
 def clear_litter(state: Path) -> None:
     """Removes what killed processes left of moves and forks below a state directory. Blocks."""
     SnapshotStore(state / SNAPSHOTS).sweep()
-    for entry in (state / MOVING).glob("*-*-*"):
-        if not is_owner_alive(entry.name):
-            shutil.rmtree(entry, ignore_errors=True)
+    sweep_work(state / MOVING)

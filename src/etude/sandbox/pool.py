@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from etude.errors import EtudeError, SandboxError
+from etude.kit.retry import Backoff
+from etude.kit.tasks import Tasks
 from etude.sandbox.errors import SandboxMissingError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.places import Places
@@ -32,7 +33,7 @@ EXPIRY_SLACK_S = 0.1
 LOOK_S = 1.0
 """How often, while somebody waits, the pool looks for sandboxes that died by themselves."""
 FIRST_RETRY_S = 1.0
-LAST_RETRY_S = 60.0
+_RETRY = Backoff(FIRST_RETRY_S, most_s=60.0)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,8 @@ class _Shelf:
     count: int
     ready: deque[Sandbox] = field(default_factory=deque)
     filling: bool = False
-    retry_s: float = FIRST_RETRY_S
+    failures: int = 0
+    """In a row."""
     not_before_s: float = 0.0
     problem: str | None = None
 
@@ -76,9 +78,9 @@ class PooledBackend:
         self._shelves: dict[tuple[str, str, Resources, Network], _Shelf] = {}
         self._live: dict[str, PooledSandbox] = {}
         self._evicting = 0
-        self._background: set[asyncio.Task[None]] = set()
         self._looker: asyncio.Task[None] | None = None
         self._mishaps: deque[str] = deque(maxlen=8)
+        self._background = Tasks(on_error=lambda error: self._mishaps.append(str(error)))
         self._closed = False
 
     def capabilities(self) -> Capabilities:
@@ -117,7 +119,7 @@ class PooledBackend:
             shelf = self._shelves[key] = _Shelf(template, key[2], key[3], count)
         shelf.count = count
         while len(shelf.ready) > count:
-            self._spawn(self._end_warm(shelf.ready.pop()))
+            self._background.start(self._end_warm(shelf.ready.pop()))
         self._refill()
 
     async def create(
@@ -185,10 +187,7 @@ class PooledBackend:
         """See SandboxBackend.close. Whoever waits in the queue gets a SandboxError."""
         self._closed = True
         self.places.refuse_all(_closed_error)
-        tasks = list(self._background)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
         await self.inner.close()
 
     # What its sandboxes ask of it
@@ -197,7 +196,7 @@ class PooledBackend:
         """Waits for places. Raises CapacityError."""
         self._check_open()
         if num > self.places.free and (self._looker is None or self._looker.done()):
-            self._looker = self._spawn(self._look_while_waiting())
+            self._looker = self._background.start(self._look_while_waiting())
         try:
             await self.places.acquire(tenant, num, self.queue_timeout_s)
         finally:
@@ -225,7 +224,9 @@ class PooledBackend:
         if timeout_s is None or self._closed:
             return
         loop = asyncio.get_running_loop()
-        loop.call_later(timeout_s + EXPIRY_SLACK_S, lambda: self._closed or self._spawn(self._look()))
+        loop.call_later(
+            timeout_s + EXPIRY_SLACK_S, lambda: self._closed or self._background.start(self._look())
+        )
 
     # Warm ones
 
@@ -238,11 +239,11 @@ class PooledBackend:
             except SandboxError:
                 alive = False
             except BaseException:
-                self._spawn(self._end_warm(warm))
+                self._background.start(self._end_warm(warm))
                 raise
             if alive:
                 return warm
-            self._spawn(self._end_warm(warm))
+            self._background.start(self._end_warm(warm))
         return None
 
     async def _hand_out(
@@ -252,7 +253,7 @@ class PooledBackend:
             if timeout_s is not None:
                 await warm.set_timeout(timeout_s)
         except BaseException:
-            self._spawn(self._end_warm(warm))
+            self._background.start(self._end_warm(warm))
             raise
         self._refill()
         return self.adopt(warm, metadata or {}, timeout_s)
@@ -261,7 +262,7 @@ class PooledBackend:
         for shelf in self._shelves.values():
             if not shelf.filling and len(shelf.ready) < shelf.count and not self._closed:
                 shelf.filling = True
-                self._spawn(self._fill(shelf))
+                self._background.start(self._fill(shelf))
 
     async def _fill(self, shelf: _Shelf) -> None:
         """Makes what a shelf lacks, one after the other, while places are free."""
@@ -277,10 +278,10 @@ class PooledBackend:
                     if not isinstance(error, EtudeError):
                         raise
                     shelf.problem = str(error)
-                    shelf.not_before_s = time.monotonic() + shelf.retry_s
-                    shelf.retry_s = min(2 * shelf.retry_s, LAST_RETRY_S)
+                    shelf.failures += 1
+                    shelf.not_before_s = time.monotonic() + _RETRY.pause_s(shelf.failures)
                     continue
-                shelf.problem, shelf.retry_s = None, FIRST_RETRY_S
+                shelf.problem, shelf.failures = None, 0
                 shelf.ready.append(warm)
                 # Somebody may have begun to wait while it was made.
                 self.places.serve()
@@ -294,7 +295,7 @@ class PooledBackend:
             if shelf is None or not shelf.ready:
                 return
             self._evicting += 1
-            self._spawn(self._end_evicted(shelf.ready.popleft()))
+            self._background.start(self._end_evicted(shelf.ready.popleft()))
 
     async def _end_evicted(self, warm: Sandbox) -> None:
         try:
@@ -338,17 +339,6 @@ class PooledBackend:
         self, template: Template, resources: Resources | None, network: Network | None
     ) -> tuple[str, str, Resources, Network]:
         return template.digest, template.name, resources or Resources(), network or NO_NETWORK
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._finished)
-        return task
-
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._mishaps.append(str(error))
 
 
 def _closed_error() -> SandboxError:

@@ -8,7 +8,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from etude.sandbox.background import Background
+from etude.kit.tasks import Tasks
 from etude.sandbox.errors import SnapshotError, Unsupported
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.migration import SNAPSHOTS, clear_litter, default_state_directory
@@ -35,7 +35,8 @@ class SnapshotKeeper:
         """Sandboxes whose present copy is temporary."""
         self._in_transit: dict[str, asyncio.TimerHandle] = {}
         """Temporary snapshots from elsewhere, of which sandboxes are to be made."""
-        self._background = Background()
+        self._mishaps: list[BaseException] = []
+        self._background = Tasks(on_error=self._mishaps.append)
         self._clearing: asyncio.Future[None] | None = None
 
     # For each kind of machine

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 import platform
 import re
 import secrets
@@ -29,8 +28,9 @@ from typing import Any, cast
 
 from blake3 import blake3
 
+from etude.kit.durable import DRAFTS, publish_directory, remove_directory, sync_tree, whole_file
+from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.errors import SnapshotError, SnapshotMissingError, SnapshotRefusedError
-from etude.sandbox.reaping import is_owner_alive, owner_tag
 from etude.sandbox.refusals import foreign_snapshot
 from etude.sandbox.template import Template
 from etude.sandbox.template_packing import pack_template, unpack_templates
@@ -95,6 +95,8 @@ class SnapshotDraft:
 
     id: str
     directory: Path
+    scratch: ScratchDirectory
+    """Goes with this process, and the directory with it until it is published."""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -108,14 +110,15 @@ class SnapshotStore:
     def draft(self, sandbox_id: str) -> SnapshotDraft:
         """Begins a snapshot; nobody sees it before `publish`. Raises SnapshotError."""
         snapshot = f"snap-{int(time.time() * 1e3):x}-{secrets.token_hex(4)}"
-        directory = self.root / f".making-{owner_tag()}-{snapshot}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self.sweep()
+            scratch = ScratchDirectory(self.root, DRAFTS)
+            directory = scratch.path / snapshot
             directory.mkdir(mode=0o700)
         except OSError as error:
             raise _error(snapshot, f"could not be begun: {error}", "choose another directory") from error
-        return SnapshotDraft(snapshot, directory)
+        return SnapshotDraft(snapshot, directory, scratch)
 
     async def publish(
         self,
@@ -157,11 +160,11 @@ class SnapshotStore:
             await asyncio.to_thread(self._write, draft, manifest, pack_template(template))
             if temporary:
                 self._marks.add("owned", draft.id)
-            draft.directory.rename(self.root / draft.id)
-            _sync(self.root)
+            publish_directory(draft.directory, self.root / draft.id)
         except OSError as error:
-            self.discard(draft)
             raise _error(draft.id, f"could not be written: {error}", "free disk space") from error
+        finally:
+            self.discard(draft)
         return _info(manifest)
 
     def _write(self, draft: SnapshotDraft, manifest: dict[str, Any], template: bytes) -> None:
@@ -171,12 +174,11 @@ class SnapshotStore:
         manifest["digest"] = _manifest_digest(manifest)
         path = draft.directory / MANIFEST
         path.write_text(json.dumps(manifest, indent=1, sort_keys=True), encoding="utf-8")
-        for synced in (path, draft.directory):
-            _sync(synced)
+        sync_tree(draft.directory)
 
     def discard(self, draft: SnapshotDraft) -> None:
         """Drops one that was never published. Idempotent."""
-        shutil.rmtree(draft.directory, ignore_errors=True)
+        draft.scratch.close()
 
     async def open(self, snapshot: str) -> Snapshot:
         """Reads and checks one. Raises SnapshotError if it is missing, torn, damaged or foreign."""
@@ -225,14 +227,12 @@ class SnapshotStore:
     def delete(self, snapshot: str) -> None:
         """Removes one. Raises SnapshotError if there is none."""
         directory = self._directory(snapshot)
-        doomed = self.root / f".making-{owner_tag()}-deleted-{secrets.token_hex(4)}"
         try:
-            directory.rename(doomed)
+            remove_directory(directory)
         except FileNotFoundError as error:
             raise _error(
                 snapshot, "does not exist", "it was deleted just now", SnapshotMissingError
             ) from error
-        shutil.rmtree(doomed, ignore_errors=True)
         self._marks.remove(snapshot)
 
     async def export(self, snapshot: str, target: Path) -> None:
@@ -240,14 +240,9 @@ class SnapshotStore:
         directory = self._directory(snapshot)
 
         def write() -> None:
-            partial = target.with_name(f".{secrets.token_hex(8)}.part")
-            try:
-                with tarfile.open(partial, "w") as archive:
-                    for path in sorted(directory.iterdir()):
-                        archive.add(path, arcname=path.name, recursive=False)
-                partial.replace(target)
-            finally:
-                partial.unlink(missing_ok=True)
+            with whole_file(target, sync=False) as file, tarfile.open(fileobj=file, mode="w") as archive:
+                for path in sorted(directory.iterdir()):
+                    archive.add(path, arcname=path.name, recursive=False)
 
         try:
             await asyncio.to_thread(write)
@@ -268,12 +263,9 @@ class SnapshotStore:
             if not (self.root / info.id).exists():
                 if manifest.get("temporary"):
                     self._marks.add("transit", info.id)
-                try:
-                    draft.directory.rename(self.root / info.id)
-                except OSError as error:
-                    if not (self.root / info.id).exists():  # else another import of it was faster
-                        raise _error(info.id, f"cannot be kept: {error}", "free disk space") from error
-                _sync(self.root)
+                await asyncio.to_thread(sync_tree, draft.directory)
+                # Another import of it may be quicker.
+                publish_directory(draft.directory, self.root / info.id, keep=lambda: True)
             return info
         finally:
             self.discard(draft)
@@ -287,9 +279,7 @@ class SnapshotStore:
 
     def sweep(self) -> None:
         """Removes what dead processes left: drafts, temporary snapshots, and copies that nobody fetched."""
-        for entry in self.root.glob(".making-*"):
-            if not is_owner_alive(entry.name.removeprefix(".making-")):
-                shutil.rmtree(entry, ignore_errors=True)
+        sweep(self.root, DRAFTS)
         self._marks.sweep()
 
 
@@ -309,7 +299,6 @@ def _take_in(source: Path, directory: Path) -> dict[str, Any]:
 def _digest_files(directory: Path) -> dict[str, dict[str, Any]]:
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(directory.iterdir()):
-        _sync(path)
         files[path.name] = {"bytes": path.stat().st_size, "digest": _digest(path)}
     return files
 
@@ -406,14 +395,6 @@ def _unpack(source: Path, directory: Path) -> None:
                     shutil.copyfileobj(file, target, _PIECE_BYTES)
     except (OSError, tarfile.TarError, EOFError) as error:
         raise _error(source.name, f"cannot be read: {error}", "export it again") from error
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _error(snapshot: str, message: str, fix: str, kind: type[SnapshotError] = SnapshotError) -> SnapshotError:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 from etude.errors import SandboxError
+from etude.kit.tasks import end_tasks
 from etude.sandbox.backends import open_backend
 from etude.sandbox.interface import Command, Commands, Files, OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.template import Template
@@ -107,10 +108,8 @@ def _discard(call: Awaitable[object]) -> None:
 
 
 async def _cancel_rest() -> None:
-    rest = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in rest:
-        task.cancel()
-    await asyncio.gather(*rest, return_exceptions=True)
+    current = asyncio.current_task()
+    await end_tasks(*(task for task in asyncio.all_tasks() if task is not current))
     await asyncio.get_running_loop().shutdown_asyncgens()
 
 

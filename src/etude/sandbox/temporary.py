@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from etude.sandbox.reaping import is_owner_alive, owner_tag
+from etude.kit.leftovers import is_owner_alive, owner_tag
 
 TRANSIT_S = 300.0
 """How long a temporary snapshot from elsewhere stays: whoever sent it makes a sandbox of it at once, or is

@@ -12,7 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from etude.errors import StoreError
-from etude.observe import make_directory, write_bytes
+from etude.kit.durable import make_directory, write_bytes
 from etude.records import BlobRef
 
 FILE_URL = re.compile(r"file:([0-9a-f]{2}/[0-9a-f]{32}\.bin)")

@@ -16,7 +16,7 @@ from typing import TypeVar
 import xxhash
 
 from etude.errors import StoreError
-from etude.observe import make_directory, write_bytes
+from etude.kit.durable import make_directory, write_bytes
 from etude.records import Group, Status, Trajectory, TrajectoryId
 from etude.store.parts import IndexRow, decode_index, decode_part, encode_part, stored_id
 

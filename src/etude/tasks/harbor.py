@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import tempfile
 import tomllib
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from etude.errors import TaskError
+from etude.kit.durable import whole_directory
 from etude.records import Task
 
 WORKSPACE = "/workspace"
@@ -78,8 +78,7 @@ def write_harbor(task: Task, directory: Path) -> None:
         for path, text in contents.items():
             files[f"{folder}/{_inside(path, folder)}"] = text
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as temporary:
-        whole = Path(temporary) / "task"
+    with whole_directory(directory, sync=False) as whole:
         for folder in ("environment/workspace", "tests/hidden", "solution/files"):
             (whole / folder).mkdir(parents=True)
         for path, text in files.items():
@@ -88,7 +87,6 @@ def write_harbor(task: Task, directory: Path) -> None:
             target.write_bytes(_encoded(text, path))
             if path.endswith(".sh") and path.count("/") == 1:
                 target.chmod(0o755)
-        whole.rename(directory)
 
 
 def read_harbor(directory: Path) -> Task:

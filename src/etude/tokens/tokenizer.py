@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken
 
 from etude.errors import ConfigError
-from etude.observe import write_text
+from etude.kit.durable import write_text
 from etude.tokens.pieces import Control, Piece
 
 TOKENIZER_FILE = "tokenizer.json"

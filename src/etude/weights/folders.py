@@ -17,11 +17,12 @@ from fsspec.core import url_to_fs  # pyright: ignore[reportMissingTypeStubs, rep
 
 from etude.errors import EtudeError, StoreError
 from etude.errors.packages import install_command
-from etude.observe.files import sync_directory, write_bytes
+from etude.kit.durable import sync_path, write_bytes
+from etude.kit.retry import Backoff, retry
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
-_ATTEMPTS = 10
+_AT_ONCE = Backoff(base_s=0.0, attempts=10)
 
 
 class MissingError(StoreError):
@@ -128,7 +129,7 @@ class DirectoryFolder:
                 os.link(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
-            sync_directory(path.parent)
+            sync_path(path.parent)
 
         self._put(name, link)
 
@@ -149,15 +150,13 @@ class DirectoryFolder:
 
     def _put(self, name: str, write: Callable[[Path], None]) -> None:
         """Writes a file in its directory: once more where others, who found it empty, have removed that."""
-        for attempt in range(_ATTEMPTS):
+
+        def put() -> None:
             path = self._make_room(name)
-            try:
-                with _named(str(path)):
-                    write(path)
-                return
-            except MissingError:
-                if attempt == _ATTEMPTS - 1:
-                    raise
+            with _named(str(path)):
+                write(path)
+
+        retry(put, MissingError, _AT_ONCE)
 
     def _make_room(self, name: str) -> Path:
         """The path of a name, in a directory that is there."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from etude.kit.retry import Backoff, retry
 from etude.weights.folders import Folder, TakenError, UnavailableError
 
 Answer = TypeVar("Answer")
@@ -79,19 +80,18 @@ class PatientFolder:
 
     def _ask(self, call: Callable[[], Answer]) -> Answer:
         began = time.monotonic()
-        pause_s = _FIRST_PAUSE_S
         cause = ""
+
+        def on_failure(failure: UnavailableError, pause_s: float | None) -> None:
+            nonlocal cause
+            if self._closed.is_set():
+                raise failure
+            if pause_s is not None:
+                cause = self._waiting[threading.get_ident()] = str(failure)
+
+        backoff = Backoff(_FIRST_PAUSE_S, _LONGEST_PAUSE_S, within_s=self._patience_s)
         try:
-            while True:
-                try:
-                    return call()
-                except UnavailableError as error:
-                    left_s = self._patience_s - (time.monotonic() - began)
-                    if left_s <= 0 or self._closed.is_set():
-                        raise
-                    cause = self._waiting[threading.get_ident()] = str(error)
-                self._closed.wait(min(pause_s, left_s))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            return retry(call, UnavailableError, backoff, on_failure=on_failure, sleep=self._closed.wait)
         finally:
             self._waiting.pop(threading.get_ident(), None)
             if cause and self._on_wait is not None:

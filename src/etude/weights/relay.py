@@ -12,11 +12,12 @@ from pathlib import Path
 from blake3 import blake3
 
 from etude.errors import ConfigError, StoreError, WeightUpdateError
+from etude.kit.retry import Backoff, retry
 from etude.weights.commits import COMMITS, StoredFile, unpack_commit
 from etude.weights.folders import DirectoryFolder, Folder, MissingError, UnavailableError
 from etude.weights.store import FILES, PINS, WANTED
 
-_ATTEMPTS = 3
+_AT_ONCE = Backoff(base_s=0.0, attempts=3)
 
 
 class ReadOnlyError(StoreError):
@@ -146,15 +147,18 @@ class Relay:
 
     def _fetch_file(self, name: str) -> bytes:
         """From the store, until it arrives as its commit says. Raises WeightUpdateError if it never does."""
-        for _ in range(_ATTEMPTS):
+
+        def fetch() -> bytes:
             data = self._source.read(name)
+            is_whole = self._is_whole(name, data)
             with self._lock:
                 self.counters.fetched_bytes += len(data)
-            if self._is_whole(name, data):
+                self.counters.damaged += not is_whole
+            if is_whole:
                 return data
-            with self._lock:
-                self.counters.damaged += 1
-        raise WeightUpdateError("an update file is damaged in the store", field="file", received=name)
+            raise WeightUpdateError("an update file is damaged in the store", field="file", received=name)
+
+        return retry(fetch, WeightUpdateError, _AT_ONCE)
 
     def _is_whole(self, name: str, data: bytes) -> bool:
         """As far as it is known: readers check for themselves too."""

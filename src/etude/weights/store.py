@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 from etude.errors import WeightUpdateError
+from etude.kit.retry import Backoff, retry
 from etude.weights.commits import COMMITS, Commit, commit_name, sequence_of, unpack_commit
 from etude.weights.folders import Folder, MissingError, open_folder
 
@@ -59,26 +60,25 @@ class WeightStore:
 
     def wait_for(self, sequence: int, wait_s: float) -> Commit:
         """The commit of this number, which may be on its way. Raises WeightUpdateError if none comes."""
-        deadline = time.monotonic() + wait_s
-        pause_s = _POLL_S
-        while True:
-            try:
-                commit = unpack_commit(self.folder.read(commit_name(sequence)))
-            except MissingError as error:
-                is_past = self.newest_sequence() > sequence and not self._has(sequence)
-                if is_past or time.monotonic() >= deadline:
-                    raise WeightUpdateError(
-                        f"the version did not appear within {wait_s:g} s, or is not kept any more",
-                        field="url",
-                        received=self.version_url(sequence),
-                        fix="see whether the publisher lives; stage a newer version",
-                    ) from error
-                time.sleep(min(pause_s, max(deadline - time.monotonic(), 0.0)))
-                pause_s = min(2 * pause_s, _LONGEST_POLL_S)
-                continue
-            if commit.sequence != sequence:
-                raise WeightUpdateError("a commit under another's name", field="commit", received=sequence)
-            return commit
+
+        def on_failure(failure: MissingError, pause_s: float | None) -> None:
+            is_past = self.newest_sequence() > sequence and not self._has(sequence)
+            if is_past or pause_s is None:
+                raise WeightUpdateError(
+                    f"the version did not appear within {wait_s:g} s, or is not kept any more",
+                    field="url",
+                    received=self.version_url(sequence),
+                    fix="see whether the publisher lives; stage a newer version",
+                ) from failure
+
+        backoff = Backoff(_POLL_S, _LONGEST_POLL_S, within_s=wait_s)
+        data = retry(
+            lambda: self.folder.read(commit_name(sequence)), MissingError, backoff, on_failure=on_failure
+        )
+        commit = unpack_commit(data)
+        if commit.sequence != sequence:
+            raise WeightUpdateError("a commit under another's name", field="commit", received=sequence)
+        return commit
 
     def _has(self, sequence: int) -> bool:
         return commit_name(sequence) in self.folder.list(COMMITS)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from etude.sandbox.reaping import is_owner_alive, owner_tag
+from etude.kit.leftovers import is_owner_alive, owner_tag
 from tests.sandbox.fleet.namespaced import enter_namespace, ip, namespaces, obstacle, remove_namespace
 
 T = TypeVar("T")

@@ -5,6 +5,7 @@ import torch
 
 from etude.controller.remote.weights import DirectoryWeights
 from etude.errors import StoreError, WeightUpdateError
+from etude.kit.durable import DRAFTS
 from etude.records import PolicyVersion
 from tests.weights.stores import full_disk
 
@@ -42,7 +43,7 @@ def test_a_version_that_a_machine_left_torn_is_written_anew(tmp_path: Path) -> N
 
 def test_old_versions_and_what_a_killed_writer_left_are_deleted(tmp_path: Path) -> None:
     weights = DirectoryWeights(tmp_path, keep=2)
-    (tmp_path / ".half.1.partial").mkdir()
+    (tmp_path / f"{DRAFTS}killed").mkdir()
     manifests = [weights.publish(PolicyVersion("run", step), tensors(float(step))) for step in range(4)]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         Path(manifest.url).name for manifest in manifests[-2:]

@@ -11,6 +11,7 @@ import torch
 
 from etude.errors import StoreError, WeightUpdateError
 from etude.inference.vllm import FetchedSnapshots, ModelSnapshots, Probe, SnapshotDirectory, open_snapshot
+from etude.kit.durable import DRAFTS
 from etude.model.loading import AnyModel, load_any_model
 from etude.model.transformers_model import TransformersModel
 from etude.records import PolicyVersion
@@ -60,7 +61,7 @@ def test_weights_that_are_published_again_lie_as_they_lay(tmp_path: Path) -> Non
     first = weights.publish(PolicyVersion("run", 0), tensors)
     directory = open_snapshot(first).directory
     inode = (directory / "model.safetensors").stat().st_ino
-    (tmp_path / ".run-7.partial").mkdir()
+    (tmp_path / f"{DRAFTS}killed").mkdir()
     for step in (1, 2):
         weights.publish(PolicyVersion("run", step), tensors)
     assert weights.publish(PolicyVersion("run", 0), tensors) == first

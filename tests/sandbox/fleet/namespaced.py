@@ -33,12 +33,12 @@ pytest.importorskip("httpx", reason="needs etude[serve]")
 
 import httpx
 
+from etude.kit.leftovers import is_owner_alive, owner_tag
 from etude.sandbox.fleet.fleet import Fleet
 from etude.sandbox.fleet.host import HostSpec
 from etude.sandbox.fleet.hosts import Capacity, Policy
 from etude.sandbox.fleet.registry import FleetConfig
 from etude.sandbox.fleet.remote_probe import RemoteProbe
-from etude.sandbox.reaping import is_owner_alive, owner_tag
 from etude.sandbox.remote import RemoteBackend
 from etude.sandbox.types import Resources
 

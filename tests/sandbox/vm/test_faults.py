@@ -140,7 +140,7 @@ def test_a_sleep_that_cannot_be_published_is_no_sleep(vm_state: Path) -> None:
 
     async def on_step(name: str) -> None:
         if armed and name == "save: written":
-            for draft in (vm_state / "snapshots").glob(".making-*"):
+            for draft in (vm_state / "snapshots").glob(".etude-draft-*"):
                 shutil.rmtree(draft)
 
     async def scenario(backend: VmBackend) -> None:

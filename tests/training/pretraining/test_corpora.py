@@ -18,7 +18,7 @@ import zstandard
 
 from etude.config import SourceConfig
 from etude.errors import ConfigError, ResourceError
-from etude.observe.scratch import scratch_directory
+from etude.kit.leftovers import ScratchDirectory
 from etude.tokens.training import END_TOKEN
 from etude.training.pretraining.corpora import Corpus, open_corpus
 from etude.training.pretraining.infilling import Infilling
@@ -242,7 +242,7 @@ def test_what_a_killed_tokenisation_left_goes_with_the_next_and_that_of_a_live_o
         [sys.executable, "-c", KILLED, str(path)], env=os.environ | {"PYTHONPATH": paths}, check=False
     )
     assert killed.returncode == -signal.SIGKILL and len(list(cache.iterdir())) == 1
-    with scratch_directory(cache, ".code-") as alive:
+    with ScratchDirectory(cache, ".code-") as alive:
         assert len(_open(path)) == len(TEXTS)
         assert alive.exists() and len(list(cache.iterdir())) == 2, "the corpus, and what is being written"
 

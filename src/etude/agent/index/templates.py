@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,9 @@ from etude.agent.index.grep import Overlay as GrepOverlay
 from etude.agent.index.trees import IndexProgress, TreeIndex
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.errors import EtudeError
+from etude.kit.durable import DRAFTS, whole_directory
+from etude.kit.leftovers import sweep
+from etude.kit.tasks import Tasks
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.template import Template
 
@@ -46,7 +47,7 @@ class TemplateIndexes:
         self._trees: dict[str, _Lazy] = {}
         """By the template's digest; what was used last comes last."""
         self._num_users: Counter[str] = Counter()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Tasks()
 
     @property
     def num_open(self) -> int:
@@ -83,9 +84,7 @@ class TemplateIndexes:
         self._num_users -= Counter([digest])
         idle = [one for one, lazy in self._trees.items() if not self._num_users[one] and not lazy.is_building]
         for one in idle[: max(0, len(idle) - self._most_idle)]:
-            closing = asyncio.create_task(self._trees.pop(one).close())
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+            self._closing.start(self._trees.pop(one).close())
 
 
 class _Lazy:
@@ -137,17 +136,12 @@ def lay_out(template: Template, directory: Path) -> Path:
     """The template's files below `directory`, whole or not at all. Raises OSError."""
     target = directory / template.digest
     directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("w") as lock:
-        # One process at a time: whose draft is there otherwise has died.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.exists():
-            return target
-        draft = directory / f".{template.digest}.new"
-        shutil.rmtree(draft, ignore_errors=True)
-        draft.mkdir()
+    if target.exists():
+        return target
+    sweep(directory, DRAFTS)
+    with whole_directory(target, keep=target.exists, sync=False) as draft:
         for path, content in template.contents.items():
             file = draft / path
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
-        draft.rename(target)
     return target

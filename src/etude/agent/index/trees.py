@@ -11,6 +11,7 @@ from pathlib import Path
 from etude.agent.index import grep, semantic
 from etude.agent.index.workspace import WorkspaceSearch
 from etude.errors import StoreError
+from etude.kit.tasks import end_tasks
 from etude.sandbox.interface import Sandbox
 
 _GREP, _SEMANTIC = "grep", "semantic"
@@ -91,9 +92,7 @@ class TreeIndex:
         """Stops building, and closes the store. What is built so far is kept. Idempotent."""
         building, self._building = self._building, None
         if building is not None:
-            building.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await building
+            await end_tasks(building)
         if self._semantic is not None:
             await self._semantic.close()
             self._semantic = None

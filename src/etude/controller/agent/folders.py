@@ -20,7 +20,7 @@ from typing import Any
 
 from etude.controller.agent.changes import TurnChange
 from etude.errors import ConfigError, StoreError
-from etude.observe.files import write_json
+from etude.kit.durable import write_json
 
 FORMAT = 1
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")

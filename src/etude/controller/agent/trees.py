@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 from typing import Protocol
 
 from etude.errors import ConfigError, UserError
-from etude.observe.files import write_bytes
+from etude.kit.durable import write_bytes
 
 MAX_FILES = 20_000
 MAX_BYTES = 128 << 20

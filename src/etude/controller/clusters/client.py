@@ -8,6 +8,8 @@ from typing import Any, TypeVar, Unpack
 
 from etude.controller.clusters.board import UnknownMemberError
 from etude.errors import ConfigError, InfrastructureError
+from etude.kit.retry import Backoff
+from etude.kit.tasks import end_tasks
 from etude.records import PolicyVersion
 from etude.serving.client import (
     Answer,
@@ -28,8 +30,8 @@ _LATE_S = 10.0
 """After a question that waits should have been answered, it is asked anew."""
 _FAREWELL_S = 5.0
 _CAUSE_CHARACTERS = 2000
-_PAUSE_S = 0.2
-_LONGEST_PAUSE_S = 5.0
+BACKOFF = Backoff(base_s=0.2, most_s=5.0)
+"""Of requests that the run does not answer."""
 
 
 class ControlLostError(InfrastructureError):
@@ -145,23 +147,6 @@ def _document(version: PolicyVersion | None) -> dict[str, Any] | None:
     return None if version is None else version_document(version)
 
 
-class Patience:
-    """Pauses between attempts, longer and longer, until a time is up. For one event loop."""
-
-    def __init__(self, within_s: float) -> None:
-        self._end_s = asyncio.get_running_loop().time() + within_s
-        self._pause_s = _PAUSE_S
-
-    async def pause(self) -> bool:
-        """Waits; False at once where the time is up."""
-        left_s = self._end_s - asyncio.get_running_loop().time()
-        if left_s <= 0:
-            return False
-        await asyncio.sleep(min(self._pause_s, left_s))
-        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        return True
-
-
 async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None:
     """What `work` returns; None where the event comes first, which ends it."""
     working, waiting = asyncio.ensure_future(work), asyncio.ensure_future(event.wait())
@@ -169,6 +154,4 @@ async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> T | None
         await asyncio.wait({working, waiting}, return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
-        for task in (working, waiting):
-            task.cancel()
-        await asyncio.gather(working, waiting, return_exceptions=True)
+        await end_tasks(working, waiting)

@@ -13,7 +13,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from etude.errors import StoreError
-from etude.observe.files import write_bytes
+from etude.kit.durable import write_bytes
 from etude.records import TrajectoryId
 from etude.store.bundles import Bundle, unpack_trajectory
 

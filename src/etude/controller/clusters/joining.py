@@ -12,7 +12,7 @@ from typing import Any
 
 from etude.config import RunConfig, load_config
 from etude.controller.backends import open_run_backend
-from etude.controller.clusters.client import ControlClient, ControlLostError, Patience, unless
+from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLostError, unless
 from etude.controller.clusters.ending import EndMark
 from etude.controller.clusters.sampling import OVER, SamplingCluster
 from etude.controller.clusters.site import SamplingCounts, Site, Terms
@@ -24,6 +24,7 @@ from etude.controller.rendering import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import ConfigError, InfrastructureError, SamplerError
 from etude.inference import EngineService
+from etude.kit.retry import retry_async
 from etude.observe import Observer
 from etude.store.blobs import MemoryBlobs
 from etude.tokens.tokenizer import Tokenizer
@@ -88,29 +89,32 @@ async def _described(
     client: ControlClient, patience_s: float, name: str, observer: Observer, mark: EndMark | None
 ) -> dict[str, Any] | None:
     """What the run says of itself; waits for one that has not begun. None where it is over."""
-    patience, was_told = Patience(patience_s), False
-    while True:
+    says_that_it_waits = patience_s > 0
+
+    async def ask() -> dict[str, Any] | None:
         try:
-            run = await client.run()
+            return await client.run()
         except ControlLostError:
             if mark is not None and await mark.is_set():
-                observer.say(f"{name}: {OVER}")
                 return None
-            if patience_s and not was_told:
-                observer.say(f"{name}: waits up to {patience_s:g} s for a run at {client.url}")
-                was_told = True
-            if not await patience.pause():
-                raise
-        else:
-            break
-    if run.get("api") != API:
+            raise
+
+    def on_failure(failure: ControlLostError, pause_s: float | None) -> None:
+        nonlocal says_that_it_waits
+        if says_that_it_waits:
+            observer.say(f"{name}: waits up to {patience_s:g} s for a run at {client.url}")
+        says_that_it_waits = False
+
+    backoff = dataclasses.replace(BACKOFF, within_s=patience_s)
+    run = await retry_async(ask, ControlLostError, backoff, on_failure=on_failure)
+    if run is not None and run.get("api") != API:
         raise ConfigError(
             f"speaks version {run.get('api')} of the control API, and this is {API}",
             field="control",
             received=client.url,
             fix="install the run's version here",
         )
-    if run.get("finished"):
+    if run is None or run.get("finished"):
         observer.say(f"{name}: {OVER}")
         return None
     return run

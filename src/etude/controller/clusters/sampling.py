@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from etude.controller.clusters.board import UnknownMemberError
-from etude.controller.clusters.client import ControlClient, ControlLostError, Patience, unless
+from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLostError, unless
 from etude.controller.clusters.ending import EndMark
 from etude.controller.clusters.intake import session_name
 from etude.controller.clusters.site import SamplingCounts, Site, Terms
@@ -32,6 +32,8 @@ from etude.errors import (
     StoreError,
     WeightUpdateError,
 )
+from etude.kit.retry import retry_async
+from etude.kit.tasks import end_tasks
 from etude.observe import Observer
 from etude.records import TrajectoryId
 from etude.store.bundles import pack_trajectory
@@ -83,7 +85,7 @@ class SamplingCluster:
         self._mark = mark
         self._client, self._name, self._site, self._terms = client, name, site, terms
         self._observer = observer
-        self._patience_s, self._drain_s = patience_s, drain_s
+        self._backoff, self._drain_s = replace(BACKOFF, within_s=patience_s), drain_s
         self._member = ""
         self._sessions: dict[str, _Session] = {}
         """By lease."""
@@ -112,21 +114,21 @@ class SamplingCluster:
         over, asked = (asyncio.create_task(event.wait()) for event in (self._over, draining))
         try:
             lost = await _lost_weights({beating, following, supplied, claiming, over, asked})
-            await _cancel({claiming})
+            await end_tasks(claiming)
             if not self._over.is_set():
                 self._say(f"{len(self._sessions)} sessions may finish")
                 await self._drain({beating, following, over})
             if lost is not None and not self._over.is_set():
                 raise lost
         finally:
-            await _cancel({beating, supplied, claiming, over, asked})  # none joins again after this
+            await end_tasks(beating, supplied, claiming, over, asked)  # none joins again after this
             self._supply.close()
             following.cancel()
             ending = self._abort(list(self._sessions))
             # Before what runs here is torn down, which may take a while: others may begin.
             with contextlib.suppress(EtudeError):  # it is told in vain where the run is gone, and lapses then
                 await asyncio.shield(self._client.leave(self._member))
-            await _cancel({following, *ending})
+            await end_tasks(following, *ending)
 
     async def _drain(self, others: set[asyncio.Task[Any]]) -> None:
         """Waits for what runs. `others`: end the wait when one of them ends; raises what it raised."""
@@ -148,23 +150,24 @@ class SamplingCluster:
         async with self._joining:
             if self._member != former:
                 return
-            await _cancel(self._abort(list(self._sessions)))
+            await end_tasks(*self._abort(list(self._sessions)))
             makings = self._site.makings.parts
             self._member = await self._patiently(lambda: self._client.join(self._name, API, makings))
             self._say(f"joined the run at {self._client.url}")
 
     async def _patiently(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Asks until the run answers. Raises ControlLostError where it is away for too long."""
-        patience = Patience(self._patience_s)
-        while True:
+
+        async def ask_once() -> T:
             try:
                 return await ask()
             except ControlLostError:
                 self.counts.unanswered += 1
                 if self._mark is not None and await self._mark.is_set():
                     self._over.set()  # whoever waits for that ends this
-                if not await patience.pause():
-                    raise
+                raise
+
+        return await retry_async(ask_once, ControlLostError, self._backoff)
 
     async def _beat(self) -> None:
         within_s = max(_SHORTEST_BEAT_S, self._terms.lease_s / 3)
@@ -302,25 +305,20 @@ class SamplingCluster:
         """Sends a session until the run has it or does not want it. Raises InfrastructureError where it
         answers and takes it not."""
         store, name = self._terms.store, session_name(lease)
-        patience = Patience(self._patience_s)
-        for attempt in range(_ATTEMPTS):
-            try:
-                if store is not None:
-                    await asyncio.to_thread(store.write, name, data)
-                self.counts.sent_bytes += len(data)
-                body = data if store is None else None
-                standing = await self._patiently(lambda b=body: self._client.send(member, lease, b))
-            except (UnknownMemberError, ControlLostError):
-                raise
-            except InfrastructureError:
-                if attempt == _ATTEMPTS - 1 or not await patience.pause():
-                    raise
-                continue
-            if standing in ("kept", "repeated"):
-                self.counts.kept += 1
-            else:
-                self.counts.unwanted += 1
-            break
+
+        async def send() -> str:
+            if store is not None:
+                await asyncio.to_thread(store.write, name, data)
+            self.counts.sent_bytes += len(data)
+            body = data if store is None else None
+            return await self._patiently(lambda: self._client.send(member, lease, body))
+
+        backoff = replace(self._backoff, attempts=_ATTEMPTS)
+        lost = (UnknownMemberError, ControlLostError)
+        if await retry_async(send, InfrastructureError, backoff, unless=lost) in ("kept", "repeated"):
+            self.counts.kept += 1
+        else:
+            self.counts.unwanted += 1
         if store is not None:
             with contextlib.suppress(StoreError):  # the run deletes what is left there when it begins again
                 await asyncio.to_thread(store.delete, name)
@@ -349,9 +347,3 @@ async def _until_first(tasks: set[asyncio.Task[Any]], timeout_s: float | None = 
     for task in done:
         if not task.cancelled():
             task.result()
-
-
-async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.environment.runners import EnvironmentTimes, add_times, latest_times
 from etude.errors import InfrastructureError, PartLostError, StoreError
 from etude.inference.exchange import Build
+from etude.kit.tasks import Tasks
 from etude.protocols import Handle, Sampler, TokenTally
 from etude.records import BlobRef, SamplingParams, Task, Trajectory, TrajectoryId
 
@@ -89,7 +90,7 @@ class RemoteEpisodes:
         self._tickets = itertools.count()
         self._past = EnvironmentTimes()
         """Of processes that are gone, and what was learned of sessions without one."""
-        self._tidying: set[asyncio.Future[None]] = set()
+        self._tidying = Tasks()
         self._supervised = SupervisedParts(settings.patience_s)
         self._workers: dict[str, _Worker] = {}
         for name, spawn in spawns.items():
@@ -239,7 +240,7 @@ class RemoteEpisodes:
                 if tally is not None:
                     tally.tally(num_tokens)
 
-        await asyncio.shield(self._in_background(cancel()))
+        await asyncio.shield(self._tidying.start(cancel()))
 
     def _keep(self, done: DoneEpisode) -> ForkedEpisode:
         """Keeps the routes for the run, and has the trajectories name them as they are kept."""
@@ -312,7 +313,7 @@ class RemoteEpisodes:
         self._past = add_times([self._past, worker.times])
         client, worker.client, worker.times = worker.client, "", EnvironmentTimes()
         if client:
-            self._in_background(self._fleet.forget(client))
+            self._tidying.start(self._fleet.forget(client))
 
     def _note_engines(self) -> None:
         """The fleet's engines have changed: workers are told."""
@@ -333,12 +334,6 @@ class RemoteEpisodes:
         if worker.telling is not None:
             worker.telling.cancel()
             worker.telling = None
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-        task = asyncio.ensure_future(work)
-        self._tidying.add(task)
-        task.add_done_callback(self._tidying.discard)
-        return task
 
 
 def _with_routes(trajectory: Trajectory, kept: Mapping[str, BlobRef]) -> Trajectory:

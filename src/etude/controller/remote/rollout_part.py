@@ -28,6 +28,7 @@ from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.environment.member import MemberSampler
 from etude.environment.runners import EnvironmentTimes
 from etude.inference.exchange import Build
+from etude.kit.tasks import end_tasks
 from etude.records import BlobRef, Trajectory
 from etude.store.blobs import MemoryBlobs
 from etude.tokens.tokenizer import Tokenizer
@@ -149,10 +150,7 @@ class RolloutPart:
 
     async def close(self) -> None:
         """Ends all sessions and their sandboxes."""
-        sessions = list(self._sessions.values())
-        for session in sessions:
-            session.cancel()
-        await asyncio.gather(*sessions, return_exceptions=True)
+        await end_tasks(*self._sessions.values())
         self._sampler.disconnect()
         await self._backend.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,8 @@ from torch import Tensor
 
 from etude.errors import CheckpointError, StoreError, WeightUpdateError
 from etude.inference.vllm.snapshots import read_tensors
+from etude.kit.durable import DRAFTS, whole_directory
+from etude.kit.leftovers import sweep
 from etude.records import PolicyVersion, WeightManifest
 from etude.weights import check_tensors, describe_tensors
 
@@ -36,17 +37,15 @@ class DirectoryWeights:
         described = describe_tensors(version, held, "")
         name = f"{version.lineage}-{version.step:08d}-{described.version.digest[:16]}"
         final = self.root / name
-        partial = self.root / f".{name}.{os.getpid()}.partial"
         manifest = WeightManifest(described.version, described.tensors, _SCHEME + str(final))
         try:
             if not self._lies_there(manifest, final):
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-                save_file(held, partial / "model.safetensors")
-                partial.rename(final)
+                self.root.mkdir(parents=True, exist_ok=True)
+                sweep(self.root, DRAFTS)
+                with whole_directory(final, sync=False) as draft:
+                    save_file(held, draft / "model.safetensors")
             self._forget_old(final)
         except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in words of its own
-            shutil.rmtree(partial, ignore_errors=True)
             raise StoreError(
                 f"weights cannot be written: {error}",
                 field="cluster.weights_directory",
@@ -82,10 +81,8 @@ class DirectoryWeights:
         return tensors
 
     def _forget_old(self, newest: Path) -> None:
-        """Deletes all but the newest versions, and what a writer that was killed has left half-done."""
-        found = [path for path in self.root.iterdir() if path != newest]
-        whole = [path for path in found if not path.name.startswith(".")]
-        whole.sort(key=lambda path: path.stat().st_mtime_ns)
-        stale = [path for path in found if path.name.startswith(".")]
-        for path in [*stale, *whole[: max(0, len(whole) + 1 - self._keep)]]:
+        """Deletes all but the newest versions."""
+        found = [path for path in self.root.iterdir() if path != newest and not path.name.startswith(".")]
+        found.sort(key=lambda path: path.stat().st_mtime_ns)
+        for path in found[: max(0, len(found) + 1 - self._keep)]:
             shutil.rmtree(path, ignore_errors=True)

@@ -22,7 +22,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 from etude.config import ClusterConfig
 from etude.controller.arrangement import WORKER
 from etude.controller.remote.episodes import RemoteEpisodes
-from etude.controller.supervision import Backoff, FaultJournal, Spawn
+from etude.controller.supervision import FaultJournal, Spawn, StartFailures
 from etude.observe.workers import WantedWorkers, WorkerFiles
 from etude.protocols import Resources
 
@@ -77,7 +77,7 @@ class WorkerPool:
         self._files, self._journal = files, journal
         self._members = {name: _Member(name, is_joined=True) for name in names}
         """In the order of their joining."""
-        self._backoff = Backoff(settings)
+        self._failures = StartFailures(settings)
         self._resumes_s = 0.0
         """When joining is tried again, after a failure."""
         self._told: dict[str, Any] = {}
@@ -114,7 +114,8 @@ class WorkerPool:
         """Begins whatever brings the number nearer to what is wanted."""
         wanted = self._files.wanted()
         if wanted != self._told.get("wanted"):
-            self._backoff, self._resumes_s = Backoff(self._settings), 0.0  # whoever asks may have mended it
+            # The cause may have been removed before another number was asked for.
+            self._failures, self._resumes_s = StartFailures(self._settings), 0.0
         target = wanted if wanted != "auto" else max(self._settings.workers, self._settings.most_workers)
         staying = [one for one in self._members.values() if not one.is_leaving]
         if len(staying) > target:
@@ -134,7 +135,7 @@ class WorkerPool:
     def _may_join(self, staying: list[_Member]) -> bool:
         """One at a time waits for room, and not at once after one that failed."""
         all_joined = all(one.is_joined for one in staying)
-        return all_joined and not self._backoff.exhausted and time.monotonic() >= self._resumes_s
+        return all_joined and not self._failures.exhausted and time.monotonic() >= self._resumes_s
 
     def _free_name(self) -> str:
         """The first: what the run reserved for the workers that it began with is used again."""
@@ -160,14 +161,14 @@ class WorkerPool:
             self._note_failure(member, error)
             return
         member.is_joined = True
-        self._backoff = Backoff(self._settings)
+        self._failures = StartFailures(self._settings)
         self._journal.note(member.name, "joined", waited_s=time.monotonic() - began_s)
         self._wake.set()
 
     def _note_failure(self, member: _Member, error: Exception) -> None:
-        self._backoff.failed(0.0)
-        self._resumes_s = time.monotonic() + self._backoff.wait_s
-        event = "none joins any more" if self._backoff.exhausted else "did not join"
+        self._failures.failed(0.0)
+        self._resumes_s = time.monotonic() + self._failures.wait_s
+        event = "none joins any more" if self._failures.exhausted else "did not join"
         self._journal.note(member.name, event, str(error) or repr(error))
 
     async def _leave(self, member: _Member) -> None:

@@ -1,6 +1,4 @@
-"""A live session on disk: what it is, and what its map was told, one line each, in order.
-
-    <xxh3-64 of the text, hex> <space> <JSON> <newline>
+"""A live session on disk: what it is, and what went into its map, one line of a journal each, in order.
 
     session   who may use it, and what whoever trains said of it
     begin     a request's history: as much of an earlier one's, and what is new
@@ -10,27 +8,24 @@
 
 The map is a function of these lines (it has no I/O and no clock), so a server that was killed has its live
 sessions again, token for token. A commit is synced before its client is told that the answer is complete;
-an answer that was cut off counts as failed, and its client asks again. A line torn at the end is dropped;
-damage elsewhere is an error. One process at a time holds the file.
+an answer that was cut off counts as failed, and its client asks again. One process at a time holds the file.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import json
-import os
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import xxhash
+from xxhash import xxh3_64_hexdigest
 
 from etude.agent.inputs import ChunksIn, from_document, merge, to_document
 from etude.environment.recording.session_map import Generation, SessionMap
 from etude.errors import EtudeError, StoreError
+from etude.kit.journal import LineJournal
 from etude.records import RewardBreakdown, SampleChunk, SamplingParams
 from etude.tokens.chat.client_tools import client_tool
 from etude.tokens.chat.messages import (
@@ -54,9 +49,9 @@ class SessionJournal:
     Once a line could not be written the journal is of no use, and every `begin` after it raises.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, num_begun: int = 0) -> None:
-        """Use `create` or `resume`."""
-        self.path = path
+    def __init__(self, file: LineJournal, num_begun: int = 0) -> None:
+        """Use `create` or `read_journal`."""
+        self.path = file.path
         self._file = file
         self._failed: StoreError | None = None
         self._num_begun = num_begun
@@ -65,7 +60,11 @@ class SessionJournal:
     @classmethod
     def create(cls, path: Path, described: Mapping[str, Any]) -> SessionJournal:
         """Begins the journal of a new session. Raises StoreError."""
-        journal = cls(path, _open(path, os.O_CREAT | os.O_EXCL))
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            journal = cls(LineJournal.create(path, xxh3_64_hexdigest))
+        except OSError as error:
+            raise _cannot_open(error) from error
         try:
             journal._append({"kind": "session", "format": FORMAT, **described})
         except StoreError:
@@ -130,8 +129,11 @@ class SessionJournal:
         if self._failed is not None:
             raise self._failed
         try:
-            await asyncio.to_thread(os.fdatasync, self._file.fileno())
-        except (OSError, ValueError) as error:  # a ValueError: the session has ended, and its file is closed
+            await asyncio.to_thread(self._file.sync)
+        except (
+            OSError,
+            ValueError,
+        ) as error:  # a ValueError: the session has just ended
             raise self._broken(error) from error
 
     def close(self) -> None:
@@ -140,8 +142,7 @@ class SessionJournal:
 
     def remove(self) -> None:
         """The session has ended: nothing of it is needed any more. Idempotent."""
-        self.path.unlink(missing_ok=True)
-        self._file.close()
+        self._file.remove()
 
     def _nearest(self, told: tuple[Message, ...]) -> tuple[int, int, tuple[Message, ...]]:
         """The earlier request whose history has most in common with this one: number, messages, history."""
@@ -161,12 +162,9 @@ class SessionJournal:
     def _append(self, document: Mapping[str, Any]) -> None:
         if self._failed is not None:
             raise self._failed
-        text = json.dumps(document, separators=(",", ":")).encode()
-        line = b"%s %s\n" % (xxhash.xxh3_64_hexdigest(text).encode(), text)
         try:
-            if self._file.write(line) != len(line):
-                raise OSError("the disk is full")
-        except (OSError, ValueError) as error:
+            self._file.append(document)
+        except OSError as error:
             raise self._broken(error) from error
 
     def _broken(self, error: Exception) -> StoreError:
@@ -186,20 +184,16 @@ def read_journal(path: Path) -> tuple[SessionJournal, list[dict[str, Any]]] | No
     Raises StoreError for one that is damaged.
     """
     try:
-        file = _open(path, 0)
+        file, lines = LineJournal.resume(path, xxh3_64_hexdigest)
     except (BlockingIOError, FileNotFoundError):
         return None
-    if not os.fstat(file.fileno()).st_nlink:
+    except OSError as error:
+        raise _cannot_open(error) from error
+    if lines and (lines[0].get("kind") != "session" or lines[0].get("format") != FORMAT):
         file.close()
-        return None
-    try:
-        lines, length = _lines(path)
-        file.truncate(length)
-    except BaseException:
-        file.close()
-        raise
+        raise StoreError("is no journal of ours", field="store", received=str(path), fix="move it away")
     begun = sum(line["kind"] == "begin" for line in lines)
-    return SessionJournal(path, file, begun), lines
+    return SessionJournal(file, begun), lines
 
 
 def replay(lines: Sequence[Mapping[str, Any]], session_map: SessionMap) -> RewardBreakdown | None:
@@ -250,59 +244,13 @@ def _commit(session_map: SessionMap, generation: Generation, line: Mapping[str, 
     session_map.counts.aborted += line["aborted"]
 
 
-def _open(path: Path, flags: int) -> BinaryIO:
-    """Opens for appending, locked, without a buffer. Raises StoreError, BlockingIOError if it is in use, and
-    FileNotFoundError if it is not there and shall not be made."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o600)
-        file = os.fdopen(descriptor, "ab", buffering=0)
-    except OSError as error:
-        if isinstance(error, FileNotFoundError) and not flags & os.O_CREAT:
-            raise
-        raise StoreError(
-            "the session's journal cannot be opened",
-            field="store",
-            received=str(error),
-            fix="make the store writable again",
-        ) from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BaseException:
-        file.close()
-        raise
-    return file  # pyright: ignore[reportReturnType] - a raw file has all that is used
-
-
-def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """All lines, and the length in bytes of what is whole. Raises StoreError."""
-    data = path.read_bytes()
-    documents: list[dict[str, Any]] = []
-    position = 0
-    for line in _cut(data):
-        digest, _, text = line.rstrip(b"\n").partition(b" ")
-        if not line.endswith(b"\n") or digest != xxhash.xxh3_64_hexdigest(text).encode():
-            if position + len(line) < len(data):
-                raise StoreError(
-                    "the journal is damaged",
-                    field=f"line {len(documents) + 1}",
-                    received=str(path),
-                    fix="move it out of the way",
-                )
-            break
-        documents.append(json.loads(text))
-        position += len(line)
-    if documents and (documents[0].get("kind") != "session" or documents[0].get("format") != FORMAT):
-        raise StoreError("is no journal of ours", field="store", received=str(path), fix="move it away")
-    return documents, position
-
-
-def _cut(data: bytes) -> Iterator[bytes]:
-    position = 0
-    while position < len(data):
-        end = data.find(b"\n", position) + 1 or len(data)
-        yield data[position:end]
-        position = end
+def _cannot_open(error: OSError) -> StoreError:
+    return StoreError(
+        "the session's journal cannot be opened",
+        field="store",
+        received=str(error),
+        fix="make the store writable again",
+    )
 
 
 def message_document(message: Message) -> dict[str, Any]:

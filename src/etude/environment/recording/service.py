@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from etude.environment.recording.journal import SessionJournal
 from etude.environment.recording.session_map import NOTHING, Ahead, Generation, SessionMap
 from etude.errors import EtudeError, InfrastructureError, PrefixMissError, SamplerError, StoreError
+from etude.kit.tasks import Tasks
 from etude.protocols import Sampler
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, SamplingParams
 from etude.tokens.chat.messages import Message
@@ -94,11 +95,11 @@ class AnswerService:
     new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
     journal: SessionJournal | None = None
     """Where the map's inputs are written down; None: nowhere."""
-    tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+    tasks: Tasks = field(init=False, default_factory=Tasks)
     """Answers that are being sampled."""
     _opened: set[str] = field(init=False, default_factory=set)
     _numbers: itertools.count[int] = field(init=False)
-    _live: dict[asyncio.Task[None], _Running] = field(init=False, default_factory=dict)
+    _live: set[_Running] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         # A session that was taken up again goes on counting: no two of its requests have one id.
@@ -120,10 +121,8 @@ class AnswerService:
         number = self._note_begin(generation, ask)
         running = _Running(generation, self._request(generation, ask), number)
         running.reader = AnswerReader(generation.branch.framing.renderer, ask.rules, self.new_id)
-        task = asyncio.create_task(self._sample(running))
-        self.tasks.add(task)
-        self._live[task] = running
-        task.add_done_callback(self._forget)
+        running.task = self.tasks.start(self._sample(running))
+        self._live.add(running)
         try:
             yield Begun(len(generation.tokens))
             while True:
@@ -134,8 +133,8 @@ class AnswerService:
                 if isinstance(event, Ended):
                     return
         finally:
-            if not task.done():
-                self._abort(task)
+            if not running.task.done():
+                self._abort(running)
 
     def _note_begin(self, generation: Generation, ask: Ask) -> int:
         """Writes the request down; its number. Raises StoreError: then it has failed."""
@@ -149,30 +148,21 @@ class AnswerService:
 
     async def stop(self) -> None:
         """Aborts what is being sampled, waits for its end, and closes the sampler's sessions."""
-        tasks = list(self.tasks)
-        for task in tasks:
-            self._abort(task)
-        if tasks:
-            await asyncio.wait(tasks, timeout=self.serving.abort_s)
-        for task in [task for task in tasks if not task.done()]:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=self.serving.abort_s)
+        for running in list(self._live):
+            self._abort(running)
+        await self.tasks.wait(self.serving.abort_s)
+        self.tasks.cancel()
+        await self.tasks.wait(self.serving.abort_s)
         for name in sorted(self._opened):
             self.sampler.close(name)
         self._opened.clear()
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self.tasks.discard(task)
-        self._live.pop(task, None)
-
-    def _abort(self, task: asyncio.Task[None]) -> None:
-        running = self._live.get(task)
-        if running is None or running.aborted:
+    def _abort(self, running: _Running) -> None:
+        if running.aborted:
             return
         running.aborted = True
         self.sampler.abort(running.request.id)
-        asyncio.get_running_loop().call_later(self.serving.abort_s, task.cancel)
+        asyncio.get_running_loop().call_later(self.serving.abort_s, running.task.cancel)
 
     def _request(self, generation: Generation, ask: Ask) -> SampleRequest:
         branch = generation.branch
@@ -218,6 +208,8 @@ class AnswerService:
             self.sampler.abort(running.request.id)
             self._fail(running, SamplerError("the sampler failed", received=repr(error)))
             raise
+        finally:
+            self._live.discard(running)
 
     def _send_whole(self, running: _Running) -> None:
         """The sampler has lost the branch: everything is sent again."""
@@ -300,6 +292,8 @@ class _Running:
     number: int = 0
     """In the journal."""
     reader: AnswerReader = field(init=False)
+    task: asyncio.Task[None] = field(init=False)
+    """Samples it."""
     queue: asyncio.Queue[Event | EtudeError] = field(default_factory=asyncio.Queue)
     chunks: list[SampleChunk] = field(default_factory=list[SampleChunk])
     num_tokens: int = 0

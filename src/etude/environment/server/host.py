@@ -17,6 +17,7 @@ from typing import Any
 
 from etude.environment.sessions import EnvironmentSession, Site, close_all
 from etude.errors import AgentError, UserError
+from etude.kit.tasks import Tasks
 from etude.records import Task, ToolCall, ToolResult
 from etude.sandbox.errors import CapacityError, SandboxMissingError, SandboxStateError
 from etude.sandbox.server.state import Creations
@@ -101,21 +102,18 @@ class SessionHost:
         self.draining = False
         self._held: dict[str, Held] = {}
         self._usage: dict[str, _Usage] = {}
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background = Tasks(on_error=self._note_background_error)
         self._reaper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Begins to look for sessions that nobody uses."""
         if self._reaper is None:
-            self._reaper = asyncio.create_task(self._reap())
+            self._reaper = self.in_background(self._reap())
 
     async def close(self) -> None:
         """Closes every session and the backend; everything is tried. Raises the first failure."""
         self.draining = True
-        tasks = [*self._background, *([self._reaper] if self._reaper else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._background.close()
         held, self._held = list(self._held.values()), {}
         try:
             await close_all([one.session for one in held])
@@ -262,10 +260,7 @@ class SessionHost:
 
     def in_background(self, work: Any) -> asyncio.Task[Any]:
         """Work that goes on without a client; it is counted where it fails through a fault of ours."""
-        task = asyncio.ensure_future(work)
-        self._background.add(task)
-        task.add_done_callback(self._ended)
-        return task
+        return self._background.add(asyncio.ensure_future(work))
 
     def note_error(self, error: BaseException) -> None:
         """Counts what a request failed with."""
@@ -302,9 +297,8 @@ class SessionHost:
                 self.metrics.count("etude_environment_sessions_expired", tenant=held.tenant)
                 self.in_background(self.end(held))
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and is_our_fault(error):
+    def _note_background_error(self, error: BaseException) -> None:
+        if is_our_fault(error):
             self.metrics.count("etude_environment_background_failures")
             _log.error("work in the background failed", exc_info=error)
 

@@ -15,6 +15,7 @@ from enum import StrEnum
 
 from etude.errors import ConfigError
 from etude.inference.router.policy import Router
+from etude.kit.retry import Backoff
 
 
 class MemberState(StrEnum):
@@ -151,8 +152,8 @@ class Members:
         else:
             self.ejections += 1
         member.state = MemberState.EJECTED
-        wait_s = min(self.config.backoff_s * 2.0**member.ejections, self.config.most_backoff_s)
-        member.ejections = min(member.ejections + 1, 32)
+        member.ejections += 1
+        wait_s = Backoff(self.config.backoff_s, self.config.most_backoff_s).pause_s(member.ejections)
         member.next_probe_s = now_s + wait_s
         self.router.set_ready(name, False)
         self.router.lose_prefixes(name)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from etude.errors import PrefixMissError, SamplerError
 from etude.inference.server.leases import Lease, Leases
 from etude.inference.server.reading import Reader, ServedPart
+from etude.kit.tasks import end_tasks
 from etude.protocols import Sampler
 from etude.records import SampleChunk, SampleRequest, SamplingParams
 from etude.tokens.chat.reader import cut_chunk
@@ -94,9 +95,7 @@ class Answering:
                 left -= isinstance(event, Ended)
                 yield event
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end_tasks(*tasks)
 
     async def _answer(self, job: Job, queue: asyncio.Queue[Event | BaseException]) -> None:
         """Samples one answer to its end; the queue always gets a last word, but of a cancelled one."""

@@ -19,6 +19,7 @@ from etude.inference.server.documents import SSE_END, sse
 from etude.inference.server.errors import ERRORS
 from etude.inference.server.side_channel import SIDE_CHANNEL_PATH
 from etude.inference.server.state import LiveRequest, ServerState
+from etude.kit.tasks import end_tasks
 from etude.serving.application import CLIENT_LEFT, unless_gone, until_gone
 
 _log = logging.getLogger("etude.inference.server")
@@ -81,7 +82,7 @@ class _EventStream(Response):
                 "etude_serve_requests", endpoint=self._endpoint, status=str(status)
             )
         finally:
-            await _end(sending, leaving)
+            await end_tasks(sending, leaving)
             self._live.leave()
 
     async def _send(self, send: Send) -> int:
@@ -127,9 +128,3 @@ async def _push(send: Send, documents: list[dict[str, Any]], rest: bytes = b"") 
     data = b"".join([*(sse(document) for document in documents), rest])
     if data:
         await send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-async def _end(*tasks: asyncio.Task[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from etude.errors import WeightUpdateError
 from etude.inference.vllm.probes import Probe
 from etude.inference.vllm.snapshots import Snapshot, SnapshotDirectory, open_snapshot
+from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.model.loading import AnyModel, save_any_model
-from etude.observe.scratch import scratch_directory, sweep
 from etude.records import PolicyVersion, WeightManifest
 
 _PREFIX = "etude-vllm-weights-"
@@ -78,7 +78,7 @@ class FetchedSnapshots:
         if self._snapshots is None:
             root = Path(tempfile.gettempdir())
             sweep(root, _PREFIX)
-            self._snapshots = self._make(self._stack.enter_context(scratch_directory(root, _PREFIX)))
+            self._snapshots = self._make(self._stack.enter_context(ScratchDirectory(root, _PREFIX)))
         written = self._snapshots.publish(manifest.version, self._fetch(manifest))
         snapshot = open_snapshot(written)
         return replace(snapshot, manifest=replace(written, version=manifest.version))

@@ -28,6 +28,7 @@ from etude.inference.vllm.client import VllmClient
 from etude.inference.vllm.replica import Replica
 from etude.inference.vllm.requests import Running, check_request
 from etude.inference.vllm.sessions import Sessions
+from etude.kit.tasks import Tasks
 from etude.protocols import KvPolicy
 from etude.records import PolicyVersion, SampleChunk, SampleRequest, Scores, WeightManifest
 
@@ -64,7 +65,7 @@ class VllmSampler:
         self._waiting: dict[str, asyncio.Timeout] = {}
         """By request, while there is no server to send it to; not of one that was aborted."""
         self._running: dict[str, Running] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -75,8 +76,7 @@ class VllmSampler:
         try:
             await self.drain(self._drain_s if kind is None else 0.0)
         finally:
-            for task in self._tasks:
-                task.cancel()
+            self._tasks.cancel()
             try:
                 await self.replica.close()
             finally:
@@ -139,9 +139,7 @@ class VllmSampler:
         if running is None or running.aborted.is_set():
             return
         running.aborted.set()
-        task = asyncio.get_running_loop().create_task(self._abort(running))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._abort(running))
 
     async def score(self, tokens: NDArray[np.int32], version: PolicyVersion) -> Scores:
         """See Sampler.score."""

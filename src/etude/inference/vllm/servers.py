@@ -19,7 +19,7 @@ from typing import Protocol
 from etude.errors import ConfigError, ResourceError, SamplerError
 from etude.inference.ports import free_port
 from etude.inference.vllm.client import VllmClient
-from etude.observe.scratch import scratch_directory, sweep
+from etude.kit.leftovers import ScratchDirectory, sweep
 
 WORKER_FOLDER = Path(__file__).parent / "worker"
 """What vLLM's interpreter finds beside its own packages."""
@@ -98,7 +98,7 @@ class ManagedServer:
         root = Path(tempfile.gettempdir())
         try:
             sweep(root, _SCRATCH)
-            scratch = self._scratch.enter_context(scratch_directory(root, _SCRATCH))
+            scratch = self._scratch.enter_context(ScratchDirectory(root, _SCRATCH))
             self._log = scratch / "log"
             with self._log.open("wb") as log:
                 self._process = await asyncio.create_subprocess_exec(

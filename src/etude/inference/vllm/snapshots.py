@@ -20,6 +20,8 @@ from torch import Tensor
 
 from etude.errors import CheckpointError, StoreError, WeightUpdateError
 from etude.inference.vllm.probes import Probe
+from etude.kit.durable import DRAFTS, publish_directory
+from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.records import PolicyVersion, TensorEntry, WeightManifest
 from etude.weights import check_tensors, describe_tensors
 
@@ -64,30 +66,27 @@ class SnapshotDirectory:
 
         Raises StoreError if it cannot be written; nothing half-written is left.
         """
-        for left in self._root.glob(".*.partial"):  # by a writer that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        partial = self._root / f".{version.lineage}-{version.step}.partial"
+        sweep(self._root, DRAFTS)
         try:
-            partial.mkdir()
-            write(partial)
-            for path in self._beside:
-                shutil.copy2(path, partial / path.name)
-            described = describe_tensors(version, read_tensors(partial), "")
-            name = f"{version.lineage}-{version.step:08d}-{described.version.digest[:16]}"
-            final = self._root / name
-            manifest = WeightManifest(described.version, described.tensors, _SCHEME + str(final))
-            if _is_whole(manifest, final):
-                os.utime(final)  # it is the newest again
-            else:
-                shutil.rmtree(final, ignore_errors=True)
-                (partial / _RECORD).write_text(_dump(manifest, probe), encoding="utf-8")
-                partial.rename(final)
+            with ScratchDirectory(self._root, DRAFTS) as scratch:
+                draft = scratch / "snapshot"
+                draft.mkdir()
+                write(draft)
+                for path in self._beside:
+                    shutil.copy2(path, draft / path.name)
+                described = describe_tensors(version, read_tensors(draft), "")
+                name = f"{version.lineage}-{version.step:08d}-{described.version.digest[:16]}"
+                final = self._root / name
+                manifest = WeightManifest(described.version, described.tensors, _SCHEME + str(final))
+                if _is_whole(manifest, final):
+                    os.utime(final)  # it is the newest again
+                else:
+                    (draft / _RECORD).write_text(_dump(manifest, probe), encoding="utf-8")
+                    publish_directory(draft, final, keep=lambda: False, sync=False)
         except (OSError, SafetensorError) as error:  # safetensors tells of a full disk in words of its own
             raise StoreError(
                 f"a snapshot cannot be written: {error}", field="snapshots", received=str(self._root)
             ) from error
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
         self._forget_old(final)
         return manifest
 

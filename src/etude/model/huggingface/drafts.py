@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from etude.errors import CheckpointError
+from etude.kit.durable import move
 from etude.model.drafting import DraftLayers
 from etude.model.huggingface.layout import draft_entries
 
@@ -49,7 +50,8 @@ def _written(directory: Path) -> tuple[dict[str, str], int]:
     if not (directory / _SINGLE).exists():
         index = json.loads((directory / _INDEX).read_text(encoding="utf-8"))
         return dict(index["weight_map"]), int(index["metadata"]["total_size"])
-    path = (directory / _SINGLE).rename(directory / _MODEL)
+    path = directory / _MODEL
+    move(directory / _SINGLE, path)
     with safe_open(path, framework="pt") as file:
         names = list(file.keys())
     return dict.fromkeys(names, _MODEL), path.stat().st_size

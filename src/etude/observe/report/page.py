@@ -10,7 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from etude.observe.files import write_bytes, write_text
+from etude.kit.durable import write_bytes, write_text
 from etude.observe.metrics import read_metrics
 from etude.observe.report.plots import draw_plots
 from etude.observe.report.summary import (

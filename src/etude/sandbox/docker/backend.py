@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etude.errors import SandboxError
+from etude.kit.durable import whole_file
+from etude.kit.leftovers import is_owner_alive, owner_tag
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.docker.api import Engine, EngineError
 from etude.sandbox.docker.container import HOST_LABEL, OWNER_LABEL, Setup, container_config, upload
@@ -26,7 +28,6 @@ from etude.sandbox.errors import SnapshotError, TemplateError
 from etude.sandbox.installing import install_template
 from etude.sandbox.machine import MachineSandbox, Spec, greeting
 from etude.sandbox.machine_backend import MachineBackend
-from etude.sandbox.reaping import is_owner_alive, owner_tag
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
 from etude.sandbox.template import Image
 from etude.sandbox.types import Capabilities, SnapshotInfo, SnapshotKind
@@ -163,8 +164,7 @@ class DockerBackend(MachineBackend):
             parts = [Path(directory, name) for name in _EXPORT]
             await super().export_snapshot(snapshot, parts[0])
             await self.engine.save_image(f"{REPOSITORY}:{snapshot}", parts[1])
-            whole = Path(directory, "whole.tar")
-            await asyncio.to_thread(_join, whole, parts, target)
+            await asyncio.to_thread(_join, parts, target)
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
         """See SandboxBackend.import_snapshot."""
@@ -297,11 +297,10 @@ def _host() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
-def _join(whole: Path, parts: list[Path], target: Path) -> None:
-    with tarfile.open(whole, "w") as archive:
+def _join(parts: list[Path], target: Path) -> None:
+    with whole_file(target, sync=False) as file, tarfile.open(fileobj=file, mode="w") as archive:
         for part in parts:
             archive.add(part, arcname=part.name, recursive=False)
-    whole.replace(target)
 
 
 def _part(source: Path, directory: Path) -> None:

@@ -14,6 +14,8 @@ import contextlib
 import socket
 from collections.abc import Callable
 
+from etude.kit.tasks import end_tasks
+
 _CHUNK = 1 << 18
 
 Decode = Callable[[bytes], bytes]
@@ -52,7 +54,8 @@ class Line:
 
     async def suspend(self) -> None:
         """Lets go of the remote end. The caller has seen to it that nothing is under way towards us."""
-        await self._cancel()
+        tasks, self._tasks = self._tasks, []
+        await end_tasks(*tasks)
         if self._remote is not None:
             self._remote.close()
             self._remote = None
@@ -67,12 +70,6 @@ class Line:
         if self._ours is not None:
             self._ours.close()
             self._ours = None
-
-    async def _cancel(self) -> None:
-        tasks, self._tasks = self._tasks, []
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _upward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

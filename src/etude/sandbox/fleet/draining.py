@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from etude.errors import EtudeError, InfrastructureError
+from etude.kit.tasks import end_tasks
 from etude.sandbox.errors import CapacityError, SandboxMissingError, Unsupported
 from etude.sandbox.fleet.host import FleetHost
 from etude.sandbox.fleet.hosts import Move, Placement
@@ -103,14 +104,9 @@ class _Drainer:
         try:
             _, late = await asyncio.wait(tasks, timeout=max(0.0, end_s - self._registry.clock()))
         except asyncio.CancelledError:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+            await end_tasks(*tasks)
             raise
-        for task in late:
-            task.cancel()
-        if late:
-            await asyncio.wait(late)
+        await end_tasks(*late)
         for task, move in tasks.items():
             if task.cancelled() and move.sandbox not in self.moved:
                 self.failed[move.sandbox] = CapacityError(

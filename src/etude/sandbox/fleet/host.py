@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from etude.errors import InfrastructureError
+from etude.kit.tasks import Tasks
 from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.fleet.hosts import NO_CAPACITY, Capacity
 from etude.sandbox.fleet.probe import HostProbe, NoProbe
@@ -56,7 +57,7 @@ class FleetHost:
         """Starts that failed in a row."""
         self.last_error: str | None = None
         self._death: asyncio.Future[None] | None = None
-        self._abandoned: set[asyncio.Future[Any]] = set()
+        self._abandoned = Tasks(on_error=self._note_undoing_error)
 
     @property
     def is_dead(self) -> bool:
@@ -135,8 +136,7 @@ class FleetHost:
 
     async def settle(self) -> None:
         """Waits a moment for what was left behind."""
-        if self._abandoned:
-            await asyncio.wait(list(self._abandoned), timeout=CLEANUP_S)
+        await self._abandoned.wait(CLEANUP_S)
 
     def _future(self) -> asyncio.Future[None]:
         if self._death is None:
@@ -146,19 +146,12 @@ class FleetHost:
     def _abandon(self, task: asyncio.Future[Any], undo: Undo | None) -> None:
         """Leaves a task to end by itself; its late result is undone, its late error was ours already."""
         task.cancel()
+        self._abandoned.start(self._undo_late(task, undo))
 
-        def ended(task: asyncio.Future[Any]) -> None:
-            self._abandoned.discard(task)
-            if task.cancelled() or task.exception() is not None or undo is None:
-                return
-            late = asyncio.ensure_future(undo(task.result()))
-            self._abandoned.add(late)
-            late.add_done_callback(self._undone)
+    async def _undo_late(self, task: asyncio.Future[Any], undo: Undo | None) -> None:
+        await asyncio.wait((task,))
+        if not task.cancelled() and task.exception() is None and undo is not None:
+            await undo(task.result())
 
-        self._abandoned.add(task)
-        task.add_done_callback(ended)
-
-    def _undone(self, task: asyncio.Future[Any]) -> None:
-        self._abandoned.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.last_error = f"a late start could not be undone: {error}"
+    def _note_undoing_error(self, error: BaseException) -> None:
+        self.last_error = f"a late start could not be undone: {error}"

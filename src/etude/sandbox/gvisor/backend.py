@@ -19,6 +19,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from etude.errors import SandboxError
+from etude.kit.leftovers import ScratchDirectory, work_directory
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.errors import SandboxLostError, SnapshotError
 from etude.sandbox.gvisor.bundle import Interpreter, build_rootfs
@@ -29,7 +30,6 @@ from etude.sandbox.inside.rights import NOBODY
 from etude.sandbox.installing import install_template
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.machine_backend import MachineBackend
-from etude.sandbox.reaping import WorkDirectory
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
 from etude.sandbox.types import Capabilities, SnapshotKind
 
@@ -50,7 +50,7 @@ class GvisorBackend(MachineBackend):
         super().__init__(state)
         self._program = program
         self._interpreter = Interpreter.of_this_process()
-        self._work: WorkDirectory | None = None
+        self._work: ScratchDirectory | None = None
         self._preparing: asyncio.Future[Runsc] | None = None
         self._numbers = itertools.count(1)
         self._containers: dict[str, Container] = {}
@@ -187,7 +187,7 @@ class GvisorBackend(MachineBackend):
     def _make_work(self) -> Runsc:
         runsc = Runsc.find(self._program)
         self.version = runsc.version
-        work = WorkDirectory(self.state / "gvisor")
+        work = work_directory(self.state / "gvisor")
         rootfs = work.path / "rootfs"
         build_rootfs(rootfs, self._interpreter)
         if os.geteuid() == 0:

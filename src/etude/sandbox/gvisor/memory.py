@@ -12,8 +12,8 @@ import os
 import time
 from pathlib import Path
 
+from etude.kit.leftovers import is_owner_alive, owner_tag
 from etude.sandbox.oom import num_oom_kills
-from etude.sandbox.reaping import is_owner_alive, owner_tag
 
 OVERHEAD_BYTES = 256 << 20
 """What gVisor's kernel, its file server and the program inside may use beside the agent's programs."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from etude.observe.files import write_json
+from etude.kit.durable import write_json
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.layers import LayerStore
 from etude.sandbox.images.view import ImageView

@@ -10,7 +10,6 @@ opened next. Any number of processes may share a store.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import json
 import os
@@ -20,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import ResourceError
-from etude.observe.files import sync_directory, write_json
-from etude.observe.scratch import scratch_directory, sweep
+from etude.kit.durable import DRAFTS, publish_directory, remove_directory, sync_file_system, write_json
+from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.extract import Extractor, give, storage_error
 from etude.sandbox.images.pack import pack_directory
@@ -80,6 +79,7 @@ class LayerStore:
                 fix="name a directory that you may write to",
             ) from error
         sweep(self._temporary)
+        sweep(self._layers, DRAFTS)
 
     def add_tar(
         self,
@@ -154,11 +154,10 @@ class LayerStore:
 
     def remove(self, digest: str) -> None:
         """Deletes a layer, damaged or not, that no sandbox uses. Raises TemplateError if it is missing."""
-        with self.scratch() as folder:
-            try:
-                self._folder(digest).rename(folder / "removed")
-            except FileNotFoundError as error:
-                raise self._missing(digest) from error
+        try:
+            remove_directory(self._folder(digest))
+        except FileNotFoundError as error:
+            raise self._missing(digest) from error
 
     def verify(self, digest: str) -> None:
         """Reads the whole layer, and raises TemplateError if a name, mode, time or byte of it has changed."""
@@ -174,7 +173,7 @@ class LayerStore:
 
     def scratch(self) -> AbstractContextManager[Path]:
         """A temporary directory on the store's file system; goes with the block, or with this process."""
-        return scratch_directory(self._temporary)
+        return ScratchDirectory(self._temporary)
 
     def _pack(self, digest: str, packed: DigestWriter) -> str:
         info = self.info(digest)
@@ -191,17 +190,10 @@ class LayerStore:
         write_json(folder / "layer.json", record)
         target = self._folder(info.digest)
         try:
-            _sync_file_system(folder)
-            folder.rename(target)
+            sync_file_system(folder)
+            publish_directory(folder, target, keep=lambda: self.has(info.digest))
         except OSError as error:
-            if self.has(info.digest):
-                return  # another process was faster
-            if not target.exists():
-                raise storage_error(error, "layer store", info.digest) from error
-            # What lies there is damaged: building again mends a store.
-            self.remove(info.digest)
-            folder.rename(target)
-        sync_directory(self._layers)
+            raise storage_error(error, "layer store", info.digest) from error
 
     def _folder(self, digest: str) -> Path:
         if not _DIGEST.match(digest):
@@ -217,16 +209,6 @@ class LayerStore:
             received=digest,
             fix="build or import the image again",
         )
-
-
-def _sync_file_system(path: Path) -> None:
-    """Waits until the disk holds everything that was written: a layer may have a hundred thousand files."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).syncfs(descriptor) != 0:
-            raise OSError(ctypes.get_errno(), "the file system cannot be synced")
-    finally:
-        os.close(descriptor)
 
 
 def _damaged(digest: str, reason: str) -> TemplateError:

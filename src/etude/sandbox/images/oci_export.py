@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from etude.kit.durable import whole_file
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.blobs import blob_name
 from etude.sandbox.images.extract import storage_error
@@ -32,16 +33,11 @@ def export_image(image: Image, store: ImageStore, target: Path) -> str:
             fix=f"make it (mkdir -p {target.parent}), or name a file in another",
         )
     with store.layers.scratch() as scratch:
-        partial = target.with_name(f".{target.name}.{scratch.name}.partial")
         try:
-            with partial.open("wb") as file:
-                digest = _write(image, store, scratch, file)
-            partial.replace(target)
+            with whole_file(target, sync=False) as file:
+                return _write(image, store, scratch, file)
         except OSError as error:
             raise storage_error(error, "image archive", str(target)) from error
-        finally:
-            partial.unlink(missing_ok=True)
-    return digest
 
 
 def _write(image: Image, store: ImageStore, scratch: Path, file: BinaryIO) -> str:

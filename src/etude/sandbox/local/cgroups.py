@@ -21,8 +21,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from etude.kit.leftovers import live_keys, owner_key
 from etude.sandbox.oom import num_oom_kills, reached_limit
-from etude.sandbox.reaping import live_keys, owner_key
 from etude.sandbox.types import Resources
 
 _ROOT = Path("/sys/fs/cgroup")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from etude.sandbox.background import to_the_end
+from etude.kit.tasks import to_the_end
 from etude.sandbox.images.runner import RunResult
 from etude.sandbox.inside.namespaces import ROOT_ENVIRONMENT
 from etude.sandbox.local.backend import LocalBackend

@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from etude.errors import SandboxError
+from etude.kit.tasks import Tasks
 from etude.sandbox.channel import READY, Channel
 from etude.sandbox.local.cgroups import ControlGroups
 
@@ -64,7 +65,7 @@ class Spares:
         self._num_ahead = num_ahead if groups is not None else 0
         self._ready: deque[Spare] = deque()
         self._takers: deque[asyncio.Future[Spare]] = deque()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._num_making = 0
         self._making: set[Channel] = set()
         # Of its own: a busy default executor must not keep sandboxes from starting.
@@ -113,16 +114,13 @@ class Spares:
             self.drop(self._ready.popleft())
         for channel in self._making:
             channel.close("the fork server ends")
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.wait()
         self._mover.shutdown(wait=False)
 
     def _make(self, count: int) -> None:
         for _ in range(count):
             self._num_making += 1
-            task = asyncio.ensure_future(self._make_one())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._make_one())
 
     async def _make_one(self) -> None:
         spare = None

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+from etude.kit.tasks import end_tasks
 from etude.sandbox.network import tls
 from etude.sandbox.network.bodies import read_body, send_body
 from etude.sandbox.network.messages import (
@@ -193,9 +194,7 @@ async def run_both(
             await up
         return result
     finally:
-        up.cancel()
-        down.cancel()
-        await asyncio.gather(up, down, return_exceptions=True)
+        await end_tasks(up, down)
 
 
 async def _pump(source: Stream, target: Stream) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import AgentError, ConfigError, UserError
+from etude.kit.leftovers import ScratchDirectory, work_directory
+from etude.kit.tasks import Tasks
 from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fleet.hosts import Capacity
 from etude.sandbox.fleet.probe import MachineProbe, machine_capacity
@@ -20,7 +22,6 @@ from etude.sandbox.fleet.remote_probe import SharedProbe
 from etude.sandbox.interface import Command, Sandbox, SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.pool import PooledBackend
-from etude.sandbox.reaping import WorkDirectory
 from etude.sandbox.template import Template
 from etude.sandbox.wire_types import template_key
 from etude.serving.long_answers import OutputBuffer
@@ -105,6 +106,7 @@ class Creations:
     def enter(self, key: str, body: object, begin: Callable[[], asyncio.Task[str]]) -> Creation:
         """The key's creation, begun now if it is new. Raises KeyConflictError for another body."""
         fingerprint = hashlib.blake2b(json.dumps(body, sort_keys=True).encode()).hexdigest()
+        self._forget()
         creation = self._by_key.get(key)
         if creation is not None:
             if creation.fingerprint != fingerprint:
@@ -115,17 +117,16 @@ class Creations:
                     fix="use a new key for each creation",
                 )
             return creation
-        creation = Creation(fingerprint, begin())
-        creation.task.add_done_callback(lambda task: self._ended(key, task))
-        self._by_key[key] = creation
+        creation = self._by_key[key] = Creation(fingerprint, begin())
         return creation
 
-    def _ended(self, key: str, task: asyncio.Task[str]) -> None:
-        if task.cancelled() or task.exception() is not None:
-            self._by_key.pop(key, None)
-        finished = [k for k, creation in self._by_key.items() if creation.task.done()]
-        for old in finished[: max(0, len(self._by_key) - self._num_keys)]:
-            del self._by_key[old]
+    def _forget(self) -> None:
+        finished = [key for key, creation in self._by_key.items() if creation.task.done()]
+        num_over = len(self._by_key) - self._num_keys
+        for place, key in enumerate(finished):
+            task = self._by_key[key].task
+            if place < num_over or task.cancelled() or task.exception() is not None:
+                del self._by_key[key]
 
 
 class KeyConflictError(ConfigError):
@@ -173,7 +174,7 @@ class ServerState:
         self.limits = limits
         self.peers = peers
         self._spool = spool or default_state_directory() / "spool"
-        self._work: WorkDirectory | None = None
+        self._work: ScratchDirectory | None = None
         self.probe = SharedProbe(MachineProbe(self._spool))
         """Of this host, for fleets."""
         self.metrics = Metrics("etude_sandbox")
@@ -182,7 +183,7 @@ class ServerState:
         self.draining = False
         self._held: dict[str, Held] = {}
         self._num_held = 0
-        self._background: set[asyncio.Task[Any]] = set()
+        self._background = Tasks(on_error=self._note_background_error)
 
     def capacity(self) -> Capacity:
         """What this host has. Blocks."""
@@ -299,7 +300,7 @@ class ServerState:
     def clear_spool(self) -> None:
         """Removes what killed servers left of uploads and exports, and makes this one's directory."""
         if self._work is None:
-            self._work = WorkDirectory(self._spool)
+            self._work = work_directory(self._spool)
 
     def spool_directory(self) -> tempfile.TemporaryDirectory[str]:
         """A directory for what passes through, removed by its context manager."""
@@ -309,13 +310,11 @@ class ServerState:
 
     def in_background(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Work that goes on without a client."""
-        return self.finish_later(asyncio.ensure_future(work))
+        return self._background.start(work)
 
     def finish_later(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
         """Sees to it that a task whose client has left goes on to its end."""
-        self._background.add(task)
-        task.add_done_callback(self._ended)
-        return task
+        return self._background.add(task)
 
     def note_error(self, error: BaseException) -> None:
         """Counts what a call failed with."""
@@ -325,9 +324,7 @@ class ServerState:
         """Ends everything; each backend is closed even if another fails."""
         for sandbox_id in list(self._held):
             self.forget(sandbox_id)
-        for task in list(self._background):
-            task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await self._background.close()
         if self._work is not None:
             await asyncio.to_thread(self._work.close)
         results = await asyncio.gather(*(b.close() for b in self.backends.values()), return_exceptions=True)
@@ -335,10 +332,6 @@ class ServerState:
         if failed:
             raise failed[0]
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._background.discard(task)
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is not None and not isinstance(error, (UserError, AgentError)):
+    def _note_background_error(self, error: BaseException) -> None:
+        if not isinstance(error, (UserError, AgentError)):
             self.metrics.count("etude_sandbox_background_failures")

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import ConfigError, ResourceError, SandboxError
+from etude.kit.leftovers import ScratchDirectory, work_directory
 from etude.sandbox.channel import Channel
 from etude.sandbox.errors import SnapshotError, Unsupported
 from etude.sandbox.installing import install_template
@@ -25,7 +26,6 @@ from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.machine_backend import MachineBackend, gather_copies
 from etude.sandbox.migration import in_place_of
-from etude.sandbox.reaping import WorkDirectory
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft, this_machine
 from etude.sandbox.types import Capabilities, SnapshotKind
 from etude.sandbox.vm.arrivals import Arrivals, check_offer
@@ -82,7 +82,7 @@ class VmBackend(MachineBackend):
         self.arrivals = Arrivals(migration_host, self.spawn)
         self._sleepy: set[str] = set()
         self._image: VmImage | None = None
-        self._work: WorkDirectory | None = None
+        self._work: ScratchDirectory | None = None
         self._preparing = asyncio.Lock()
         self.last_move: Move | None = None
 
@@ -293,7 +293,7 @@ class VmBackend(MachineBackend):
 
     def _directory(self, name: str) -> Path:
         if self._work is None:
-            self._work = WorkDirectory(self.state / "vm")
+            self._work = work_directory(self.state / "vm")
         return self._work.path / name
 
     def _machine(self, sandbox: MachineSandbox) -> Machine:

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import stat
 import tarfile
@@ -24,8 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from etude.kit.durable import DRAFTS, publish_directory, sync_tree, write_text
+from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.errors import TemplateError
-from etude.sandbox.reaping import is_owner_alive, owner_tag
 from etude.sandbox.vm.cpio import DIRECTORY, FILE, PROGRAM, Entry, pack_cpio
 from etude.sandbox.vm.erofs import Node, write_erofs
 from etude.sandbox.vm.guest_boot import DIRECTORIES, MODULES, init_script
@@ -110,21 +110,17 @@ def _build_image(
     codename = codename or host_codename()
     directory = images_directory(state)
     directory.mkdir(parents=True, exist_ok=True)
-    _sweep(directory)
-    making = directory / f".making-{owner_tag()}-{secrets.token_hex(4)}"
-    making.mkdir(mode=0o700)
-    try:
+    sweep(directory, DRAFTS)
+    with ScratchDirectory(directory, DRAFTS) as scratch:
+        making = scratch / "image"
+        making.mkdir(mode=0o700)
         archive = making / "root.tar"
         fetch_packages(packages, codename, sources or host_sources(codename), archive, EPOCH_S)
         manifest = _write_image(archive, making, codename, packages)
         digest = str(manifest["digest"])
-        if not _is_whole(state, digest):
-            # Or damaged: whoever heard that was told to build it anew, which gives the same digest.
-            shutil.rmtree(directory / digest, ignore_errors=True)
-            making.rename(directory / digest)
-        _set_current(directory, digest)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
+        # A damaged one makes room: its error said to build it anew, which gives the same digest.
+        publish_directory(making, directory / digest, keep=lambda: _is_whole(state, digest))
+        write_text(directory / CURRENT, digest + "\n")
     return find_image(state)
 
 
@@ -195,8 +191,7 @@ def _write_image(archive: Path, target: Path, codename: str, packages: Sequence[
     }
     text = json.dumps(manifest, indent=1, sort_keys=True)
     (target / MANIFEST).write_text(text, encoding="utf-8")
-    for name in (*files, MANIFEST):
-        _sync(target / name)
+    sync_tree(target)
     return manifest
 
 
@@ -317,26 +312,6 @@ def _versions(status: str) -> dict[str, str]:
     return dict(sorted(rows))
 
 
-def _set_current(directory: Path, digest: str) -> None:
-    partial = directory / f".current-{secrets.token_hex(4)}"
-    partial.write_text(digest + "\n", encoding="ascii")
-    partial.replace(directory / CURRENT)
-
-
-def _sweep(directory: Path) -> None:
-    for entry in directory.glob(".making-*"):
-        if not is_owner_alive(entry.name.removeprefix(".making-")):
-            shutil.rmtree(entry, ignore_errors=True)
-
-
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=20)).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import tempfile
 from pathlib import Path
 
 from etude.errors import SandboxError
+from etude.kit.durable import write_json
 from etude.sandbox.snapshots import this_machine
 from etude.sandbox.types import Resources
 from etude.sandbox.vm.image import VmImage
@@ -37,9 +37,7 @@ async def choose_accelerator(
     if known is not None and known.get("here") == here and known.get("accelerator") in ("kvm", "tcg"):
         return str(known["accelerator"])
     accelerator = "kvm" if await _boots_under_kvm(state, image, deadline_s) else "tcg"
-    partial = state / f".{_FILE}-{secrets.token_hex(4)}"
-    partial.write_text(json.dumps({"here": here, "accelerator": accelerator}), encoding="utf-8")
-    partial.replace(state / _FILE)
+    write_json(state / _FILE, {"here": here, "accelerator": accelerator})
     return accelerator
 
 

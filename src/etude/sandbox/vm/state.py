@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ParamSpec
 
 from etude.errors import SandboxError
-from etude.sandbox.background import to_the_end
+from etude.kit.tasks import end_tasks, to_the_end
 from etude.sandbox.channel import Channel
 from etude.sandbox.machine import greeting
 from etude.sandbox.vm.image import VmImage
@@ -65,8 +65,7 @@ class Machine:
             await self.qemu.go_on()
             await answered
         finally:
-            answered.cancel()
-            await asyncio.gather(answered, return_exceptions=True)
+            await end_tasks(answered)
 
     async def write_state(self, target: Path) -> None:
         """Writes the state of the stopped machine. Raises SandboxError; what was written so far stays."""

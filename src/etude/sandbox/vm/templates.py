@@ -11,12 +11,9 @@ may warm the same one, and the first wins.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import hashlib
 import json
-import secrets
-import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,8 +23,9 @@ from typing import Any
 from blake3 import blake3
 
 from etude.errors import SandboxError
+from etude.kit.durable import DRAFTS, publish_directory
+from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.channel import READY, Channel
-from etude.sandbox.reaping import is_owner_alive, owner_tag
 from etude.sandbox.snapshots import this_machine
 from etude.sandbox.types import Resources
 from etude.sandbox.vm.guest_boot import kernel_arguments, machine_archive
@@ -80,12 +78,10 @@ class WarmTemplates:
 
     async def _warm(self, key: str, image: VmImage, resources: Resources, hardware: Hardware) -> None:
         self._root.mkdir(parents=True, exist_ok=True)
-        for entry in self._root.glob(".making-*"):
-            if not is_owner_alive(entry.name.removeprefix(".making-")):
-                shutil.rmtree(entry, ignore_errors=True)
-        making = self._root / f".making-{owner_tag()}-{secrets.token_hex(4)}"
-        making.mkdir(mode=0o700)
-        try:
+        sweep(self._root, DRAFTS)
+        with ScratchDirectory(self._root, DRAFTS) as scratch:
+            making = scratch / key
+            making.mkdir(mode=0o700)
             with tempfile.TemporaryDirectory(prefix="boot-", dir=making) as working:
                 name = f"template-{key[:8]}"
                 qemu, channel = await boot_guest(name, image, resources, hardware, Path(working))
@@ -99,8 +95,6 @@ class WarmTemplates:
                     await asyncio.shield(qemu.kill())
             await in_thread(_finish, making, key)
             await in_thread(_publish, making, self._root / key)
-        finally:
-            shutil.rmtree(making, ignore_errors=True)
 
 
 async def boot_guest(
@@ -172,15 +166,9 @@ def _finish(directory: Path, key: str) -> None:
 
 
 def _publish(directory: Path, target: Path) -> None:
-    """Gives a finished template its place, unless another process was faster: its template is as good, and
-    machines may just be starting from it, which need all three files of one guest."""
-    with contextlib.suppress(OSError):
-        directory.rename(target)
-        return
-    if not _is_whole(target):
-        shutil.rmtree(target, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            directory.rename(target)
+    """Gives a finished template its place. One of another process is as good, and machines may just be
+    starting from it, which need all three files of one guest."""
+    publish_directory(directory, target, keep=lambda: _is_whole(target))
 
 
 def _is_whole(directory: Path) -> bool:

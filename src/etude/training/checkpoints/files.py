@@ -3,15 +3,14 @@
     fill .NAME.partial -> hash every file (digests.json) -> fsync
         -> NAME becomes .NAME.old -> .NAME.partial becomes NAME -> fsync -> .NAME.old is retired
 
-Killed anywhere, the older checkpoint or the newer one is there, whole; `recover` finishes the one case in
-which it lies under its other name.
+Killed anywhere, the older checkpoint or the newer one is there, whole; `recover_directory` finishes the one
+case in which it lies under its other name.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from etude.errors import CheckpointError, ResourceError
+from etude.kit.durable import replace_directory, sync_tree
 
 DIGESTS = "digests.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -96,8 +96,7 @@ def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
     files = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*") if path.is_file()}
     digests = {name: known.get(name) or digest_of(path) for name, path in sorted(files.items())}
     (directory / DIGESTS).write_text(json.dumps(digests, indent=2) + "\n", encoding="utf-8")
-    for path in [*directory.rglob("*"), directory]:
-        _sync(path)
+    sync_tree(directory)
 
 
 def commit(directory: Path, retire: Callable[[Path], object] = shutil.rmtree) -> None:
@@ -105,46 +104,17 @@ def commit(directory: Path, retire: Callable[[Path], object] = shutil.rmtree) ->
 
     Where the disk is too full to retire it, it stays under that name for the next save to retire.
     """
-    partial, old = partial_of(directory), old_of(directory)
-    while True:
-        if directory.exists():
-            if old.exists():  # a save was killed before it retired that
-                retire(old)
-            directory.rename(old)
-        try:
-            partial.rename(directory)
-            break
-        except OSError:
-            if not directory.exists():  # else a reader took the save for killed, and put the older one back
-                raise
-    _sync(directory.parent)
-    if old.exists():
-        try:
-            retire(old)
-        except OSError as error:
-            if not is_full_disk(error):
-                raise
-
-
-def recover(directory: Path) -> None:
-    """Puts back the older checkpoint if a save was killed between its two renames."""
-    old = old_of(directory)
-    if old.exists() and not directory.exists():
-        try:
-            old.rename(directory)
-        except OSError:
-            if not directory.exists():  # else the save was not killed, or another reader was quicker
-                raise
+    partial = partial_of(directory)
+    try:
+        replace_directory(partial, directory, retire)
+    except OSError as error:
+        if partial.exists() or not is_full_disk(error):
+            raise
 
 
 def partial_of(directory: Path) -> Path:
     """Where `directory` is while it is being written; left behind by a process that was killed."""
     return directory.with_name(f".{directory.name}.partial")
-
-
-def old_of(directory: Path) -> Path:
-    """Where the older checkpoint is once `directory` is to be replaced, until it is retired."""
-    return directory.with_name(f".{directory.name}.old")
 
 
 def find_flaws(directory: Path, part: int = 0, num_parts: int = 1) -> list[FileFlaw]:
@@ -214,11 +184,3 @@ def full_disk_named(directory: Path) -> Iterator[None]:
 def digest_of(path: Path) -> str:
     """BLAKE3 of a file."""
     return blake3().update_mmap(path).hexdigest()
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

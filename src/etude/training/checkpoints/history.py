@@ -19,8 +19,9 @@ from pathlib import Path
 
 from etude.config import CheckpointConfig
 from etude.errors import CheckpointError
+from etude.kit.durable import move, old_of, recover_directory
 from etude.observe import MetricSink, Observer
-from etude.training.checkpoints.files import FileFlaw, Flaw, find_flaws, old_of, partial_of, recover
+from etude.training.checkpoints.files import FileFlaw, Flaw, find_flaws, partial_of
 from etude.training.checkpoints.saving import read_state
 
 HISTORY, DAMAGED = "history", "damaged"
@@ -79,7 +80,7 @@ class History:
         number = entries[-1].number + 1 if entries else 1
         self._directory.mkdir(exist_ok=True)
         name = f"{number:06d}-{state.get('stage', 'training')}-{int(state.get('step', 0))}"
-        directory.rename(self._directory / name)
+        move(directory, self._directory / name)
 
     def prune(self, settings: CheckpointConfig) -> None:
         """Deletes what no rule keeps. The newest checkpoint, which is not in here, is one of `keep_last`."""
@@ -104,7 +105,7 @@ def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Pat
     Reads all of it. Those passed over are told, counted by reason in the metrics, and moved to `damaged`.
     Raises CheckpointError if there are some and none is whole: starting over would lose what they hold.
     """
-    recover(latest)
+    recover_directory(latest)
     replaced = old_of(latest)
     candidates = [path for path in (latest, replaced) if path.exists()]
     candidates += [kept.path for kept in reversed(History(latest).entries())]
@@ -135,7 +136,7 @@ def find_resumable(latest: Path, metrics: MetricSink, observer: Observer) -> Pat
     for path in damaged:
         _put_aside(path, latest.with_name(DAMAGED) / path.name)
     if found == replaced:
-        recover(latest)
+        recover_directory(latest)
         return latest
     return found
 
@@ -163,4 +164,4 @@ def _put_aside(path: Path, target: Path) -> None:
     target.parent.mkdir(exist_ok=True)
     if target.exists():
         shutil.rmtree(target)
-    path.rename(target)
+    move(path, target)

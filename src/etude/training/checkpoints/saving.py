@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from etude.errors import CheckpointError
+from etude.kit.durable import recover_directory
 from etude.model import LanguageModel, build_model
 from etude.model.huggingface.fields import read_fields, write_fields
 from etude.model.loading import AnyModel, load_any_model, save_any_model
@@ -27,7 +28,6 @@ from etude.training.checkpoints.files import (
     commit,
     full_disk_named,
     partial_of,
-    recover,
     seal,
     write_whole,
 )
@@ -150,7 +150,7 @@ def _write_rest(partial: Path, state: Mapping[str, Any] | None, write_more: _Wri
 
 def has_checkpoint(directory: Path) -> bool:
     """Whether there is something for `load_checkpoint`, if only what an interrupted save left of the last."""
-    recover(directory)
+    recover_directory(directory)
     return directory.exists()
 
 
@@ -172,7 +172,7 @@ def load_checkpoint(directory: Path) -> tuple[AnyModel, dict[str, Any] | None]:
 def load_state(directory: Path) -> dict[str, Any] | None:
     """What lies beside the model, None if nothing does. Raises CheckpointError if a file is missing or
     damaged."""
-    recover(directory)
+    recover_directory(directory)
     check_whole(directory)
     state = read_state(directory)
     if state is None or not has_shards(directory):
@@ -194,7 +194,7 @@ def load_stored(
     """
     shards = like if isinstance(like, ModelShards) else None
     if shards is None:
-        recover(directory)
+        recover_directory(directory)
         check_whole(directory)
         return _load_whole(directory, like)
     return _load_parts(directory, shards, state_like or {})
@@ -204,7 +204,7 @@ def _load_parts(directory: Path, like: ModelShards, state_like: Mapping[str, Any
     """What this rank is to have; see `load_stored`."""
     group = like.group
     is_first = group.rank() == 0
-    together(group, lambda: recover(directory) if is_first else None)
+    together(group, lambda: recover_directory(directory) if is_first else None)
     together(group, lambda: check_whole(directory, group.rank(), group.size()))
     if not has_shards(directory):
         found: list[Stored] = []

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from etude.observe.files import write_bytes
+from etude.kit.durable import write_bytes
 
 
 class OffendingBatches:

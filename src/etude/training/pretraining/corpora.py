@@ -13,7 +13,6 @@ be read, and the source's next one removes it. Files that change get another dig
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -26,9 +25,8 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from etude.errors import ConfigError
-from etude.observe import write_json
-from etude.observe.files import sync_directory
-from etude.observe.scratch import scratch_directory, sweep
+from etude.kit.durable import DRAFTS, whole_directory, write_json
+from etude.kit.leftovers import sweep
 from etude.tokens.tokenizer import Tokenizer
 from etude.training.pretraining.reading import Raw, ReadingReport, SourceFiles
 
@@ -114,20 +112,12 @@ def _open(name: str, directory: Path) -> Corpus:
 
 
 def _write(files: SourceFiles, tokenizer: Tokenizer, end_token: int | None, directory: Path) -> None:
-    cache, prefix = directory.parent, f".{files.name}-"
+    cache = directory.parent
     cache.mkdir(parents=True, exist_ok=True)
-    sweep(cache, prefix)
-    with scratch_directory(cache, prefix) as scratch:
-        partial = scratch / directory.name
-        partial.mkdir()
-        about = _write_arrays(files, tokenizer, end_token, partial)
-        write_json(partial / "corpus.json", about)
-        try:
-            partial.rename(directory)
-        except OSError:
-            if not directory.exists():  # another process may have been quicker
-                raise
-        sync_directory(cache)
+    sweep(cache, DRAFTS)
+    with whole_directory(directory, keep=directory.exists) as draft:  # another process may be quicker
+        about = _write_arrays(files, tokenizer, end_token, draft)
+        write_json(draft / "corpus.json", about)
 
 
 def _write_arrays(
@@ -153,8 +143,6 @@ def _write_arrays(
             hasher.update(data)
             lengths.append(len(tokens))
             hashes.append(xxhash.xxh32_intdigest(data))
-        file.flush()
-        os.fsync(file.fileno())
     if not lengths:
         raise ConfigError(
             "has no documents",
@@ -163,11 +151,8 @@ def _write_arrays(
             fix="name another path or column",
         )
     ends = np.cumsum(lengths, dtype=np.int64)
-    for name, array in (("ends.npy", ends), ("hashes.npy", np.array(hashes, dtype=np.uint32))):
-        with (directory / name).open("wb") as file:
-            np.save(file, array)
-            file.flush()
-            os.fsync(file.fileno())
+    np.save(directory / "ends.npy", ends)
+    np.save(directory / "hashes.npy", np.array(hashes, dtype=np.uint32))
     hasher.update(ends.tobytes())
     return {
         "name": files.name,

@@ -28,9 +28,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from etude.agent.index.grep.grams import PairRanks
-from etude.agent.index.grep.segment import FORMAT, Segment, write_file
+from etude.agent.index.grep.segment import FORMAT, Segment
 from etude.agent.index.grep.tree import Tree
 from etude.errors import ConfigError, StoreError
+from etude.kit.durable import write_bytes
 
 __all__ = [
     "Contents",
@@ -211,7 +212,7 @@ def _marked(marks: str) -> tuple[int, ...]:
 
 
 def _write_checked(path: Path, content: bytes) -> None:
-    write_file(path, [xxhash.xxh3_128_hexdigest(content).encode() + b"\n", content])
+    write_bytes(path, xxhash.xxh3_128_hexdigest(content).encode() + b"\n" + content)
 
 
 def _read_checked(path: Path) -> bytes:

@@ -86,7 +86,7 @@ class Mirror:
 
     def move(self, old: bytes, new: bytes) -> None:
         """A file that is here."""
-        os.replace(self.path / os.fsdecode(old), self._place(new))  # noqa: PTH105  links too
+        (self.path / os.fsdecode(old)).replace(self._place(new))
 
     def remove(self, path: bytes) -> None:
         """Whatever is at `path`, with all below it."""

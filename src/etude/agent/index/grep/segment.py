@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 import mmap
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,9 @@ from numpy.typing import NDArray
 from etude.agent.index.grep.grams import PairRanks, gram_hashes
 from etude.agent.index.grep.literals import And, Literal, Or, Plan, Required
 from etude.errors import StoreError
+from etude.kit.durable import whole_file
 
-__all__ = ["FORMAT", "MOST_DOCUMENTS", "Document", "Flags", "Segment", "write_file", "write_segment"]
+__all__ = ["FORMAT", "MOST_DOCUMENTS", "Document", "Flags", "Segment", "write_segment"]
 
 FORMAT = 1
 MOST_DOCUMENTS = 1 << 15
@@ -212,7 +212,8 @@ def write_segment(
         "path_starts": np.cumsum(lengths).astype(np.uint32),
         "paths": np.frombuffer(paths, np.uint8),
     }
-    write_file(path, _assemble(sections, len(documents), bits, text_bytes))
+    with whole_file(path) as file:
+        file.writelines(_assemble(sections, len(documents), bits, text_bytes))
 
 
 def _pack(
@@ -262,25 +263,6 @@ def _assemble(
     text = json.dumps({**header, "file_bytes": at, "sections": places}).encode().ljust(room)
     begin = _MAGIC + len(text).to_bytes(4, "little") + xxhash.xxh3_64_digest(text) + text
     return [begin + bytes(-len(begin) % _ALIGN), *pieces]
-
-
-def write_file(path: Path, pieces: Sequence[bytes]) -> None:
-    """Writes beside `path`, syncs, renames: readers see the old file or the new, a crash leaves either."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _damaged(path: Path, problem: str) -> StoreError:

@@ -7,8 +7,6 @@ of arrays that is complete or not there.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -25,6 +23,7 @@ from etude.agent.index.semantic.records import HASH_BYTES, FileRecord
 from etude.agent.index.semantic.tree import FileStat
 from etude.agent.index.semantic.words import count_terms
 from etude.errors import StoreError
+from etude.kit.durable import whole_directory
 
 __all__ = ["FileEntry", "TreeState", "assemble", "empty_state", "load_state", "path_terms", "save_state"]
 
@@ -199,9 +198,8 @@ _LEXICON = tuple(field.name for field in fields(Lexicon))
 
 def save_state(state: TreeState, into: Path) -> None:
     """Writes a folder that is whole or not there: under another name first, synced, then renamed."""
-    partial = into.with_name(into.name + f".{os.getpid()}.partial")
-    partial.mkdir(parents=True)
-    try:
+    into.parent.mkdir(parents=True, exist_ok=True)
+    with whole_directory(into) as draft:
         arrays = {name: getattr(state, name) for name in _ARRAYS}
         arrays |= {f"lexicon_{name}": getattr(state.lexicon, name) for name in _LEXICON}
         encoded = [path.encode("utf-8", "surrogateescape") for path in state.paths]
@@ -211,14 +209,8 @@ def save_state(state: TreeState, into: Path) -> None:
             "generation": state.generation,
             "scanned": state.scanned,
         }
-        facts["arrays"] = {name: _save(partial / f"{name}.npy", array) for name, array in arrays.items()}
-        _write(partial / "state.json", json.dumps(facts).encode())
-        _sync_folder(partial)
-        partial.rename(into)
-        _sync_folder(into.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        facts["arrays"] = {name: _save(draft / f"{name}.npy", array) for name, array in arrays.items()}
+        (draft / "state.json").write_bytes(json.dumps(facts).encode())
 
 
 def load_state(folder: Path) -> TreeState:
@@ -243,10 +235,7 @@ def load_state(folder: Path) -> TreeState:
 
 
 def _save(path: Path, array: NDArray[Any]) -> str:
-    with path.open("wb") as file:
-        np.save(file, np.ascontiguousarray(array), allow_pickle=False)
-        file.flush()
-        os.fsync(file.fileno())
+    np.save(path, np.ascontiguousarray(array), allow_pickle=False)
     return _digest(path)
 
 
@@ -259,18 +248,3 @@ def _load(path: Path, digest: str) -> NDArray[Any]:
 
 def _digest(path: Path) -> str:
     return blake3().update_mmap(path).hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

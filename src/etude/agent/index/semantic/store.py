@@ -29,6 +29,7 @@ from etude.agent.index.semantic.records import FileRecord, read_record, write_re
 from etude.agent.index.semantic.state import NO_ROW, TreeState, load_state, save_state
 from etude.agent.index.semantic.vectors import VectorFile, append_rows, pack_rows, row_type
 from etude.errors import StoreError
+from etude.kit.retry import Backoff, retry
 
 __all__ = ["RecordsGoneError", "SemanticStore"]
 
@@ -162,15 +163,13 @@ class SemanticStore:
 
     def vector_file(self, model: str, dimension: int) -> tuple[VectorFile, int]:
         """All published rows, mapped, and their generation."""
-        for attempt in range(8):
+
+        def open_newest() -> tuple[VectorFile, int]:
             with self._lock, _told(self.folder):
                 _, generation, num_rows = self._model(model)
-            try:
-                return VectorFile(self._vector_path(model, generation), dimension, num_rows), generation
-            except StoreError:
-                if attempt == 7:
-                    raise
-        raise AssertionError("unreachable")
+            return VectorFile(self._vector_path(model, generation), dimension, num_rows), generation
+
+        return retry(open_newest, StoreError, Backoff(base_s=0.0, attempts=8))
 
     def vectors(
         self, model: str, dimension: int, hashes: NDArray[np.uint8]

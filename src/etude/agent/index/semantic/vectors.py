@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from etude.agent.index.semantic.embedding import Vectors
 from etude.errors import StoreError
+from etude.kit.durable import sync_file
 
 __all__ = ["VectorFile", "append_rows", "pack_rows"]
 
@@ -52,8 +53,7 @@ def append_rows(path: Path, num_rows: int, rows: NDArray[np.void]) -> None:
         file.truncate(start)
         file.seek(start)
         file.write(rows.tobytes())
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
 
 
 class VectorFile:

@@ -20,6 +20,7 @@ from etude.environment.recording.server.requests import AGENT_HEADER, recordings
 from etude.environment.recording.service import Ask, Begun, Event
 from etude.environment.recording.sessions import RecordedSession, Recordings
 from etude.errors import EtudeError
+from etude.kit.tasks import end_tasks
 from etude.serving.application import unless_gone, until_gone
 from etude.serving.describing import answering, described
 from etude.serving.errors import ErrorAnswer
@@ -165,9 +166,7 @@ class _Stream(Response):
         try:
             await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (sending, leaving):
-                task.cancel()
-            await asyncio.gather(sending, leaving, return_exceptions=True)
+            await end_tasks(sending, leaving)
             await self._events.aclose()
             self._recordings.leave(self._session)
         if not sending.cancelled() and (error := sending.exception()) is not None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from etude.errors import EtudeError
 from etude.inference.router.server.proxy import Proxy
+from etude.kit.tasks import end_tasks
 from etude.serving.client import Answer, NoAnswerError, NobodyListensError, read_json
 
 _log = logging.getLogger("etude.inference.router")
@@ -48,9 +49,7 @@ async def watch(proxy: Proxy) -> None:
                 await asyncio.sleep(_AGAIN_S)
             await asyncio.sleep(_TICK_S)
     finally:
-        for task in probing.values():
-            task.cancel()
-        await asyncio.gather(*probing.values(), return_exceptions=True)
+        await end_tasks(*probing.values())
 
 
 async def probe(proxy: Proxy, name: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import EtudeError, PartLostError
 from etude.inference.router.borrowing import Borrowing, Lent, LoanStage
 from etude.inference.router.members import MemberState
+from etude.kit.tasks import Tasks
 from etude.serving.client import Answer, read_json, refused
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class LoanKeeper:
         """From the recall of a replica to its word that it serves users again."""
         self._proxy = proxy
         self._headers = {"authorization": f"Bearer {token}"}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._ending: dict[str, asyncio.Task[None]] = {}
         """By replica."""
 
@@ -47,10 +47,10 @@ class LoanKeeper:
         for _ in self.books.expire(now_s):
             self._proxy.metrics.count("etude_router_borrowers_lost")
         for one in self.books.to_end(alive):
-            self._ending[one.replica] = self._start(self._end(one))
+            self._ending[one.replica] = self._tasks.start(self._end(one))
         for one in self.books.to_lend(alive, now_s):
             self._proxy.router.set_ready(one.replica, False)
-            self._start(self._lend(one))
+            self._tasks.start(self._lend(one))
 
     async def until_home(self, replica: str) -> None:
         """Begins what is due, and waits until a replica's loan is over, if it is to end."""
@@ -66,15 +66,7 @@ class LoanKeeper:
 
     async def close(self) -> None:
         """Stops what is under way. Loans go on for as long as their runs renew them."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        await self._tasks.close()
 
     async def _lend(self, one: Lent) -> None:
         borrower = self.books.borrowers.get(one.borrower)

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from etude.sandbox.reaping import WorkDirectory, is_owner_alive, owner_tag
+from etude.kit.leftovers import is_owner_alive, owner_tag, work_directory
 
 SOURCE = str(Path(__file__).parents[2] / "src")
 OWNER = """
 import sys
 from pathlib import Path
-from etude.sandbox.reaping import WorkDirectory, owner_tag
-work = WorkDirectory(Path(sys.argv[1]))
+from etude.kit.leftovers import work_directory
+work = work_directory(Path(sys.argv[1]))
 (work.path / "socket").write_text("x")
-print(owner_tag(), flush=True)
+print(work.path.name, flush=True)
 sys.stdin.read()
 """
 
@@ -41,7 +41,7 @@ def test_a_later_process_of_the_same_number_is_not_the_owner() -> None:
 
 def test_a_zombie_is_dead() -> None:
     with subprocess.Popen(
-        [sys.executable, "-c", "from etude.sandbox.reaping import owner_tag; print(owner_tag())"],
+        [sys.executable, "-c", "from etude.kit.leftovers import owner_tag; print(owner_tag())"],
         stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": SOURCE},
     ) as process:  # fmt: skip
         assert process.stdout is not None
@@ -57,16 +57,14 @@ def test_directories_of_dead_owners_go_and_those_of_living_ones_stay(tmp_path: P
         env={**os.environ, "PYTHONPATH": SOURCE},
     ) as owner:  # fmt: skip
         assert owner.stdout is not None
-        tag = owner.stdout.readline().decode().strip()
+        theirs = owner.stdout.readline().decode().strip()
         (root / "snapshots").mkdir()
-        (root / "1-1-0").mkdir()
-        mine = WorkDirectory(root)
-        assert sorted(path.name for path in root.iterdir()) == sorted(
-            [f"{tag}-0", mine.path.name, "snapshots"]
-        )
+        (root / "work-left").mkdir()
+        mine = work_directory(root)
+        assert sorted(path.name for path in root.iterdir()) == sorted([theirs, mine.path.name, "snapshots"])
         owner.kill()
         owner.wait()
-    second = WorkDirectory(root)
+    second = work_directory(root)
     assert sorted(path.name for path in root.iterdir()) == sorted(
         [mine.path.name, second.path.name, "snapshots"]
     )
@@ -77,6 +75,6 @@ def test_directories_of_dead_owners_go_and_those_of_living_ones_stay(tmp_path: P
 
 
 def test_a_work_directory_is_for_its_owner_alone(tmp_path: Path) -> None:
-    work = WorkDirectory(tmp_path / "w")
+    work = work_directory(tmp_path / "w")
     assert work.path.stat().st_mode & 0o777 == 0o700
     assert (tmp_path / "w").stat().st_mode & 0o777 == 0o700

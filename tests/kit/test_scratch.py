@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from etude.observe.scratch import scratch_directory, sweep
+from etude.kit.leftovers import ScratchDirectory, sweep
 
 _KEEPS_ONE = """
 import pathlib, sys, time
-from etude.observe.scratch import scratch_directory
-with scratch_directory(pathlib.Path(sys.argv[1]), "etude-") as path:
+from etude.kit.leftovers import ScratchDirectory
+with ScratchDirectory(pathlib.Path(sys.argv[1]), "etude-") as path:
     print(path, flush=True)
     time.sleep(600)
 """
 
 
 def test_a_directory_goes_with_its_block(tmp_path: Path) -> None:
-    with scratch_directory(tmp_path, "etude-") as path:
+    with ScratchDirectory(tmp_path, "etude-") as path:
         (path / "file").write_text("x")
         assert path.parent == tmp_path and path.name.startswith("etude-")
     assert not path.exists()
@@ -41,7 +41,7 @@ def test_what_a_killed_process_left_is_swept_and_what_is_in_use_is_not(tmp_path:
         assert left.exists(), "somebody works in it"
         process.kill()
         process.wait()
-    with scratch_directory(tmp_path, "etude-") as used:
+    with ScratchDirectory(tmp_path, "etude-") as used:
         sweep(tmp_path, "etude-")
         assert not left.exists()
         assert used.exists() and other.exists()
@@ -61,5 +61,5 @@ def test_a_directory_that_somebody_sweeps_as_it_is_made_is_made_again(
         return path
 
     monkeypatch.setattr(tempfile, "mkdtemp", make_and_lose)
-    with scratch_directory(tmp_path, "etude-") as path:
+    with ScratchDirectory(tmp_path, "etude-") as path:
         assert path.is_dir() and made == [made[0], path] and not made[0].exists()

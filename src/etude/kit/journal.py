@@ -1,0 +1,120 @@
+"""A journal: JSON lines that one process appends to, each with its checksum.
+
+    <checksum, hex> <space> <JSON object> <newline>
+
+A line torn by a crash at the file's end is dropped by the next writer; damage anywhere else is an error.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from etude.errors import StoreError
+
+Checksum = Callable[[bytes], str]
+"""Of a line's JSON, in hex."""
+
+
+class LineJournal:
+    """A journal that is open for appending, and locked meanwhile. Lines are in the hands of the operating
+    system once they are appended, and on the disk after `sync`.
+
+    Raises OSError where the file cannot be written or is closed.
+    """
+
+    def __init__(self, path: Path, checksum: Checksum, flags: int = 0) -> None:
+        """Use `create` or `resume`."""
+        self.path = path
+        self._checksum = checksum
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC | flags, 0o600)
+        self._file = os.fdopen(descriptor, "ab", buffering=0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(self._file.fileno()).st_nlink:
+                raise FileNotFoundError(f"{path} was removed as it was opened")
+        except BaseException:
+            self._file.close()
+            raise
+
+    @classmethod
+    def create(cls, path: Path, checksum: Checksum) -> LineJournal:
+        """Begins a journal. Raises FileExistsError, and other OSErrors."""
+        return cls(path, checksum, os.O_CREAT | os.O_EXCL)
+
+    @classmethod
+    def resume(cls, path: Path, checksum: Checksum) -> tuple[LineJournal, list[dict[str, Any]]]:
+        """Opens a journal to go on with, and gives its lines. A file without a whole line is left as it is.
+
+        Raises FileNotFoundError, BlockingIOError where another process has it, other OSErrors, and StoreError
+        for one that is damaged.
+        """
+        journal = cls(path, checksum)
+        try:
+            lines, length = read_lines(path, checksum)
+            if lines:
+                journal._file.truncate(length)
+        except BaseException:
+            journal.close()
+            raise
+        return journal, lines
+
+    def append(self, document: Mapping[str, Any]) -> None:
+        """Writes one line."""
+        text = json.dumps(document, separators=(",", ":")).encode()
+        line = b"%s %s\n" % (self._checksum(text).encode(), text)
+        self._check_open()
+        if self._file.write(line) != len(line):
+            raise OSError("the disk is full")
+
+    def sync(self) -> None:
+        """Waits until the disk holds what was appended."""
+        self._check_open()
+        os.fdatasync(self._file.fileno())
+
+    def _check_open(self) -> None:
+        if self._file.closed:
+            raise OSError(f"{self.path} is closed")
+
+    def close(self) -> None:
+        """Lets the file go. Idempotent."""
+        self._file.close()
+
+    def remove(self) -> None:
+        """Deletes it. Idempotent."""
+        self.path.unlink(missing_ok=True)
+        self.close()
+
+
+def read_lines(path: Path, checksum: Checksum) -> tuple[list[dict[str, Any]], int]:
+    """All lines, and the length in bytes of the part that is whole. Raises OSError; StoreError for damage."""
+    data = path.read_bytes()
+    documents: list[dict[str, Any]] = []
+    position = 0
+    while position < len(data):
+        end = data.find(b"\n", position) + 1
+        document = _document(data[position : end - 1], checksum) if end else None
+        if document is None:
+            if end and end < len(data):
+                raise StoreError(
+                    "the journal is damaged",
+                    field=f"line {len(documents) + 1}",
+                    received=str(path),
+                    fix="move it out of the way",
+                )
+            break
+        documents.append(document)
+        position = end
+    return documents, position
+
+
+def _document(line: bytes, checksum: Checksum) -> dict[str, Any] | None:
+    digest, _, text = line.partition(b" ")
+    if digest.decode("latin-1") != checksum(text):
+        return None
+    document = json.loads(text)
+    return document if isinstance(document, dict) else None

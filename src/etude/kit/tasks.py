@@ -1,0 +1,94 @@
+"""Work that goes on in an event loop beside the code that began it; nothing that goes wrong in it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+AnyFuture = TypeVar("AnyFuture", bound=asyncio.Future[Any])
+
+OnError = Callable[[BaseException], object]
+
+
+class Tasks:
+    """A set of tasks, each of which leaves it when it ends. For one event loop.
+
+    Its length is the number of tasks that run.
+    """
+
+    def __init__(self, on_error: OnError | None = None) -> None:
+        """`on_error`: called with what a task raises. Without it an error goes to the code that awaits the
+        task, and asyncio logs one that nobody awaits."""
+        self._tasks: set[asyncio.Future[Any]] = set()
+        self._on_error = on_error
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[asyncio.Future[Any]]:
+        return iter(list(self._tasks))
+
+    def start(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        """Begins a task."""
+        return self.add(asyncio.ensure_future(work))
+
+    def add(self, task: AnyFuture) -> AnyFuture:
+        """Takes over a task that was begun elsewhere."""
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def cancel(self) -> None:
+        """Cancels all; they end when the loop gets to them."""
+        for task in self:
+            task.cancel()
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Waits until those that run now have ended; no longer than `timeout_s`. Raises nothing of theirs."""
+        if self._tasks:
+            await asyncio.wait(tuple(self._tasks), timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Cancels all, and waits until they have ended; those that are begun meanwhile too."""
+        while self._tasks:
+            self.cancel()
+            await self.wait()
+
+    def _ended(self, task: asyncio.Future[Any]) -> None:
+        self._tasks.discard(task)
+        if self._on_error is not None:
+            _note_error(task, self._on_error)
+
+
+def start_watched(
+    work: Coroutine[Any, Any, Result], on_error: OnError = lambda error: None
+) -> asyncio.Task[Result]:
+    """A task that several may await, through `asyncio.shield`: its error goes to them and to `on_error`, and
+    is not logged where none of them waits any more."""
+    task = asyncio.ensure_future(work)
+    task.add_done_callback(lambda task: _note_error(task, on_error))
+    return task
+
+
+async def end_tasks(*tasks: asyncio.Future[Any]) -> None:
+    """Cancels tasks, and waits until they have ended. Raises nothing of theirs."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits `work`; a cancelled caller waits for its end all the same. For what must not stop halfway."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(task, return_exceptions=True)
+        raise
+
+
+def _note_error(task: asyncio.Future[Any], on_error: OnError) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        on_error(error)
