@@ -483,6 +483,6 @@ def test_a_layer_is_on_the_disk_before_it_has_its_name(
         assert (path / "layer.json").exists() and (path / "root" / "a").read_bytes() == b"x"
         synced.append(bool(store.list()))
 
-    monkeypatch.setattr(layers, "_sync_file_system", sync)
+    monkeypatch.setattr(layers, "sync_file_system", sync)
     add_files(store, {"a": b"x"})
     assert synced == [False] and len(store.list()) == 1
