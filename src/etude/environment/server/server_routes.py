@@ -58,7 +58,8 @@ async def events(socket: WebSocket, session_id: str) -> None:
     try:
         held = host_of(socket).find(tenant_of(socket), session_id)
         after = socket.query_params.get("after", "0")
-        stream = held.session.events.watch(int(after) if after.isascii() and after.isdecimal() else 0)
+        is_number = after.isascii() and after.isdecimal() and len(after) < 19
+        stream = held.session.events.watch(int(after) if is_number else 0)
     except EtudeError as error:
         await socket.send_json({"event": "refused", "error": encode_error(error)})
         await socket.close(REFUSED)
