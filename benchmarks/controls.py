@@ -81,12 +81,14 @@ class Results:
 
     def pace_of(self, recipe: Recipe) -> Pace:
         """A step of the recipe in steps of RL: the sampled tokens of each as it was tuned, and the time by
-        processor, which other programs hardly change. A step of RL takes as long at any rate."""
+        processor, which other programs hardly change, or by the wall where that was not measured. A step of
+        RL takes as long at any rate."""
         ours, rl = (self.peers["tuning"][one.name][self.settings_of(one)] for one in (recipe, RL))
         if not ours["rl_steps"]:
             return Pace()
         timed = max(self.peers["tuning"][RL.name], key=lambda trial: trial["processor_s"])
-        seconds = _by_step(ours, "processor_s") / _by_step(timed, "processor_s")
+        time_s = "processor_s" if ours["processor_s"] and timed["processor_s"] else "train_s"
+        seconds = _by_step(ours, time_s) / _by_step(timed, time_s)
         return Pace(seconds, _by_step(ours, "sampled_tokens") / _by_step(rl, "sampled_tokens"))
 
 
