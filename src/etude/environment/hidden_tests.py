@@ -22,6 +22,7 @@ from itertools import groupby
 from typing import Any, TypeGuard
 
 from etude.errors import TaskError
+from etude.kit.syntax import parse_python
 from etude.sandbox.inside.testrunner import MAX_VALUES, RECORD, Value, failed_comparison
 from etude.sandbox.types import ProbeReport, ProbeResult
 
@@ -145,7 +146,7 @@ def take_apart(
 
 
 def _take_apart(path: str, text: str, workspace: frozenset[str], hidden: frozenset[str]) -> HiddenFile:
-    tree = ast.parse(text, path)
+    tree = parse_python(text, path)
     names = solution_names(tree, workspace, hidden)
     cutter = _Cutter(names)
     tests: list[HiddenTest] = []

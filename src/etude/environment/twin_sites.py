@@ -14,6 +14,7 @@ from functools import partial
 from itertools import islice
 
 from etude.environment.hidden_tests import is_answer
+from etude.kit.syntax import parse_python
 from etude.sandbox.inside.testrunner import RECORD
 
 _MOST_WORDS = 1000
@@ -30,7 +31,7 @@ def find_sites(path: str, text: str, names: Collection[str]) -> list[tuple[bool,
     if not path.endswith(".py"):
         return [(True, place) for place, _ in enumerate(islice(_WORD.finditer(text), _MOST_WORDS))]
     try:
-        return [(is_constant, place) for is_constant, place, _ in _sites_of(ast.parse(text), names)]
+        return [(is_constant, place) for is_constant, place, _ in _sites_of(parse_python(text), names)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []  # what imports it fails, with or without a change
 
@@ -42,7 +43,7 @@ def change_sites(path: str, text: str, names: Collection[str], numbers: Collecti
         for word in reversed([words[number] for number in sorted(numbers)]):
             text = text[: word.start()] + str(_others(word[0])[0]) + text[word.end() :]
         return text
-    tree = ast.parse(text)
+    tree = parse_python(text)
     sites = _sites_of(tree, names)
     for number in numbers:
         sites[number][2]()

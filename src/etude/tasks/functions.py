@@ -11,6 +11,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
+from etude.kit.syntax import parse_python
 from etude.tasks.families import HELPER, PARAMETERS, Family, Kind, Result, Shape
 from etude.tasks.inputs import draw_arguments
 
@@ -156,7 +157,7 @@ def function_hash(source: str) -> str:
     are replaced; builtins, methods and constants are kept. Two functions with the same hash differ in
     names and words only. 16 hexadecimal digits.
     """
-    tree = ast.parse(source)
+    tree = parse_python(source)
     function = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
     imported = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     names = {alias.name: HELPER for node in imported for alias in node.names}

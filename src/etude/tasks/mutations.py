@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from etude.kit.syntax import parse_python
+
 BugKind = Literal[
     "operator",
     "augmented",
@@ -91,7 +93,7 @@ def mutations(source: str) -> list[Mutation]:
 
     `source` is ASCII with one statement to a line, as the families write it.
     """
-    tree = ast.parse(source)
+    tree = parse_python(source)
     function = next(node for node in tree.body if isinstance(node, ast.FunctionDef))
     context = _Context(source.split("\n"), function)
     found: list[Mutation] = []

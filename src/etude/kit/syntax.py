@@ -1,0 +1,18 @@
+"""Python's syntax trees, made by one thread at a time."""
+
+from __future__ import annotations
+
+import ast
+import threading
+
+_PARSING = threading.Lock()
+
+
+def parse_python(text: str, path: str = "<unknown>") -> ast.Module:
+    """`ast.parse`, which in Python 3.11 may end in SystemError where two threads parse at once.
+
+    Raises SyntaxError, ValueError, RecursionError and MemoryError as it does.
+    Source: github.com/python/cpython/issues/106905.
+    """
+    with _PARSING:
+        return ast.parse(text, path)
