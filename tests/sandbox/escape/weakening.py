@@ -249,6 +249,14 @@ def _copy_holes_too(reader: int, writer: int, size: int) -> None:
         size -= sent
 
 
+def _remove_by_recursion(path: str) -> None:
+    """And what goes wrong in it ends the fork server, not that sandbox alone."""
+    try:
+        shutil.rmtree(path, ignore_errors=True)
+    except RecursionError:
+        os._exit(1)
+
+
 def _trust_shells() -> None:
     """Whatever number comes first is an exit status."""
 
@@ -304,9 +312,7 @@ WEAKENINGS: dict[str, Callable[[], None]] = {
     "opened beneath the workspace": _set(kernel, "open_beneath", _open_anywhere),
     "overlay over the template": lambda: _wrap(namespaces, "_overlay", _work_on_the_template),
     "holes kept": _set(layers, "_copy_data", _copy_holes_too),
-    "removal without recursion": _set(
-        layers, "remove_tree", lambda path: shutil.rmtree(path, ignore_errors=True)
-    ),
+    "removal without recursion": _set(layers, "remove_tree", _remove_by_recursion),
     "status of shells checked": _trust_shells,
     "counts of watches": namespaces.WATCHES.clear,
     "descriptors of the server's own": _set(namespaces, "SERVER_FILES", 256),
