@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
 
 from pydantic import Field, field_validator, model_validator
 
@@ -50,10 +50,11 @@ class ServersFile(Section):
 class SandboxConfig(Section):
     """Sandboxes in which the agent's tools run."""
 
-    backend: Literal["local", "gvisor", "vm", "unisolated"] = "local"
+    backend: str = "local"
     """`local`: Linux namespaces. `gvisor`: a kernel in user space, 3 to 4 times slower. `vm`: a virtual
-    machine under QEMU, slow without KVM. `unisolated`: plain subprocesses, for machines that forbid
-    namespaces; the agent's code can then do whatever you can."""
+    machine under QEMU, slow without KVM. `docker` and `podman`: containers, of the image `python:3.11-slim`
+    or, as `podman:IMAGE`, of another one that the engine has. `unisolated`: plain subprocesses, for machines
+    that forbid namespaces; the agent's code can then do whatever you can."""
     server: str = ""
     """Address of an `etude sandbox serve` that creates the sandboxes, `http://HOST:PORT`; `backend` then
     names one of its backends. Empty: they are created where sessions run, or by `servers`."""
@@ -74,6 +75,16 @@ class SandboxConfig(Section):
     to a minute."""
     command_timeout_s: float = Field(default=10.0, gt=0)
     """Time limit of one command in seconds, counted in the same way."""
+
+    @field_validator("backend")
+    @classmethod
+    def _backend_is_one(cls, value: str) -> str:
+        if not re.fullmatch("local|gvisor|vm|unisolated|(docker|podman)(:.+)?", value):
+            raise ValueError(
+                f"must be local, gvisor, vm, unisolated, docker, podman, docker:IMAGE or podman:IMAGE, "
+                f"received {value!r}"
+            )
+        return value
 
     @field_validator("servers")
     @classmethod

@@ -12,6 +12,7 @@ from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.local.unisolated import UnisolatedBackend
 from etude.sandbox.machine_backend import default_state_directory
 
+ENGINES = ("docker", "podman")
 IMAGES = "images"
 """Directory of the image store, below the state directory."""
 
@@ -19,16 +20,27 @@ IMAGES = "images"
 def open_backend(name: str, state: Path | None = None) -> SandboxBackend:
     """A new backend, not yet started. `state`: where snapshots and images lie, if not in the usual place.
 
-    Raises ConfigError for an unknown name.
+    `docker:IMAGE` and `podman:IMAGE` name the image of sandboxes whose template has none. Raises ConfigError
+    for an unknown name.
     """
+    engine, colon, image = name.partition(":")
+    if engine in ENGINES and (image or not colon):
+        return _open_containers(engine, image, state)
     if name not in BACKENDS:
         raise ConfigError(
             "unknown sandbox backend",
             field="sandbox.backend",
             received=name,
-            fix="one of " + ", ".join(BACKENDS),
+            fix="one of " + ", ".join((*BACKENDS, *ENGINES, *(f"{one}:IMAGE" for one in ENGINES))),
         )
     return BACKENDS[name](state)
+
+
+def _open_containers(engine: str, image: str, state: Path | None) -> SandboxBackend:
+    from etude.sandbox.containers.arguments import Setup
+    from etude.sandbox.containers.backend import ContainerBackend
+
+    return ContainerBackend(engine, Setup(image) if image else None, state)
 
 
 def _local(state: Path | None) -> SandboxBackend:
@@ -56,24 +68,10 @@ def _vm(state: Path | None) -> SandboxBackend:
     return VmBackend(state)
 
 
-def _docker(state: Path | None) -> SandboxBackend:
-    from etude.sandbox.docker.backend import DockerBackend
-
-    return DockerBackend(state=state)
-
-
-def _podman(state: Path | None) -> SandboxBackend:
-    from etude.sandbox.docker.backend import PodmanBackend
-
-    return PodmanBackend(state=state)
-
-
 BACKENDS: dict[str, Callable[[Path | None], SandboxBackend]] = {
     "local": _local,
     "gvisor": _gvisor,
     "vm": _vm,
-    "docker": _docker,
-    "podman": _podman,
     "unisolated": _unisolated,
     "memory": _memory,
 }

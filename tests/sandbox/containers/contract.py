@@ -1,4 +1,4 @@
-"""What every sandbox does, with the expected results spelled out; run through each adapter."""
+"""What every sandbox does, with the expected results spelled out; run in real containers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from etude.sandbox.errors import (
     SandboxStateError,
     SessionClosedError,
 )
-from etude.sandbox.inside import kernel
 from etude.sandbox.interface import Sandbox
 
 FILES: dict[str, bytes | str] = {
@@ -25,25 +24,6 @@ FILES: dict[str, bytes | str] = {
         "def test_passes():\n    assert tally([2]) == 0\n"
     ),
 }
-
-
-def namespaces_work() -> bool:
-    """Whether this process may make namespaces; tried in a child."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
-        except OSError:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(pid, 0)[1] == 0
-
-
-needs_namespaces = pytest.mark.skipif(
-    not namespaces_work(), reason="the fakes run programs in user namespaces, which this machine refuses"
-)
-COMMAND_UID = 1000 if os.geteuid() == 0 else None
-"""A plain user cannot map another one into a namespace."""
 
 
 async def files_behave(s: Sandbox, scratch: Path) -> None:

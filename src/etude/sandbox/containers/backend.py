@@ -1,4 +1,4 @@
-"""Sandboxes in containers: everything through the engine's socket, nothing shared with the host.
+"""Sandboxes in containers of docker or podman, by their command line; nothing is shared with the host.
 
 The program inside is the container's first process and talks over its attached standard streams. It is
 root with six capabilities; commands run as a user of their own without any. What a snapshot holds is an
@@ -9,21 +9,27 @@ owner that dies closes their standard input, upon which they end and the engine 
 from __future__ import annotations
 
 import asyncio
-import os
+import shutil
 import socket
+import subprocess
 import tarfile
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from etude.errors import SandboxError
 from etude.kit.durable import whole_file
 from etude.kit.leftovers import is_owner_alive, owner_tag
 from etude.sandbox.channel import READY, Channel
-from etude.sandbox.docker.api import Engine, EngineError
-from etude.sandbox.docker.container import HOST_LABEL, OWNER_LABEL, Setup, container_config, upload
-from etude.sandbox.docker.frames import Demultiplexer
-from etude.sandbox.docker.line import Line
+from etude.sandbox.containers.arguments import (
+    HOST_LABEL,
+    OWNER_LABEL,
+    Setup,
+    create_arguments,
+    pack_upload,
+)
+from etude.sandbox.containers.engine import Engine
 from etude.sandbox.errors import SnapshotError, TemplateError
 from etude.sandbox.installing import install_template
 from etude.sandbox.machine import MachineSandbox, Spec, greeting
@@ -36,8 +42,10 @@ START_S = 60.0
 INSTALL_S = 60.0
 REPOSITORY = "etude-snapshot"
 _EXPORT = ("snapshot.tar", "image.tar")
-_PING_S = 30.0
-_CONFLICT = 409
+_STARTS_AT_ONCE = 4
+"""Engines start containers under locks of their own: with many at once each takes as long as all."""
+_DOCTOR_S = 30.0
+_SAID_BYTES = 4000
 
 
 @dataclass
@@ -45,29 +53,31 @@ class _Container:
     """What belongs to one running sandbox."""
 
     name: str
-    line: Line
-    output: Demultiplexer = field(default_factory=Demultiplexer)
+    said: IO[bytes]
+    """File of what it and the engine say on standard error."""
+    client: asyncio.subprocess.Process | None = None
+    """Carries its standard streams."""
+
+    def last_words(self) -> str:
+        size = self.said.seek(0, 2)
+        self.said.seek(max(0, size - _SAID_BYTES))
+        return self.said.read().decode(errors="replace").strip()
 
 
-class DockerBackend(MachineBackend):
-    """Sandboxes in containers of a Docker engine. See `Setup` for what can be chosen."""
+class ContainerBackend(MachineBackend):
+    """Sandboxes in containers of one engine. See `Setup` for what can be chosen."""
 
-    name = "docker"
-    sockets = ("/var/run/docker.sock", "{runtime}/docker.sock")
-    """Where the engine's socket may lie; the first that exists is used."""
-
-    def __init__(
-        self, socket: Path | None = None, setup: Setup | None = None, state: Path | None = None
-    ) -> None:
-        """`socket`: the engine's; None: where engines usually put it. Nothing is opened yet."""
+    def __init__(self, program: str, setup: Setup | None = None, state: Path | None = None) -> None:
+        """`program`: `docker` or `podman`. Nothing is started yet."""
         super().__init__(state)
+        self.name = program
         self.setup = setup or Setup()
-        self.socket = socket or self._usual_socket()
-        self.engine = Engine(self.socket)
+        self.engine = Engine(program)
         self._containers: dict[str, _Container] = {}
         self._committed: dict[str, str] = {}
         self._doomed: set[str] = set()
         self._sweeping: asyncio.Task[None] | None = None
+        self._starting = asyncio.Semaphore(_STARTS_AT_ONCE)
 
     def capabilities(self) -> Capabilities:
         """See SandboxBackend.capabilities. Images: those of the engine (see `image`)."""
@@ -85,40 +95,31 @@ class DockerBackend(MachineBackend):
 
     async def image(self, reference: str) -> Image:
         """An image of the engine, for use in a template. Raises TemplateError if the engine has none."""
-        config = (await self.engine.inspect_image(reference)).get("Config") or {}
+        config = await self.engine.image(reference)
         workdir = config.get("WorkingDir") or ""
-        env = _variables(config.get("Env"))
         workspace = workdir if workdir.strip("/") else Image("", ()).workdir
-        return Image(reference, (), env, workspace, config.get("User") or "root")
-
-    async def build_image(
-        self, context: Path, tag: str, dockerfile: str = "Dockerfile", network: bool = False
-    ) -> Image:
-        """Builds a Dockerfile with the engine's builder (see Engine.build), for use in a template."""
-        await self.engine.build(context, tag, dockerfile, network)
-        return await self.image(tag)
+        return Image(reference, (), _variables(config.get("Env")), workspace, config.get("User") or "root")
 
     def doctor(self) -> list[str]:
         """See SandboxBackend.doctor. Asks the engine for a sign of life."""
-        if not self.socket.is_socket():
-            return [f"no engine at {self.socket}: install and start {self.name}, or name its socket"]
-        if not os.access(self.socket, os.R_OK | os.W_OK):
-            return [f"{self.socket} may not be opened by this user: add it to the socket's group"]
+        program = self.engine.program
+        if shutil.which(program) is None:
+            return [f"{program} is not installed: install it, or use another backend"]
         try:
-            with socket.socket(socket.AF_UNIX) as line:
-                line.settimeout(_PING_S)
-                line.connect(str(self.socket))
-                line.sendall(b"GET /_ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
-                answered = line.recv(64).startswith(b"HTTP/1.1 200")
-        except OSError as error:
-            return [f"the engine at {self.socket} does not answer ({error}): restart {self.name}"]
-        return [] if answered else [f"what answers at {self.socket} is no engine: name another socket"]
+            asked = subprocess.run(
+                [program, "ps", "--quiet", "--last=1"], capture_output=True, text=True, timeout=_DOCTOR_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return [f"{program} does not answer ({error}): restart it"]
+        if asked.returncode:
+            return [f"{program} does not work: {asked.stderr.strip()[-500:]}"]
+        return []
 
     # The life of a machine
 
     async def boot(self, sandbox: MachineSandbox) -> Channel:
         """See MachineBackend.boot."""
-        channel = await self._run(sandbox, await self._image_for(sandbox.spec))
+        channel = await self._run(sandbox, self._image_for(sandbox.spec))
         await install_template(channel, sandbox.spec.template, INSTALL_S)
         return channel
 
@@ -137,19 +138,20 @@ class DockerBackend(MachineBackend):
 
     async def save(self, sandbox: MachineSandbox, kind: SnapshotKind, draft: SnapshotDraft) -> None:
         """See MachineBackend.save: commits the container's files."""
-        container = self._containers[sandbox.id]
-        self._committed[sandbox.id] = f"{REPOSITORY}:{draft.id}"
+        self._committed[sandbox.id] = image = f"{REPOSITORY}:{draft.id}"
         async with sandbox.standing_still():
-            image = await self.engine.commit(container.name, REPOSITORY, draft.id)
-        draft.extra |= {"image": f"{REPOSITORY}:{draft.id}", "image_id": image}
+            await self.engine.commit(self._containers[sandbox.id].name, image)
+        draft.extra["image"] = image
 
     async def stop(self, sandbox: MachineSandbox) -> None:
         """See MachineBackend.stop."""
         container = self._containers.pop(sandbox.id, None)
         if container is None:
             return
-        await container.line.close()
         await self.engine.remove(container.name)
+        if container.client is not None:
+            await container.client.wait()
+        container.said.close()
         for image in list(self._doomed):
             await self._drop_image(image)
 
@@ -192,39 +194,36 @@ class DockerBackend(MachineBackend):
         return info
 
     async def _run(self, sandbox: MachineSandbox, image: str) -> Channel:
-        """A container of an image with the program inside; its line answers."""
         await self._sweep()
-        spec = sandbox.spec
-        line = Line(lambda reason: self.lost(sandbox))
-        container = _Container(f"etude-{sandbox.id}", line)
-        self._containers[sandbox.id] = container
-        channel = Channel(line.socket, sandbox.id)
+        async with self._starting:
+            return await self._run_now(sandbox, image)
+
+    async def _run_now(self, sandbox: MachineSandbox, image: str) -> Channel:
+        """A container of an image with the program inside, which answers."""
+        spec, name = sandbox.spec, f"etude-{sandbox.id}"
+        container = self._containers[sandbox.id] = _Container(name, tempfile.TemporaryFile())  # noqa: SIM115  # stop() closes it
+        ours, theirs = socket.socketpair()
+        channel = Channel(ours, sandbox.id)
         labels = {OWNER_LABEL: owner_tag(), HOST_LABEL: _host()}
-        config = container_config(self.setup, image, spec.template.workspace, spec.resources, labels)
-        config["Hostname"] = sandbox.id
         try:
-            sandbox.environment |= await self._environment(image)
-            await self.engine.create_container(container.name, config)
-            archive = upload(spec.template.workspace, self.setup.command_uid)
-            await self.engine.put_archive(container.name, archive)
-            reader, writer = await self.engine.attach(container.name)
-            await line.connect(reader, writer, container.output.feed)
-            await self.engine.start(container.name)
+            with theirs:
+                # The server does not hand its own environment on to commands.
+                sandbox.environment |= _variables((await self.engine.image(image)).get("Env"))
+                workspace = spec.template.workspace
+                words = create_arguments(sandbox.id, self.setup, image, workspace, spec.resources, labels)
+                await self.engine.create(name, words, pack_upload(workspace, self.setup.command_uid))
+                container.client = await self.engine.attach(name, theirs, container.said)
             await channel.answer(READY, START_S)
             await channel.request(greeting(sandbox.id), b"", START_S)
         except SandboxError as error:
             channel.close("the sandbox never ran")
-            said = container.output.errors.decode(errors="replace").strip()
-            if said:
-                error.args = (f"{error.message}; the container said: {said}", *error.args[1:])
-                error.message = error.args[0]
-            raise
+            raise _explained(error, container, image) from error
         except BaseException:
             channel.close("the sandbox never ran")
             raise
         return channel
 
-    async def _image_for(self, spec: Spec) -> str:
+    def _image_for(self, spec: Spec) -> str:
         """The image that a spec asks for; it is there. Raises TemplateError."""
         wanted = spec.template.image
         if wanted is not None and wanted.layers:
@@ -232,32 +231,16 @@ class DockerBackend(MachineBackend):
                 "an engine runs its own images, not layers of ours",
                 field="template.image",
                 received=wanted.name,
-                fix="build it with DockerBackend.build_image, or use the local backend",
+                fix=f"build it with `{self.name} build`, or use the local backend",
             )
-        reference = self.setup.image if wanted is None else wanted.name
-        try:
-            await self.engine.inspect_image(reference)
-        except TemplateError:
-            if not self.setup.pull:
-                raise
-            await self.engine.pull(reference)
-        return reference
-
-    async def _environment(self, image: str) -> dict[str, str]:
-        """What an image sets for its programs: the server does not hand its own environment on."""
-        config = (await self.engine.inspect_image(image)).get("Config") or {}
-        return _variables(config.get("Env"))
+        return self.setup.image if wanted is None else wanted.name
 
     async def _drop_image(self, image: str) -> None:
         """Removes an image now, or, while containers of it run, once they have stopped."""
-        try:
-            await self.engine.remove_image(image)
-        except EngineError as error:
-            if error.status != _CONFLICT:
-                raise
-            self._doomed.add(image)
-        else:
+        if await self.engine.remove_image(image):
             self._doomed.discard(image)
+        else:
+            self._doomed.add(image)
 
     async def _sweep(self) -> None:
         """Once: removes containers whose owner on this host is dead (one that never came to attach)."""
@@ -270,22 +253,26 @@ class DockerBackend(MachineBackend):
             raise
 
     async def _remove_orphans(self) -> None:
-        for row in await self.engine.list_containers(f"{HOST_LABEL}={_host()}"):
-            owner = (row.get("Labels") or {}).get(OWNER_LABEL, "")
+        owners = await self.engine.labels(f"{HOST_LABEL}={_host()}", OWNER_LABEL)
+        for container, owner in owners.items():
             if not is_owner_alive(owner):
-                await self.engine.remove(row["Id"])
-
-    def _usual_socket(self) -> Path:
-        runtime = f"/run/user/{os.getuid()}"
-        places = [Path(place.format(runtime=runtime)) for place in self.sockets]
-        return next((place for place in places if place.exists()), places[0])
+                await self.engine.remove(container)
 
 
-class PodmanBackend(DockerBackend):
-    """The same over podman's Docker-compatible service (`podman system service`)."""
-
-    name = "podman"
-    sockets = ("{runtime}/podman/podman.sock", "/run/podman/podman.sock")
+def _explained(error: SandboxError, container: _Container, image: str) -> SandboxError | TemplateError:
+    """The same error with what the container and the engine said; an image without Python is the user's."""
+    said = container.last_words()
+    if "executable file" in said:
+        return TemplateError(
+            said,
+            field="sandbox.image",
+            received=image,
+            fix="use an image with python3 on its path, or name its interpreter",
+        )
+    if said:
+        error.args = (f"{error.message}; the container said: {said}", *error.args[1:])
+        error.message = error.args[0]
+    return error
 
 
 def _variables(rows: list[str] | None) -> dict[str, str]:
