@@ -11,8 +11,8 @@ nothing else. All models then play the same held-out tasks of all families. Step
 ends a run: how long a step of each takes is known from the runs that choose settings, by processor time.
 
 Whatever is in the results file is not run again, nor is a run whose directory exists: a stopped script goes
-on where it was. Another machine, or another core, goes on with a copy of the results file, whose seeds
-`--join` brings back; all of one seed belongs on one machine, because controls need the weights of its run.
+on where it was. Another machine, or another core, goes on with a copy of the results file, and `--join` brings
+back what it measured; all of one seed belongs on one machine, because controls need the weights of its run.
 """
 
 from __future__ import annotations
@@ -66,11 +66,15 @@ class Results:
         write_result(self.path, figures_of(self.peers), self.peers)
 
     def join(self, others: Sequence[Path]) -> None:
-        """Takes up the seeds and trials that other files have and this one lacks."""
+        """Takes up the trials, seeds and recipes of seeds that other files have and this one lacks."""
         for other in others:
             peers = Results.load(other).peers
-            for name in ("tuning", "clusters", "runs"):
-                self.peers[name] = peers[name] | self.peers[name]
+            for recipe, trials in peers["tuning"].items():
+                ours = self.peers["tuning"].setdefault(recipe, [])
+                ours += trials[len(ours) :]
+            for seed, rows in peers["runs"].items():
+                self.peers["runs"][seed] = rows | self.peers["runs"].get(seed, {})
+            self.peers["clusters"] = peers["clusters"] | self.peers["clusters"]
             self.peers["timing"] = self.peers["timing"] or peers["timing"]
         self.save()
 

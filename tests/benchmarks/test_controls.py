@@ -92,11 +92,15 @@ def test_a_control_takes_as_many_steps_as_fit_into_the_time_and_the_tokens_of_rl
 def test_files_of_other_machines_bring_their_seeds(tmp_path: Path) -> None:
     results = controls.Results(tmp_path / "one.json", peers("1", "0", num_seeds=1) | {"timing": None})
     other = controls.Results(tmp_path / "other.json", peers("0", "1", num_seeds=2))
+    results.peers["runs"]["0"] = {"rl": results.peers["runs"]["0"]["rl"]}
+    other.peers["tuning"]["rl"] = other.peers["tuning"]["rl"] * 2
     other.save()
     results.join([other.path])
     joined = controls.Results.load(results.path).peers
     assert set(joined["runs"]) == {"0", "1"}
-    assert share_solved(joined["runs"]["0"]["rl"]["wall"]["verdicts"]) == 1.0, "its own seed stays"
+    assert share_solved(joined["runs"]["0"]["rl"]["wall"]["verdicts"]) == 1.0, "its own stays"
+    assert BEST.name in joined["runs"]["0"], "what another lane measured of the same seed"
+    assert len(joined["tuning"]["rl"]) == 2 and len(joined["tuning"][BEST.name]) == 1
     assert joined["timing"] == other.peers["timing"]
 
 
