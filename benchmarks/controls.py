@@ -11,8 +11,8 @@ nothing else. All models then play the same held-out tasks of all families. Step
 ends a run: how long a step of each takes is known from the runs that choose settings, by processor time.
 
 Whatever is in the results file is not run again, nor is a run whose directory exists: a stopped script goes
-on where it was. Another machine or core goes on with a copy of the results file, and `--join` brings back what
-it measured; all of one seed belongs on one machine, because controls need the weights of its run.
+on where it was. Another machine or core goes on with a copy of the results file, and `--join` brings back
+what it measured; all of one seed belongs on one machine, because controls need the weights of its run.
 """
 
 from __future__ import annotations
