@@ -127,7 +127,6 @@ def test_an_answer_that_tells_another_duration_only_is_no_difference() -> None:
 @pytest.mark.parametrize(
     ("name", "error", "reason"),
     [
-        ("web_search", None, "asked the web"),
         ("ask_user", None, "asked a person"),
         ("edit_lines", ToolErrorClass.USER_ABORTED, "was refused"),
         ("run_command", ToolErrorClass.PROVIDER, "failed"),

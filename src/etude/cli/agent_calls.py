@@ -26,8 +26,6 @@ KINDS = {
     "run_command": "execute",
     "run_tests": "execute",
     "todo_write": "think",
-    "web_search": "fetch",
-    "fetch": "fetch",
 }
 """What a tool does, in the words of the Agent Client Protocol; other tools are `other`."""
 

@@ -27,8 +27,6 @@ from etude.protocols import Archive, Finished, RunCalls, Sample, Session, Worksp
 from etude.records import SampleChunk, Segment, Status, ToolCall, ToolErrorClass, ToolResult, Trajectory, Turn
 
 ELSEWHERE = {
-    "web_search": "asked the web",
-    "fetch": "asked the web",
     "ask_user": "asked a person",
     "semantic_search": "needs an index of the code",
 }

@@ -35,17 +35,15 @@ def test_the_full_tools_have_all_that_the_core_tools_have():
     full = written(full_registry())
     assert all(set(parameters) - {"command"} <= set(full[name]) for name, parameters in CORE.items())
     assert {"glob", "write_file", "delete_file", "apply_patch"} <= full.keys()
-    assert not {"fetch", "web_search"} & full.keys()
-    assert {"fetch", "web_search"} <= full_registry(web=True).keys()
-    assert list(full)[-1] == list(full_registry(web=True))[-1] == "finish"
+    assert list(full)[-1] == "finish"
     # No name is both a tool and a parameter: the tags could not be told apart.
-    XmlGrammar(full_registry(web=True).schemas)
+    XmlGrammar(full_registry().schemas)
 
 
 def test_a_set_can_be_named():
     assert written(registry_named("core")) == CORE
     assert written(registry_named("full")) == written(full_registry())
-    assert list(registry_named(" grep , fetch,finish")) == ["grep", "fetch", "finish"]
+    assert list(registry_named(" grep , glob,finish")) == ["grep", "glob", "finish"]
     with pytest.raises(ConfigError, match="no such tool"):
         registry_named("grep,zap")
     with pytest.raises(ConfigError, match="no such tool"):

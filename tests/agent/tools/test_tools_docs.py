@@ -6,7 +6,7 @@ from etude.agent.tools.interface import ToolLimits
 
 PAGE = (Path(__file__).parents[3] / "docs" / "tools.md").read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## `(\w+)`\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
-SCHEMAS = {schema.name: schema for schema in full_registry(web=True).schemas}
+SCHEMAS = {schema.name: schema for schema in full_registry().schemas}
 
 
 def test_every_tool_has_a_section_that_names_its_parameters():

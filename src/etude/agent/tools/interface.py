@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from etude.agent.tools.ports import CodeSearch, User, Web
+from etude.agent.tools.ports import CodeSearch, User
 from etude.agent.tools.state import ToolState
 from etude.errors import AgentError, ToolArgumentError
 from etude.records import ToolCall, ToolErrorClass, ToolResult
@@ -41,7 +41,7 @@ class ToolLimits:
     parallel_calls: int = 16
     """Calls of one turn that run at the same time."""
     provider_attempts: int = 3
-    """Tries of a repeatable call where what is behind a port (the web, an embedding model) fails."""
+    """Tries of a repeatable call where what is behind a port (an embedding model) fails."""
     provider_backoff_s: float = 0.5
     """Wait before the second try; doubled for each one after it."""
 
@@ -88,7 +88,6 @@ class ToolContext:
     state: ToolState = field(default_factory=ToolState)
     search: CodeSearch | None = None
     user: User | None = None
-    web: Web | None = None
     approve: Approve | None = None
     workspace: str = WORKSPACE
     """Where the workspace lies inside the sandbox: absolute paths below it are accepted."""

@@ -1,4 +1,4 @@
-"""What tools may reach beside the sandbox: an index, a person, the web. Each may be absent.
+"""What tools may reach beside the sandbox: an index, a person. Each may be absent.
 
 Infrastructure behind a port fails with InfrastructureError; the agent is told that the provider failed, and
 the session is never a reward. What the agent asked wrongly is ToolArgumentError.
@@ -77,32 +77,3 @@ class User(Protocol):
     async def answer(self, question: str, options: Sequence[str] = ()) -> str:
         """Raises UserAbortedError if the user gives no answer."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class WebPage:
-    """A page as text."""
-
-    url: str
-    """Where it was found, redirects followed."""
-    title: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class WebResult:
-    """One result of a web search."""
-
-    url: str
-    title: str
-    excerpt: str
-
-
-class Web(Protocol):
-    """The web, as far as the egress rules let it through."""
-
-    async def fetch(self, url: str) -> WebPage:
-        """Raises ToolArgumentError for a refused or missing page, InfrastructureError for a dead provider."""
-        ...
-
-    async def search(self, query: str, limit: int) -> Sequence[WebResult]: ...

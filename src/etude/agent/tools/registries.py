@@ -13,7 +13,6 @@ from etude.agent.tools.apply_patch import ApplyPatch
 from etude.agent.tools.ask_user import AskUser
 from etude.agent.tools.delete_file import DeleteFile
 from etude.agent.tools.edit_lines import EditLines
-from etude.agent.tools.fetch import Fetch
 from etude.agent.tools.finish import Finish
 from etude.agent.tools.glob import Glob
 from etude.agent.tools.grep import Grep
@@ -28,7 +27,6 @@ from etude.agent.tools.search_replace import SearchReplace
 from etude.agent.tools.semantic_search import SemanticSearch
 from etude.agent.tools.terminal import Terminal
 from etude.agent.tools.todo_write import TodoWrite
-from etude.agent.tools.web_search import WebSearch
 from etude.agent.tools.write_file import WriteFile
 from etude.errors import ConfigError
 
@@ -60,7 +58,6 @@ _FULL: tuple[Callable[[], Tool], ...] = (
     AskUser,
     Finish,
 )
-_WEB: tuple[Callable[[], Tool], ...] = (WebSearch, Fetch)
 
 
 def core_registry() -> Registry:
@@ -68,15 +65,15 @@ def core_registry() -> Registry:
     return Registry(make() for make in _CORE)
 
 
-def full_registry(strict_edits: bool = False, web: bool = False) -> Registry:
-    """Every tool with all its parameters; those that reach the web with `web` only.
+def full_registry(strict_edits: bool = False) -> Registry:
+    """Every tool with all its parameters.
 
     `strict_edits`: `search_replace` takes its text exactly as it is given, for training.
     """
-    return Registry(_full(strict_edits, web))
+    return Registry(_full(strict_edits))
 
 
-def registry_named(name: str, strict_edits: bool = False, web: bool = False) -> Registry:
+def registry_named(name: str, strict_edits: bool = False) -> Registry:
     """`core`, `full`, or the tools of a list such as `read_file,grep,finish`, with all their parameters.
 
     Raises ConfigError for a name that there is not.
@@ -84,8 +81,8 @@ def registry_named(name: str, strict_edits: bool = False, web: bool = False) -> 
     if name == "core":
         return core_registry()
     if name == "full":
-        return full_registry(strict_edits, web)
-    known = {tool.schema.name: tool for tool in _full(strict_edits, web=True)}
+        return full_registry(strict_edits)
+    known = {tool.schema.name: tool for tool in _full(strict_edits)}
     names = [part.strip() for part in name.split(",")]
     for unknown in (part for part in names if part not in known):
         raise ConfigError(
@@ -94,6 +91,5 @@ def registry_named(name: str, strict_edits: bool = False, web: bool = False) -> 
     return Registry(known[part] for part in names)
 
 
-def _full(strict_edits: bool, web: bool) -> list[Tool]:
-    makers = (*_FULL[:-1], *(_WEB if web else ()), _FULL[-1])
-    return [SearchReplace(strict_edits) if make is SearchReplace else make() for make in makers]
+def _full(strict_edits: bool) -> list[Tool]:
+    return [SearchReplace(strict_edits) if make is SearchReplace else make() for make in _FULL]
