@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import reprlib
+from collections.abc import Mapping
 from typing import Any
 
 from etude.errors import AgentError
@@ -132,6 +133,14 @@ def changes(header: Header, data: bytes, sandbox: str) -> dict[str, bytes | None
     if start != end:
         raise nonsense(sandbox, "files", start, f"files of {end} bytes together")
     return dict(sorted(found.items()))
+
+
+def encode_changes(found: Mapping[str, bytes | None]) -> tuple[Header, bytes]:
+    """What `changes` reads: sizes, and contents and names (of any bytes, each NUL-ended) as bytes."""
+    names = b"".join(os.fsencode(path) + b"\0" for path in found)
+    sizes = [None if data is None else len(data) for data in found.values()]
+    contents = (data for data in found.values() if data is not None)
+    return {"name_bytes": len(names), "sizes": sizes}, b"".join((*contents, names))
 
 
 def _changed_files(header: Header, data: bytes, sandbox: str) -> tuple[list[list[Any]], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -13,23 +14,20 @@ from urllib.parse import quote
 from etude.errors import ConfigError, EtudeError, SandboxError
 from etude.kit.retry import Backoff
 from etude.sandbox.errors import SnapshotError, TemplateError
-from etude.sandbox.file_trees import pack_tree
-from etude.sandbox.inside.frames import pack
+from etude.sandbox.file_streams import pack_file, receive_file
+from etude.sandbox.inside.frames import Header, pack
 from etude.sandbox.remote.connection import BATCH_BYTES, RETRY, Connection
-from etude.sandbox.remote.files import receive_tree, send_tree
 from etude.sandbox.remote.sandbox import Owner, RemoteSandbox
 from etude.sandbox.template import Template
+from etude.sandbox.template_packing import encode_template, template_key
 from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
 from etude.sandbox.wire_types import (
     SPEAKS,
     decode_capabilities,
     decode_info,
     decode_snapshot,
-    encode_template,
-    template_key,
 )
 from etude.serving.client import Transport
-from etude.serving.messages import FRAMES
 
 _OWNER = "owner"
 """Key of a sandbox's metadata: the client that it belongs to."""
@@ -146,13 +144,21 @@ class RemoteBackend(Owner):
     async def export_snapshot(self, snapshot: str, target: Path) -> None:
         """See SandboxBackend.export_snapshot."""
         path = f"snapshots/{quote(snapshot, safe='')}/export"
-        await receive_tree(self.line, path, self._named(), target, single=True)
+        with receive_file(target) as writer:
+
+            async def take(header: Header, piece: bytes) -> None:
+                await asyncio.to_thread(writer.take, header, piece)
+
+            await self.line.long("GET", path, self._named(), on_frame=take)
+            if not writer.is_whole:
+                raise self.line.lost("the stream of the file is not whole")
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
         """See SandboxBackend.import_snapshot."""
         if not await asyncio.to_thread(source.is_file):
             raise SnapshotError("no such file", field="source", received=str(source), fix="name an export")
-        value, _ = await send_tree(self.line, "POST", "snapshots/import", self._named(), pack_tree(source))
+        async with contextlib.aclosing(pack_file(source)) as frames:
+            value, _ = await self.line.long("POST", "snapshots/import", self._named(), payload=frames)
         return self.line.decoded(decode_snapshot, value)
 
     async def close(self) -> None:
@@ -173,7 +179,7 @@ class RemoteBackend(Owner):
         """Closes the connection; the sandboxes live on. Idempotent."""
         mine, self._mine = self._mine, {}
         for sandbox in mine.values():
-            await sandbox.commands.close()
+            await sandbox.close()
         await self.line.close()
 
     def adopt(self, sandbox_id: str) -> RemoteSandbox:
@@ -196,8 +202,8 @@ class RemoteBackend(Owner):
         key = template_key(template)
         async with self._once:
             if key not in self._sent:
-                raw, payload = encode_template(template)
-                await self.line.fetch("PUT", "templates", body=pack(raw, payload), kind=FRAMES, again=True)
+                body = pack(*encode_template(template))
+                await self.line.call("PUT", "templates", body=body, again=True)
                 self._sent.add(key)
         return key
 

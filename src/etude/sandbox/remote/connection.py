@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from etude.errors import EtudeError, SandboxError
 from etude.kit.retry import Backoff, retry_async
+from etude.sandbox.calls import too_large
 from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
-from etude.sandbox.interface import OnOutput
+from etude.sandbox.types import OnOutput
 from etude.sandbox.wire_types import API, decode_error
 from etude.serving.client import (
     ONCE,
@@ -80,28 +81,16 @@ class Connection:
         body: bytes | None = None,
         again: bool = False,
     ) -> Any:
-        """A quick call; its JSON answer. Raises the typed error that the server names."""
-        data = await self.fetch(method, path, params, header, body, again)
-        return self.decoded(json.loads, data) if data else None
-
-    async def fetch(
-        self,
-        method: str,
-        path: str,
-        params: Mapping[str, object] | None = None,
-        header: object = None,
-        body: bytes | None = None,
-        again: bool = False,
-        kind: str = "application/octet-stream",
-    ) -> bytes:
-        """As `call`; the bytes of the answer. `kind`: media type of the body."""
-        request: Request = {"content": body, "headers": {"content-type": kind}}  # type: ignore[typeddict-item]
-        if header is not None:
-            request = {"json": header}
-        request["params"] = params or {}
+        """A quick call, with JSON or the frame `body`; its JSON answer. Raises the typed error that the
+        server names."""
+        request: Request = {"params": params or {}}
+        if body is not None:
+            request |= {"content": body, "headers": {"content-type": FRAMES}}
+        elif header is not None:
+            request["json"] = header
         with self._named():
             answer = await self._http.request(method, _route(path), again=again, **request)
-        return answer.content
+        return self.decoded(json.loads, answer.content) if answer.content else None
 
     def call_now(self, path: str, params: Mapping[str, object] | None = None) -> Any:
         """A `call` that blocks the thread, for the few that may not be awaited."""
@@ -127,8 +116,12 @@ class Connection:
         way is told as a frame `dropped`.
         """
 
-        async def once() -> Encoded:
+        try:
             body = payload if isinstance(payload, AsyncIterator) else pack(header, payload)  # type: ignore[arg-type]
+        except FrameError as error:
+            raise too_large(error) from error
+
+        async def once() -> Encoded:
             async with self._http.stream(
                 method,
                 _route(path),

@@ -2,38 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from etude.errors import InfrastructureError, SandboxError
-from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.errors import EtudeError, InfrastructureError, SandboxError
+from etude.sandbox.calls import Answer
+from etude.sandbox.commands import process_id
+from etude.sandbox.files import split_write
+from etude.sandbox.inside.frames import Header
+from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, or_killed, transfer
 from etude.sandbox.refusals import check_move
-from etude.sandbox.remote.commands import RemoteCommands
-from etude.sandbox.remote.connection import Connection
-from etude.sandbox.remote.files import RemoteFiles
-from etude.sandbox.types import (
-    Capabilities,
-    CommandResult,
-    ProbeReport,
-    SandboxInfo,
-    SnapshotInfo,
-    SnapshotKind,
-    TestReport,
-)
-from etude.sandbox.wire_types import (
-    decode_command,
-    decode_diff,
-    decode_error,
-    decode_info,
-    decode_probes,
-    decode_snapshot,
-    decode_tests,
-)
+from etude.sandbox.remote.connection import Connection, OnFrame
+from etude.sandbox.types import Capabilities, SandboxInfo, SnapshotInfo, SnapshotKind
+from etude.sandbox.wire_types import decode_error, decode_info, decode_snapshot
+
+_LAST_OUTPUT_S = 30.0
+"""How long the rest of a command's output may take once its end is known."""
+_READING = frozenset({"read", "list", "grep", "diff", "processes", "lookup", "wait", "shell.close"})
+"""Operations that do the same when they are done twice."""
 
 
 class Owner(ABC):
@@ -65,16 +56,108 @@ class Owner(ABC):
         """See SandboxBackend.delete_snapshot."""
 
 
-class RemoteSandbox:
-    """`Sandbox` over a connection. Any number of calls may be in flight."""
+class _Output:
+    """The output of a background command as it comes, read by a task of its own."""
+
+    def __init__(self, sandbox: RemoteSandbox, header: Header, on_output: OnOutput) -> None:
+        self._started: asyncio.Future[Header] = asyncio.get_running_loop().create_future()
+        self.num_dropped_bytes = 0
+        self._task = asyncio.ensure_future(self._read(sandbox, header, on_output))
+
+    async def started(self) -> Header:
+        """What the program inside answered to the start. Raises what kept it from starting."""
+        try:
+            return await asyncio.shield(self._started)
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+
+    async def drain(self) -> None:
+        """Waits for the last output of a command that has ended."""
+        await asyncio.wait({self._task}, timeout=_LAST_OUTPUT_S)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Reads no more."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    def take(self, frame: Header, payload: bytes) -> None:
+        """One frame that is no output."""
+        if frame.get("event") == "started" and not self._started.done():
+            self._started.set_result(frame["value"])
+        elif frame.get("event") == "dropped":
+            self.num_dropped_bytes += int(frame["num_bytes"])
+
+    async def _read(self, sandbox: RemoteSandbox, header: Header, on_output: OnOutput) -> None:
+        try:
+            await sandbox.exchange(header, b"", on_output, self.take)
+        except EtudeError as error:
+            # Once the command runs, `wait` is where a lost server shows.
+            if not self._started.done():
+                self._started.set_exception(error)
+        finally:
+            self._started.cancel()
+
+
+class RemoteSandbox(Sandbox):
+    """`Sandbox` over a connection."""
 
     def __init__(self, owner: Owner, sandbox_id: str) -> None:
-        self.id = sandbox_id
+        super().__init__(sandbox_id)
         self._owner = owner
         self._line = owner.line
         self._base = f"sandboxes/{quote(sandbox_id, safe='')}"
-        self.files = RemoteFiles(self._line, self._base)
-        self.commands = RemoteCommands(self._line, self._base)
+        self._outputs: dict[int, _Output] = {}
+
+    async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
+        """See Sandbox.call. What only reads is sent again; of a large write more than one request is made."""
+        if header["op"] == "write":
+            for part, data in split_write(header, payload, self._line.batch_bytes):
+                await self.exchange(part, data)
+            return {}, b""
+        if on_output is not None and header.get("background"):
+            output = _Output(self, header, on_output)
+            answer = await output.started()
+            self._outputs[process_id(answer, self.id)] = output
+            return answer, b""
+        num_dropped_bytes = 0
+
+        def take(frame: Header, _: bytes) -> None:
+            nonlocal num_dropped_bytes
+            num_dropped_bytes += int(frame.get("num_bytes", 0))
+
+        answer, data = await self.exchange(header, payload, on_output, take)
+        if header["op"] == "wait" and header["pid"] in self._outputs:
+            output = self._outputs[header["pid"]]
+            await output.drain()
+            num_dropped_bytes += output.num_dropped_bytes
+        return ({**answer, "truncated": True} if num_dropped_bytes else answer), data
+
+    async def exchange(
+        self,
+        header: Header,
+        payload: bytes,
+        on_output: OnOutput | None = None,
+        on_frame: OnFrame | None = None,
+    ) -> Answer:
+        """One request; the answer of the program inside. `on_frame`: see Connection.long."""
+        value, data = await self._line.long(
+            "POST",
+            f"{self._base}/call",
+            header=header,
+            payload=payload,
+            on_output=on_output,
+            on_frame=on_frame,
+            again=header["op"] in _READING,
+        )
+        return self._line.decoded(dict, value), data
+
+    async def close(self) -> None:
+        """Reads no more output of background commands."""
+        outputs, self._outputs = self._outputs, {}
+        for output in outputs.values():
+            await output.stop()
 
     async def get_info(self) -> SandboxInfo:
         """See Sandbox.get_info."""
@@ -84,47 +167,6 @@ class RemoteSandbox:
         """See Sandbox.set_timeout."""
         header = {"timeout_s": timeout_s}
         await self._line.call("POST", f"{self._base}/timeout", header=header, again=True)
-
-    async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
-        """See Sandbox.create_session."""
-        header = {"cwd": cwd, "env": dict(env or {})}
-        answer = await self._line.call("POST", f"{self._base}/sessions", header=header)
-        return str(answer["session"])
-
-    async def run_in_session(
-        self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
-    ) -> CommandResult:
-        """See Sandbox.run_in_session."""
-        header = {"cmd": cmd, "timeout_s": timeout_s, "limit_bytes": limit_bytes}
-        path = f"{self._base}/sessions/{quote(session, safe='')}/run"
-        return self._line.decoded(decode_command, await self._line.long("POST", path, header=header))
-
-    async def close_session(self, session: str) -> None:
-        """See Sandbox.close_session."""
-        path = f"{self._base}/sessions/{quote(session, safe='')}"
-        await self._line.call("DELETE", path, again=True)
-
-    async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
-        """See Sandbox.run_tests."""
-        header = {"paths": list(paths), "timeout_s": timeout_s}
-        value, _ = await self._line.long("POST", f"{self._base}/tests", header=header)
-        return self._line.decoded(decode_tests, value)
-
-    async def run_probes(self, paths: Sequence[str], timeout_s: float = 2.0) -> ProbeReport:
-        """See Sandbox.run_probes."""
-        header = {"paths": list(paths), "timeout_s": timeout_s}
-        value, _ = await self._line.long("POST", f"{self._base}/probes", header=header)
-        return self._line.decoded(decode_probes, value)
-
-    async def diff(self) -> Mapping[str, bytes | None]:
-        """See Sandbox.diff."""
-        answer = await self._line.long("GET", f"{self._base}/diff", again=True)
-        return self._line.decoded(decode_diff, answer)
-
-    async def final_diff(self) -> Mapping[str, bytes | None]:
-        """See Sandbox.final_diff."""
-        answer = await self._line.long("POST", f"{self._base}/final_diff", again=True)
-        return self._line.decoded(decode_diff, answer)
 
     async def pause(self, mode: SnapshotKind = "full") -> None:
         """See Sandbox.pause."""
@@ -158,7 +200,7 @@ class RemoteSandbox:
 
     async def kill(self) -> None:
         """See Sandbox.kill."""
-        await self.commands.close()
+        await self.close()
         await self._line.long("DELETE", self._base, again=True)
         self._owner.forget(self.id)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from etude.sandbox.interface import SandboxBackend
-from etude.sandbox.server import inside_routes, sandbox_routes, server_routes
+from etude.sandbox.server import calls, sandbox_routes, server_routes
 from etude.sandbox.server.requests import TornUploadError
 from etude.sandbox.server.state import KeyConflictError, Limits, ServerState
 from etude.sandbox.wire_types import API, STATUSES, encode_error
@@ -55,5 +55,5 @@ def build_app(
     app.state.sandboxes = state
     app.include_router(server_routes.router, dependencies=[guard])
     app.include_router(sandbox_routes.router, prefix=API, dependencies=[guard])
-    app.include_router(inside_routes.router, prefix=API, dependencies=[guard])
+    app.include_router(calls.router, prefix=API, dependencies=[guard])
     return app

@@ -10,10 +10,10 @@ from fastapi.responses import Response
 
 from etude.errors import SandboxError
 from etude.sandbox.errors import SnapshotRefusedError
-from etude.sandbox.file_trees import pack_tree
+from etude.sandbox.file_streams import pack_file
 from etude.sandbox.fleet.remote_probe import encode_capacity, encode_pressure
 from etude.sandbox.interface import SandboxBackend
-from etude.sandbox.server.requests import State, long, receive_tree
+from etude.sandbox.server.requests import State, long, receive_upload
 from etude.sandbox.server.state import ServerState
 from etude.sandbox.server.streams import long_answer, query
 from etude.sandbox.wire_types import SPEAKS, encode
@@ -41,7 +41,7 @@ async def capabilities(request: Request, state: State) -> Response:
             "speaks": SPEAKS,
             "backend": name,
             "backends": list(state.backends),
-            "capabilities": encode(backend.capabilities())[0],
+            "capabilities": encode(backend.capabilities()),
             "body_bytes": state.limits.body_bytes,
         }
     )
@@ -69,7 +69,7 @@ async def problems(state: State) -> Response:
 async def list_snapshots(request: Request, state: State) -> Response:
     """The snapshots that a backend can restore: `?backend=`."""
     _, backend = state.backend(query(request).get("backend"))
-    return Json(encode(await backend.list_snapshots())[0])
+    return Json(encode(await backend.list_snapshots()))
 
 
 @router.delete(
@@ -97,7 +97,7 @@ async def export_snapshot(snapshot: str, request: Request, state: State) -> Resp
 
     return long_answer(
         work(),
-        tail=pack_tree(file),
+        tail=pack_file(file),
         cleanup=lambda: asyncio.to_thread(spool.cleanup),
         on_error=state.note_error,
     )
@@ -114,7 +114,7 @@ async def import_snapshot(request: Request, state: State) -> Response:
     spool = state.spool_directory()
     file = Path(spool.name, "snapshot")
     try:
-        await receive_tree(request, state, file, single=True)
+        await receive_upload(request, state, file)
     except SandboxError as error:
         await asyncio.to_thread(spool.cleanup)
         raise SnapshotRefusedError(
@@ -125,7 +125,7 @@ async def import_snapshot(request: Request, state: State) -> Response:
         raise
 
     async def work() -> Encoded:
-        return encode(await backend.import_snapshot(file))
+        return encode(await backend.import_snapshot(file)), b""
 
     return long(request, state, work(), cleanup=lambda: asyncio.to_thread(spool.cleanup))
 

@@ -1,8 +1,7 @@
-"""Bodies of requests: one frame or JSON, streams of frames; and answers that take long."""
+"""Bodies of requests: one frame or JSON, streams of frames; and answers that may take long."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
@@ -11,6 +10,8 @@ from urllib.parse import parse_qsl
 from fastapi import Request
 
 from etude.errors import UserError
+from etude.sandbox.errors import fault_error
+from etude.sandbox.inside import faults
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.wire_types import ERROR_SHAPE
 from etude.serving import application
@@ -18,11 +19,20 @@ from etude.serving.errors import shorten
 from etude.serving.json_bodies import MOST_LEVELS, check_values, is_too_deep
 from etude.serving.long_answers import LongAnswer
 
-_PATH_BYTES = 4096
 _SIZES_BYTES = 8
 """Of a frame's two lengths, the header's first."""
 
-long_answer = partial(LongAnswer, pack=pack, errors=ERROR_SHAPE)
+
+def pack_answer(header: Header, payload: bytes = b"") -> bytes:
+    """The frame of an answer; of one that no frame holds, the error that says so: names and lines are of the
+    agent's making."""
+    try:
+        return pack(header, payload)
+    except FrameError:
+        return pack({"event": "error", **ERROR_SHAPE.describe(fault_error(faults.ANSWER_TOO_LARGE))[1]})
+
+
+long_answer = partial(LongAnswer, pack=pack_answer, errors=ERROR_SHAPE)
 
 
 async def read_request(request: Request, limit_bytes: int) -> tuple[Any, bytes]:
@@ -48,19 +58,11 @@ async def frames_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[Header,
         except FrameError as error:
             raise UserError(f"the body holds no frames: {error}", field="body", fix="send frames") from error
         for header, piece in frames:
-            check_header(header)
+            if not isinstance(header, dict):
+                raise UserError(
+                    "the body holds no frames of a file", field="body", fix="send frames of a file"
+                )
             yield header, piece
-
-
-def check_header(header: object) -> None:
-    """Raises UserError unless it is an object, whose `path`, if it has one, can be a file's."""
-    path = header.get("path", "") if isinstance(header, dict) else None
-    try:
-        is_path = isinstance(path, str) and "\0" not in path and len(os.fsencode(path)) < _PATH_BYTES
-    except UnicodeEncodeError:
-        is_path = False
-    if not is_path:
-        raise UserError("the body holds no frames of files", field="body", fix="send frames of files")
 
 
 def query(request: Request) -> dict[str, str]:
