@@ -22,13 +22,12 @@ from pathlib import Path
 from typing import Protocol
 
 from etude.errors import SandboxError
-from etude.sandbox.answers import changes, text
+from etude.sandbox.answers import changes, probes_report, tests_report, text
 from etude.sandbox.arguments import check_timeout
 from etude.sandbox.calls import Answer
 from etude.sandbox.commands import Command, Commands, command_result
 from etude.sandbox.files import Files
 from etude.sandbox.inside.frames import Header
-from etude.sandbox.reports import probes_report, tests_report
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     Capabilities,

@@ -10,8 +10,8 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,7 +22,6 @@ from etude.sandbox.channel import Channel
 from etude.sandbox.commands import process_id
 from etude.sandbox.egress import Egress
 from etude.sandbox.errors import SandboxLostError, SandboxStateError
-from etude.sandbox.gate import Gate
 from etude.sandbox.inside.frames import FrameError, Header
 from etude.sandbox.inside.waiting import MOST_WAITING_S
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
@@ -85,6 +84,47 @@ class Owner(Protocol):
     def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None: ...
 
 
+class _Gate:
+    """Lets nothing new through while a sandbox is copied, and tells for how long that was.
+
+    Shut at first, until `open`; and for as long as anybody keeps it closed.
+    """
+
+    def __init__(self) -> None:
+        self._is_open = asyncio.Event()
+        self._num_closings = 0
+        self._since_s = 0.0
+        self._before_s = 0.0
+
+    async def wait(self) -> None:
+        """Waits until it is open."""
+        await self._is_open.wait()
+
+    def open(self) -> None:
+        """Opens it, unless it is kept closed: then it opens afterwards."""
+        if not self._num_closings:
+            self._is_open.set()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Keeps it closed in the block."""
+        if not self._num_closings:
+            self._since_s = time.monotonic()
+        self._num_closings += 1
+        self._is_open.clear()
+        try:
+            yield
+        finally:
+            self._num_closings -= 1
+            if not self._num_closings:
+                self._before_s += time.monotonic() - self._since_s
+            self.open()
+
+    def closed_s(self) -> float:
+        """For how many seconds it has been kept closed, all in all."""
+        return self._before_s + (time.monotonic() - self._since_s if self._num_closings else 0.0)
+
+
 class MachineSandbox(Sandbox):
     """One sandbox of a `MachineBackend`."""
 
@@ -103,7 +143,7 @@ class MachineSandbox(Sandbox):
         self._owner = owner
         self._channel: Channel | None = None
         self._outputs = Outputs()
-        self._gate = Gate()
+        self._gate = _Gate()
         self._egress: Egress | None = None
 
     @property

@@ -7,9 +7,10 @@ sign of life every `SILENCE_S`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from etude.errors import EtudeError, SandboxError
@@ -43,6 +44,9 @@ RETRY = Backoff(base_s=0.1, factor=5.0, most_s=2.0, attempts=4)
 
 Result = TypeVar("Result")
 OnFrame = Callable[[Header, bytes], Any]
+Exchange = Callable[[Header, bytes, OnOutput, OnFrame], Awaitable[object]]
+_LAST_OUTPUT_S = 30.0
+"""How long the rest of a command's output may take once its end is known."""
 
 
 class Connection:
@@ -199,6 +203,51 @@ class Connection:
             received=self.url,
             fix="check the address",
         )
+
+
+class OutputStream:
+    """The output of a background command as it comes, read by a task of its own."""
+
+    def __init__(self, exchange: Exchange, header: Header, on_output: OnOutput) -> None:
+        """`exchange`: makes the call that starts it."""
+        self._started: asyncio.Future[Header] = asyncio.get_running_loop().create_future()
+        self.num_dropped_bytes = 0
+        self._task = asyncio.ensure_future(self._read(exchange, header, on_output))
+
+    async def started(self) -> Header:
+        """What the program inside answered to the start. Raises what kept it from starting."""
+        try:
+            return await asyncio.shield(self._started)
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+
+    async def drain(self) -> None:
+        """Waits for the last output of a command that has ended."""
+        await asyncio.wait({self._task}, timeout=_LAST_OUTPUT_S)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Reads no more."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    def take(self, frame: Header, payload: bytes) -> None:
+        """One frame that is no output."""
+        if frame.get("event") == "started" and not self._started.done():
+            self._started.set_result(frame["value"])
+        elif frame.get("event") == "dropped":
+            self.num_dropped_bytes += int(frame["num_bytes"])
+
+    async def _read(self, exchange: Exchange, header: Header, on_output: OnOutput) -> None:
+        try:
+            await exchange(header, b"", on_output, self.take)
+        except EtudeError as error:
+            # Once the command runs, `wait` is where a lost server shows.
+            if not self._started.done():
+                self._started.set_exception(error)
+        finally:
+            self._started.cancel()
 
 
 def _route(path: str) -> str:

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
 from etude.errors import UserError
-from etude.sandbox.errors import SandboxLostError
+from etude.sandbox.errors import SandboxLostError, fault_error
 from etude.sandbox.file_streams import receive_file
+from etude.sandbox.inside import faults
+from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.server.state import Held, ServerState
-from etude.sandbox.server.streams import frames_of, long_answer, read_request
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
-from etude.sandbox.wire_types import encode
+from etude.sandbox.wire_types import ERROR_SHAPE, encode
+from etude.serving import application
 from etude.serving.application import pieces
+from etude.serving.json_bodies import MOST_LEVELS, check_values, is_too_deep
 from etude.serving.long_answers import LongAnswer, OutputBuffer, Work
 from etude.serving.messages import FRAMES, Encoded, Fields, checked, strings
 
 _NONE = type(None)
+_SIZES_BYTES = 8
+"""Of a frame's two lengths, the header's first."""
 _MOST = 1 << 62
 """Kernels count in 64 bits."""
 CREATE: Fields = {
@@ -61,6 +67,36 @@ async def _held(sandbox_id: str, state: State) -> Held:
 
 Box = Annotated[Held, Depends(_held)]
 """The sandbox of the path. One that sleeps is not woken."""
+
+
+async def read_request(request: Request, limit_bytes: int) -> tuple[Any, bytes]:
+    """A request's header and payload: one frame, or JSON alone. Raises UserError for anything else."""
+    return await application.read_request(request, limit_bytes, _unpack)
+
+
+def _unpack(body: bytes) -> list[tuple[Header, bytes]]:
+    """The frames of a body whose header is looked at before it is read. Raises FrameError."""
+    check_values(body[_SIZES_BYTES : _SIZES_BYTES + int.from_bytes(body[:4], "little")])
+    frames = Unpacker().feed(body)
+    if any(is_too_deep(header) for header, _ in frames):
+        raise UserError("is nested too deeply", field="body", fix=f"at most {MOST_LEVELS} levels")
+    return frames
+
+
+async def frames_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[Header, bytes]]:
+    """The frames in a stream of bytes. Raises UserError for what is none."""
+    unpacker = Unpacker()
+    async for chunk in chunks:
+        try:
+            frames = unpacker.feed(chunk)
+        except FrameError as error:
+            raise UserError(f"the body holds no frames: {error}", field="body", fix="send frames") from error
+        for header, piece in frames:
+            if not isinstance(header, dict):
+                raise UserError(
+                    "the body holds no frames of a file", field="body", fix="send frames of a file"
+                )
+            yield header, piece
 
 
 async def fields_of(request: Request, state: ServerState, fields: Fields) -> dict[str, Any]:
@@ -121,6 +157,18 @@ def inline_template(raw: dict[str, Any]) -> Template:
         raise UserError(
             f"holds half a character: {error.reason}", field="template.files", fix="send UTF-8 text"
         ) from error
+
+
+def pack_answer(header: Header, payload: bytes = b"") -> bytes:
+    """The frame of an answer; of one that no frame holds, the error that says so: names and lines are of the
+    agent's making."""
+    try:
+        return pack(header, payload)
+    except FrameError:
+        return pack({"event": "error", **ERROR_SHAPE.describe(fault_error(faults.ANSWER_TOO_LARGE))[1]})
+
+
+long_answer = partial(LongAnswer, pack=pack_answer, errors=ERROR_SHAPE)
 
 
 def is_plain(request: Request, output: OutputBuffer | None = None) -> bool:

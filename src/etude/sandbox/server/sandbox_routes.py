@@ -22,10 +22,10 @@ from etude.sandbox.server.requests import (
     long,
     network_of,
     one_of,
+    read_request,
     resources_of,
 )
 from etude.sandbox.server.state import Creation, ServerState
-from etude.sandbox.server.streams import query, read_request
 from etude.sandbox.template import Template
 from etude.sandbox.template_packing import decode_template
 from etude.sandbox.wire_types import encode, encode_error
@@ -146,7 +146,7 @@ async def _end(state: ServerState, sandbox: Sandbox) -> None:
 @router.get("/sandboxes", openapi_extra=described(query={"backend": (str, type(None))}))
 async def list_sandboxes(request: Request, state: State) -> Response:
     """The living and the paused sandboxes of a backend: `?backend=`."""
-    _, backend = state.backend(query(request).get("backend"))
+    _, backend = state.backend(request.query_params.get("backend"))
     return Json(encode(await backend.list()))
 
 

@@ -13,9 +13,8 @@ from etude.sandbox.errors import SnapshotRefusedError
 from etude.sandbox.file_streams import pack_file
 from etude.sandbox.fleet.remote_probe import encode_capacity, encode_pressure
 from etude.sandbox.interface import SandboxBackend
-from etude.sandbox.server.requests import State, long, receive_upload
+from etude.sandbox.server.requests import State, long, long_answer, receive_upload
 from etude.sandbox.server.state import ServerState
-from etude.sandbox.server.streams import long_answer, query
 from etude.sandbox.wire_types import SPEAKS, encode
 from etude.serving.application import Json
 from etude.serving.describing import answering, described
@@ -35,7 +34,7 @@ async def health(state: State) -> Response:
 @router.get("/v1/capabilities", openapi_extra=described(query={"backend": (str, type(None))}))
 async def capabilities(request: Request, state: State) -> Response:
     """What a backend of this server can do (`?backend=`), and what the server takes."""
-    name, backend = state.backend(query(request).get("backend"))
+    name, backend = state.backend(request.query_params.get("backend"))
     return Json(
         {
             "speaks": SPEAKS,
@@ -68,7 +67,7 @@ async def problems(state: State) -> Response:
 @router.get("/v1/snapshots", openapi_extra=described(query={"backend": (str, type(None))}))
 async def list_snapshots(request: Request, state: State) -> Response:
     """The snapshots that a backend can restore: `?backend=`."""
-    _, backend = state.backend(query(request).get("backend"))
+    _, backend = state.backend(request.query_params.get("backend"))
     return Json(encode(await backend.list_snapshots()))
 
 
@@ -131,4 +130,4 @@ async def import_snapshot(request: Request, state: State) -> Response:
 
 
 def _owner(request: Request, state: ServerState) -> SandboxBackend:
-    return state.backend(query(request).get("backend"))[1]
+    return state.backend(request.query_params.get("backend"))[1]
