@@ -100,7 +100,7 @@ def run_script(turns, session=None, sampler=None, files=None):
 def contents(context: ToolContext) -> dict[str, bytes]:
     """The workspace's files as they are now."""
     sandbox: Any = context.sandbox
-    return sandbox.files.contents
+    return sandbox.workspace.contents
 
 
 def replace_files(context: ToolContext, files: Any) -> None:

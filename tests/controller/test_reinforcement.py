@@ -140,7 +140,7 @@ def test_figures_of_a_step_tell_what_was_sampled_and_dropped(tmp_path: Path) -> 
 
 
 def test_failures_of_ours_are_counted_and_the_step_goes_on(tmp_path: Path) -> None:
-    backend = FaultyBackend(MemoryBackend(), {"run_probes": 3})
+    backend = FaultyBackend(MemoryBackend(), {"probes": 3})
     world = World(tmp_path, backend=backend, play=lambda session: SOLVES)
     world.run(1)
     failed = [s for s in world.log.summaries() if s.status is Status.INFRASTRUCTURE]

@@ -99,12 +99,12 @@ def test_running_into_a_limit_costs_but_the_work_counts() -> None:
 
 STAGES = {
     "sandbox creation": "create",
-    "a tool that reads": "files.read",
-    "a tool that writes": "files.write",
-    "a test run": "run_tests",
+    "a tool that reads": "read",
+    "a tool that writes": "write",
+    "a test run": "tests",
     "the agent's diff": "final_diff",
-    "hidden tests that enter": "files.write_many",
-    "the hidden tests": "run_probes",
+    "hidden tests that enter": "write_many",
+    "the hidden tests": "probes",
 }
 
 

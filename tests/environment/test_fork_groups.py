@@ -200,7 +200,7 @@ def test_a_fork_that_cannot_be_made_leaves_the_session_as_it_is() -> None:
 
 def test_a_failure_of_the_forked_session_does_all_of_it_again() -> None:
     inner = MemoryBackend()
-    episode = fork(FaultyBackend(inner, {"run_tests": 1}))
+    episode = fork(FaultyBackend(inner, {"tests": 1}))
     assert episode.trajectory.attempt == 1
     assert [m.reward.task for m in episode.siblings if m.reward] == [1.0, 0.0]
     assert not inner.live

@@ -169,7 +169,7 @@ def test_tasks_of_one_name_have_verdicts_of_their_own() -> None:
 
 def test_a_sandbox_that_fails_fails_no_session_that_only_waited_for_its_verdict() -> None:
     async def scenario() -> list[Verdict | BaseException]:
-        backend = FaultyBackend(MemoryBackend(), {"run_probes": 2})
+        backend = FaultyBackend(MemoryBackend(), {"probes": 2})
         grader = Grader(backend)
         sandbox = await backend.create(Template({**TARGET.files, **SOLVED}))
         grades = (grader.grade(TARGET, sandbox) for _ in range(4))

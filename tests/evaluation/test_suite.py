@@ -50,7 +50,7 @@ def test_repeated_tasks_are_judged_by_whether_one_of_several_sessions_solves_the
 
 
 def test_some_failures_of_ours_are_counted_and_change_nothing_else() -> None:
-    backend = FaultyBackend(MemoryBackend(), {"run_probes": 2})
+    backend = FaultyBackend(MemoryBackend(), {"probes": 2})
     environment = new_environment(backend, max_attempts=1)
     evaluation = asyncio.run(evaluate_policy(environment, scripted(SOLVES), TASKS, "eval", 4, 8))
     assert evaluation.greedy["infrastructure_failures"] == 2

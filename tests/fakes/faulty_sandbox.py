@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.errors import SandboxError
-from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.calls import Answer
+from etude.sandbox.inside.frames import Header
+from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
 from etude.sandbox.wrapping import WrappedSandbox
@@ -15,8 +17,9 @@ from etude.sandbox.wrapping import WrappedSandbox
 class FaultyBackend:
     """`SandboxBackend` around another one: named operations fail a number of times, then work.
 
-    Operations are `create` and the names of the methods of `Sandbox`, `Files` (`files.read`) and `Commands`
-    (`commands.run`). `kill` and `close` always work: what is cleaned up is counted, not failed.
+    Operations are `create`, the lifecycle methods of `Sandbox`, and the `op` of calls (`read`, `tests`); a
+    diff that ends all processes is `final_diff`, a write of several files `write_many`. `kill` and `close`
+    always work: what is cleaned up is counted, not failed.
     """
 
     def __init__(self, inner: SandboxBackend, failures: Mapping[str, int]) -> None:
@@ -56,20 +59,24 @@ class FaultySandbox(WrappedSandbox):
     """`Sandbox` whose operations fail when its backend says so."""
 
     def __init__(self, backend: FaultyBackend, inner: Sandbox) -> None:
-        super().__init__()
+        super().__init__(inner.id)
         self._backend = backend
         self._inner = inner
         self._dead = False
-
-    @property
-    def id(self) -> str:
-        """See Sandbox."""
-        return self._inner.id
 
     async def reach(self, operation: str) -> Sandbox:
         """See WrappedSandbox.reach."""
         self._backend.check(operation)
         return self._inner
+
+    async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
+        """See Sandbox.call."""
+        name = header["op"]
+        if header.get("kill_processes"):
+            name = "final_diff"
+        elif len(header.get("files", ())) > 1:
+            name = "write_many"
+        return await self.perform(name, lambda s: s.call(header, payload, on_output))
 
     def wrap(self, copy: Sandbox) -> Sandbox:
         """The copies fail as this one does."""

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from etude.sandbox.calls import Answer
 from etude.sandbox.errors import Unsupported
 from etude.sandbox.fake import MemoryBackend, MemorySandbox
+from etude.sandbox.inside.frames import Header
 from etude.sandbox.interface import OnOutput, SandboxBackend
 from etude.sandbox.template import Template
-from etude.sandbox.types import CommandResult, Network, ProcessInfo, Resources
+from etude.sandbox.types import Network, Resources
 
 pytest.importorskip("fastapi", reason="needs etude[serve]")
 pytest.importorskip("httpx", reason="needs etude[serve]")
@@ -80,39 +82,40 @@ async def remote(
             await client.close()
 
 
+def ended(exit_code: int, out: bytes = b"") -> Answer:
+    """How a command ended, as the program inside says it."""
+    header = {"exit_code": exit_code, "timed_out": False, "memory_exceeded": False, "duration_s": 0.25}
+    return {**header, "truncated": False, "sizes": [len(out), 0]}, out
+
+
 class ScriptedCommand:
     """A command in the background that ends when it is told to."""
 
-    def __init__(self, pid: int, cmd: str, on_output: OnOutput | None) -> None:
-        self.pid = pid
+    def __init__(self, cmd: str, on_output: OnOutput | None) -> None:
         self.cmd = cmd
         self.on_output = on_output
         self.ended = asyncio.Event()
         self.exit_code = 0
         self.stdin = bytearray()
 
-    async def wait(self, timeout_s: float | None = None) -> CommandResult:
-        async with asyncio.timeout(timeout_s):
-            await self.ended.wait()
-        return CommandResult(self.exit_code, self.stdin.decode(), "", False, 0.5, False)
-
-    async def send_stdin(self, data: str | bytes, close: bool = False) -> None:
-        content = data.encode() if isinstance(data, str) else data
+    def feed(self, content: bytes, close: bool) -> Answer:
         self.stdin += content
         if self.on_output is not None:
             self.on_output(1, content)
         if close:
             self.ended.set()
+        return {}, b""
 
-    async def kill(self) -> bool:
+    def kill(self) -> Answer:
         was_running = not self.ended.is_set()
-        self.exit_code = -9
+        if was_running:
+            self.exit_code = -9
         self.ended.set()
-        return was_running
+        return {"killed": was_running}, b""
 
 
 class ScriptedCommands:
-    """`Commands` whose words have meanings: `echo X`, `sleep S`, `wait`, `flood N` (pieces of 64 KiB)."""
+    """Commands whose words have meanings: `echo X`, `sleep S`, `wait`, `flood N` (pieces of 64 KiB)."""
 
     def __init__(self) -> None:
         self.running: set[str] = set()
@@ -122,26 +125,47 @@ class ScriptedCommands:
         self.go_on = asyncio.Event()
         """What `wait` waits for."""
 
-    async def run(
-        self,
-        cmd: str,
-        timeout_s: float = 30.0,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        limit_bytes: int = 64 << 10,
-        stdin: str | bytes | None = None,
-        on_output: OnOutput | None = None,
-    ) -> CommandResult:
+    async def call(self, header: Header, payload: bytes, on_output: OnOutput | None) -> Answer:
+        """See Sandbox.call."""
+        if header["op"] == "processes":
+            ends = [(c.ended.is_set(), c.exit_code) for c in self.background.values()]
+            rows = zip(self.background.items(), ends, strict=True)
+            return {
+                "processes": [[pid, c.cmd, not end, code if end else None] for (pid, c), (end, code) in rows]
+            }, b""
+        if header["op"] == "command":
+            if header.get("background"):
+                return self._start(header["cmd"], on_output)
+            return await self._run(header, payload, on_output)
+        command = self.background.get(header["pid"])
+        if command is None:
+            return {"killed": False}, b""
+        if header["op"] == "wait":
+            await command.ended.wait()
+            return ended(command.exit_code, bytes(command.stdin))
+        if header["op"] == "stdin":
+            return command.feed(payload, header["close"])
+        return command.kill() if header["op"] == "kill" else ({}, b"")
+
+    def _start(self, cmd: str, on_output: OnOutput | None) -> Answer:
+        if cmd == "no such":
+            raise Unsupported("scripted", field="cmd", received=cmd, fix="another")
+        pid = 100 + len(self.background)
+        self.background[pid] = ScriptedCommand(cmd, on_output)
+        return {"pid": pid}, b""
+
+    async def _run(self, header: Header, payload: bytes, on_output: OnOutput | None) -> Answer:
+        cmd = header["cmd"]
         self.running.add(cmd)
         self.num_started[cmd] = self.num_started.get(cmd, 0) + 1
         word, _, rest = cmd.partition(" ")
-        out = ""
+        out = b""
         try:
             if word == "echo":
-                out = rest + (env or {}).get("SUFFIX", "") + (cwd or "")
-                out += stdin.decode() if isinstance(stdin, bytes) else stdin or ""
+                text = rest + header["env"].get("SUFFIX", "") + (header["cwd"] or "")
+                out = text.encode() + payload
                 if on_output is not None:
-                    on_output(1, out.encode("utf-8", "surrogatepass"))
+                    on_output(1, out)
                     on_output(2, b"warning")
             elif word == "sleep":
                 await asyncio.sleep(float(rest))
@@ -152,42 +176,12 @@ class ScriptedCommands:
                     if on_output is not None:
                         on_output(1, b"x" * (64 << 10))
                     await asyncio.sleep(0)
-            return CommandResult(0, out, "", False, 0.25, False)
+            return ended(0, out)
         except asyncio.CancelledError:
             self.cancelled.append(cmd)
             raise
         finally:
             self.running.discard(cmd)
-
-    async def start(
-        self,
-        cmd: str,
-        timeout_s: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        limit_bytes: int = 64 << 10,
-        on_output: OnOutput | None = None,
-    ) -> ScriptedCommand:
-        if cmd == "no such":
-            raise Unsupported("scripted", field="cmd", received=cmd, fix="another")
-        command = ScriptedCommand(100 + len(self.background), cmd, on_output)
-        self.background[command.pid] = command
-        return command
-
-    async def list(self) -> list[ProcessInfo]:
-        return [
-            ProcessInfo(c.pid, c.cmd, not c.ended.is_set(), c.exit_code if c.ended.is_set() else None)
-            for c in self.background.values()
-        ]
-
-    async def connect(self, pid: int) -> ScriptedCommand:
-        return self.background[pid]
-
-    async def send_stdin(self, pid: int, data: str | bytes) -> None:
-        await self.background[pid].send_stdin(data)
-
-    async def kill(self, pid: int) -> bool:
-        return pid in self.background and await self.background[pid].kill()
 
 
 class ScriptedBackend(MemoryBackend):
@@ -217,7 +211,15 @@ class ScriptedBackend(MemoryBackend):
         self.num_created += 1
         made = await super().create(template, resources, network, timeout_s, snapshot, metadata)
         scripted: Any = made
-        scripted.commands = ScriptedCommands()
+        commands = scripted.scripted = ScriptedCommands()
+        files = made.call
+
+        async def call(header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
+            if header["op"] in ("command", "processes", "wait", "stdin", "kill", "lookup"):
+                return await commands.call(header, payload, on_output)
+            return await files(header, payload, on_output)
+
+        scripted.call = call
         return made
 
 

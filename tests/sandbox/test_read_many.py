@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import AgentError, ToolArgumentError
-from etude.sandbox.channel import Answer
+from etude.sandbox.calls import Answer, prepared
 from etude.sandbox.errors import PathMissingError, SandboxKilledByAgentError, fault_error
-from etude.sandbox.files import ChannelFiles
 from etude.sandbox.inside import server
 from etude.sandbox.inside.faults import MISSING
 from etude.sandbox.inside.filesystem import Workspace
@@ -25,7 +24,7 @@ from etude.sandbox.inside.frames import Header
 from etude.sandbox.inside.processes import DescendantProcesses
 from etude.sandbox.inside.server import Server
 from etude.sandbox.inside.settings import Settings
-from etude.sandbox.interface import Sandbox
+from etude.sandbox.interface import Files, OnOutput, Sandbox
 from tests.sandbox.scenes import answers_of, in_sandbox
 
 
@@ -101,22 +100,23 @@ def test_files_that_fill_an_answer_come_in_several(tmp_path: Path) -> None:
 class Inside:
     """A line to a program inside that answers for as many files at a time as it likes."""
 
-    workspace = "/workspace"
+    id = "one"
 
     def __init__(self, files: dict[str, bytes], at_once: list[int]) -> None:
         """`at_once`: of how many each next answer tells; 0: an older program, -1: one without memory."""
         self._files = files
         self._at_once = at_once
 
-    async def call(self, header: Header, payload: bytes = b"", path: str | None = None) -> Answer:
-        """See files.Line."""
+    async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
+        """See calls.Transport."""
+        path, header = header["path"], prepared(header, "/workspace", {})
         paths, limit_bytes = [header["path"], *header.get("more", [])], header["limit_bytes"]
         at_once = self._at_once.pop(0) if "more" in header and self._at_once else 0
         if at_once < 0:
             raise fault_error(("argument", "the answer is too large"))
         if at_once == 0:
             if paths[0] not in self._files:
-                raise fault_error(MISSING, "path" if path is not None else None, path)
+                raise fault_error(MISSING, *(() if "more" in header else ("path", path)))
             return {}, self._files[paths[0]][:limit_bytes]
         rows: list[Any] = []
         found: list[bytes] = []
@@ -137,9 +137,9 @@ def test_whatever_the_program_inside_can_the_outcome_is_that_of_single_reads(
     contents: dict[str, bytes], paths: list[str], at_once: list[int], limit_bytes: int
 ) -> None:
     async def run() -> None:
-        files = ChannelFiles(Inside(contents, list(at_once)))
+        files = Files(Inside(contents, list(at_once)))
         together = [told(outcome) for outcome in await files.read_many(paths, limit_bytes)]
-        assert together == await one_by_one(ChannelFiles(Inside(contents, [])), paths, limit_bytes)
+        assert together == await one_by_one(Files(Inside(contents, [])), paths, limit_bytes)
 
     asyncio.run(run())
 
@@ -147,13 +147,13 @@ def test_whatever_the_program_inside_can_the_outcome_is_that_of_single_reads(
 class Liar:
     """A line to a program inside that was taken over: every answer is the same."""
 
-    workspace = "/workspace"
+    id = "one"
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer
 
-    async def call(self, header: Header, payload: bytes = b"", path: str | None = None) -> Answer:
-        """See files.Line."""
+    async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
+        """See calls.Transport."""
         return self._answer
 
 
@@ -181,12 +181,12 @@ def test_an_answer_that_makes_no_sense_is_the_agents_doing_and_of_no_one_file(
     rows: object, payload: bytes
 ) -> None:
     with pytest.raises(SandboxKilledByAgentError, match="makes no sense"):
-        asyncio.run(ChannelFiles(Liar(({"files": rows}, payload)), "one").read_many(["a", "b"], 3))
+        asyncio.run(Files(Liar(({"files": rows}, payload))).read_many(["a", "b"], 3))
 
 
 def test_more_bytes_than_were_asked_for_are_refused_of_an_older_program_as_well() -> None:
     with pytest.raises(SandboxKilledByAgentError, match="makes no sense"):
-        asyncio.run(ChannelFiles(Liar(({}, b"abcd")), "one").read_many(["a", "b"], 3))
+        asyncio.run(Files(Liar(({}, b"abcd"))).read_many(["a", "b"], 3))
 
 
 def test_a_cancelled_reader_leaves_the_line_usable(tmp_path: Path) -> None:

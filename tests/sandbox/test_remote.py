@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import os
 import socket
 import tempfile
 import time
@@ -17,15 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import (
-    AgentError,
     ConfigError,
     EtudeError,
-    ResourceError,
     SandboxError,
     ToolArgumentError,
     UserError,
 )
 from etude.kit.retry import Backoff
+from etude.sandbox.answers import changes, encode_changes
 from etude.sandbox.errors import (
     PathKindError,
     PathMissingError,
@@ -38,37 +39,27 @@ from etude.sandbox.errors import (
     Unsupported,
 )
 from etude.sandbox.fake import MemoryBackend
-from etude.sandbox.file_trees import TreeWriter
-from etude.sandbox.files import batches
+from etude.sandbox.file_streams import receive_file
+from etude.sandbox.files import batches, split_write
+from etude.sandbox.host_paths import below
 from etude.sandbox.inside.frames import pack
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.template import Image, Template
+from etude.sandbox.template_packing import decode_template, encode_template, template_key
 from etude.sandbox.types import (
     CommandResult,
     FileInfo,
     Network,
-    ProbeReport,
-    ProbeResult,
     Resources,
     SandboxInfo,
-    TestFailure,
-    TestReport,
 )
 from etude.sandbox.wire_types import (
     ERRORS,
-    decode_command,
-    decode_diff,
     decode_error,
     decode_info,
-    decode_probes,
-    decode_template,
-    decode_tests,
     encode,
-    encode_diff,
     encode_error,
-    encode_template,
-    template_key,
 )
 from tests.sandbox.backends import with_sandbox
 from tests.sandbox.scenes import comes_alive
@@ -114,7 +105,7 @@ def with_scripted(scenario: Callable[[RemoteBackend, ScriptedBackend], Awaitable
 
 def commands_of(inner: ScriptedBackend) -> Any:
     (sandbox,) = inner.live
-    return sandbox.commands
+    return sandbox.scripted
 
 
 def test_a_command_streams_its_output_and_returns_its_result() -> None:
@@ -122,15 +113,13 @@ def test_a_command_streams_its_output_and_returns_its_result() -> None:
         sandbox = await backend.create()
         seen: list[tuple[int, bytes]] = []
         result = await sandbox.commands.run(
-            "echo a\udcff",
+            "echo a",
             env={"SUFFIX": "-b"},
             stdin=b" in",
             on_output=lambda fd, data: seen.append((fd, data)),
         )
-        assert result == CommandResult(0, "a\udcff-b in", "", False, 0.25, False)
-        assert (
-            b"".join(data for fd, data in seen if fd == 1).decode("utf-8", "surrogatepass") == result.stdout
-        )
+        assert result == CommandResult(0, "a-b in", "", False, 0.25, False)
+        assert b"".join(data for fd, data in seen if fd == 1) == b"a-b in"
         assert b"".join(data for fd, data in seen if fd == 2) == b"warning"
 
     with_scripted(scenario)
@@ -468,42 +457,56 @@ def test_a_server_that_is_gone_is_told_after_a_bounded_number_of_tries() -> None
     asyncio.run(run())
 
 
-def test_a_download_that_breaks_off_leaves_no_half_file(tmp_path: Path) -> None:
-    whole = pack({"event": "file", "path": "a", "last": True}, b"1")
-    half = pack({"event": "file", "path": "b", "last": False}, b"2" * 1000)
-    body = whole + half
-    reply = HEAD + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+def chunked(*frames: bytes) -> bytes:
+    """An answer of these frames."""
+    body = b"".join(frames)
+    return HEAD + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
 
+
+PIECE, RESULT = pack({"event": "piece"}, b"1" * 1000), pack({"event": "result", "value": None})
+
+
+@pytest.mark.parametrize(
+    ("reply", "text"),
+    [
+        ([PIECE], "middle"),
+        ([PIECE, RESULT], "not whole"),
+        ([PIECE, pack({"event": "end", "num_bytes": 1001}), RESULT], "not whole"),
+        ([PIECE, pack({"event": "end", "num_bytes": 1000}), PIECE, RESULT], "not whole"),
+    ],
+)
+def test_an_export_without_its_end_leaves_no_file(tmp_path: Path, reply: list[bytes], text: str) -> None:
     async def run() -> None:
-        server, url = await answering(reply)
+        server, url = await answering(chunked(*reply))
         backend = RemoteBackend(url, TOKEN)
-        with pytest.raises(SandboxLostError, match="middle"):
-            await backend.adopt("any").files.download("tree", tmp_path / "tree")
-        with pytest.raises(SandboxError, match="no single file"):
-            await backend.export_snapshot("any", tmp_path / "snapshot")
-        backend.forget("any")
-        await backend.close()
-        server.close()
-
-    asyncio.run(run())
-    assert [path.name for path in (tmp_path / "tree").iterdir()] == ["a"]
-    assert not (tmp_path / "snapshot").exists()
-
-
-def test_a_stream_of_files_without_its_end_is_torn_even_if_a_result_follows(tmp_path: Path) -> None:
-    body = pack({"event": "file", "path": "", "last": True}, b"1") + pack({"event": "result", "value": None})
-    reply = HEAD + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
-
-    async def run() -> None:
-        server, url = await answering(reply)
-        backend = RemoteBackend(url, TOKEN)
-        with pytest.raises(SandboxLostError, match="not whole"):
+        with pytest.raises(SandboxLostError, match=text):
             await backend.export_snapshot("any", tmp_path / "snapshot")
         await backend.close()
         server.close()
 
     asyncio.run(run())
     assert not list(tmp_path.iterdir())
+
+
+def test_a_download_that_breaks_off_leaves_no_half_file(tmp_path: Path) -> None:
+    async def scenario(backend: RemoteBackend, transport: FlakyTransport, inner: ScriptedBackend) -> None:
+        sandbox = await backend.create(Template({"t/a": "1", "t/b": b"2" * (9 << 20)}))
+        (made,) = inner.live
+        read, num_reads = made.call, 0
+
+        async def breaks_off(header: Any, *more: Any) -> Any:
+            nonlocal num_reads
+            num_reads += header["op"] == "read"
+            if num_reads == 3:
+                raise SandboxLostError("gone")
+            return await read(header, *more)
+
+        made.call = breaks_off  # type: ignore[method-assign]
+        with pytest.raises(SandboxLostError, match="gone"):
+            await sandbox.files.download("t", tmp_path / "tree")
+
+    over_flaky(0, scenario)
+    assert [path.name for path in (tmp_path / "tree").iterdir()] == ["a"]
 
 
 async def answering(reply: bytes) -> tuple[asyncio.Server, str]:
@@ -558,43 +561,34 @@ def test_another_version_of_the_protocol_is_refused() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "a//b", "", "a/./b", "a\0b", "link/x"])
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "a//b", "a/./b", "a\0b", "link/x"])
 def test_a_downloaded_tree_never_leaves_its_target(tmp_path: Path, name: str) -> None:
     target = tmp_path / "target"
     target.mkdir()
     (tmp_path / "outside").mkdir()
     (target / "link").symlink_to(tmp_path / "outside")
-    with TreeWriter(target / "sub" if name == "" else target) as writer:
-        if name == "":
-            writer.take({"event": "file", "path": "x", "last": True}, b"1")
-            assert (target / "sub/x").read_bytes() == b"1"
-        else:
-            with pytest.raises(PathOutsideError):
-                writer.take({"event": "file", "path": name, "last": True}, b"1")
-    assert not list((tmp_path / "outside").iterdir())
-    assert {p.name for p in tmp_path.iterdir()} == {"target", "outside"}
+    with pytest.raises(PathOutsideError):
+        below(target, name)
 
 
-FRAMES_OF_FILES = st.builds(
-    lambda path, last: {"event": "file", "path": path, "last": last},
-    st.sampled_from(["", "a", "b", "a/b", "a/../b", 3]),
-    st.booleans(),
-)
-ENDS = st.builds(lambda num: {"event": "end", "num_files": num}, st.integers(0, 3))
+FRAMES_OF_FILES = st.sampled_from([{"event": "piece"}, {"event": "else"}, {}])
+ENDS = st.builds(lambda num: {"event": "end", "num_bytes": num}, st.integers(0, 6) | st.none())
 
 
 @given(st.lists(st.tuples(FRAMES_OF_FILES | ENDS, st.binary(max_size=3)), max_size=6))
-def test_any_stream_of_files_is_taken_whole_or_refused(frames: list[tuple[dict[str, Any], bytes]]) -> None:
+def test_any_stream_of_a_file_is_taken_whole_or_refused(frames: list[tuple[dict[str, Any], bytes]]) -> None:
+    content = b"".join(piece for header, piece in frames if header.get("event") == "piece")
     with tempfile.TemporaryDirectory() as directory:
         target = Path(directory, "target")
-        with TreeWriter(target) as writer:
-            try:
-                for header, piece in frames:
-                    writer.take(header, piece)
-            except (AgentError, SandboxError, ResourceError):
-                writer.is_whole = False
-        assert not list(Path(directory).rglob("*.tmp"))
-        assert {path.name for path in Path(directory).iterdir()} <= {"target"}
+        with contextlib.suppress(SandboxError), receive_file(target) as writer:
+            for header, piece in frames:
+                writer.take(header, piece)
+            if not writer.is_whole:
+                raise SandboxError("torn")
+        ends = [header.get("num_bytes") for header, _ in frames[-1:] if header.get("event") == "end"]
+        assert [path.read_bytes() for path in Path(directory).iterdir()] == [content] * (
+            ends == [len(content)]
+        )
 
 
 # Real sandboxes
@@ -653,35 +647,18 @@ def test_real_commands_and_sessions_through_a_server(tmp_path: Path) -> None:
 TEXT = st.text(st.characters(), max_size=30)  # lone surrogates too
 
 
-@given(st.integers(-64, 255), TEXT, TEXT, st.booleans(), st.floats(0, 1e6), st.booleans())
-def test_command_results_survive_the_wire(
-    exit_code: int, stdout: str, stderr: str, timed_out: bool, duration_s: float, truncated: bool
-) -> None:
-    result = CommandResult(exit_code, stdout, stderr, timed_out, duration_s, truncated)
-    assert decode_command(encode(result)) == result
+def is_name(path: str) -> bool:
+    """Whether a text is the normalised path of a file."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return "\0" not in path and all(part not in ("", ".", "..") for part in path.split("/"))
 
 
-VALUES = st.recursive(st.tuples(st.just("str"), TEXT).map(list), lambda v: st.lists(v, max_size=3))
-
-
-@given(
-    st.lists(TEXT),
-    st.lists(st.builds(TestFailure, TEXT, TEXT)),
-    st.none() | TEXT,
-    st.lists(VALUES, max_size=3),
-)
-def test_reports_survive_the_wire(
-    passed: list[str], failed: list[TestFailure], error: str | None, values: list[Any]
-) -> None:
-    tests = TestReport(tuple(passed), tuple(failed), error, False, 0.5)
-    assert decode_tests(encode(tests)[0]) == tests
-    probes = ProbeReport((ProbeResult("p", "n", tuple(values), error),), error, True, 1.5)
-    assert decode_probes(encode(probes)[0]) == probes
-
-
-@given(st.dictionaries(TEXT.filter(lambda path: "\0" not in path), st.none() | st.binary(max_size=20)))
-def test_diffs_survive_the_wire(changes: dict[str, bytes | None]) -> None:
-    assert decode_diff(encode_diff(changes)) == changes
+@given(st.dictionaries(TEXT.filter(is_name), st.none() | st.binary(max_size=20)))
+def test_diffs_survive_the_wire(found: dict[str, bytes | None]) -> None:
+    assert changes(*encode_changes(found), "one") == found
 
 
 PATHS = st.text("abc", min_size=1, max_size=3)
@@ -691,7 +668,7 @@ PATHS = st.text("abc", min_size=1, max_size=3)
 def test_templates_survive_the_wire(files: dict[str, bytes | str], name: str, with_image: bool) -> None:
     image = Image("i", ("l1", "l2"), {"A": "b"}, "/w", "me") if with_image else None
     template = Template(files, name.encode("utf-8", "replace").decode(), image)
-    again = decode_template(encode_template(template))
+    again = decode_template(*encode_template(template))
     assert (again.digest, again.name, again.image) == (template.digest, template.name, template.image)
     assert template_key(again) == template_key(template)
 
@@ -700,7 +677,7 @@ def test_infos_survive_the_wire() -> None:
     info = SandboxInfo(
         "i", "b", "t", "d", "paused", Resources(cpus=2.5), Network(("a:1",)), 1.0, None, "p", {"k": "v"}
     )
-    assert decode_info(encode(info)[0]) == info
+    assert decode_info(encode(info)) == info
 
 
 @pytest.mark.parametrize("kind", ERRORS.values(), ids=lambda kind: kind.__name__)
@@ -730,7 +707,26 @@ def test_batches_cover_everything_in_order_and_keep_the_limit(sizes: list[int], 
 
 def test_records_are_encoded_by_field_name() -> None:
     info = FileInfo("a", "file", 3)
-    assert encode([info])[0] == [dataclasses.asdict(info)]
+    assert encode([info]) == [dataclasses.asdict(info)]
+
+
+@given(
+    st.lists(st.tuples(st.text("ab", min_size=1, max_size=3), st.binary(max_size=9)), max_size=6),
+    st.integers(1, 99),
+)
+def test_a_write_in_parts_writes_the_same_and_no_part_is_large(
+    files: list[tuple[str, bytes]], limit: int
+) -> None:
+    header = {"op": "write", "files": [[path, len(data)] for path, data in files]}
+    written: dict[str, bytes] = {}
+    for part, payload in split_write(header, b"".join(data for _, data in files), limit):
+        assert len(payload) == sum(size for _, size in part["files"]) <= limit
+        start = 0
+        for path, size in part["files"]:
+            before = written.get(path, b"") if part.get("append") else b""
+            written[path] = before + payload[start : start + size]
+            start += size
+    assert written == dict(files)
 
 
 def test_what_a_killed_client_left_is_ended_by_the_next_of_its_name_and_nothing_else() -> None:

@@ -21,7 +21,7 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.errors import ConfigError, SandboxError
+from etude.errors import ConfigError, SandboxError, ToolArgumentError
 from etude.kit.retry import Backoff
 from etude.sandbox.errors import CapacityError, SandboxLostError, SandboxMissingError
 from etude.sandbox.fake import MemoryBackend
@@ -61,6 +61,11 @@ def patient_client(url: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=url, headers=HEADERS, timeout=60)
 
 
+async def call(client: httpx.AsyncClient, sandbox: str, op: str, **fields: Any) -> httpx.Response:
+    """One call of a sandbox, as JSON."""
+    return await client.post(f"/v1/sandboxes/{sandbox}/call", json={"op": op, **fields})
+
+
 def ask(scenario: Callable[..., Awaitable[Any]], *backends: Any, **options: Any) -> Any:
     async def run() -> Any:
         async with asking(*(backends or (MemoryBackend(),)), **options) as client:
@@ -80,7 +85,7 @@ def test_without_the_token_everything_but_health_is_refused(header: dict[str, st
         for method, path in (
             ("GET", "/metrics"), ("GET", "/v1/capabilities"), ("GET", "/v1/sandboxes"),
             ("POST", "/v1/sandboxes"), ("PUT", "/v1/templates"), ("GET", "/v1/problems"),
-            ("GET", "/v1/sandboxes/x/files?path=a"), ("POST", "/v1/snapshots/import"),
+            ("POST", "/v1/sandboxes/x/call"), ("POST", "/v1/snapshots/import"),
             ("POST", "/v1/sandboxes/x/migrate"),
         ):  # fmt: skip
             answer = await client.request(method, path, headers=header)
@@ -306,14 +311,17 @@ def test_a_sandbox_can_be_made_and_used_with_plain_http() -> None:
         body = {"template": {"files": {"a.txt": "one"}}, "timeout_s": 60}
         sandbox = (await create(client, **body)).json()
         base = f"/v1/sandboxes/{sandbox['id']}"
-        assert (await client.get(f"{base}/files?path=a.txt")).content == b"one"
-        assert (await client.put(f"{base}/files?path=b.txt", content=b"two")).status_code == 204
-        assert [row["path"] for row in (await client.get(f"{base}/files/list")).json()] == ["a.txt", "b.txt"]
+        assert (await call(client, sandbox["id"], "read", path="a.txt")).json() == {"payload": "one"}
+        written = pack({"op": "write", "files": [["b.txt", 3]]}, b"two")
+        answer = await client.post(f"{base}/call", content=written, headers={"content-type": FRAMES})
+        assert answer.json() == {"payload": ""}
+        entries = (await call(client, sandbox["id"], "list")).json()["entries"]
+        assert entries == [["a.txt", "file", 3], ["b.txt", "file", 3]]
         assert (await client.get(base)).json()["state"] == "running"
         assert (await client.delete(base)).json() == {"killed": True}
         assert (await client.delete(base)).json() == {"killed": False}
         assert (await client.get(base)).status_code == 404
-        assert (await client.get(f"{base}/files?path=a.txt")).status_code == 404
+        assert (await call(client, sandbox["id"], "read", path="a.txt")).status_code == 404
 
     ask(scenario)
 
@@ -326,41 +334,87 @@ def test_requests_are_bounded() -> None:
             for _ in range(3):
                 yield b"x" * 600
 
-        base = f"/v1/sandboxes/{sandbox}"
         for content in (b"x" * 1001, pieces()):
-            answer = await client.put(f"{base}/files?path=a", content=content)
+            answer = await client.post(f"/v1/sandboxes/{sandbox}/call", content=content)
             assert (answer.status_code, answer.json()["error"]["field"]) == (400, "body")
-        tree = pack({"event": "file", "path": "", "last": False}, b"x" * 2500)
-        answer = await client.put(f"{base}/files/tree?path=a", content=tree)
+        file = pack({"event": "piece"}, b"x" * 2500)
+        answer = await client.post("/v1/snapshots/import", content=file)
         assert (answer.status_code, answer.json()["error"]["field"]) == (400, "body")
-        assert (await client.get(f"{base}/files/list")).json() == []
+        assert (await call(client, sandbox, "list")).json()["entries"] == []
 
     ask(scenario, limits=Limits(body_bytes=1000, upload_bytes=2000))
 
 
-def test_a_torn_upload_and_a_torn_import_change_nothing(tmp_path: Path) -> None:
+def test_a_torn_import_leaves_nothing(tmp_path: Path) -> None:
     async def run() -> None:
         backend = MemoryBackend()
         app = build_app({"memory": backend}, TOKEN, spool=tmp_path)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=HEADERS) as client:
-            sandbox = (await create(client)).json()["id"]
-            piece = pack({"event": "file", "path": "", "last": True}, b"x" * 100)
-            for body in (piece, piece[:-1], b"", piece + pack({"event": "end", "num_files": 2})):
-                answer = await client.put(f"/v1/sandboxes/{sandbox}/files/tree?path=a", content=body)
-                assert answer.json()["error"]["kind"] == "SandboxLostError"
+            piece = pack({"event": "piece"}, b"x" * 100)
+            for body in (piece, piece[:-1], b"", piece + pack({"event": "end", "num_bytes": 101})):
                 answer = await client.post("/v1/snapshots/import", content=body)
-                assert answer.json()["error"]["kind"] == "SnapshotRefusedError"
                 assert answer.status_code == 422
-            evil = pack({"event": "file", "path": "../evil", "last": True}, b"x")
-            answer = await client.put(f"/v1/sandboxes/{sandbox}/files/tree?path=a", content=evil)
-            assert answer.json()["error"]["kind"] == "PathOutsideError"
+                assert answer.json()["error"]["kind"] == "SnapshotRefusedError"
             assert await backend.list_snapshots() == []
-            assert (await client.get(f"/v1/sandboxes/{sandbox}/files/list")).json() == []
         await app.state.sandboxes.close()
 
     asyncio.run(run())
     assert list(tmp_path.iterdir()) == [], "nothing stays in the spool"
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({}, "op"),
+        ({"op": ["read"]}, "op"),
+        ({"op": "fly"}, "op"),
+        *(({"op": operation}, "op") for operation in ("freeze", "hold", "hello", "net.listen", "lend")),
+        ({"op": "read"}, "path"),
+        ({"op": "read", "path": "a", "limit_bytes": -1}, "limit_bytes"),
+        ({"op": "read", "path": "a", "offset": 1 << 70}, "offset"),
+        ({"op": "read", "path": "a", "more": [1]}, "more"),
+        ({"op": "write", "files": [["a", 1]]}, "files"),
+        ({"op": "write", "files": [["a"]]}, "files"),
+        ({"op": "write", "files": [[1, 0]]}, "files"),
+        ({"op": "write", "files": [["a", True]]}, "files"),
+        ({"op": "list", "depth": True}, "depth"),
+        ({"op": "command", "cmd": ["x"]}, "cmd"),
+        ({"op": "command", "cmd": "x", "argv": ["x"]}, "argv"),
+        ({"op": "command", "cmd": "x", "exact_env": True}, "exact_env"),
+        ({"op": "command", "cmd": "x", "env": {"a": 1}}, "env"),
+        ({"op": "command", "cmd": "x", "timeout_s": 0}, "timeout_s"),
+        ({"op": "command", "cmd": "x", "timeout_s": 1e9, "background": True}, "timeout_s"),
+        ({"op": "wait", "pid": "1"}, "pid"),
+        ({"op": "tests", "paths": "x"}, "paths"),
+    ],
+)
+def test_a_mistaken_call_names_its_field(fields: dict[str, Any], field: str) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        sandbox = (await create(client)).json()["id"]
+        answer = await client.post(f"/v1/sandboxes/{sandbox}/call", json=fields)
+        assert (answer.status_code, answer.json()["error"]["field"]) == (400, field), answer.text
+
+    ask(scenario)
+
+
+def test_an_answer_that_no_frame_holds_is_the_agents_doing() -> None:
+    async def run() -> None:
+        backend = ScriptedBackend()
+        async with served(build_app({"memory": backend}, TOKEN)) as url:
+            client = RemoteBackend(url, TOKEN)
+            sandbox = await client.create()
+            (made,) = backend.live
+
+            async def long_names(header: Any, payload: bytes = b"", on_output: Any = None) -> Any:
+                return {"entries": [["x" * (32 << 20), "file", 1]]}, b""
+
+            made.call = long_names
+            with pytest.raises(ToolArgumentError, match="too large"):
+                await sandbox.files.list()
+            await client.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.slow
@@ -368,7 +422,7 @@ def test_a_torn_upload_and_a_torn_import_change_nothing(tmp_path: Path) -> None:
 def test_no_bytes_make_the_server_fail(body: bytes) -> None:
     async def scenario(client: httpx.AsyncClient) -> None:
         sandbox = (await create(client)).json()["id"]
-        for method, path in (("PUT", "/v1/templates"), ("POST", f"/v1/sandboxes/{sandbox}/files")):
+        for method, path in (("PUT", "/v1/templates"), ("POST", f"/v1/sandboxes/{sandbox}/call")):
             for kind in (FRAMES, "application/json"):
                 answer = await client.request(method, path, content=body, headers={"content-type": kind})
                 assert answer.status_code in (200, 204, 400), answer.text
@@ -385,10 +439,12 @@ def test_signs_of_life_come_while_a_command_is_silent(monkeypatch: pytest.Monkey
     async def run() -> list[str]:
         backend, unpacker, events = ScriptedBackend(), Unpacker(), list[str]()
         async with served(build_app({"memory": backend}, TOKEN)) as url, patient_client(url) as client:
-            path = f"/v1/sandboxes/{(await create(client)).json()['id']}/commands/run"
+            path = f"/v1/sandboxes/{(await create(client)).json()['id']}/call"
             (made,) = backend.live
-            commands: Any = made.commands
-            asked = client.stream("POST", path, json={"cmd": "wait"}, headers={"accept": FRAMES})
+            commands: Any = made.scripted
+            asked = client.stream(
+                "POST", path, json={"op": "command", "cmd": "wait"}, headers={"accept": FRAMES}
+            )
             async with asked as answer:
                 async for piece in answer.aiter_bytes():
                     events += [header["event"] for header, _ in unpacker.feed(piece)]
@@ -464,15 +520,15 @@ def test_a_client_that_takes_nothing_does_not_fill_the_server(monkeypatch: pytes
             sandbox = await client.create()
             host, _, port = url.removeprefix("http://").partition(":")
             reader, writer = await asyncio.open_connection(host, int(port), limit=1)
-            body = json.dumps({"cmd": "flood 1000", "stream": True}).encode()
+            body = json.dumps({"op": "command", "cmd": "flood 1000", "stream": True}).encode()
             head = (
-                f"POST /v1/sandboxes/{sandbox.id}/commands/run HTTP/1.1\r\nhost: localhost\r\n"
+                f"POST /v1/sandboxes/{sandbox.id}/call HTTP/1.1\r\nhost: localhost\r\n"
                 f"authorization: Bearer {TOKEN}\r\ncontent-type: application/json\r\n"
                 f"content-length: {len(body)}\r\n\r\n"
             )
             writer.write(head.encode() + body)
             (made,) = backend.live
-            commands: Any = made.commands
+            commands: Any = made.scripted
             await until(lambda: commands.num_started and not commands.running)
             assert buffers[0]._held_bytes <= BUFFER_BYTES  # pyright: ignore[reportPrivateUsage]
             await client.close()
@@ -566,7 +622,7 @@ def test_a_draining_server_says_so_and_makes_nothing_new() -> None:
         assert (health.status_code, health.json()) == (503, {"status": "draining"})
         assert (await create(client)).json()["error"]["kind"] == "CapacityError"
         assert (await client.post(f"/v1/sandboxes/{sandbox}/fork")).status_code == 503
-        assert (await client.get(f"/v1/sandboxes/{sandbox}/files?path=a")).content == b"1"
+        assert (await call(client, sandbox, "read", path="a")).json() == {"payload": "1"}
 
     ask(scenario)
 
@@ -618,7 +674,7 @@ def test_several_backends_are_told_apart_by_name() -> None:
         assert len((await client.get("/v1/sandboxes?backend=backend-1")).json()) == 1
         assert (await client.get(f"/v1/sandboxes/{made}")).status_code == 200
         outside = await first.create(Template({"a": "1"}))
-        assert (await client.get(f"/v1/sandboxes/{outside.id}/files?path=a")).content == b"1"
+        assert (await call(client, outside.id, "read", path="a")).json() == {"payload": "1"}
 
     ask(scenario, first, second)
 

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from etude.kit.leftovers import owner_tag
 from etude.sandbox.errors import SnapshotError
+from etude.sandbox.inside.frames import pack
 from etude.sandbox.snapshots import (
     MANIFEST,
     SnapshotStore,
-    pack_template,
     this_machine,
-    unpack_templates,
 )
 from etude.sandbox.template import Image, Template
+from etude.sandbox.template_packing import encode_template, unpack_templates
 from etude.sandbox.temporary import TRANSIT_S
 from etude.sandbox.types import Network, Resources, SnapshotInfo, SnapshotKind
 
@@ -407,7 +407,7 @@ def test_a_torn_export_is_not_taken_in(kept: tuple[SnapshotStore, Path], data: s
 def test_templates_survive_packing(files: list[tuple[str, bytes]], image: Image | None) -> None:
     names = {path.strip("/").replace("/", "") or "x": data for path, data in files}
     template = Template(names, "t", image)
-    (found,) = unpack_templates(pack_template(template), "x", 1)
+    (found,) = unpack_templates(pack(*encode_template(template)), "x", 1)
     assert (found.digest, found.name, found.image) == (template.digest, "t", image)
 
 

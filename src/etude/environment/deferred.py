@@ -20,7 +20,7 @@ class DeferredSandbox(WrappedSandbox):
 
     def __init__(self, backend: SandboxBackend, template: Template, resources: Resources) -> None:
         """Begins to make the sandbox at once; needs a running event loop."""
-        super().__init__()
+        super().__init__("pending")
         self._making: asyncio.Task[Sandbox] = asyncio.create_task(backend.create(template, resources))
 
     @property

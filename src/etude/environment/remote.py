@@ -22,10 +22,11 @@ from etude.errors import InfrastructureError, SandboxError, UserError
 from etude.kit.retry import Backoff, retry_async
 from etude.protocols import OnCall, OnResult
 from etude.records import Status, Task, ToolCall, ToolResult
+from etude.sandbox.answers import changes
 from etude.sandbox.errors import CapacityError
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.remote.connection import RETRY, Connection
-from etude.sandbox.wire_types import decode_diff, decode_error
+from etude.sandbox.wire_types import decode_error
 from etude.serving.client import Transport
 
 BUSY_S = 30.0
@@ -167,8 +168,7 @@ class RemoteSession:
 
     async def diff(self) -> dict[str, bytes | None]:
         """See EnvironmentSession.diff."""
-        encoded = await self._connection.long("GET", f"/sessions/{self.id}/diff", again=True)
-        return self._connection.decoded(decode_diff, encoded)
+        return changes(*await self._connection.long("GET", f"/sessions/{self.id}/diff", again=True), self.id)
 
     async def pause(self) -> str:
         """See EnvironmentSession.pause."""

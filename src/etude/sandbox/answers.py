@@ -3,20 +3,24 @@
 A frame is looked at once as a whole when it comes (`frame_problem`), and each field where it is used. What
 these readers refuse no program of ours ever says: the one inside was taken over, and there nobody but the
 agent is. So it is a `SandboxKilledByAgentError`; what an agent can make an *honest* program say passes
-(names with lone surrogates, an exit code of its own making).
+(names with lone surrogates, an exit code of its own making). The bytes beside the fields of a test run come
+from the process in which the agent's code ran: what is no report is a run that ended early.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import reprlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from etude.errors import AgentError
 from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.paths import normal_path
+from etude.sandbox.types import ProbeReport, ProbeResult, TestFailure, TestReport
 
 MAX_INTEGER = (1 << 63) - 1
 """The largest integer that is taken from inside, and minus it the smallest."""
@@ -134,6 +138,14 @@ def changes(header: Header, data: bytes, sandbox: str) -> dict[str, bytes | None
     return dict(sorted(found.items()))
 
 
+def encode_changes(found: Mapping[str, bytes | None]) -> tuple[Header, bytes]:
+    """What `changes` reads: sizes, and contents and names (of any bytes, each NUL-ended) as bytes."""
+    names = b"".join(os.fsencode(path) + b"\0" for path in found)
+    sizes = [None if data is None else len(data) for data in found.values()]
+    contents = (data for data in found.values() if data is not None)
+    return {"name_bytes": len(names), "sizes": sizes}, b"".join((*contents, names))
+
+
 def _changed_files(header: Header, data: bytes, sandbox: str) -> tuple[list[list[Any]], int]:
     """(path, size or None) of each file of a diff, and where their contents end."""
     if "files" in header:
@@ -198,3 +210,71 @@ def _is_inside(path: str) -> bool:
 def _named(shapes: Shapes) -> str:
     kinds = (", ".join(kind.__name__ for kind in shape) for shape in shapes)
     return " or ".join(sorted(f"({kind})" for kind in kinds))
+
+
+def tests_report(answer: Header, data: bytes, sandbox: str) -> TestReport:
+    """The report of a test run. Raises SandboxError for an answer that makes no sense."""
+    taken_s, timed_out = duration_s(answer, "duration_s", sandbox), flag(answer, "timed_out", sandbox)
+    run, error = _test_run(answer, data, sandbox, "failed", _is_failure)
+    if run is None:
+        return TestReport((), (), error, timed_out, taken_s)
+    return TestReport(
+        tuple(run["passed"]), tuple(TestFailure(*row) for row in run["failed"]), error, False, taken_s
+    )
+
+
+def probes_report(answer: Header, data: bytes, sandbox: str) -> ProbeReport:
+    """The report of a probe run. Raises SandboxError for an answer that makes no sense."""
+    taken_s, timed_out = duration_s(answer, "duration_s", sandbox), flag(answer, "timed_out", sandbox)
+    run, error = _test_run(answer, data, sandbox, "results", _is_probe)
+    if run is None:
+        return ProbeReport((), error, timed_out, taken_s)
+    results = (
+        ProbeResult(path, name, tuple(values), failure) for path, name, values, failure in run["results"]
+    )
+    return ProbeReport(tuple(results), error, False, taken_s)
+
+
+def _test_run(
+    answer: Header, data: bytes, sandbox: str, key: str, is_row: Callable[[object], bool]
+) -> tuple[dict[str, Any] | None, str | None]:
+    """(what the runner said, if it said it all; error)."""
+    if answer["timed_out"]:
+        return None, "timeout"
+    run = _parsed_run(data, key, is_row)
+    if run is not None:
+        return run, run.get("error")
+    code = exit_code(answer, sandbox)
+    used_up = flag(answer, "memory_exceeded", sandbox)
+    reason = "memory limit exceeded" if used_up else f"exit code {code}"
+    return None, f"the test run ended early: {reason}"
+
+
+def _parsed_run(data: bytes, key: str, is_row: Callable[[object], bool]) -> dict[str, Any] | None:
+    """What a test process sent; None if it is not whole. The agent's code ran there: nothing is trusted."""
+    try:
+        run: object = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(run, dict) or not isinstance(run.get("error"), str | None):
+        return None
+    passed, found = run.setdefault("passed", []), run.get(key)
+    if not isinstance(passed, list) or not all(isinstance(name, str) for name in passed):
+        return None
+    return run if isinstance(found, list) and all(map(is_row, found)) else None
+
+
+def _is_failure(row: object) -> bool:
+    return isinstance(row, list) and len(row) == 2 and all(isinstance(item, str) for item in row)
+
+
+def _is_probe(row: object) -> bool:
+    if not isinstance(row, list) or len(row) != 4:
+        return False
+    path, name, values, failure = row
+    return (
+        isinstance(path, str)
+        and isinstance(name, str)
+        and isinstance(values, list)
+        and isinstance(failure, str | None)
+    )

@@ -10,9 +10,8 @@ from collections.abc import Callable
 
 from etude.errors import SandboxError
 from etude.sandbox.answers import MAX_INTEGER, frame_problem
+from etude.sandbox.calls import Answer
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
-
-Answer = tuple[Header, bytes]
 
 _CREDENTIALS = struct.Struct("iII")
 """struct ucred: process, user, group."""

@@ -1,10 +1,9 @@
-"""Commands over a sandbox's channel: in the foreground, in the background, in shell sessions."""
+"""Shell commands of a sandbox: in the foreground and in the background."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Protocol
 
 from etude.sandbox.answers import (
     MAX_EXIT_CODE,
@@ -15,48 +14,15 @@ from etude.sandbox.answers import (
     integer,
     parts,
     rows,
-    text,
 )
 from etude.sandbox.arguments import check_timeout
-from etude.sandbox.channel import Answer
+from etude.sandbox.calls import Transport
 from etude.sandbox.inside.frames import Header
-from etude.sandbox.interface import OnOutput
-from etude.sandbox.paths import normal_path
-from etude.sandbox.types import CommandResult, ProcessInfo
+from etude.sandbox.types import CommandResult, OnOutput, ProcessInfo
 
 MEMORY_EXCEEDED = "killed: memory limit exceeded\n"
 """What the error output of a command ends with that was ended for want of memory."""
 _PROCESS: Shapes = frozenset({(int, str, bool, int), (int, str, bool, type(None))})
-
-
-class Line(Protocol):
-    """What commands need of their sandbox."""
-
-    @property
-    def id(self) -> str:
-        """Of the sandbox; errors name it."""
-        ...
-
-    @property
-    def workspace(self) -> str: ...
-    @property
-    def environment(self) -> Mapping[str, str]:
-        """Of every command, under what the caller adds."""
-        ...
-
-    async def call(self, header: Header, payload: bytes = b"", path: str | None = None) -> Answer: ...
-
-    async def job(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
-        """A request that lasts as long as its `timeout_s` and some; a cancelled caller ends it."""
-        ...
-
-    async def wait(self, pid: int) -> Answer:
-        """The end of a background command, without a deadline."""
-        ...
-
-    def listen(self, pid: int, on_output: OnOutput) -> None:
-        """From now on `on_output` gets the output of a background command."""
-        ...
 
 
 def command_result(answer: Header, data: bytes, sandbox: str) -> CommandResult:
@@ -75,42 +41,39 @@ def command_result(answer: Header, data: bytes, sandbox: str) -> CommandResult:
     )
 
 
-class ChannelCommand:
-    """`Command` over a channel."""
+class Command:
+    """A command in the background."""
 
-    def __init__(self, line: Line, pid: int) -> None:
-        self._line = line
-        self._pid = pid
+    def __init__(self, sandbox: Transport, pid: int) -> None:
+        self._sandbox = sandbox
         self._result: CommandResult | None = None
-
-    @property
-    def pid(self) -> int:
-        """See Command."""
-        return self._pid
+        self.pid = pid
+        """Its process id inside the sandbox."""
 
     async def wait(self, timeout_s: float | None = None) -> CommandResult:
-        """See Command.wait."""
+        """The result once it has ended. Raises TimeoutError after `timeout_s`; the command goes on."""
         if self._result is None:
             async with asyncio.timeout(timeout_s):
-                self._result = command_result(*await self._line.wait(self._pid), self._line.id)
+                answer, data = await self._sandbox.call({"op": "wait", "pid": self.pid})
+            self._result = command_result(answer, data, self._sandbox.id)
         return self._result
 
     async def send_stdin(self, data: str | bytes, close: bool = False) -> None:
-        """See Command.send_stdin."""
+        """Writes to its standard input; `close` ends the input after it."""
         payload = data.encode() if isinstance(data, str) else data
-        await self._line.call({"op": "stdin", "pid": self._pid, "close": close}, payload)
+        await self._sandbox.call({"op": "stdin", "pid": self.pid, "close": close}, payload)
 
     async def kill(self) -> bool:
-        """See Command.kill."""
-        answer, _ = await self._line.call({"op": "kill", "pid": self._pid})
-        return flag(answer, "killed", self._line.id)
+        """Ends it and what it started; False if it had ended already."""
+        answer, _ = await self._sandbox.call({"op": "kill", "pid": self.pid})
+        return flag(answer, "killed", self._sandbox.id)
 
 
-class ChannelCommands:
-    """`Commands` over a sandbox's channel."""
+class Commands:
+    """Shell commands inside the sandbox. Several may run at once."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, sandbox: Transport) -> None:
+        self._sandbox = sandbox
 
     async def run(
         self,
@@ -122,12 +85,17 @@ class ChannelCommands:
         stdin: str | bytes | None = None,
         on_output: OnOutput | None = None,
     ) -> CommandResult:
-        """See Commands.run. Raises ConfigError for a timeout that is no time."""
+        """Runs `cmd` with `/bin/sh` in the workspace; at the timeout everything it started is killed.
+
+        A process that it leaves in the background lives on. `on_output` sees the output as it comes; over a
+        connection a slow one may miss some, and the result then says `truncated`. Raises ConfigError for a
+        timeout that is no time.
+        """
         check_timeout(timeout_s)
-        header = self._header(cmd, timeout_s, env, cwd, limit_bytes, on_output)
+        header = _header(cmd, timeout_s, env, cwd, limit_bytes, on_output)
         header["stdin"] = stdin is not None
         payload = stdin.encode() if isinstance(stdin, str) else stdin or b""
-        return command_result(*await self._line.job(header, payload, on_output), self._line.id)
+        return command_result(*await self._sandbox.call(header, payload, on_output), self._sandbox.id)
 
     async def start(
         self,
@@ -137,87 +105,53 @@ class ChannelCommands:
         cwd: str | None = None,
         limit_bytes: int = 64 << 10,
         on_output: OnOutput | None = None,
-    ) -> ChannelCommand:
-        """See Commands.start. Raises ConfigError as `run`."""
+    ) -> Command:
+        """Runs `cmd` in the background, with a standard input that stays open. Raises as `run`."""
         if timeout_s is not None:
             check_timeout(timeout_s)
-        header = self._header(cmd, timeout_s, env, cwd, limit_bytes, on_output)
-        answer, _ = await self._line.call({**header, "background": True})
-        pid = integer(answer, "pid", self._line.id, least=1)
-        if on_output is not None:
-            self._line.listen(pid, on_output)
-        return ChannelCommand(self._line, pid)
+        header = _header(cmd, timeout_s, env, cwd, limit_bytes, on_output)
+        answer, _ = await self._sandbox.call({**header, "background": True}, b"", on_output)
+        return Command(self._sandbox, process_id(answer, self._sandbox.id))
 
     async def list(self) -> list[ProcessInfo]:
-        """See Commands.list."""
-        answer, _ = await self._line.call({"op": "processes"})
-        processes = rows(answer, "processes", self._line.id, _PROCESS, least=-MAX_EXIT_CODE)
+        """The background commands, those that have ended and were not waited for included."""
+        answer, _ = await self._sandbox.call({"op": "processes"})
+        processes = rows(answer, "processes", self._sandbox.id, _PROCESS, least=-MAX_EXIT_CODE)
         return [ProcessInfo(*row) for row in processes]
 
-    async def connect(self, pid: int) -> ChannelCommand:
-        """See Commands.connect."""
-        await self._line.call({"op": "lookup", "pid": pid})
-        return ChannelCommand(self._line, pid)
+    async def connect(self, pid: int) -> Command:
+        """A background command by its process id. Raises ToolArgumentError if there is none."""
+        await self._sandbox.call({"op": "lookup", "pid": pid})
+        return Command(self._sandbox, pid)
 
     async def send_stdin(self, pid: int, data: str | bytes) -> None:
-        """See Commands.send_stdin."""
-        await ChannelCommand(self._line, pid).send_stdin(data)
+        """See Command.send_stdin."""
+        await Command(self._sandbox, pid).send_stdin(data)
 
     async def kill(self, pid: int) -> bool:
-        """See Commands.kill."""
-        return await ChannelCommand(self._line, pid).kill()
-
-    def _header(
-        self,
-        cmd: str,
-        timeout_s: float | None,
-        env: Mapping[str, str] | None,
-        cwd: str | None,
-        limit_bytes: int,
-        on_output: OnOutput | None,
-    ) -> Header:
-        return {
-            "op": "command",
-            "cmd": cmd,
-            "timeout_s": timeout_s,
-            "env": {**self._line.environment, **(env or {})},
-            "cwd": normal_path(cwd or ".", self._line.workspace),
-            "limit_bytes": limit_bytes,
-            "stream": on_output is not None,
-        }
+        """See Command.kill. False if there is no such command."""
+        return await Command(self._sandbox, pid).kill()
 
 
-class ChannelShells:
-    """Shell sessions over a sandbox's channel. Commands of one session queue."""
+def process_id(answer: Header, sandbox: str) -> int:
+    """Of the background command that a call has started. Raises SandboxKilledByAgentError."""
+    return integer(answer, "pid", sandbox, least=1)
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
-        self._queues: dict[str, asyncio.Lock] = {}
 
-    async def create(self, cwd: str | None, env: Mapping[str, str] | None) -> str:
-        """See Sandbox.create_session."""
-        header: Header = {
-            "op": "shell.open",
-            "cwd": normal_path(cwd or ".", self._line.workspace),
-            "env": {**self._line.environment, **(env or {})},
-        }
-        answer, _ = await self._line.call(header, b"", cwd)
-        return text(answer, "session", self._line.id)
-
-    async def run(self, session: str, cmd: str, timeout_s: float, limit_bytes: int) -> CommandResult:
-        """See Sandbox.run_in_session. Raises ConfigError for a timeout that is no time."""
-        check_timeout(timeout_s)
-        header: Header = {
-            "op": "shell.run",
-            "session": session,
-            "cmd": cmd,
-            "timeout_s": timeout_s,
-            "limit_bytes": limit_bytes,
-        }
-        async with self._queues.setdefault(session, asyncio.Lock()):
-            return command_result(*await self._line.job(header), self._line.id)
-
-    async def close(self, session: str) -> None:
-        """See Sandbox.close_session."""
-        self._queues.pop(session, None)
-        await self._line.call({"op": "shell.close", "session": session})
+def _header(
+    cmd: str,
+    timeout_s: float | None,
+    env: Mapping[str, str] | None,
+    cwd: str | None,
+    limit_bytes: int,
+    on_output: OnOutput | None,
+) -> Header:
+    return {
+        "op": "command",
+        "cmd": cmd,
+        "timeout_s": timeout_s,
+        "env": dict(env or {}),
+        "cwd": cwd,
+        "limit_bytes": limit_bytes,
+        "stream": on_output is not None,
+    }

@@ -9,41 +9,45 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from etude.errors import SandboxError
-from etude.sandbox.arguments import check_count, check_life, check_timeout
-from etude.sandbox.errors import SandboxMissingError, SandboxStateError, SnapshotMissingError
-from etude.sandbox.fake_commands import MemoryCommands, unsupported_here
-from etude.sandbox.fake_files import MemoryFiles, MemorySource
-from etude.sandbox.fake_running import Run, run_here
+from etude.sandbox.arguments import check_count, check_life
+from etude.sandbox.calls import Answer, agents_fault, prepared
+from etude.sandbox.errors import (
+    SandboxMissingError,
+    SandboxStateError,
+    SnapshotError,
+    SnapshotMissingError,
+    SnapshotRefusedError,
+    Unsupported,
+)
+from etude.sandbox.fake_files import MemoryWorkspace
+from etude.sandbox.fake_running import run_here
 from etude.sandbox.inside import testrunner
-from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.inside.faults import Fault
+from etude.sandbox.inside.frames import Header, pack
+from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.migration import abilities_of, default_state_directory, transfer
-from etude.sandbox.paths import normal_path
 from etude.sandbox.refusals import check_move, unsupported_copy
 from etude.sandbox.template import Template
-from etude.sandbox.template_packing import pack_template, unpack_templates
+from etude.sandbox.template_packing import encode_template, unpack_templates
 from etude.sandbox.types import (
     NO_NETWORK,
     Capabilities,
-    CommandResult,
     Network,
-    ProbeReport,
-    ProbeResult,
     Resources,
     SandboxInfo,
     SnapshotInfo,
     SnapshotKind,
-    TestFailure,
-    TestReport,
 )
 
 
-class MemorySandbox:
+class MemorySandbox(Sandbox):
     """`Sandbox` in this process. Not isolated in any way."""
 
     def __init__(
@@ -55,10 +59,17 @@ class MemorySandbox:
         metadata: Mapping[str, str] | None = None,
         parent: str | None = None,
     ) -> None:
-        self.id = f"memory-{next(_ids)}"
+        super().__init__(f"memory-{next(_ids)}")
         self.template = template
-        self.files = MemoryFiles(contents, template.contents, template.workspace)
-        self.commands = MemoryCommands()
+        self.workspace = MemoryWorkspace(contents, template.contents)
+        self._operations = {
+            **self.workspace.operations,
+            "tests": self._run,
+            "probes": self._run,
+            "processes": lambda header, payload: ({"processes": []}, b""),
+            "kill": lambda header, payload: ({"killed": False}, b""),
+            "shell.close": lambda header, payload: ({}, b""),
+        }
         self._backend = backend
         self._timer: asyncio.TimerHandle | None = None
         self._info = SandboxInfo(
@@ -92,50 +103,32 @@ class MemorySandbox:
             expires_s = time.time() + timeout_s
         self._info = replace(self._info, expires_s=expires_s)
 
-    async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
-        """Raises Unsupported."""
-        raise unsupported_here("commands")
+    async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
+        """See Sandbox.call. Raises Unsupported for commands.
 
-    async def run_in_session(
-        self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
-    ) -> CommandResult:
-        """Raises Unsupported; ConfigError for a timeout that is no time."""
-        check_timeout(timeout_s)
-        raise unsupported_here("commands")
-
-    async def close_session(self, session: str) -> None:
-        """See Sandbox.close_session: there is none."""
-
-    async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
-        """Runs the files in this process.
-
-        The timeout needs the main thread (it is an interval timer); elsewhere nothing interrupts a run.
+        Tests run in this process. Their timeout needs the main thread (it is an interval timer); elsewhere
+        nothing interrupts a run.
         """
-        run, duration_s = self._run(testrunner.run_test_files, paths, timeout_s)
-        if run is None:
-            return TestReport((), (), "timeout", True, duration_s)
-        failed = tuple(TestFailure(name, message) for name, message in run["failed"])
-        return TestReport(tuple(run["passed"]), failed, run["error"], False, duration_s)
-
-    async def run_probes(self, paths: Sequence[str], timeout_s: float = 2.0) -> ProbeReport:
-        """Runs probe files in this process; the timeout is as in `run_tests`."""
-        run, duration_s = self._run(testrunner.run_probe_files, paths, timeout_s)
-        if run is None:
-            return ProbeReport((), "timeout", True, duration_s)
-        results = tuple(ProbeResult(path, name, tuple(v), error) for path, name, v, error in run["results"])
-        return ProbeReport(results, run["error"], False, duration_s)
-
-    async def diff(self) -> Mapping[str, bytes | None]:
-        """See Sandbox.diff."""
         self._awake()
-        now, then = self.files.contents, self.template.contents
-        changed: dict[str, bytes | None] = {p: d for p, d in now.items() if then.get(p) != d}
-        changed.update({path: None for path in then if path not in now})
-        return dict(sorted(changed.items()))
+        ready = prepared(header, self.template.workspace, {})
+        operation = self._operations.get(header["op"])
+        if operation is None:
+            raise unsupported_here("commands")
+        try:
+            return operation(ready, payload)
+        except Fault as fault:
+            raise agents_fault((fault.kind, fault.message), header) from fault
 
-    async def final_diff(self) -> Mapping[str, bytes | None]:
-        """See Sandbox.final_diff."""
-        return await self.diff()
+    def _run(self, header: Header, payload: bytes) -> Answer:
+        runner = testrunner.run_test_files if header["op"] == "tests" else testrunner.run_probe_files
+        run, duration_s = run_here(lambda: runner(self.workspace, header["paths"]), header["timeout_s"])
+        answer = {
+            "timed_out": run is None,
+            "duration_s": duration_s,
+            "exit_code": 0,
+            "memory_exceeded": False,
+        }
+        return answer, json.dumps(run).encode()
 
     async def pause(self, mode: SnapshotKind = "full") -> None:
         """See Sandbox.pause: files are all there is."""
@@ -156,7 +149,7 @@ class MemorySandbox:
         if kind == "full":
             raise unsupported_copy(self._backend.capabilities(), "create_snapshot", kind)
         self._awake()
-        return self._backend.keep(self.template, dict(self.files.contents), self.id, name)
+        return self._backend.keep(self.template, dict(self.workspace.contents), self.id, name)
 
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
         """See Sandbox.fork. Raises ConfigError for less than one copy."""
@@ -165,7 +158,7 @@ class MemorySandbox:
         info = self._info
         copies: list[Sandbox | SandboxError] = []
         for _ in range(count):
-            contents = dict(self.files.contents)
+            contents = dict(self.workspace.contents)
             copies.append(
                 MemorySandbox(self._backend, self.template, contents, info.resources, info.metadata, self.id)
             )
@@ -209,17 +202,6 @@ class MemorySandbox:
             raise SandboxStateError(
                 "the sandbox is paused", field="sandbox", received=self.id, fix="resume it first"
             )
-
-    def _run(
-        self,
-        runner: Callable[[testrunner.Source, Sequence[str]], Run],
-        paths: Sequence[str],
-        timeout_s: float,
-    ) -> tuple[Run | None, float]:
-        check_timeout(timeout_s)
-        self._awake()
-        names = [normal_path(path, self.template.workspace) for path in paths]
-        return run_here(lambda: runner(MemorySource(self.files), names), timeout_s)
 
 
 @dataclass(frozen=True)
@@ -294,12 +276,16 @@ class MemoryBackend:
         """See SandboxBackend.export_snapshot."""
         kept = self._get(snapshot)
         files = Template({**kept.contents}, snapshot)
-        frames = pack_template(kept.template) + pack_template(files)
+        frames = pack(*encode_template(kept.template)) + pack(*encode_template(files))
         await asyncio.to_thread(target.write_bytes, frames)
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
         """See SandboxBackend.import_snapshot."""
-        template, files = unpack_templates(await asyncio.to_thread(source.read_bytes), source.name, 2)
+        data = await asyncio.to_thread(source.read_bytes)
+        try:
+            template, files = unpack_templates(data, source.name, 2)
+        except SnapshotError as error:
+            raise SnapshotRefusedError(error.message, field="source", received=source.name) from error
         return self.keep(template, dict(files.contents), "", None)
 
     def keep(
@@ -325,6 +311,16 @@ class MemoryBackend:
         if snapshot not in self._kept:
             raise SnapshotMissingError("the snapshot does not exist", field="snapshot", received=snapshot)
         return self._kept[snapshot]
+
+
+def unsupported_here(ability: str) -> Unsupported:
+    """The error for what there is none of in this process."""
+    return Unsupported(
+        f"the in-memory backend has no {ability}",
+        field="sandbox.backend",
+        received="memory",
+        fix='use the "local" backend, or tasks that need none',
+    )
 
 
 _ids = itertools.count(1)

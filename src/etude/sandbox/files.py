@@ -1,20 +1,19 @@
-"""File operations over a sandbox's channel."""
+"""The files of a sandbox's workspace."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from etude.errors import AgentError
 from etude.kit.durable import whole_file
 from etude.sandbox.answers import Shapes, nonsense, rows
-from etude.sandbox.channel import Answer
+from etude.sandbox.calls import Transport
 from etude.sandbox.errors import PathKindError, SandboxKilledByAgentError, fault_error
 from etude.sandbox.host_paths import below, files_of, name_below
 from etude.sandbox.inside.frames import Header
-from etude.sandbox.paths import normal_path
 from etude.sandbox.types import FileInfo, GrepMatch
 
 PIECE_BYTES = 4 << 20
@@ -43,48 +42,42 @@ def batches(sizes: Sequence[int], limit_bytes: int) -> Iterator[slice]:
         yield slice(start, len(sizes))
 
 
-async def read_each(
-    read: Callable[[str, int], Awaitable[bytes]], paths: Sequence[str], limit_bytes: int
-) -> list[bytes | AgentError]:
-    """`Files.read_many` for files that can only be read one by one: all at the same time."""
-
-    async def outcome(path: str) -> bytes | AgentError:
-        try:
-            return await read(path, limit_bytes)
-        except SandboxKilledByAgentError:
-            raise
-        except AgentError as error:
-            return error
-
-    return await asyncio.gather(*map(outcome, paths))
-
-
-class Line(Protocol):
-    """What file operations need of their sandbox."""
-
-    @property
-    def workspace(self) -> str: ...
-
-    async def call(self, header: Header, payload: bytes = b"", path: str | None = None) -> Answer: ...
+def split_write(header: Header, payload: bytes, limit_bytes: int) -> Iterator[tuple[Header, bytes]]:
+    """A `write` as several that carry `limit_bytes` each at most: a larger file goes in pieces."""
+    files, start = header["files"], 0
+    for part in batches([size + name_bytes(path) for path, size in files], limit_bytes):
+        rows = files[part]
+        end = start + sum(size for _, size in rows)
+        if end - start <= limit_bytes:
+            yield {**header, "files": rows}, payload[start:end]
+        else:
+            for begin in range(start, end, limit_bytes):
+                piece = payload[begin : min(begin + limit_bytes, end)]
+                append = bool(header.get("append")) or begin > start
+                yield {**header, "files": [[rows[0][0], len(piece)]], "append": append}, piece
+        start = end
 
 
-class ChannelFiles:
-    """`Files` over a sandbox's channel."""
+class Files:
+    """The workspace's files. Symbolic links that lead out of the workspace are refused."""
 
-    def __init__(self, line: Line, sandbox: str = "") -> None:
-        """`sandbox`: its id, which errors name."""
-        self._line = line
+    def __init__(self, sandbox: Transport) -> None:
         self._sandbox = sandbox
 
     async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:
-        """See Files.read."""
-        header: Header = {"op": "read", "path": self._normal(path), "limit_bytes": limit_bytes}
-        data = (await self._line.call(header, b"", path))[1]
-        self._check_size(data, limit_bytes)
+        """The first `limit_bytes` of a file. Raises PathMissingError, PathKindError, PathOutsideError."""
+        return await self._read({"op": "read", "path": path, "limit_bytes": limit_bytes})
+
+    async def _read(self, header: Header) -> bytes:
+        data = (await self._sandbox.call(header))[1]
+        self._check_size(data, header["limit_bytes"])
         return data
 
     async def read_many(self, paths: Sequence[str], limit_bytes: int = 1 << 20) -> list[bytes | AgentError]:
-        """See Files.read_many. Mostly in one round trip."""
+        """The first `limit_bytes` of each file, or what `read` would raise for it; in few round trips.
+
+        Raises SandboxError.
+        """
         found: list[bytes | AgentError] = []
         while len(found) < len(paths):
             found += await self._read_some(paths[len(found) :], limit_bytes)
@@ -95,11 +88,10 @@ class ChannelFiles:
 
         A program inside of an older version answers for the first one only.
         """
+        header: Header = {"op": "read", "path": paths[0], "limit_bytes": limit_bytes}
         if len(paths) > 1:
             try:
-                names = [self._normal(path) for path in paths]
-                header: Header = {"op": "read", "path": names[0], "limit_bytes": limit_bytes}
-                answer, data = await self._line.call({**header, "more": names[1:]})
+                answer, data = await self._sandbox.call({**header, "more": list(paths[1:])})
                 if "files" in answer:
                     return self._shared(answer["files"], data, paths, limit_bytes)
                 self._check_size(data, limit_bytes)
@@ -110,14 +102,19 @@ class ChannelFiles:
                 # A path that is none, or an answer for which memory did not suffice: the first is asked for
                 # alone, and tells the truth about itself.
                 pass
-        return await read_each(self.read, paths[:1], limit_bytes)
+        try:
+            return [await self._read(header)]
+        except SandboxKilledByAgentError:
+            raise
+        except AgentError as error:
+            return [error]
 
     def _shared(
         self, answered: Any, data: bytes, paths: Sequence[str], limit_bytes: int
     ) -> list[bytes | AgentError]:
         """What an answer holds of the first files: of each a size, or a fault. Raises SandboxError."""
         if type(answered) is not list or not 0 < len(answered) <= len(paths):
-            raise nonsense(self._sandbox, "files", answered, f"1 to {len(paths)} sizes or faults")
+            raise nonsense(self._sandbox.id, "files", answered, f"1 to {len(paths)} sizes or faults")
         found: list[bytes | AgentError] = []
         start = 0
         for path, row in zip(paths, answered, strict=False):
@@ -127,72 +124,81 @@ class ChannelFiles:
             elif type(row) is list and list(map(type, row)) == [str, str]:
                 found.append(fault_error((row[0], row[1]), "path", path))
             else:
-                raise nonsense(self._sandbox, "files", row, f"a size up to {limit_bytes}, or a fault")
+                raise nonsense(self._sandbox.id, "files", row, f"a size up to {limit_bytes}, or a fault")
         if start != len(data):
-            raise nonsense(self._sandbox, "files", start, f"files of {len(data)} bytes together")
+            raise nonsense(self._sandbox.id, "files", start, f"files of {len(data)} bytes together")
         return found
 
     async def write(self, path: str, data: str | bytes) -> None:
-        """See Files.write."""
+        """Replaces or makes a file and the directories above it. Raises as `read`, and DiskFullError."""
         await self.write_many({path: data})
 
     async def write_many(self, files: Mapping[str, str | bytes]) -> None:
-        """See Files.write_many."""
+        """Writes several files in one round trip, in order; what came before a failure stays written."""
         contents = [data.encode() if isinstance(data, str) else data for data in files.values()]
-        pieces = [[self._normal(path), len(data)] for path, data in zip(files, contents, strict=True)]
-        received = next(iter(files)) if len(files) == 1 else None
+        pieces = [[path, len(data)] for path, data in zip(files, contents, strict=True)]
         for part in batches([name_bytes(path) for path in files], _NAMES_BYTES):
-            header: Header = {"op": "write", "files": pieces[part]}
-            await self._line.call(header, b"".join(contents[part]), received)
+            await self._sandbox.call({"op": "write", "files": pieces[part]}, b"".join(contents[part]))
 
     async def list(self, path: str = ".", depth: int = 1) -> list[FileInfo]:
-        """See Files.list."""
-        header: Header = {"op": "list", "path": self._normal(path), "depth": depth}
-        answer, _ = await self._line.call(header, b"", path)
-        return [FileInfo(*row) for row in rows(answer, "entries", self._sandbox, _ENTRY)]
+        """Entries below a directory down to `depth` levels, sorted by path. Links are not followed."""
+        answer, _ = await self._sandbox.call({"op": "list", "path": path, "depth": depth})
+        return [FileInfo(*row) for row in rows(answer, "entries", self._sandbox.id, _ENTRY)]
 
     async def remove(self, path: str) -> None:
-        """See Files.remove."""
-        await self._line.call({"op": "remove", "path": self._normal(path)}, b"", path)
+        """Removes a file, or a directory with all that it holds; the workspace itself is refused."""
+        await self._sandbox.call({"op": "remove", "path": path})
 
     async def grep(self, pattern: str, path: str = ".", limit: int = 50) -> list[GrepMatch]:
-        """See Files.grep."""
-        header: Header = {"op": "grep", "pattern": pattern, "path": self._normal(path), "limit": limit}
-        answer, _ = await self._line.call(header, b"", path)
-        return [GrepMatch(*row) for row in rows(answer, "matches", self._sandbox, _MATCH)]
+        """Lines that a Python regular expression matches, in the order of sorted paths.
+
+        Files with NUL bytes and `__pycache__` are passed over. Raises ToolArgumentError for a pattern
+        that does not compile or takes too long.
+        """
+        header: Header = {"op": "grep", "pattern": pattern, "path": path, "limit": limit}
+        answer, _ = await self._sandbox.call(header)
+        return [GrepMatch(*row) for row in rows(answer, "matches", self._sandbox.id, _MATCH)]
 
     async def upload(self, source: Path, path: str) -> int:
-        """See Files.upload."""
+        """Copies a host file, or a directory with its regular files, to `path`; returns the bytes copied.
+
+        In pieces: of any size. Symbolic links below `source` are left out. Raises as `write`.
+        """
         total = 0
         for file, name in await asyncio.to_thread(files_of, source):
             total += await self._upload_file(file, f"{path}/{name}" if name else path)
         return total
 
     async def _upload_file(self, source: Path, path: str) -> int:
-        name = self._normal(path)
         total = 0
         with source.open("rb") as file:
             while True:
                 piece = await asyncio.to_thread(file.read, PIECE_BYTES)
                 if total and not piece:
                     return total
-                header: Header = {"op": "write", "files": [[name, len(piece)]], "append": total > 0}
-                await self._line.call(header, piece, path)
+                header: Header = {"op": "write", "files": [[path, len(piece)]], "append": total > 0}
+                await self._sandbox.call(header, piece)
                 total += len(piece)
                 if len(piece) < PIECE_BYTES:
                     return total
 
     async def download(self, path: str, target: Path) -> int:
-        """See Files.download."""
+        """Copies a file or directory of the workspace to the host; returns the bytes copied.
+
+        Whatever the sandbox answers, nothing outside `target` is written: names that climb out are
+        refused, links are not followed. Raises as `read`.
+        """
         try:
             entries = await self.list(path, _MAX_DEPTH)
         except PathKindError:
             return await self._download_file(path, target)
-        name = self._normal(path)
+        # Listed is what the directory itself holds, too: its name is what stands before that.
+        top = min((entry.path for entry in entries), key=lambda name: name.count("/"), default="")
+        folder = top.rpartition("/")[0] or "."
         total = 0
         for entry in entries:
             if entry.kind == "file":
-                place = below(target, name_below(entry.path, name))
+                place = below(target, name_below(entry.path, folder))
                 total += await self._download_file(entry.path, place)
         await asyncio.to_thread(target.mkdir, parents=True, exist_ok=True)
         return total
@@ -200,12 +206,11 @@ class ChannelFiles:
     async def _download_file(self, path: str, target: Path) -> int:
         """Writes beside the target and renames: a link in its place is replaced, never followed."""
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
+        header: Header = {"op": "read", "path": path, "limit_bytes": PIECE_BYTES}
         offset = 0
         with whole_file(target, sync=False) as file:
             while True:
-                header: Header = {"op": "read", "path": self._normal(path), "limit_bytes": PIECE_BYTES}
-                piece = (await self._line.call({**header, "offset": offset}, b"", path))[1]
-                self._check_size(piece, PIECE_BYTES)
+                piece = await self._read({**header, "offset": offset})
                 await asyncio.to_thread(file.write, piece)
                 offset += len(piece)
                 if len(piece) < PIECE_BYTES:
@@ -213,7 +218,4 @@ class ChannelFiles:
 
     def _check_size(self, data: bytes, limit_bytes: int) -> None:
         if len(data) > max(0, limit_bytes):
-            raise nonsense(self._sandbox, "payload", len(data), f"at most {limit_bytes} bytes")
-
-    def _normal(self, path: str) -> str:
-        return normal_path(path, self._line.workspace)
+            raise nonsense(self._sandbox.id, "payload", len(data), f"at most {limit_bytes} bytes")

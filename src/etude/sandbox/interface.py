@@ -1,8 +1,12 @@
 """The sandbox as everything above sees it: what a session may do to its files and processes.
 
-Four protocols (`Files`, `Commands`, `Shells`, `Sandbox`) and the backend that makes sandboxes. All backends
-keep the same contract, which `tests/sandbox/test_contract.py` runs on each; what one cannot do it
-says in `capabilities()` and refuses with `Unsupported`.
+    Sandbox ── files, commands, sessions, test runs, diffs ──> call(header, payload, on_output)
+       │                                                          │
+       └── lifecycle: pause, copy, move, end              a machine's channel, HTTP, or another sandbox
+           (each kind of sandbox its own)                 that it stands around
+
+All backends keep the same contract, which `tests/sandbox/test_contract.py` runs on each; what one cannot do
+it says in `capabilities()` and refuses with `Unsupported`.
 
 Paths are relative to the workspace (`/workspace` inside); an absolute path below it is accepted.
 What the *agent* did wrong (a missing file, a path that leaves the workspace, a full disk) raises an
@@ -12,21 +16,25 @@ killed it: that is `SandboxKilledByAgentError`, an `AgentError`.
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from etude.errors import AgentError, SandboxError
+from etude.errors import SandboxError
+from etude.sandbox.answers import changes, probes_report, tests_report, text
+from etude.sandbox.arguments import check_timeout
+from etude.sandbox.calls import Answer
+from etude.sandbox.commands import Command, Commands, command_result
+from etude.sandbox.files import Files
+from etude.sandbox.inside.frames import Header
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     Capabilities,
     CommandResult,
-    FileInfo,
-    GrepMatch,
     Network,
+    OnOutput,
     ProbeReport,
-    ProcessInfo,
     Resources,
     SandboxInfo,
     SnapshotInfo,
@@ -34,166 +42,55 @@ from etude.sandbox.types import (
     TestReport,
 )
 
-OnOutput = Callable[[int, bytes], None]
-"""Called with (1 or 2, bytes) as a command prints to stdout or stderr."""
+__all__ = ["Command", "Commands", "Files", "OnOutput", "Sandbox", "SandboxBackend"]
 
 
-class Files(Protocol):
-    """The workspace's files. Symbolic links that lead out of the workspace are refused."""
+class Sandbox(ABC):
+    """One sandbox: a workspace, processes around it, and nothing else to be reached from it.
 
-    async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:
-        """The first `limit_bytes` of a file. Raises PathMissingError, PathKindError, PathOutsideError."""
-        ...
+    Any number of calls may be in flight.
+    """
 
-    async def read_many(
-        self, paths: Sequence[str], limit_bytes: int = 1 << 20
-    ) -> builtins.list[bytes | AgentError]:
-        """The first `limit_bytes` of each file, or what `read` would raise for it; in few round trips.
-
-        Raises SandboxError.
-        """
-        ...
-
-    async def write(self, path: str, data: str | bytes) -> None:
-        """Replaces or makes a file and the directories above it. Raises as `read`, and DiskFullError."""
-        ...
-
-    async def write_many(self, files: Mapping[str, str | bytes]) -> None:
-        """Writes several files in one round trip, in order; what came before a failure stays written."""
-        ...
-
-    async def list(self, path: str = ".", depth: int = 1) -> list[FileInfo]:
-        """Entries below a directory down to `depth` levels, sorted by path. Links are not followed."""
-        ...
-
-    async def remove(self, path: str) -> None:
-        """Removes a file, or a directory with all that it holds; the workspace itself is refused."""
-        ...
-
-    async def grep(self, pattern: str, path: str = ".", limit: int = 50) -> list[GrepMatch]:
-        """Lines that a Python regular expression matches, in the order of sorted paths.
-
-        Files with NUL bytes and `__pycache__` are passed over. Raises ToolArgumentError for a pattern
-        that does not compile or takes too long.
-        """
-        ...
-
-    async def upload(self, source: Path, path: str) -> int:
-        """Copies a host file, or a directory with its regular files, to `path`; returns the bytes copied.
-
-        In pieces: of any size. Symbolic links below `source` are left out. Raises as `write`.
-        """
-        ...
-
-    async def download(self, path: str, target: Path) -> int:
-        """Copies a file or directory of the workspace to the host; returns the bytes copied.
-
-        Whatever the sandbox answers, nothing outside `target` is written: names that climb out are
-        refused, links are not followed. Raises as `read`.
-        """
-        ...
-
-
-class Command(Protocol):
-    """A command in the background."""
+    def __init__(self, sandbox_id: str) -> None:
+        self._id = sandbox_id
+        self.files = Files(self)
+        self.commands = Commands(self)
 
     @property
-    def pid(self) -> int:
-        """Its process id inside the sandbox."""
-        ...
+    def id(self) -> str:
+        """Names it; no other sandbox has the same."""
+        return self._id
 
-    async def wait(self, timeout_s: float | None = None) -> CommandResult:
-        """The result once it has ended. Raises TimeoutError after `timeout_s`; the command goes on."""
-        ...
-
-    async def send_stdin(self, data: str | bytes, close: bool = False) -> None:
-        """Writes to its standard input; `close` ends the input after it."""
-        ...
-
-    async def kill(self) -> bool:
-        """Ends it and what it started; False if it had ended already."""
-        ...
-
-
-class Commands(Protocol):
-    """Shell commands inside the sandbox. Several may run at once."""
-
-    async def run(
-        self,
-        cmd: str,
-        timeout_s: float = 30.0,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        limit_bytes: int = 64 << 10,
-        stdin: str | bytes | None = None,
-        on_output: OnOutput | None = None,
-    ) -> CommandResult:
-        """Runs `cmd` with `/bin/sh` in the workspace; at the timeout everything it started is killed.
-
-        A process that it leaves in the background lives on. `on_output` sees the output as it comes.
-        """
-        ...
-
-    async def start(
-        self,
-        cmd: str,
-        timeout_s: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        limit_bytes: int = 64 << 10,
-        on_output: OnOutput | None = None,
-    ) -> Command:
-        """Runs `cmd` in the background, with a standard input that stays open."""
-        ...
-
-    async def list(self) -> list[ProcessInfo]:
-        """The background commands, those that have ended and were not waited for included."""
-        ...
-
-    async def connect(self, pid: int) -> Command:
-        """A background command by its process id. Raises ToolArgumentError if there is none."""
-        ...
-
-    async def send_stdin(self, pid: int, data: str | bytes) -> None:
-        """See Command.send_stdin."""
-        ...
-
-    async def kill(self, pid: int) -> bool:
-        """See Command.kill. False if there is no such command."""
-        ...
-
-
-class Sandbox(Protocol):
-    """One sandbox: a workspace, processes around it, and nothing else to be reached from it."""
-
-    @property
-    def id(self) -> str: ...
-    @property
-    def files(self) -> Files: ...
-    @property
-    def commands(self) -> Commands: ...
-
-    async def get_info(self) -> SandboxInfo: ...
-
-    async def set_timeout(self, timeout_s: float | None) -> None:
-        """The sandbox is killed `timeout_s` seconds from now; None: it is not."""
-        ...
+    @abstractmethod
+    async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
+        """See calls.Transport: how everything below that is not lifecycle reaches the program inside."""
 
     async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
         """Starts a shell that keeps directory, variables, functions and jobs between calls: its id."""
-        ...
+        answer, _ = await self.call({"op": "shell.open", "cwd": cwd, "env": dict(env or {})})
+        return text(answer, "session", self.id)
 
     async def run_in_session(
         self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
     ) -> CommandResult:
         """Runs `cmd` in a session's shell. At the timeout what it started is killed; the shell survives
-        unless it is itself what hangs. Raises SessionClosedError if the session has ended.
+        unless it is itself what hangs. Commands of one session queue.
+
+        Raises SessionClosedError if the session has ended, ConfigError for a timeout that is no time.
         """
-        ...
+        check_timeout(timeout_s)
+        header: Header = {
+            "op": "shell.run",
+            "session": session,
+            "cmd": cmd,
+            "timeout_s": timeout_s,
+            "limit_bytes": limit_bytes,
+        }
+        return command_result(*await self.call(header), self.id)
 
     async def close_session(self, session: str) -> None:
         """Ends a session's shell and all that runs in it. Idempotent."""
-        ...
+        await self.call({"op": "shell.close", "session": session})
 
     async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
         """Runs the `test_*` functions of the named files in a fresh fork of the warm interpreter.
@@ -201,11 +98,15 @@ class Sandbox(Protocol):
         `timeout_s`: wall time, as for commands: what waits for a processor or a disk at its end, and has had
         less processor time than that, goes on for up to a minute. A guest sees no waits of its host's.
         """
-        ...
+        check_timeout(timeout_s)
+        header: Header = {"op": "tests", "paths": list(paths), "timeout_s": timeout_s}
+        return tests_report(*await self.call(header), self.id)
 
     async def run_probes(self, paths: Sequence[str], timeout_s: float = 2.0) -> ProbeReport:
         """Like `run_tests` for probe files: returns what their functions recorded, judges nothing."""
-        ...
+        check_timeout(timeout_s)
+        header: Header = {"op": "probes", "paths": list(paths), "timeout_s": timeout_s}
+        return probes_report(*await self.call(header), self.id)
 
     async def diff(self) -> Mapping[str, bytes | None]:
         """Files that differ from the template: new content, or None where a file was deleted.
@@ -213,48 +114,58 @@ class Sandbox(Protocol):
         Only regular files are carried. Symbolic links, devices, sockets and pipes are excluded: a template
         file replaced by one counts as deleted. Raises DiffTooLargeError.
         """
-        ...
+        return changes(*await self.call({"op": "diff", "kill_processes": False}), self.id)
 
     async def final_diff(self) -> Mapping[str, bytes | None]:
         """Ends every process that the agent started, then as `diff`: nothing can change any more."""
-        ...
+        return changes(*await self.call({"op": "diff", "kill_processes": True}), self.id)
 
+    # Lifecycle
+
+    @abstractmethod
+    async def get_info(self) -> SandboxInfo:
+        """What is known of it."""
+
+    @abstractmethod
+    async def set_timeout(self, timeout_s: float | None) -> None:
+        """The sandbox is killed `timeout_s` seconds from now; None: it is not."""
+
+    @abstractmethod
     async def pause(self, mode: SnapshotKind = "full") -> None:
         """Puts the sandbox to sleep on disk and frees its processor and memory. Idempotent.
 
         `full` keeps memory and processes, `filesystem` the files alone (processes end). Until `resume`,
         every other call but `kill` and `get_info` raises SandboxStateError. Raises Unsupported.
         """
-        ...
 
+    @abstractmethod
     async def resume(self) -> None:
         """Wakes a paused sandbox. Idempotent. Raises SnapshotError, and the sandbox stays paused."""
-        ...
 
+    @abstractmethod
     async def create_snapshot(
         self, kind: SnapshotKind | None = None, name: str | None = None
     ) -> SnapshotInfo:
         """A durable copy of the state; the sandbox goes on. `kind` None: the most that the backend can."""
-        ...
 
+    @abstractmethod
     async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
         """Copies of the present state in `count` new sandboxes; this one goes on.
 
         What is copied (files alone, or processes too) is `capabilities().fork`. Each place of the result
         holds a sandbox or the error that prevented it.
         """
-        ...
 
+    @abstractmethod
     async def migrate(self, target: SandboxBackend) -> Sandbox:
         """Moves the sandbox to another backend (another host), and kills it here once it runs there.
 
         Raises SandboxError if that fails, and then the sandbox still runs here.
         """
-        ...
 
+    @abstractmethod
     async def kill(self) -> None:
         """Ends every process of the sandbox. Idempotent; returns before the kernel has freed all of it."""
-        ...
 
 
 class SandboxBackend(Protocol):

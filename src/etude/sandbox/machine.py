@@ -1,7 +1,7 @@
 """A sandbox on a machine of some kind, reached by a channel: everything that does not depend on the kind.
 
-`MachineSandbox` turns the protocol of `interface.Sandbox` into frames for the program inside; what a
-frame cannot do (sleep, copy, move, end) it asks of its backend, a `MachineBackend`.
+`MachineSandbox` carries calls to the program inside as frames; what a frame cannot do (sleep, copy, move,
+end) it asks of its backend, a `MachineBackend`.
 """
 
 from __future__ import annotations
@@ -10,44 +10,39 @@ import asyncio
 import dataclasses
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from etude.errors import AgentError, EtudeError, SandboxError, ToolArgumentError
-from etude.sandbox.answers import changes
-from etude.sandbox.arguments import check_count, check_timeout
-from etude.sandbox.channel import Answer, Channel
-from etude.sandbox.commands import ChannelCommands, ChannelShells
+from etude.errors import EtudeError, SandboxError
+from etude.sandbox.arguments import check_count
+from etude.sandbox.calls import Answer, agents_fault, prepared, too_large
+from etude.sandbox.channel import Channel
+from etude.sandbox.commands import process_id
 from etude.sandbox.egress import Egress
-from etude.sandbox.errors import SandboxLostError, SandboxStateError, fault_error
-from etude.sandbox.files import ChannelFiles
-from etude.sandbox.gate import Gate
+from etude.sandbox.errors import SandboxLostError, SandboxStateError
 from etude.sandbox.inside.frames import FrameError, Header
 from etude.sandbox.inside.waiting import MOST_WAITING_S
 from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.network.environment import proxy_environment
 from etude.sandbox.network.proxy import EgressProxy
 from etude.sandbox.outputs import Outputs
-from etude.sandbox.paths import normal_path
-from etude.sandbox.reports import probes_report, tests_report
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
     NO_NETWORK,
-    CommandResult,
     Network,
-    ProbeReport,
     Resources,
     SandboxInfo,
     SandboxState,
     SnapshotInfo,
     SnapshotKind,
-    TestReport,
 )
 
 OPERATION_S = 60.0
 """A file operation that takes longer means that the sandbox is lost; the server itself ends it after 20 s."""
+_LASTING = frozenset({"command", "tests", "probes", "shell.run", "wait"})
+"""Operations that are answered when what they are about has ended."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +84,53 @@ class Owner(Protocol):
     def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None: ...
 
 
-class MachineSandbox:
-    """One sandbox of a `MachineBackend`. Any number of calls may be in flight."""
+class _Gate:
+    """Lets nothing new through while a sandbox is copied, and tells for how long that was.
+
+    Shut at first, until `open`; and for as long as anybody keeps it closed.
+    """
+
+    def __init__(self) -> None:
+        self._is_open = asyncio.Event()
+        self._num_closings = 0
+        self._since_s = 0.0
+        self._before_s = 0.0
+
+    async def wait(self) -> None:
+        """Waits until it is open."""
+        await self._is_open.wait()
+
+    def open(self) -> None:
+        """Opens it, unless it is kept closed: then it opens afterwards."""
+        if not self._num_closings:
+            self._is_open.set()
+
+    @contextmanager
+    def closed(self) -> Iterator[None]:
+        """Keeps it closed in the block."""
+        if not self._num_closings:
+            self._since_s = time.monotonic()
+        self._num_closings += 1
+        self._is_open.clear()
+        try:
+            yield
+        finally:
+            self._num_closings -= 1
+            if not self._num_closings:
+                self._before_s += time.monotonic() - self._since_s
+            self.open()
+
+    def closed_s(self) -> float:
+        """For how many seconds it has been kept closed, all in all."""
+        return self._before_s + (time.monotonic() - self._since_s if self._num_closings else 0.0)
+
+
+class MachineSandbox(Sandbox):
+    """One sandbox of a `MachineBackend`."""
 
     def __init__(self, owner: Owner, sandbox_id: str, spec: Spec) -> None:
-        self.id = sandbox_id
+        super().__init__(sandbox_id)
         self.spec = spec
-        self.files = ChannelFiles(self, sandbox_id)
-        self.commands = ChannelCommands(self)
         self.state: SandboxState = "running"
         self.created_s = time.time()
         self.expires_s: float | None = None
@@ -104,11 +138,12 @@ class MachineSandbox:
         """Of every command, beside the server's own."""
         self.lifecycle = asyncio.Lock()
         """Held by whoever pauses, resumes, copies or moves the sandbox."""
-        self._shells = ChannelShells(self)
+        self._sessions: dict[str, asyncio.Lock] = {}
+        """Held by the command that runs in a shell session."""
         self._owner = owner
         self._channel: Channel | None = None
         self._outputs = Outputs()
-        self._gate = Gate()
+        self._gate = _Gate()
         self._egress: Egress | None = None
 
     @property
@@ -209,39 +244,54 @@ class MachineSandbox:
         try:
             yield
         except FrameError as error:
-            raise ToolArgumentError(
-                f"more than a request holds at once: {error}", field="data", fix="write it in pieces"
-            ) from error
+            raise too_large(error) from error
         except SandboxError as error:
             raise await self._owner.blame(self, error) from error
 
-    async def call(self, header: Header, payload: bytes = b"", path: str | None = None) -> Answer:
-        """One quick operation. Raises AgentError for the agent's doing, else SandboxError."""
-        await self._gate.wait()
-        async with self._asking():
-            answer, data = await self.channel.request(header, payload, OPERATION_S)
-        if "fault" in answer:
-            raise _agents_fault(answer["fault"], header, path)
+    async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
+        """See Sandbox.call."""
+        operation, ready = header["op"], prepared(header, self.workspace, self.environment)
+        if operation == "shell.run":
+            # Here, not inside: no command's time runs while it waits for another one of its session.
+            async with self._sessions.setdefault(header["session"], asyncio.Lock()):
+                return await self.job(ready, payload, asked=header)
+        answer, data = await self.job(ready, payload, on_output, header)
+        if operation == "shell.close":
+            self._sessions.pop(header["session"], None)
+        elif operation == "wait":
+            self._outputs.ended(header["pid"])
+        elif on_output is not None and header.get("background"):
+            self._outputs.listen(process_id(answer, self.id), on_output)
         return answer, data
 
-    async def job(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
-        """One command or test run; a cancelled caller ends it."""
+    async def job(
+        self,
+        header: Header,
+        payload: bytes = b"",
+        on_output: OnOutput | None = None,
+        asked: Header | None = None,
+    ) -> Answer:
+        """As `call`, of a header as the program inside takes it. `asked`: the caller's, which errors name."""
         await self._gate.wait()
         async with self._asking():
-            answer, data = await self._run_job(self.channel, header, payload, on_output)
+            answer, data = await self._exchange(self.channel, header, payload, on_output)
         if "fault" in answer:
-            raise _agents_fault(answer["fault"], header)
+            raise agents_fault(answer["fault"], asked or header)
         return answer, data
 
-    async def _run_job(
+    async def _exchange(
         self, channel: Channel, header: Header, payload: bytes, on_output: OnOutput | None
     ) -> Answer:
+        """A quick operation has a deadline of its own, a job that of its time, the wait for one none."""
+        operation = header["op"]
+        if operation not in _LASTING or header.get("background"):
+            return await channel.request(header, payload, OPERATION_S)
         header["id"] = request_id = channel.next_id()
+        most_s = None if operation == "wait" else header["timeout_s"] + MOST_WAITING_S + OPERATION_S
         if on_output is not None:
             self._outputs.expect(request_id, on_output)
         try:
             channel.send(header, payload)
-            most_s = header["timeout_s"] + MOST_WAITING_S + OPERATION_S
             return await channel.answer(request_id, most_s, self._gate.closed_s)
         except asyncio.CancelledError:
             if not channel.closed:
@@ -249,28 +299,6 @@ class MachineSandbox:
             raise
         finally:
             self._outputs.answered(request_id)
-
-    async def wait(self, pid: int) -> Answer:
-        """The end of a background command, whenever that is. A cancelled caller leaves it running."""
-        await self._gate.wait()
-        async with self._asking():
-            channel = self.channel
-            header: Header = {"op": "wait", "pid": pid, "id": channel.next_id()}
-            channel.send(header)
-            try:
-                answer, data = await channel.answer(header["id"], None)
-            except asyncio.CancelledError:
-                if not channel.closed:
-                    channel.send({"op": "cancel", "target": header["id"]})
-                raise
-        self._outputs.ended(pid)
-        if "fault" in answer:
-            raise _agents_fault(answer["fault"], header)
-        return answer, data
-
-    def listen(self, pid: int, on_output: OnOutput) -> None:
-        """From now on `on_output` gets the output of a background command."""
-        self._outputs.listen(pid, on_output)
 
     def _on_event(self, header: Header, payload: bytes) -> None:
         if header["event"] == "output":
@@ -299,45 +327,6 @@ class MachineSandbox:
     async def set_timeout(self, timeout_s: float | None) -> None:
         """See Sandbox.set_timeout."""
         self._owner.expire_at(self, timeout_s)
-
-    async def create_session(self, cwd: str | None = None, env: Mapping[str, str] | None = None) -> str:
-        """See Sandbox.create_session."""
-        return await self._shells.create(cwd, env)
-
-    async def run_in_session(
-        self, session: str, cmd: str, timeout_s: float = 30.0, limit_bytes: int = 64 << 10
-    ) -> CommandResult:
-        """See Sandbox.run_in_session."""
-        return await self._shells.run(session, cmd, timeout_s, limit_bytes)
-
-    async def close_session(self, session: str) -> None:
-        """See Sandbox.close_session."""
-        await self._shells.close(session)
-
-    async def run_tests(self, paths: Sequence[str], timeout_s: float = 2.0) -> TestReport:
-        """See Sandbox.run_tests."""
-        return tests_report(*await self._run("tests", paths, timeout_s), self.id)
-
-    async def run_probes(self, paths: Sequence[str], timeout_s: float = 2.0) -> ProbeReport:
-        """See Sandbox.run_probes."""
-        return probes_report(*await self._run("probes", paths, timeout_s), self.id)
-
-    async def _run(self, operation: str, paths: Sequence[str], timeout_s: float) -> Answer:
-        check_timeout(timeout_s)
-        names = [normal_path(path, self.workspace) for path in paths]
-        return await self.job({"op": operation, "paths": names, "timeout_s": timeout_s})
-
-    async def diff(self) -> Mapping[str, bytes | None]:
-        """See Sandbox.diff."""
-        return await self._diff(kill_processes=False)
-
-    async def final_diff(self) -> Mapping[str, bytes | None]:
-        """See Sandbox.final_diff."""
-        return await self._diff(kill_processes=True)
-
-    async def _diff(self, kill_processes: bool) -> Mapping[str, bytes | None]:
-        answer, data = await self.call({"op": "diff", "kill_processes": kill_processes})
-        return changes(answer, data, self.id)
 
     async def pause(self, mode: SnapshotKind = "full") -> None:
         """See Sandbox.pause."""
@@ -376,15 +365,3 @@ def greeting(name: str) -> Header:
         "hostname": name,
         "machine_id": secrets.token_hex(16),
     }
-
-
-def _agents_fault(fault: Sequence[str], header: Header, path: str | None = None) -> AgentError:
-    """The error for a fault (kind, message), with what of the request it is about."""
-    kind, message = fault
-    if kind == "argument" and "pattern" in header:
-        return fault_error((kind, message), "pattern", header["pattern"])
-    if kind == "session":
-        return fault_error((kind, message), "session", header.get("session"))
-    if "pid" in header:
-        return fault_error((kind, message), "pid", header["pid"])
-    return fault_error((kind, message), "path" if path is not None else None, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from etude.sandbox.inside.frames import Header
-from etude.sandbox.interface import OnOutput
+from etude.sandbox.types import OnOutput
 
 _EARLY_BYTES, _MAX_EARLY = 1 << 20, 16
 _PIECE_BYTES = 64

@@ -57,7 +57,7 @@ class PooledSandbox(WrappedSandbox):
 
     def __init__(self, pool: Pool, inner: Sandbox, metadata: Mapping[str, str] | None) -> None:
         """`metadata`: the caller's, where it may differ from what the inner sandbox was made with."""
-        super().__init__()
+        super().__init__(inner.id)
         self._pool = pool
         self._inner = inner
         self._metadata = metadata
@@ -66,11 +66,6 @@ class PooledSandbox(WrappedSandbox):
         self._killing: asyncio.Task[None] | None = None
         self.num_turns = 0
         """Counts pauses, resumes and ends: whoever compares two looks knows that nothing came between."""
-
-    @property
-    def id(self) -> str:
-        """See Sandbox."""
-        return self._inner.id
 
     @property
     def is_turning(self) -> bool:

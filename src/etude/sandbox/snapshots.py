@@ -31,9 +31,10 @@ from blake3 import blake3
 from etude.kit.durable import DRAFTS, publish_directory, remove_directory, sync_tree, whole_file
 from etude.kit.leftovers import ScratchDirectory, sweep
 from etude.sandbox.errors import SnapshotError, SnapshotMissingError, SnapshotRefusedError
+from etude.sandbox.inside.frames import pack
 from etude.sandbox.refusals import foreign_snapshot
 from etude.sandbox.template import Template
-from etude.sandbox.template_packing import pack_template, unpack_templates
+from etude.sandbox.template_packing import encode_template, unpack_templates
 from etude.sandbox.temporary import Marks
 from etude.sandbox.types import Network, Resources, SnapshotInfo, SnapshotKind
 
@@ -157,7 +158,7 @@ class SnapshotStore:
             "temporary": temporary,
         }
         try:
-            await asyncio.to_thread(self._write, draft, manifest, pack_template(template))
+            await asyncio.to_thread(self._write, draft, manifest, pack(*encode_template(template)))
             if temporary:
                 self._marks.add("owned", draft.id)
             publish_directory(draft.directory, self.root / draft.id)

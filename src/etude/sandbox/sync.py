@@ -21,12 +21,13 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 from etude.errors import SandboxError
 from etude.kit.tasks import end_tasks
 from etude.sandbox.backends import open_backend
-from etude.sandbox.interface import Command, Commands, Files, OnOutput, Sandbox, SandboxBackend
+from etude.sandbox.interface import Command, Commands, Files, Sandbox, SandboxBackend
 from etude.sandbox.template import Template
 from etude.sandbox.types import Capabilities, Network, Resources
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Method = Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]
 
 _CANCEL_S = 30.0
 """How long a cancelled call may take to clean up before Ctrl-C is raised."""
@@ -113,11 +114,28 @@ async def _cancel_rest() -> None:
     await asyncio.get_running_loop().shutdown_asyncgens()
 
 
-class blocking(Generic[P, T]):
-    """An asynchronous method of the wrapped object, called and waited for. Types and docs are its own."""
+class Wrapper:
+    """An asynchronous object and the thread in which it lives."""
 
-    def __init__(self, method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> None:
+    def __init__(self, wrapped: Any, thread: LoopThread) -> None:
+        self.wrapped = wrapped
+        self.thread = thread
+
+
+class blocking(Generic[P, T]):
+    """An asynchronous method of the wrapped object, called and waited for. Types and docs are its own.
+
+    `kind`: what wraps its result.
+    """
+
+    @overload
+    def __init__(self, method: Method[P, T]) -> None: ...
+    @overload
+    def __init__(self, method: Method[P, Any], kind: Callable[[Any, LoopThread], T]) -> None: ...
+
+    def __init__(self, method: Method[P, Any], kind: Callable[[Any, LoopThread], T] | None = None) -> None:
         self._method = method
+        self._kind = kind
         self.__doc__ = method.__doc__
 
     @overload
@@ -132,17 +150,10 @@ class blocking(Generic[P, T]):
 
         @functools.wraps(method)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            return instance.thread.run(method(*args, **kwargs))
+            result = instance.thread.run(method(*args, **kwargs))
+            return result if self._kind is None else self._kind(result, instance.thread)
 
         return call
-
-
-class Wrapper:
-    """An asynchronous object and the thread in which it lives."""
-
-    def __init__(self, wrapped: Any, thread: LoopThread) -> None:
-        self.wrapped = wrapped
-        self.thread = thread
 
 
 class SyncFiles(Wrapper):
@@ -176,26 +187,11 @@ class SyncCommands(Wrapper):
     """`Commands`, blocking."""
 
     run = blocking(Commands.run)
+    start = blocking(Commands.start, SyncCommand)
+    connect = blocking(Commands.connect, SyncCommand)
     list = blocking(Commands.list)
     send_stdin = blocking(Commands.send_stdin)
     kill = blocking(Commands.kill)
-
-    def start(
-        self,
-        cmd: str,
-        timeout_s: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        limit_bytes: int = 64 << 10,
-        on_output: OnOutput | None = None,
-    ) -> SyncCommand:
-        """See Commands.start."""
-        call = self.wrapped.start(cmd, timeout_s, env, cwd, limit_bytes, on_output)
-        return SyncCommand(self.thread.run(call), self.thread)
-
-    def connect(self, pid: int) -> SyncCommand:
-        """See Commands.connect."""
-        return SyncCommand(self.thread.run(self.wrapped.connect(pid)), self.thread)
 
 
 class SyncSandbox(Wrapper):
@@ -235,6 +231,7 @@ class SyncSandbox(Wrapper):
         """See Sandbox."""
         return self.wrapped.id
 
+    call = blocking(Sandbox.call)
     get_info = blocking(Sandbox.get_info)
     set_timeout = blocking(Sandbox.set_timeout)
     create_session = blocking(Sandbox.create_session)
@@ -302,28 +299,13 @@ class SyncBackend(Wrapper):
         """A backend by its configured name. Raises ConfigError."""
         return cls(lambda: open_backend(name, state))
 
+    create = blocking(SandboxBackend.create, SyncSandbox)
+    connect = blocking(SandboxBackend.connect, SyncSandbox)
     list = blocking(SandboxBackend.list)
     list_snapshots = blocking(SandboxBackend.list_snapshots)
     delete_snapshot = blocking(SandboxBackend.delete_snapshot)
     export_snapshot = blocking(SandboxBackend.export_snapshot)
     import_snapshot = blocking(SandboxBackend.import_snapshot)
-
-    def create(
-        self,
-        template: Template | None = None,
-        resources: Resources | None = None,
-        network: Network | None = None,
-        timeout_s: float | None = None,
-        snapshot: str | None = None,
-        metadata: Mapping[str, str] | None = None,
-    ) -> SyncSandbox:
-        """See SandboxBackend.create."""
-        call = self.wrapped.create(template, resources, network, timeout_s, snapshot, metadata)
-        return SyncSandbox(self.thread.run(call), self.thread)
-
-    def connect(self, sandbox_id: str) -> SyncSandbox:
-        """See SandboxBackend.connect."""
-        return SyncSandbox(self.thread.run(self.wrapped.connect(sandbox_id)), self.thread)
 
     def capabilities(self) -> Capabilities:
         """See SandboxBackend.capabilities."""

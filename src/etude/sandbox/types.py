@@ -1,13 +1,15 @@
-"""The nouns of the sandbox: what is asked of one, what it answers, what is known of it."""
+"""Data types of the sandbox: requests, results and status."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from etude.sandbox.inside.testrunner import Value
 
+OnOutput = Callable[[int, bytes], None]
+"""Called with (1 or 2, bytes) as a command prints to stdout or stderr."""
 SnapshotKind = Literal["filesystem", "full"]
 """`filesystem`: files only. `full`: files, memory and processes."""
 SandboxState = Literal["running", "paused", "killed", "lost"]

@@ -10,6 +10,8 @@ Fields = Mapping[str, tuple[type, ...]]
 
 JSON = "application/json"
 BYTES = "application/octet-stream"
+BINARY = {"type": "string", "format": "binary"}
+"""The schema of a body of any bytes."""
 _NONE = type(None)
 _NAMES = {
     str: "string", dict: "object", list: "array", int: "integer", float: "number", bool: "boolean",
@@ -28,9 +30,9 @@ def described(
     of anything else; `query`: the fields of its query."""
     found = dict(more)
     if fields is not None:
-        found["requestBody"] = {"content": {JSON: {"schema": _object(fields)}}}
+        found["requestBody"] = {"content": {JSON: {"schema": object_schema(fields)}}}
     elif body is not None:
-        schema = {"type": "object"} if body == JSON else {"type": "string", "format": "binary"}
+        schema = {"type": "object"} if body == JSON else BINARY
         media = (body,) if body == JSON else dict.fromkeys((body, BYTES))
         found["requestBody"] = {"content": {kind: {"schema": schema} for kind in media}}
     if query is not None:
@@ -52,10 +54,12 @@ def answering(*media: str, status: int = 200) -> dict[int | str, dict[str, Any]]
     return {status: {"description": "Successful Response", "content": contents}}
 
 
-def _object(fields: Fields) -> dict[str, Any]:
+def object_schema(fields: Fields, **known: Any) -> dict[str, Any]:
+    """The JSON Schema of an object of these fields. `known`: schemas of some of them."""
+    properties = {name: {"type": [_NAMES[kind] for kind in kinds]} for name, kinds in fields.items()}
     return {
         "type": "object",
-        "properties": {name: {"type": [_NAMES[kind] for kind in kinds]} for name, kinds in fields.items()},
+        "properties": {**properties, **known},
         "required": [name for name, kinds in fields.items() if _NONE not in kinds],
         "additionalProperties": False,
     }

@@ -61,7 +61,7 @@ def output(*calls: ToolCall, **settings: Any) -> str:
 def contents(context: ToolContext) -> dict[str, bytes]:
     """The workspace's files as they are now."""
     sandbox: Any = context.sandbox
-    return sandbox.files.contents
+    return sandbox.workspace.contents
 
 
 def replace_files(context: ToolContext, files: Any) -> None:

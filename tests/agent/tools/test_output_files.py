@@ -65,7 +65,7 @@ def scene(scenario, files=None):
     async def run():
         sandbox = await MemoryBackend().create(Template(files or {}))
         context = ToolContext(sandbox, {}, limits=ToolLimits(output_characters=10))
-        return await scenario(context), sandbox.files.contents
+        return await scenario(context), sandbox.workspace.contents
 
     return asyncio.run(run())
 

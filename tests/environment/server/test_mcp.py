@@ -44,7 +44,7 @@ def test_calls_over_mcp_are_turns_of_the_session() -> None:
 
 def test_a_failure_of_ours_is_a_protocol_error() -> None:
     async def scenario() -> None:
-        session = begin(new_site(FaultyBackend(MemoryBackend(), {"files.read": 1})))
+        session = begin(new_site(FaultyBackend(MemoryBackend(), {"read": 1})))
         async with Client(session_server(session)) as client:
             with pytest.raises(MCPError, match="infrastructure failed"):
                 await client.call_tool("read_file", {"path": "lib/tally.py"})

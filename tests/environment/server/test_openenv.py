@@ -97,7 +97,7 @@ def test_an_infrastructure_failure_is_an_error_and_no_reward() -> None:
         assert failed["data"]["kind"] == SandboxError.__name__
         assert (await say(socket, "state"))["data"]["reward"] is None
 
-    talk(scenario, new_host(new_site(FaultyBackend(MemoryBackend(), {"files.read": 1}))))
+    talk(scenario, new_host(new_site(FaultyBackend(MemoryBackend(), {"read": 1}))))
 
 
 def test_a_wrong_token_in_the_path_is_refused() -> None:

@@ -178,7 +178,7 @@ def test_errors_arrive_as_what_they_are() -> None:
 
 def test_a_sandbox_that_dies_and_a_grader_that_fails_are_never_rewards() -> None:
     async def scenario() -> None:
-        backend = FaultyBackend(MemoryBackend(), {"files.read": 1, "run_probes": 1})
+        backend = FaultyBackend(MemoryBackend(), {"read": 1, "probes": 1})
         async with remote(new_host(new_site(backend))) as server:
             session = await server.create(TASK)
             with pytest.raises(SandboxError, match="on purpose"):

@@ -113,7 +113,7 @@ def test_what_cannot_be_graded_says_why() -> None:
 
 def test_a_failing_grader_is_no_verdict_and_is_asked_again() -> None:
     async def scenario() -> None:
-        backend = FaultyBackend(MemoryBackend(), {"run_probes": 1})
+        backend = FaultyBackend(MemoryBackend(), {"probes": 1})
         session = begin(new_site(backend))
         await turn(session, MEND)
         with pytest.raises(SandboxError, match="on purpose"):
@@ -187,7 +187,7 @@ def test_a_turn_that_failed_is_tried_again_without_repeating_side_effects() -> N
 
 def test_what_is_known_of_a_failed_turn_is_not_taken_for_a_later_one() -> None:
     async def scenario() -> None:
-        site, tool = counting_site(FaultyBackend(MemoryBackend(), {"files.read": 1}))
+        site, tool = counting_site(FaultyBackend(MemoryBackend(), {"read": 1}))
         session = begin(site)
         with pytest.raises(SandboxError):
             await turn(session, COUNT, READ)

@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 from etude.errors import AgentError, EtudeError, SandboxError
-from etude.sandbox.channel import Answer
-from etude.sandbox.files import ChannelFiles
+from etude.sandbox.calls import Answer
 from etude.sandbox.inside.frames import Header
+from etude.sandbox.interface import Files, OnOutput
 from etude.sandbox.template import Template
 from tests.sandbox.escape.model import DEFAULT_RESOURCES, UNDECIDED_S, Attempt
 from tests.sandbox.escape.trial import Field, until
@@ -85,12 +85,12 @@ async def upload_above_the_workspace(field: Field) -> str:
 class HostileLine:
     """A sandbox whose server lies about the names of files."""
 
-    workspace = "/workspace"
+    id = "hostile"
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
 
-    async def call(self, header: Header, payload: bytes = b"", path: str | None = None) -> Answer:
+    async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
         """A listing of the names, and an `x` in each file."""
         if header["op"] == "list":
             return {"entries": [[name, "file", 1] for name in self._names]}, b""
@@ -106,7 +106,7 @@ async def download_names_that_climb(field: Field) -> str:
     refusals: list[str] = []
     for name in ("../planted", "a/../../planted", "link/planted", str(field.directory / "planted")):
         try:
-            await ChannelFiles(HostileLine([name])).download(".", target)
+            await Files(HostileLine([name])).download(".", target)
         except EtudeError as error:
             refusals.append(type(error).__name__)
     planted = [path for path in field.directory.rglob("planted") if target not in path.parents]

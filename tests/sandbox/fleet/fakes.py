@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 from etude.errors import SandboxError
+from etude.sandbox.calls import Answer
 from etude.sandbox.errors import PathMissingError, SandboxMissingError, Unsupported
 from etude.sandbox.fleet.hosts import Pressure
-from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.inside.frames import Header
+from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
 from etude.sandbox.migration import in_place_of
 from etude.sandbox.template import Template
 from etude.sandbox.types import (
@@ -28,36 +30,31 @@ from etude.sandbox.types import (
 _ids = itertools.count(1)
 
 
-class FakeFiles:
-    """Reads and writes; `gate` holds a read back."""
-
-    def __init__(self, sandbox: FakeSandbox) -> None:
-        self._sandbox = sandbox
-
-    async def read(self, path: str, limit_bytes: int = 1 << 20) -> bytes:
-        await self._sandbox.backend.answer()
-        self._sandbox.check()
-        if path not in self._sandbox.contents:
-            raise PathMissingError("no such file", field="path", received=path)
-        return self._sandbox.contents[path]
-
-    async def write(self, path: str, data: str | bytes) -> None:
-        await self._sandbox.backend.answer()
-        self._sandbox.check()
-        self._sandbox.contents[path] = data.encode() if isinstance(data, str) else data
-
-
-class FakeSandbox:
-    """Just enough of `Sandbox`."""
+class FakeSandbox(Sandbox):
+    """Just enough of `Sandbox`: files are read and written."""
 
     def __init__(self, backend: FakeHost, info: SandboxInfo, contents: dict[str, bytes]) -> None:
-        self.id = info.id
+        super().__init__(info.id)
         self.backend = backend
         self.info = info
         self.contents = contents
-        self.files = FakeFiles(self)
-        self.commands: Any = None
         backend.live[self.id] = self
+
+    async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
+        await self.backend.answer()
+        self.check()
+        if header["op"] == "write":
+            ((path, _),) = header["files"]
+            self.contents[path] = payload
+            return {}, b""
+        assert header["op"] == "read"
+        path = header["path"]
+        if path not in self.contents:
+            raise PathMissingError("no such file", field="path", received=path)
+        return {}, self.contents[path]
+
+    async def set_timeout(self, timeout_s: float | None) -> None:
+        raise NotImplementedError
 
     def check(self) -> None:
         if self.id not in self.backend.live:

@@ -25,8 +25,9 @@ from etude.environment.wire import (
 )
 from etude.errors import InfrastructureError, UserError
 from etude.records import ToolCall, ToolResult
+from etude.sandbox.answers import encode_changes
 from etude.sandbox.inside.frames import pack
-from etude.sandbox.wire_types import encode_diff, encode_error
+from etude.sandbox.wire_types import encode_error
 from etude.serving.application import Json
 from etude.serving.describing import answering, described
 from etude.serving.long_answers import OutputBuffer
@@ -167,7 +168,7 @@ async def diff(request: Request, held: Box, host: Host) -> Response:
         async with host.using(held) as session:
             changes = await session.diff()
         if frames:
-            return encode_diff(changes)
+            return encode_changes(changes)
         texts = {
             path: None if data is None else data.decode(errors="replace") for path, data in changes.items()
         }

@@ -7,16 +7,15 @@ as soon as its host is known to be dead, calls in flight included.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from etude.errors import SandboxError
 from etude.sandbox.errors import SandboxLostError, SandboxMissingError
 from etude.sandbox.fleet.host import FleetHost, Undo
-from etude.sandbox.interface import Command, OnOutput, Sandbox, SandboxBackend
-from etude.sandbox.types import CommandResult, SandboxInfo, SnapshotInfo, SnapshotKind
-from etude.sandbox.wrapping import Operation, WrappedCommands, WrappedSandbox
+from etude.sandbox.interface import Sandbox, SandboxBackend
+from etude.sandbox.types import SandboxInfo, SnapshotInfo, SnapshotKind
+from etude.sandbox.wrapping import Operation, WrappedSandbox
 
 Result = TypeVar("Result")
 
@@ -39,11 +38,9 @@ class FleetSandbox(WrappedSandbox):
     """`Sandbox` on a host that may change."""
 
     def __init__(self, owner: Owner, sandbox_id: str, host: FleetHost, inner: Sandbox) -> None:
-        super().__init__()
-        self._id = sandbox_id
+        super().__init__(sandbox_id)
         self.host = host
         self.inner = inner
-        self.commands = FleetCommands(self)
         self._owner = owner
         self._gone: SandboxError | None = None
         self._in_flight = 0
@@ -53,17 +50,12 @@ class FleetSandbox(WrappedSandbox):
         self._settled.set()
 
     @property
-    def id(self) -> str:
-        """See Sandbox. It stays when the sandbox moves."""
-        return self._id
-
-    @property
     def is_moving(self) -> bool:
         """Whether it is on its way to another host."""
         return not self._settled.is_set()
 
-    async def call(self, name: str, operation: Operation[Result]) -> Result:
-        """See WrappedSandbox.call."""
+    async def perform(self, name: str, operation: Operation[Result]) -> Result:
+        """See WrappedSandbox.perform."""
         return await self.attempt(operation)
 
     async def attempt(self, operation: Operation[Result], undo: Undo | None = None) -> Result:
@@ -154,65 +146,6 @@ class FleetSandbox(WrappedSandbox):
             return
         self.end(SandboxMissingError("the sandbox was killed", field="sandbox", received=self.id))
         self._owner.forget(self)
-
-
-class FleetCommands(WrappedCommands):
-    """`Commands` of a fleet's sandbox: handles survive its moves."""
-
-    def __init__(self, sandbox: FleetSandbox) -> None:
-        super().__init__(sandbox)
-        self._sandbox = sandbox
-
-    async def start(
-        self,
-        cmd: str,
-        timeout_s: float | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | None = None,
-        limit_bytes: int = 64 << 10,
-        on_output: OnOutput | None = None,
-    ) -> Command:
-        """See Commands.start."""
-        command = await super().start(cmd, timeout_s, env, cwd, limit_bytes, on_output)
-        return FleetCommand(self._sandbox, command)
-
-    async def connect(self, pid: int) -> Command:
-        """See Commands.connect."""
-        return FleetCommand(self._sandbox, await super().connect(pid))
-
-
-class FleetCommand:
-    """`Command` of a fleet's sandbox; found again by its process id after a move."""
-
-    def __init__(self, sandbox: FleetSandbox, command: Command) -> None:
-        self.pid = command.pid
-        self._sandbox = sandbox
-        self._command = command
-        self._home = sandbox.inner
-
-    async def wait(self, timeout_s: float | None = None) -> CommandResult:
-        async def operation(inner: Sandbox) -> CommandResult:
-            return await (await self._find(inner)).wait(timeout_s)
-
-        return await self._sandbox.attempt(operation)
-
-    async def send_stdin(self, data: str | bytes, close: bool = False) -> None:
-        async def operation(inner: Sandbox) -> None:
-            await (await self._find(inner)).send_stdin(data, close)
-
-        await self._sandbox.attempt(operation)
-
-    async def kill(self) -> bool:
-        async def operation(inner: Sandbox) -> bool:
-            return await (await self._find(inner)).kill()
-
-        return await self._sandbox.attempt(operation)
-
-    async def _find(self, inner: Sandbox) -> Command:
-        if inner is not self._home:
-            self._command = await inner.commands.connect(self.pid)
-            self._home = inner
-        return self._command
 
 
 async def _kill(sandbox: Sandbox) -> None:

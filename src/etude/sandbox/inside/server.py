@@ -174,7 +174,7 @@ class Server:
         """Of each file its size, or the fault that stands for it alone; and what they hold, in order.
 
         Only of so many of them, from the first on, as do not fill the memory. A server that knows one file at
-        a time does not look at `more`, and its answer has no `files`: see ChannelFiles.read_many.
+        a time does not look at `more`, and its answer has no `files`: see Files.read_many.
         """
         rows: list[int | list[str]] = []
         contents: list[bytes] = []

@@ -1,41 +1,48 @@
-"""A backend of a sandbox server, used as if it were here."""
+"""A backend of a sandbox server, and its sandboxes, used as if they were here."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from etude.errors import ConfigError, EtudeError, SandboxError
+from etude.errors import ConfigError, EtudeError, InfrastructureError, SandboxError
 from etude.kit.retry import Backoff
+from etude.sandbox.calls import Answer
+from etude.sandbox.commands import process_id
 from etude.sandbox.errors import SnapshotError, TemplateError
-from etude.sandbox.file_trees import pack_tree
-from etude.sandbox.inside.frames import pack
-from etude.sandbox.remote.connection import BATCH_BYTES, RETRY, Connection
-from etude.sandbox.remote.files import receive_tree, send_tree
-from etude.sandbox.remote.sandbox import Owner, RemoteSandbox
+from etude.sandbox.file_streams import pack_file, receive_file
+from etude.sandbox.files import split_write
+from etude.sandbox.inside.frames import Header, pack
+from etude.sandbox.interface import OnOutput, Sandbox, SandboxBackend
+from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, or_killed, transfer
+from etude.sandbox.refusals import check_move
+from etude.sandbox.remote.connection import BATCH_BYTES, RETRY, Connection, OnFrame, OutputStream
 from etude.sandbox.template import Template
-from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo
+from etude.sandbox.template_packing import encode_template, template_key
+from etude.sandbox.types import Capabilities, Network, Resources, SandboxInfo, SnapshotInfo, SnapshotKind
 from etude.sandbox.wire_types import (
     SPEAKS,
     decode_capabilities,
+    decode_error,
     decode_info,
     decode_snapshot,
-    encode_template,
-    template_key,
 )
 from etude.serving.client import Transport
-from etude.serving.messages import FRAMES
 
 _OWNER = "owner"
 """Key of a sandbox's metadata: the client that it belongs to."""
+_READING = frozenset({"read", "list", "grep", "diff", "processes", "lookup", "wait", "shell.close"})
+"""Operations that do the same when they are done twice."""
 
 
-class RemoteBackend(Owner):
+class RemoteBackend:
     """`SandboxBackend` on a server. For one event loop.
 
     `close` kills the sandboxes that this client made or woke; `disconnect` lets them live.
@@ -146,13 +153,21 @@ class RemoteBackend(Owner):
     async def export_snapshot(self, snapshot: str, target: Path) -> None:
         """See SandboxBackend.export_snapshot."""
         path = f"snapshots/{quote(snapshot, safe='')}/export"
-        await receive_tree(self.line, path, self._named(), target, single=True)
+        with receive_file(target) as writer:
+
+            async def take(header: Header, piece: bytes) -> None:
+                await asyncio.to_thread(writer.take, header, piece)
+
+            await self.line.long("GET", path, self._named(), on_frame=take)
+            if not writer.is_whole:
+                raise self.line.lost("the stream of the file is not whole")
 
     async def import_snapshot(self, source: Path) -> SnapshotInfo:
         """See SandboxBackend.import_snapshot."""
         if not await asyncio.to_thread(source.is_file):
             raise SnapshotError("no such file", field="source", received=str(source), fix="name an export")
-        value, _ = await send_tree(self.line, "POST", "snapshots/import", self._named(), pack_tree(source))
+        async with contextlib.aclosing(pack_file(source)) as frames:
+            value, _ = await self.line.long("POST", "snapshots/import", self._named(), payload=frames)
         return self.line.decoded(decode_snapshot, value)
 
     async def close(self) -> None:
@@ -173,17 +188,17 @@ class RemoteBackend(Owner):
         """Closes the connection; the sandboxes live on. Idempotent."""
         mine, self._mine = self._mine, {}
         for sandbox in mine.values():
-            await sandbox.commands.close()
+            await sandbox.close()
         await self.line.close()
 
     def adopt(self, sandbox_id: str) -> RemoteSandbox:
-        """See Owner.adopt."""
+        """A sandbox that the server made for this client, which now kills it when it closes."""
         if sandbox_id not in self._mine:
             self._mine[sandbox_id] = RemoteSandbox(self, sandbox_id)
         return self._mine[sandbox_id]
 
     def forget(self, sandbox_id: str) -> None:
-        """See Owner.forget."""
+        """A sandbox has ended."""
         self._mine.pop(sandbox_id, None)
 
     async def _create(self, header: Mapping[str, Any]) -> RemoteSandbox:
@@ -196,8 +211,8 @@ class RemoteBackend(Owner):
         key = template_key(template)
         async with self._once:
             if key not in self._sent:
-                raw, payload = encode_template(template)
-                await self.line.fetch("PUT", "templates", body=pack(raw, payload), kind=FRAMES, again=True)
+                body = pack(*encode_template(template))
+                await self.line.call("PUT", "templates", body=body, again=True)
                 self._sent.add(key)
         return key
 
@@ -235,3 +250,137 @@ class RemoteBackend(Owner):
         most_bytes = self.line.decoded(lambda raw: int(raw["body_bytes"]) // 2, answer)
         self.line.batch_bytes = min(BATCH_BYTES, most_bytes)
         return self.line.decoded(lambda raw: decode_capabilities(raw["capabilities"]), answer)
+
+
+class RemoteSandbox(Sandbox):
+    """`Sandbox` over a connection."""
+
+    def __init__(self, owner: RemoteBackend, sandbox_id: str) -> None:
+        super().__init__(sandbox_id)
+        self._owner = owner
+        self._line = owner.line
+        self._base = f"sandboxes/{quote(sandbox_id, safe='')}"
+        self._outputs: dict[int, OutputStream] = {}
+
+    async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
+        """See Sandbox.call. What only reads is sent again; of a large write more than one request is made."""
+        if header["op"] == "write":
+            for part, data in split_write(header, payload, self._line.batch_bytes):
+                await self.exchange(part, data)
+            return {}, b""
+        if on_output is not None and header.get("background"):
+            output = OutputStream(self.exchange, header, on_output)
+            answer = await output.started()
+            self._outputs[process_id(answer, self.id)] = output
+            return answer, b""
+        num_dropped_bytes = 0
+
+        def take(frame: Header, _: bytes) -> None:
+            nonlocal num_dropped_bytes
+            num_dropped_bytes += int(frame.get("num_bytes", 0))
+
+        answer, data = await self.exchange(header, payload, on_output, take)
+        if header["op"] == "wait" and header["pid"] in self._outputs:
+            output = self._outputs[header["pid"]]
+            await output.drain()
+            num_dropped_bytes += output.num_dropped_bytes
+        return ({**answer, "truncated": True} if num_dropped_bytes else answer), data
+
+    async def exchange(
+        self,
+        header: Header,
+        payload: bytes,
+        on_output: OnOutput | None = None,
+        on_frame: OnFrame | None = None,
+    ) -> Answer:
+        """One request; the answer of the program inside. `on_frame`: see Connection.long."""
+        value, data = await self._line.long(
+            "POST",
+            f"{self._base}/call",
+            header=header,
+            payload=payload,
+            on_output=on_output,
+            on_frame=on_frame,
+            again=header["op"] in _READING,
+        )
+        return self._line.decoded(dict, value), data
+
+    async def close(self) -> None:
+        """Reads no more output of background commands."""
+        outputs, self._outputs = self._outputs, {}
+        for output in outputs.values():
+            await output.stop()
+
+    async def get_info(self) -> SandboxInfo:
+        """See Sandbox.get_info."""
+        return self._line.decoded(decode_info, await self._line.call("GET", self._base, again=True))
+
+    async def set_timeout(self, timeout_s: float | None) -> None:
+        """See Sandbox.set_timeout."""
+        header = {"timeout_s": timeout_s}
+        await self._line.call("POST", f"{self._base}/timeout", header=header, again=True)
+
+    async def pause(self, mode: SnapshotKind = "full") -> None:
+        """See Sandbox.pause."""
+        await self._line.long("POST", f"{self._base}/pause", header={"mode": mode}, again=True)
+
+    async def resume(self) -> None:
+        """See Sandbox.resume."""
+        await self._line.long("POST", f"{self._base}/resume", header={}, again=True)
+
+    async def create_snapshot(
+        self, kind: SnapshotKind | None = None, name: str | None = None
+    ) -> SnapshotInfo:
+        """See Sandbox.create_snapshot."""
+        header = {"kind": kind, "name": name}
+        value, _ = await self._line.long("POST", f"{self._base}/snapshots", header=header)
+        return self._line.decoded(decode_snapshot, value)
+
+    async def fork(self, count: int = 1) -> list[Sandbox | SandboxError]:
+        """See Sandbox.fork."""
+        rows, _ = await self._line.long("POST", f"{self._base}/fork", header={"count": count})
+        return [self._copy(row) for row in rows]
+
+    async def migrate(self, target: SandboxBackend) -> Sandbox:
+        """See Sandbox.migrate. To another server: from server to server; else by a snapshot through here."""
+        if isinstance(target, RemoteBackend):
+            header = {"url": target.line.url, "token": target.token, "backend": target.backend}
+            value, _ = await self._line.long("POST", f"{self._base}/migrate", header=header)
+            self._owner.forget(self.id)
+            return target.adopt(value["id"])
+        return await in_place_of(await self._copy_to(target), self.kill())
+
+    async def kill(self) -> None:
+        """See Sandbox.kill."""
+        await self.close()
+        await self._line.long("DELETE", self._base, again=True)
+        self._owner.forget(self.id)
+
+    async def _copy_to(self, target: SandboxBackend) -> Sandbox:
+        here, there = await self._owner.hello(), await abilities_of(target)
+        check_move(here, there)
+        same = "full" in here.snapshots & there.snapshots
+        expires_s = (await self.get_info()).expires_s
+        left_s = None if expires_s is None else max(0.001, expires_s - time.time())
+        info = await self.create_snapshot("full" if same else "filesystem")
+        try:
+            moved = await transfer(
+                lambda file: self._owner.export_snapshot(info.id, file),
+                default_state_directory(),
+                target,
+                left_s,
+            )
+        except BaseException:
+            with contextlib.suppress(InfrastructureError):
+                # What went wrong first is what the caller must hear.
+                await self._owner.delete_snapshot(info.id)
+            raise
+        return await or_killed(moved, self._owner.delete_snapshot(info.id))
+
+    def _copy(self, row: dict[str, object]) -> Sandbox | SandboxError:
+        if "id" in row:
+            return self._owner.adopt(str(row["id"]))
+        error = decode_error(row.get("error"))
+        if isinstance(error, SandboxError):
+            return error
+        return SandboxError(str(error), field="sandbox", received=self.id)

@@ -7,16 +7,18 @@ sign of life every `SILENCE_S`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 from etude.errors import EtudeError, SandboxError
 from etude.kit.retry import Backoff, retry_async
+from etude.sandbox.calls import too_large
 from etude.sandbox.errors import SandboxLostError
 from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
-from etude.sandbox.interface import OnOutput
+from etude.sandbox.types import OnOutput
 from etude.sandbox.wire_types import API, decode_error
 from etude.serving.client import (
     ONCE,
@@ -42,6 +44,9 @@ RETRY = Backoff(base_s=0.1, factor=5.0, most_s=2.0, attempts=4)
 
 Result = TypeVar("Result")
 OnFrame = Callable[[Header, bytes], Any]
+Exchange = Callable[[Header, bytes, OnOutput, OnFrame], Awaitable[object]]
+_LAST_OUTPUT_S = 30.0
+"""How long the rest of a command's output may take once its end is known."""
 
 
 class Connection:
@@ -80,28 +85,16 @@ class Connection:
         body: bytes | None = None,
         again: bool = False,
     ) -> Any:
-        """A quick call; its JSON answer. Raises the typed error that the server names."""
-        data = await self.fetch(method, path, params, header, body, again)
-        return self.decoded(json.loads, data) if data else None
-
-    async def fetch(
-        self,
-        method: str,
-        path: str,
-        params: Mapping[str, object] | None = None,
-        header: object = None,
-        body: bytes | None = None,
-        again: bool = False,
-        kind: str = "application/octet-stream",
-    ) -> bytes:
-        """As `call`; the bytes of the answer. `kind`: media type of the body."""
-        request: Request = {"content": body, "headers": {"content-type": kind}}  # type: ignore[typeddict-item]
-        if header is not None:
-            request = {"json": header}
-        request["params"] = params or {}
+        """A quick call, with JSON or the frame `body`; its JSON answer. Raises the typed error that the
+        server names."""
+        request: Request = {"params": params or {}}
+        if body is not None:
+            request |= {"content": body, "headers": {"content-type": FRAMES}}
+        elif header is not None:
+            request["json"] = header
         with self._named():
             answer = await self._http.request(method, _route(path), again=again, **request)
-        return answer.content
+        return self.decoded(json.loads, answer.content) if answer.content else None
 
     def call_now(self, path: str, params: Mapping[str, object] | None = None) -> Any:
         """A `call` that blocks the thread, for the few that may not be awaited."""
@@ -127,8 +120,12 @@ class Connection:
         way is told as a frame `dropped`.
         """
 
-        async def once() -> Encoded:
+        try:
             body = payload if isinstance(payload, AsyncIterator) else pack(header, payload)  # type: ignore[arg-type]
+        except FrameError as error:
+            raise too_large(error) from error
+
+        async def once() -> Encoded:
             async with self._http.stream(
                 method,
                 _route(path),
@@ -206,6 +203,51 @@ class Connection:
             received=self.url,
             fix="check the address",
         )
+
+
+class OutputStream:
+    """The output of a background command as it comes, read by a task of its own."""
+
+    def __init__(self, exchange: Exchange, header: Header, on_output: OnOutput) -> None:
+        """`exchange`: makes the call that starts it."""
+        self._started: asyncio.Future[Header] = asyncio.get_running_loop().create_future()
+        self.num_dropped_bytes = 0
+        self._task = asyncio.ensure_future(self._read(exchange, header, on_output))
+
+    async def started(self) -> Header:
+        """What the program inside answered to the start. Raises what kept it from starting."""
+        try:
+            return await asyncio.shield(self._started)
+        except asyncio.CancelledError:
+            await self.stop()
+            raise
+
+    async def drain(self) -> None:
+        """Waits for the last output of a command that has ended."""
+        await asyncio.wait({self._task}, timeout=_LAST_OUTPUT_S)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Reads no more."""
+        self._task.cancel()
+        await asyncio.wait({self._task})
+
+    def take(self, frame: Header, payload: bytes) -> None:
+        """One frame that is no output."""
+        if frame.get("event") == "started" and not self._started.done():
+            self._started.set_result(frame["value"])
+        elif frame.get("event") == "dropped":
+            self.num_dropped_bytes += int(frame["num_bytes"])
+
+    async def _read(self, exchange: Exchange, header: Header, on_output: OnOutput) -> None:
+        try:
+            await exchange(header, b"", on_output, self.take)
+        except EtudeError as error:
+            # Once the command runs, `wait` is where a lost server shows.
+            if not self._started.done():
+                self._started.set_exception(error)
+        finally:
+            self._started.cancel()
 
 
 def _route(path: str) -> str:

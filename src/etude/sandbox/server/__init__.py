@@ -1,9 +1,8 @@
-"""Sandboxes for other processes and hosts, over HTTP. Start at `app.build_app` and `process.serve`."""
+"""Sandboxes for other processes and hosts, over HTTP. Start at `app.build_app` and `app.serve`."""
 
 from __future__ import annotations
 
-from etude.sandbox.server.app import build_app
-from etude.sandbox.server.process import serve
+from etude.sandbox.server.app import build_app, serve
 from etude.sandbox.server.state import Limits
 from etude.serving.token_files import read_token
 

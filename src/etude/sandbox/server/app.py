@@ -1,21 +1,28 @@
-"""The server's application: routes, authentication, errors, measurement."""
+"""The server's application (routes, authentication, errors, measurement), and its process.
+
+What a killed process leaves, the backends clear away at the next start.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from fastapi import FastAPI
 
 from etude.sandbox.interface import SandboxBackend
-from etude.sandbox.server import inside_routes, sandbox_routes, server_routes
+from etude.sandbox.server import calls, sandbox_routes, server_routes
 from etude.sandbox.server.requests import TornUploadError
 from etude.sandbox.server.state import KeyConflictError, Limits, ServerState
 from etude.sandbox.wire_types import API, STATUSES, encode_error
 from etude.serving.application import bearer_required, build_application
 from etude.serving.errors import OwnErrors
+from etude.serving.listening import check_token, open_listeners
+from etude.serving.process import Draining, run_server
+
+DEFAULT_PORT = 8642
 
 
 def build_app(
@@ -55,5 +62,46 @@ def build_app(
     app.state.sandboxes = state
     app.include_router(server_routes.router, dependencies=[guard])
     app.include_router(sandbox_routes.router, prefix=API, dependencies=[guard])
-    app.include_router(inside_routes.router, prefix=API, dependencies=[guard])
+    app.include_router(calls.router, prefix=API, dependencies=[guard])
     return app
+
+
+def serve(
+    backends: Mapping[str, SandboxBackend],
+    *,
+    host: str = "127.0.0.1",
+    port: int = DEFAULT_PORT,
+    token: str | None,
+    limits: Limits | None = None,
+    peers: tuple[str, ...] = (),
+    spool: Path | None = None,
+    drain_s: float = 60.0,
+    allowed_hosts: Sequence[str] = (),
+    certificate: Path | None = None,
+    key: Path | None = None,
+) -> None:
+    """Serves sandboxes until a signal ends it. Blocks.
+
+    `token` None is for loopback addresses alone. `certificate` and `key`: PEM files; without them tokens
+    cross the network in the clear. Raises ConfigError.
+    """
+    check_token(host, token is not None)
+    app = build_app(backends, token, limits, peers, spool)
+    state: ServerState = app.state.sandboxes
+
+    async def is_busy() -> bool:
+        return any((await state.prune()).values())
+
+    draining = Draining("sandboxes", drain_s, state, is_busy)
+    listeners = open_listeners(host, port)
+    asyncio.run(
+        run_server(
+            app,
+            "sandbox server",
+            draining,
+            listeners,
+            allowed_hosts=(host, *allowed_hosts),
+            certificate=certificate,
+            key=key,
+        )
+    )

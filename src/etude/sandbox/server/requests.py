@@ -3,36 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Depends, Request
 
 from etude.errors import UserError
-from etude.sandbox.errors import SandboxLostError
-from etude.sandbox.file_trees import TreeWriter
-from etude.sandbox.interface import Sandbox
+from etude.sandbox.errors import SandboxLostError, fault_error
+from etude.sandbox.file_streams import receive_file
+from etude.sandbox.inside import faults
+from etude.sandbox.inside.frames import FrameError, Header, Unpacker, pack
 from etude.sandbox.server.state import Held, ServerState
-from etude.sandbox.server.streams import frames_of, long_answer, query, read_request
 from etude.sandbox.template import Template
 from etude.sandbox.types import Network, Resources
-from etude.sandbox.wire_types import encode
+from etude.sandbox.wire_types import ERROR_SHAPE, encode
+from etude.serving import application
 from etude.serving.application import pieces
+from etude.serving.json_bodies import MOST_LEVELS, check_values, is_too_deep
 from etude.serving.long_answers import LongAnswer, OutputBuffer, Work
 from etude.serving.messages import FRAMES, Encoded, Fields, checked, strings
 
 _NONE = type(None)
-_MAX_DIGITS = 18
-_MOST_RESOURCES = 1 << 62
+_SIZES_BYTES = 8
+"""Of a frame's two lengths, the header's first."""
+_MOST = 1 << 62
 """Kernels count in 64 bits."""
-_COMMAND: Fields = {
-    "cmd": (str,),
-    "env": (dict, _NONE),
-    "cwd": (str, _NONE),
-    "limit_bytes": (int, _NONE),
-    "stream": (bool, _NONE),
-}
 CREATE: Fields = {
     "backend": (str, _NONE),
     "template": (str, dict, _NONE),
@@ -42,13 +39,7 @@ CREATE: Fields = {
     "snapshot": (str, _NONE),
     "metadata": (dict, _NONE),
 }
-RUN: Fields = {**_COMMAND, "timeout_s": (float, _NONE), "stdin": (bool, _NONE)}
-START: Fields = {**_COMMAND, "timeout_s": (float, _NONE)}
-SESSION: Fields = {"cwd": (str, _NONE), "env": (dict, _NONE)}
-SESSION_RUN: Fields = {"cmd": (str,), "timeout_s": (float, _NONE), "limit_bytes": (int, _NONE)}
-TESTS: Fields = {"paths": (list,), "timeout_s": (float, _NONE)}
 TIMEOUT: Fields = {"timeout_s": (float, _NONE)}
-GREP: Fields = {"pattern": (str,), "path": (str, _NONE), "limit": (int, _NONE)}
 PAUSE: Fields = {"mode": (str, _NONE)}
 SNAPSHOT: Fields = {"kind": (str, _NONE), "name": (str, _NONE)}
 FORK: Fields = {"count": (int, _NONE)}
@@ -78,21 +69,52 @@ Box = Annotated[Held, Depends(_held)]
 """The sandbox of the path. One that sleeps is not woken."""
 
 
-async def fields_of(request: Request, state: ServerState, fields: Fields) -> tuple[dict[str, Any], bytes]:
-    """The checked fields of a request, those that are null left out, and its payload."""
-    raw, payload = await read_request(request, state.limits.body_bytes)
+async def read_request(request: Request, limit_bytes: int) -> tuple[Any, bytes]:
+    """A request's header and payload: one frame, or JSON alone. Raises UserError for anything else."""
+    return await application.read_request(request, limit_bytes, _unpack)
+
+
+def _unpack(body: bytes) -> list[tuple[Header, bytes]]:
+    """The frames of a body whose header is looked at before it is read. Raises FrameError."""
+    check_values(body[_SIZES_BYTES : _SIZES_BYTES + int.from_bytes(body[:4], "little")])
+    frames = Unpacker().feed(body)
+    if any(is_too_deep(header) for header, _ in frames):
+        raise UserError("is nested too deeply", field="body", fix=f"at most {MOST_LEVELS} levels")
+    return frames
+
+
+async def frames_of(chunks: AsyncIterator[bytes]) -> AsyncIterator[tuple[Header, bytes]]:
+    """The frames in a stream of bytes. Raises UserError for what is none."""
+    unpacker = Unpacker()
+    async for chunk in chunks:
+        try:
+            frames = unpacker.feed(chunk)
+        except FrameError as error:
+            raise UserError(f"the body holds no frames: {error}", field="body", fix="send frames") from error
+        for header, piece in frames:
+            if not isinstance(header, dict):
+                raise UserError(
+                    "the body holds no frames of a file", field="body", fix="send frames of a file"
+                )
+            yield header, piece
+
+
+async def fields_of(request: Request, state: ServerState, fields: Fields) -> dict[str, Any]:
+    """The checked fields of a request, those that are null left out."""
+    raw, _ = await read_request(request, state.limits.body_bytes)
     named = {name: value for name, value in checked(raw, fields).items() if value is not None}
-    for name in ("env", "metadata"):
-        if name in named:
-            strings([*named[name].values()], name)
-    if "paths" in named:
-        strings(named["paths"], "paths")
-    for name in ("limit_bytes", "limit", "timeout_s", "count"):
-        if named.get(name, 0) < 0:
+    strings([*named.get("metadata", {}).values()], "metadata")
+    check_numbers(named, "timeout_s", "count")
+    return named
+
+
+def check_numbers(named: dict[str, Any], *names: str) -> None:
+    """Raises UserError for fields that are negative, or beyond what a kernel counts."""
+    for name in names:
+        if not 0 <= named.get(name, 0) < _MOST:
             raise UserError(
-                "must not be negative", field=name, received=named[name], fix="correct the request"
+                f"must be from 0 to {_MOST - 1}", field=name, received=named[name], fix="correct the request"
             )
-    return named, payload
 
 
 def one_of(named: dict[str, Any], name: str, *values: str) -> None:
@@ -101,29 +123,13 @@ def one_of(named: dict[str, Any], name: str, *values: str) -> None:
         raise UserError("unknown value", field=name, received=named[name], fix="one of " + ", ".join(values))
 
 
-def number(request: Request, name: str, default: int) -> int:
-    """A number in the query. Raises UserError."""
-    text = query(request).get(name, str(default))
-    if not text.isascii() or not text.isdigit() or len(text) > _MAX_DIGITS:
-        raise UserError("must be a number", field=name, received=text, fix="correct the query")
-    return int(text)
-
-
-def path_of(request: Request, default: str | None = None) -> str:
-    """The path in the query. Raises UserError if it is missing."""
-    path = query(request).get("path", default)
-    if path is None:
-        raise UserError("is missing", field="path", fix="add ?path=")
-    return path
-
-
 def resources_of(raw: dict[str, Any] | None) -> Resources | None:
     """Resources as a request names them; what it leaves out has its default."""
     if raw is None:
         return None
     named = {name: value for name, value in checked(raw, _RESOURCES).items() if value is not None}
     for name, value in named.items():
-        if not 0 < value < _MOST_RESOURCES:
+        if not 0 < value < _MOST:
             raise UserError(
                 "must be above 0, and what a machine may have",
                 field=f"resources.{name}",
@@ -140,24 +146,6 @@ def network_of(raw: dict[str, Any] | None) -> Network | None:
     return Network(tuple(strings(checked(raw, {"allow": (list,)})["allow"], "network.allow")))
 
 
-def split_files(rows: list[Any], payload: bytes) -> dict[str, str | bytes]:
-    """The files of a request: `[path, size]` of each, and their contents one after the other."""
-    files: dict[str, str | bytes] = {}
-    start = 0
-    for row in rows:
-        if not isinstance(row, list) or len(row) != 2 or type(row[1]) is not int or row[1] < 0:
-            raise UserError(
-                "must be rows of [path, size]", field="files", received=row, fix="correct the request"
-            )
-        files[strings([row[0]], "files")[0]] = payload[start : start + row[1]]
-        start += row[1]
-    if start != len(payload):
-        raise UserError(
-            "sizes and contents differ", field="files", received=len(payload), fix=f"send {start} bytes"
-        )
-    return files
-
-
 def inline_template(raw: dict[str, Any]) -> Template:
     """A template that is written in the request itself: a name and text files."""
     named = checked(raw, {"name": (str, _NONE), "files": (dict, _NONE)})
@@ -171,6 +159,23 @@ def inline_template(raw: dict[str, Any]) -> Template:
         ) from error
 
 
+def pack_answer(header: Header, payload: bytes = b"") -> bytes:
+    """The frame of an answer; of one that no frame holds, the error that says so: names and lines are of the
+    agent's making."""
+    try:
+        return pack(header, payload)
+    except FrameError:
+        return pack({"event": "error", **ERROR_SHAPE.describe(fault_error(faults.ANSWER_TOO_LARGE))[1]})
+
+
+long_answer = partial(LongAnswer, pack=pack_answer, errors=ERROR_SHAPE)
+
+
+def is_plain(request: Request, output: OutputBuffer | None = None) -> bool:
+    """Whether the answer is JSON alone: the client accepts no frames, and nothing streams."""
+    return output is None and FRAMES not in request.headers.get("accept", "*/*")
+
+
 def long(
     request: Request,
     state: ServerState,
@@ -179,34 +184,25 @@ def long(
     finish: Callable[[asyncio.Task[Encoded]], object] | None = None,
     cleanup: Callable[[], Awaitable[None]] | None = None,
 ) -> LongAnswer:
-    """The answer of a call that may take long; as JSON if the client accepts no frames."""
-    accept = request.headers.get("accept", "*/*")
-    plain = FRAMES not in accept and output is None
+    """The answer of a call that may take long."""
+    plain = is_plain(request, output)
     return long_answer(work, output, finish, plain=plain, cleanup=cleanup, on_error=state.note_error)
 
 
-async def encoded(call: Any) -> Encoded:
+async def encoded(call: Awaitable[object]) -> Encoded:
     """The encoded result of a call."""
-    return encode(await call)
+    return encode(await call), b""
 
 
-async def info_of(sandbox: Sandbox) -> Encoded:
-    """The encoded description of a sandbox."""
-    return encode(await sandbox.get_info())
-
-
-async def receive_tree(request: Request, state: ServerState, target: Path, single: bool = False) -> int:
-    """Writes the file frames of a request to `target`; the bytes written.
+async def receive_upload(request: Request, state: ServerState, target: Path) -> None:
+    """Writes the file that a request streams to `target`.
 
     Raises TornUploadError for a stream without an end: then nothing of it may be used.
     """
-    with TreeWriter(target, single) as writer:
+    with receive_file(target) as writer:
         async for header, piece in frames_of(pieces(request, state.limits.upload_bytes)):
             await asyncio.to_thread(writer.take, header, piece)
-    if not writer.is_whole:
-        raise TornUploadError(
-            "the upload ended in its middle", field="body", received=writer.num_bytes, fix="send it again"
-        )
-    if not writer.num_files:
-        await asyncio.to_thread(target.mkdir)
-    return writer.num_bytes
+        if not writer.is_whole:
+            raise TornUploadError(
+                "the upload ended in its middle", field="body", received=writer.num_bytes, fix="send it again"
+            )

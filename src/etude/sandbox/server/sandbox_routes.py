@@ -18,17 +18,17 @@ from etude.sandbox.server.requests import (
     State,
     encoded,
     fields_of,
-    info_of,
     inline_template,
     long,
     network_of,
     one_of,
+    read_request,
     resources_of,
 )
 from etude.sandbox.server.state import Creation, ServerState
-from etude.sandbox.server.streams import query, read_request
 from etude.sandbox.template import Template
-from etude.sandbox.wire_types import decode_template, encode, encode_error
+from etude.sandbox.template_packing import decode_template
+from etude.sandbox.wire_types import encode, encode_error
 from etude.serving.application import Json
 from etude.serving.describing import answering, described
 from etude.serving.messages import FRAMES, Encoded
@@ -42,7 +42,7 @@ async def put_template(request: Request, state: State) -> Response:
     """Keeps a template for further creations: one frame; answers with its key."""
     raw, payload = await read_request(request, state.limits.template_bytes)
     try:
-        template = decode_template((raw, payload))
+        template = decode_template(raw, payload)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise TemplateError(
             f"no template: {error!r}", field="body", fix="send what encode_template writes"
@@ -54,7 +54,7 @@ async def put_template(request: Request, state: State) -> Response:
 async def create(request: Request, state: State) -> Response:
     """A new sandbox. The same `Idempotency-Key` gives the same sandbox, also while it is being made."""
     state.check_accepting()
-    named, _ = await fields_of(request, state, requests.CREATE)
+    named = await fields_of(request, state, requests.CREATE)
     key = request.headers.get("idempotency-key")
 
     def begin() -> asyncio.Task[str]:
@@ -120,7 +120,7 @@ async def _claim(state: ServerState, creation: Creation) -> Encoded:
             received=sandbox_id,
             fix="use a new key",
         )
-    return await info_of(held.sandbox)
+    return await encoded(held.sandbox.get_info())
 
 
 async def _end_unclaimed(state: ServerState, creation: Creation, grace_s: float) -> None:
@@ -146,8 +146,8 @@ async def _end(state: ServerState, sandbox: Sandbox) -> None:
 @router.get("/sandboxes", openapi_extra=described(query={"backend": (str, type(None))}))
 async def list_sandboxes(request: Request, state: State) -> Response:
     """The living and the paused sandboxes of a backend: `?backend=`."""
-    _, backend = state.backend(query(request).get("backend"))
-    return Json(encode(await backend.list())[0])
+    _, backend = state.backend(request.query_params.get("backend"))
+    return Json(encode(await backend.list()))
 
 
 @router.get("/sandboxes/{sandbox_id}")
@@ -155,12 +155,12 @@ async def get_info(sandbox_id: str, state: State) -> Response:
     """What is known of one sandbox, asleep or not."""
     held = state.known(sandbox_id)
     if held is not None:
-        return Json((await info_of(held.sandbox))[0])
+        return Json(encode(await held.sandbox.get_info()))
     for backend in state.backends.values():
         for info in await backend.list():
             if info.id == sandbox_id:
-                return Json(encode(info)[0])
-    return Json((await info_of((await state.find(sandbox_id)).sandbox))[0])
+                return Json(encode(info))
+    return Json(encode(await (await state.find(sandbox_id)).sandbox.get_info()))
 
 
 @router.post("/sandboxes/{sandbox_id}/connect", responses=LONG)
@@ -168,7 +168,7 @@ async def connect(sandbox_id: str, request: Request, state: State) -> Response:
     """A sandbox by its id; one that sleeps is woken."""
 
     async def work() -> Encoded:
-        return await info_of((await state.connect(sandbox_id)).sandbox)
+        return await encoded((await state.connect(sandbox_id)).sandbox.get_info())
 
     return long(request, state, work(), finish=state.finish_later)
 
@@ -191,7 +191,7 @@ async def kill(sandbox_id: str, request: Request, state: State) -> Response:
 @router.post("/sandboxes/{sandbox_id}/timeout", status_code=204, openapi_extra=described(requests.TIMEOUT))
 async def set_timeout(request: Request, held: Box, state: State) -> Response:
     """Sets the time to live; null: none."""
-    named, _ = await fields_of(request, state, requests.TIMEOUT)
+    named = await fields_of(request, state, requests.TIMEOUT)
     timeout_s, most_s = named.get("timeout_s"), state.limits.max_timeout_s
     if most_s is not None:
         timeout_s = most_s if timeout_s is None else min(timeout_s, most_s)
@@ -202,7 +202,7 @@ async def set_timeout(request: Request, held: Box, state: State) -> Response:
 @router.post("/sandboxes/{sandbox_id}/pause", responses=LONG, openapi_extra=described(requests.PAUSE))
 async def pause(request: Request, held: Box, state: State) -> Response:
     """Puts it to sleep. Finished even if the client leaves."""
-    named, _ = await fields_of(request, state, requests.PAUSE)
+    named = await fields_of(request, state, requests.PAUSE)
     one_of(named, "mode", "full", "filesystem")
     return long(request, state, encoded(held.sandbox.pause(**named)), finish=state.finish_later)
 
@@ -216,7 +216,7 @@ async def resume(request: Request, held: Box, state: State) -> Response:
 @router.post("/sandboxes/{sandbox_id}/snapshots", responses=LONG, openapi_extra=described(requests.SNAPSHOT))
 async def create_snapshot(request: Request, held: Box, state: State) -> Response:
     """A snapshot. Finished even if the client leaves."""
-    named, _ = await fields_of(request, state, requests.SNAPSHOT)
+    named = await fields_of(request, state, requests.SNAPSHOT)
     one_of(named, "kind", "full", "filesystem")
     return long(request, state, encoded(held.sandbox.create_snapshot(**named)), finish=state.finish_later)
 
@@ -225,7 +225,7 @@ async def create_snapshot(request: Request, held: Box, state: State) -> Response
 async def fork(request: Request, held: Box, state: State) -> Response:
     """Copies: for each its description, or the error that prevented it. Who leaves, gets none."""
     state.check_accepting()
-    named, _ = await fields_of(request, state, requests.FORK)
+    named = await fields_of(request, state, requests.FORK)
     if named.get("count", 1) > state.limits.max_forks:
         raise UserError(
             "too many copies",
@@ -262,7 +262,7 @@ async def fork(request: Request, held: Box, state: State) -> Response:
 @router.post("/sandboxes/{sandbox_id}/migrate", responses=LONG, openapi_extra=described(requests.MIGRATE))
 async def migrate(request: Request, held: Box, state: State) -> Response:
     """Moves the sandbox to another server, which must be among this one's peers."""
-    named, _ = await fields_of(request, state, requests.MIGRATE)
+    named = await fields_of(request, state, requests.MIGRATE)
     if named["url"].rstrip("/") not in state.peers:
         raise Unsupported(
             "this server sends sandboxes to its peers alone",

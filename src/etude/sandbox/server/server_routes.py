@@ -10,12 +10,11 @@ from fastapi.responses import Response
 
 from etude.errors import SandboxError
 from etude.sandbox.errors import SnapshotRefusedError
-from etude.sandbox.file_trees import pack_tree
+from etude.sandbox.file_streams import pack_file
 from etude.sandbox.fleet.remote_probe import encode_capacity, encode_pressure
 from etude.sandbox.interface import SandboxBackend
-from etude.sandbox.server.requests import State, long, receive_tree
+from etude.sandbox.server.requests import State, long, long_answer, receive_upload
 from etude.sandbox.server.state import ServerState
-from etude.sandbox.server.streams import long_answer, query
 from etude.sandbox.wire_types import SPEAKS, encode
 from etude.serving.application import Json
 from etude.serving.describing import answering, described
@@ -35,13 +34,13 @@ async def health(state: State) -> Response:
 @router.get("/v1/capabilities", openapi_extra=described(query={"backend": (str, type(None))}))
 async def capabilities(request: Request, state: State) -> Response:
     """What a backend of this server can do (`?backend=`), and what the server takes."""
-    name, backend = state.backend(query(request).get("backend"))
+    name, backend = state.backend(request.query_params.get("backend"))
     return Json(
         {
             "speaks": SPEAKS,
             "backend": name,
             "backends": list(state.backends),
-            "capabilities": encode(backend.capabilities())[0],
+            "capabilities": encode(backend.capabilities()),
             "body_bytes": state.limits.body_bytes,
         }
     )
@@ -68,8 +67,8 @@ async def problems(state: State) -> Response:
 @router.get("/v1/snapshots", openapi_extra=described(query={"backend": (str, type(None))}))
 async def list_snapshots(request: Request, state: State) -> Response:
     """The snapshots that a backend can restore: `?backend=`."""
-    _, backend = state.backend(query(request).get("backend"))
-    return Json(encode(await backend.list_snapshots())[0])
+    _, backend = state.backend(request.query_params.get("backend"))
+    return Json(encode(await backend.list_snapshots()))
 
 
 @router.delete(
@@ -97,7 +96,7 @@ async def export_snapshot(snapshot: str, request: Request, state: State) -> Resp
 
     return long_answer(
         work(),
-        tail=pack_tree(file),
+        tail=pack_file(file),
         cleanup=lambda: asyncio.to_thread(spool.cleanup),
         on_error=state.note_error,
     )
@@ -114,7 +113,7 @@ async def import_snapshot(request: Request, state: State) -> Response:
     spool = state.spool_directory()
     file = Path(spool.name, "snapshot")
     try:
-        await receive_tree(request, state, file, single=True)
+        await receive_upload(request, state, file)
     except SandboxError as error:
         await asyncio.to_thread(spool.cleanup)
         raise SnapshotRefusedError(
@@ -125,10 +124,10 @@ async def import_snapshot(request: Request, state: State) -> Response:
         raise
 
     async def work() -> Encoded:
-        return encode(await backend.import_snapshot(file))
+        return encode(await backend.import_snapshot(file)), b""
 
     return long(request, state, work(), cleanup=lambda: asyncio.to_thread(spool.cleanup))
 
 
 def _owner(request: Request, state: ServerState) -> SandboxBackend:
-    return state.backend(query(request).get("backend"))[1]
+    return state.backend(request.query_params.get("backend"))[1]

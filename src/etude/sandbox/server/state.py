@@ -1,4 +1,4 @@
-"""What a server knows: backends, sandboxes, templates, keys of creations; and what it counts."""
+"""The state of a server: backends, sandboxes, templates, keys of creations; and what it counts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ from etude.sandbox.errors import CapacityError, SandboxMissingError
 from etude.sandbox.fleet.hosts import Capacity
 from etude.sandbox.fleet.probe import MachineProbe, machine_capacity
 from etude.sandbox.fleet.remote_probe import SharedProbe
-from etude.sandbox.interface import Command, Sandbox, SandboxBackend
+from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine_backend import default_state_directory
 from etude.sandbox.pool import PooledBackend
 from etude.sandbox.template import Template
-from etude.sandbox.wire_types import template_key
+from etude.sandbox.template_packing import template_key
 from etude.serving.long_answers import OutputBuffer
+from etude.serving.messages import Encoded
 from etude.serving.metrics import Labels, Metrics
 
 PRUNE_EVERY = 256
@@ -139,17 +140,22 @@ class Held:
 
     backend: str
     sandbox: Sandbox
-    commands: OrderedDict[int, Command] = field(default_factory=OrderedDict)
-    outputs: dict[int, OutputBuffer] = field(default_factory=dict)
+    outputs: dict[int, OutputBuffer] = field(default_factory=dict[int, OutputBuffer])
+    """By process id: of the background commands whose output is on its way to a client."""
 
-    def keep(self, command: Command, output: OutputBuffer | None = None, most: int = 256) -> None:
-        """Keeps a background command, so that its result can be asked for again."""
-        self.commands[command.pid] = command
-        while len(self.commands) > most:
-            old, _ = self.commands.popitem(last=False)
-            self.finish_output(old)
-        if output is not None:
-            self.outputs[command.pid] = output
+    def follow(self, pid: int, output: OutputBuffer) -> Coroutine[Any, Any, Encoded]:
+        """What ends once somebody has waited for a background command, or the reader of its output leaves."""
+        self.outputs[pid] = output
+
+        async def wait() -> Encoded:
+            try:
+                await output.finished.wait()
+            finally:
+                if self.outputs.get(pid) is output:
+                    del self.outputs[pid]
+            return None, b""
+
+        return wait()
 
     def finish_output(self, pid: int) -> None:
         """A command has ended: its client's stream may end."""

@@ -1,0 +1,88 @@
+"""Calls of a sandbox: what may be asked of the program inside, as frames, whatever carries them.
+
+A call is a header (`op` and its fields) with bytes beside it, and so is its answer. `Sandbox` makes them;
+a machine's channel, HTTP and whatever stands around another sandbox carry them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from etude.errors import AgentError, ToolArgumentError
+from etude.sandbox.errors import fault_error
+from etude.sandbox.inside.frames import FrameError, Header
+from etude.sandbox.paths import normal_path
+from etude.sandbox.types import OnOutput
+
+Answer = tuple[Header, bytes]
+
+
+class Transport(Protocol):
+    """What carries calls to the program inside of one sandbox."""
+
+    @property
+    def id(self) -> str:
+        """Of the sandbox; errors name it."""
+        ...
+
+    async def call(self, header: Header, payload: bytes = b"", on_output: OnOutput | None = None) -> Answer:
+        """One call; its answer. A caller that is cancelled ends the command or test run that it waits for.
+
+        `on_output`: hears what the command prints; that of one in the background also after the answer.
+        Raises AgentError for the agent's doing, else SandboxError.
+        """
+        ...
+
+
+def prepared(header: Header, workspace: str, environment: Mapping[str, str]) -> Header:
+    """A call as the program inside takes it: paths relative to the workspace, the sandbox's variables under
+    those of the caller. Raises PathOutsideError."""
+
+    def normal(path: str) -> str:
+        return normal_path(path, workspace)
+
+    found = dict(header)
+    if "path" in found:
+        found["path"] = normal(found["path"])
+    if "cwd" in found:
+        found["cwd"] = normal(found["cwd"] or ".")
+    for name in ("more", "paths"):
+        if name in found:
+            found[name] = list(map(normal, found[name]))
+    if "files" in found:
+        found["files"] = [[normal(path), size] for path, size in found["files"]]
+    if "env" in found:
+        found["env"] = {**environment, **found["env"]}
+    return found
+
+
+def agents_fault(fault: Any, header: Header) -> AgentError:
+    """The error for a fault (kind, message) that answers a call, with what of the call it is about."""
+    kind, message = fault
+    if kind == "argument" and "pattern" in header:
+        field = "pattern"
+    elif kind == "session":
+        field = "session"
+    elif "pid" in header:
+        field = "pid"
+    else:
+        path = _path_of(header)
+        return fault_error((kind, message), None if path is None else "path", path)
+    return fault_error((kind, message), field, header.get(field))
+
+
+def _path_of(header: Header) -> str | None:
+    """The one path that a call is about."""
+    if header["op"] == "shell.open":
+        return header["cwd"]
+    if header["op"] == "write":
+        return header["files"][0][0] if len(header["files"]) == 1 else None
+    return None if "more" in header else header.get("path")
+
+
+def too_large(error: FrameError) -> AgentError:
+    """The error for a call that no frame holds."""
+    return ToolArgumentError(
+        f"more than a request holds at once: {error}", field="data", fix="write it in pieces"
+    )

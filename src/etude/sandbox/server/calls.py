@@ -1,0 +1,154 @@
+"""The one route into a sandbox: `POST .../call` carries what `Sandbox.call` takes, and its answer.
+
+Only the operations of this table pass, with these fields: what else the program inside understands is its
+owner's to ask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from etude.errors import UserError
+from etude.sandbox.arguments import check_timeout
+from etude.sandbox.commands import process_id
+from etude.sandbox.inside.frames import Header, pack
+from etude.sandbox.server.requests import Box, State, check_numbers, is_plain, long, long_answer, read_request
+from etude.serving.describing import BINARY, JSON, answering, object_schema
+from etude.serving.long_answers import OutputBuffer
+from etude.serving.messages import FRAMES, Encoded, Fields, checked, strings
+
+_NONE = type(None)
+_PID: Fields = {"pid": (int,)}
+_RUN: Fields = {"paths": (list,), "timeout_s": (float, _NONE)}
+CALLS: Mapping[str, Fields] = {
+    "read": {
+        "path": (str,),
+        "limit_bytes": (int, _NONE),
+        "offset": (int, _NONE),
+        "more": (list, _NONE),
+    },
+    "write": {"files": (list,), "append": (bool, _NONE)},
+    "list": {"path": (str, _NONE), "depth": (int, _NONE)},
+    "remove": {"path": (str,)},
+    "grep": {"pattern": (str,), "path": (str, _NONE), "limit": (int, _NONE)},
+    "diff": {"kill_processes": (bool, _NONE)},
+    "command": {
+        "cmd": (str,),
+        "timeout_s": (float, _NONE),
+        "env": (dict, _NONE),
+        "cwd": (str, _NONE),
+        "limit_bytes": (int, _NONE),
+        "stream": (bool, _NONE),
+        "stdin": (bool, _NONE),
+        "background": (bool, _NONE),
+    },
+    "stdin": {**_PID, "close": (bool, _NONE)},
+    "kill": _PID,
+    "lookup": _PID,
+    "wait": _PID,
+    "processes": {},
+    "shell.open": {"cwd": (str, _NONE), "env": (dict, _NONE)},
+    "shell.run": {
+        "session": (str,),
+        "cmd": (str,),
+        "timeout_s": (float, _NONE),
+        "limit_bytes": (int, _NONE),
+    },
+    "shell.close": {"session": (str,)},
+    "tests": _RUN,
+    "probes": _RUN,
+}
+"""For each operation, its fields."""
+_DEFAULTS: dict[str, Any] = {
+    "path": ".",
+    "limit_bytes": 1 << 20,
+    "depth": 1,
+    "limit": 50,
+    "kill_processes": False,
+    "timeout_s": 30.0,
+    "env": {},
+    "cwd": None,
+    "close": False,
+}
+"""Of fields that a client leaves out and the program inside wants."""
+router = APIRouter(prefix="/sandboxes/{sandbox_id}")
+
+
+def check_call(raw: Any, payload: bytes) -> Header:
+    """A call as `Sandbox.call` takes it. Raises UserError that names the field."""
+    operation = raw.get("op") if isinstance(raw, dict) else None
+    if not isinstance(operation, str) or operation not in CALLS:
+        raise UserError("unknown operation", field="op", received=operation, fix="one of " + ", ".join(CALLS))
+    fields = CALLS[operation]
+    given = {
+        name: value for name, value in checked(raw, {"op": (str,), **fields}).items() if value is not None
+    }
+    header = {**{name: _DEFAULTS[name] for name in fields if name in _DEFAULTS}, **given}
+    if header.get("background"):
+        header["timeout_s"] = given.get("timeout_s")
+    if "timeout_s" in given:
+        check_timeout(given["timeout_s"])
+    check_numbers(header, "limit_bytes", "offset", "depth", "limit")
+    strings([*header.get("env", {}).values()], "env")
+    for name in ("more", "paths"):
+        strings(header.get(name, []), name)
+    if "files" in header:
+        _check_sizes(header["files"], len(payload))
+    return header
+
+
+def _check_sizes(rows: list[Any], payload_bytes: int) -> None:
+    """Raises UserError unless they are rows of path and size that fill the payload."""
+    for row in rows:
+        if not isinstance(row, list) or len(row) != 2 or type(row[1]) is not int or row[1] < 0:
+            raise UserError(
+                "must be rows of [path, size]", field="files", received=row, fix="correct the request"
+            )
+        strings(row[:1], "files")
+    wanted = sum(size for _, size in rows)
+    if wanted != payload_bytes:
+        raise UserError(
+            "sizes and contents differ",
+            field="files",
+            received=payload_bytes,
+            fix=f"send {wanted} bytes",
+        )
+
+
+_SCHEMAS = [
+    object_schema({"op": (str,), **fields}, op={"const": operation}) for operation, fields in CALLS.items()
+]
+_BODY = {"content": {JSON: {"schema": {"oneOf": _SCHEMAS}}, FRAMES: {"schema": BINARY}}}
+
+
+@router.post("/call", responses=answering(JSON, FRAMES), openapi_extra={"requestBody": _BODY})
+async def call(request: Request, held: Box, state: State) -> Response:
+    """One call of the program inside: files, commands, sessions, test runs, diffs; as JSON alone, with the
+    `payload` as text, if the client accepts no frames.
+
+    Who leaves, ends the command or test run. One in the background goes on; with `stream` its output comes
+    until somebody has waited for it.
+    """
+    raw, payload = await read_request(request, state.limits.body_bytes)
+    header = check_call(raw, payload)
+    output = OutputBuffer(pack) if header.get("stream") else None
+    on_output = None if output is None else output.put
+    if output is not None and header.get("background"):
+        answer, _ = await held.sandbox.call(header, b"", on_output)
+        first = pack({"event": "started", "value": answer})
+        following = held.follow(process_id(answer, held.sandbox.id), output)
+        return long_answer(following, output, first=first, on_error=state.note_error)
+
+    async def work() -> Encoded:
+        answer, data = await held.sandbox.call(header, payload, on_output)
+        if header["op"] == "wait":
+            held.finish_output(header["pid"])
+        if is_plain(request, output):
+            return {**answer, "payload": data.decode(errors="replace")}, b""
+        return answer, data
+
+    return long(request, state, work(), output)
