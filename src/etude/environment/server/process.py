@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from etude.errors import ConfigError
 from etude.environment.server.app import build_app
 from etude.environment.server.host import SessionHost
+from etude.errors import ConfigError
 from etude.serving.listening import check_token, open_listeners
 from etude.serving.process import Draining, run_server
 
@@ -66,12 +66,10 @@ def _check_neighbours(host_sessions: SessionHost, tokens: Mapping[str, str] | No
     able = host_sessions.site.backend.capabilities()
     if able.neighbours_share:
         raise ConfigError(
-            "sandboxes of different tenants would share what the kernel counts for each user: one can take what "
-            "the others need",
+            "sandboxes of different tenants would share what the kernel counts for each user",
             field="tenants",
             received=f"{num_tenants} tenants, sandboxes of {able.backend}",
-            fix="run as root or with ids in /etc/subuid (`etude doctor` says more), use gvisor or vm, or give "
-            "--tenants-share",
+            fix="see `neighbours` of `etude doctor`, or say with --tenants-share that one may starve another",
         )
 
 

@@ -53,7 +53,8 @@ class Spare:
     @classmethod
     def from_words(cls, words: Sequence[str]) -> Spare:
         """What `words` gave."""
-        return cls(*map(int, words[:3]), tuple(words[3:]))
+        first_uid, first_gid, num = map(int, words[:3])
+        return cls(first_uid, first_gid, num, tuple(words[3:]))
 
 
 class Users:
@@ -76,7 +77,9 @@ class Users:
         self._clerk.send(b"map")
         answer = self._clerk.recv(4096)
         if answer != b"done":
-            raise OSError(errno.EPERM, f"no ids for sandboxes: {answer.decode() or 'the mapping process ended'}")
+            raise OSError(
+                errno.EPERM, f"no ids for sandboxes: {answer.decode() or 'the mapping process ended'}"
+            )
         if not self._has_images:
             os.waitpid(self._clerk_pid, 0)
 

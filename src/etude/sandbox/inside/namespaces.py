@@ -213,7 +213,9 @@ def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int]:
     """
     uid = _user_id(plan)
     kernel.unshare(kernel.NEWCGROUP)
-    ids.become_own_user(dict(zip((FILES_RO, IMAGES), mounts, strict=False)), IMAGES if plan.has_image else FILES_RO)
+    ids.become_own_user(
+        dict(zip((FILES_RO, IMAGES), mounts, strict=False)), IMAGES if plan.has_image else FILES_RO
+    )
     inodes = max(1024, plan.disk_bytes >> 12)
     options = f"size={plan.disk_bytes},nr_inodes={inodes},mode=755"
     kernel.mount("scratch", "/scratch", "tmpfs", MS_NOSUID | MS_NODEV, options)

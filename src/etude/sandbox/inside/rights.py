@@ -18,7 +18,9 @@ def become(uid: int, gid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def enter_own_namespaces(furnish: Callable[[], None], map_ids: Callable[[int, int], None] | None = None) -> None:
+def enter_own_namespaces(
+    furnish: Callable[[], None], map_ids: Callable[[int, int], None] | None = None
+) -> None:
     """Moves this process into a user and a mount namespace of its own, where it has root's rights and is, to
     the host, a plain user. `furnish` makes its file system; `map_ids` gives it its ids, for those that it has
     on the host (None: 0).

@@ -337,8 +337,8 @@ def store_template(directory: str, descriptor: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Arguments: control socket, owner's pidfd, then a base folder or `namespaces`; after that the directory of
-    image layers or "", and `ids.Spare.words` where each sandbox is to be a user of its own."""
+    """Arguments: control socket, owner's pidfd, a base folder or `namespaces`. After that: directory of image
+    layers or "", then `ids.Spare.words` where each sandbox is to be a user of its own."""
     control = socket.socket(fileno=int(arguments[0]))
     owner = int(arguments[1])
     for name in WARM_MODULES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import pwd
@@ -48,9 +49,13 @@ def find_host_ids(
     programs = [shutil.which(name, path=path) for name in ("newuidmap", "newgidmap")]
     if None in programs:
         return HostIds(None, "newuidmap is missing: install the package uidmap")
+    if "NoNewPrivs:\t1\n" in (proc / "status").read_text():
+        return HostIds(None, "newuidmap gains no rights here: start without no_new_privs")
     ranges = [_find_range(etc / name, uid) for name in ("subuid", "subgid")]
     if None in ranges:
-        fix = f"usermod --add-subuids FIRST-LAST --add-subgids FIRST-LAST, of {BLOCK} ids for each fork server"
+        fix = (
+            f"usermod --add-subuids FIRST-LAST --add-subgids FIRST-LAST, of {BLOCK} ids for each fork server"
+        )
         return HostIds(None, f"/etc/subuid and /etc/subgid have too few ids for this user: {fix}")
     (first_uid, num_uids), (first_gid, num_gids) = (row for row in ranges if row is not None)
     found = tuple(program for program in programs if program is not None)
@@ -59,16 +64,14 @@ def find_host_ids(
 
 def _is_mapped(file: Path) -> bool:
     rows = [tuple(map(int, line.split())) for line in file.read_text().splitlines()]
-    return any(first <= _FIRST and _LAST < first + num for first, _, num in rows)
+    return any(first <= _FIRST and first + num > _LAST for first, _, num in rows)
 
 
 def _find_range(file: Path, uid: int) -> tuple[int, int] | None:
     """First id and number of the largest range of a user, of at least one block."""
     names = {str(uid)}
-    try:
+    with contextlib.suppress(KeyError):  # a user without a name
         names.add(pwd.getpwuid(uid).pw_name)
-        rows = [line.split(":") for line in file.read_text().splitlines()]
-    except (KeyError, OSError):
-        return None
+    rows = [line.split(":") for line in file.read_text().splitlines()] if file.is_file() else []
     sizes = [(int(row[1]), int(row[2])) for row in rows if len(row) == 3 and row[0] in names]
     return max((row for row in sizes if row[1] >= BLOCK), key=lambda row: row[1], default=None)
