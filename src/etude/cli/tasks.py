@@ -94,7 +94,7 @@ def sessions_command(
     count: Annotated[int, typer.Option(min=1, help="Number of sessions to read.")] = 1000,
     tools: Annotated[str, typer.Option(help="Tools that the chats offer: core, full, or names.")] = "core",
 ) -> None:
-    """Write sessions of the scripted expert as chats, to fine-tune a published model on: `etude sft --data`."""
+    """Write sessions of the scripted expert as chats, for `etude sft` to fine-tune a published model on."""
     from etude.agent import registry_named
     from etude.controller.corpus import load_sessions
     from etude.controller.expert_chats import write_chats
