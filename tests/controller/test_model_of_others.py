@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.agent import agent_format, core_registry, describe_tools
+from etude.agent import AgentSession, agent_format, core_registry, describe_tools
+from etude.cli.served_model import open_checkpoint
 from etude.config import AgentConfig, ModelConfig, RunConfig
+from etude.controller.agent.models import ModelChoice, open_policy
 from etude.controller.corpus import load_sessions
 from etude.controller.evaluation import EvaluationRequest, evaluate
 from etude.controller.expert_chats import write_chats
@@ -22,6 +25,7 @@ from etude.model.huggingface import save_model
 from etude.observe import RunDirectory
 from etude.observe.metrics import read_metrics
 from etude.observe.observer import SilentObserver
+from etude.records import TrajectoryId
 from etude.store.trajectories import TrajectoryLog
 from etude.tokens import Tokenizer
 from etude.tokens.chat.client_tools import call_arguments
@@ -150,6 +154,24 @@ def test_an_experts_chat_is_what_a_session_with_the_same_calls_would_be(tmp_path
             assert not document.agent[: len(parts[0])].any() and document.agent[len(parts[0])]
             assert document.agent.sum() == sum(map(len, parts[1::2]))
     assert found == len(documents) > 8
+
+
+@pytest.mark.parametrize("template", [TOLD, HEADERS])
+def test_serving_and_the_agent_speak_to_a_model_as_training_does(tmp_path: Path, template: str) -> None:
+    tokenizer = small_tokenizer(template)
+    initial = save_checkpoint(tmp_path / "model", tokenizer)
+    trained = agent_format(tokenizer, AgentConfig(tools="core"))
+    served = open_checkpoint(initial, None, ("auto", "auto"), None, 64).served
+    assert served.shelf is not None and served.shelf.digest == trained.shelf().digest
+    assert trained.renderer().end_token in served.end_tokens
+
+    async def prompt() -> np.ndarray:
+        async with open_policy(ModelChoice(model=str(initial), tools="core", index="off"), True) as policy:
+            assert policy.registry.schemas == CORE
+            session = AgentSession("Hi", policy.renderer, TrajectoryId("r", "t", 0, 0, 0), policy.limits)
+            return session.recording.tokens
+
+    assert asyncio.run(prompt()).tobytes() == trained.renderer().prompt("Hi").tobytes()
 
 
 def test_what_cannot_be_spoken_to_is_refused_before_a_run_has_a_directory(tmp_path: Path) -> None:

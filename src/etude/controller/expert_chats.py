@@ -1,4 +1,4 @@
-"""Sessions of the scripted expert as chats: what a published model is fine-tuned on, in a frame of its own."""
+"""Sessions of the scripted expert as chats: what models of others are fine-tuned on."""
 
 from __future__ import annotations
 
