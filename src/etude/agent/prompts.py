@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from etude.agent.tools.registries import registry_named
+from etude.agent.tools.registries import core_registry, registry_named
 from etude.config import AgentConfig
 from etude.tokens.chat_format import ChatFormat, choose_format
-from etude.tokens.grammar import Grammar, ToolSchema
+from etude.tokens.grammar import Grammar, ToolSchema, XmlGrammar
 from etude.tokens.pieces import spell
 from etude.tokens.renderer import Renderer
+from etude.tokens.template import ETUDE_TEMPLATE
 from etude.tokens.tokenizer import Tokenizer
 
 MANNERS = """You are a coding agent at work in a repository, which is your current directory. Look before you
@@ -35,6 +36,11 @@ def agent_format(tokenizer: Tokenizer, agent: AgentConfig) -> ChatFormat:
 def open_renderer(tokenizer: Tokenizer, agent: AgentConfig) -> Renderer:
     """The renderer of the agent's sessions. Raises as `agent_format` does."""
     return agent_format(tokenizer, agent).renderer()
+
+
+def own_control_tokens() -> list[str]:
+    """What a tokenizer of our own holds as single tokens: the frame's marks and the core tools' tags."""
+    return [*ETUDE_TEMPLATE.control_tokens, *XmlGrammar(core_registry().schemas).control_tokens()]
 
 
 def describe_tools(schemas: Sequence[ToolSchema], grammar: Grammar) -> str:

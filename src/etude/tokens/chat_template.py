@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -65,7 +65,7 @@ _WRITTEN = """\
 class _Generation(Extension):
     """The blocks that mark answers for masks: what they hold is rendered as it stands."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as the class that it extends has it
 
     def parse(self, parser: Parser) -> list[Node]:
         """See Extension.parse."""
