@@ -21,6 +21,14 @@ TOLD = """\
 {{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}\
 {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 """ChatML with words of the system's own; it knows no tools and no calls, and fails on content null."""
+DATED = """\
+{{- bos_token + '<|start|>system<|header|>\\n\\nToday: ' }}\
+{{- strftime_now('%d') if strftime_now is defined else 'a day' }}\
+{{- '\\n\\n' + (messages[0].content if messages[0].role == 'system' else '') + '<|eot|>' }}\
+{%- for message in messages[(1 if messages[0].role == 'system' else 0):] %}\
+{{- '<|start|>' + message.role + '<|header|>\\n\\n' + message.content + '<|eot|>' }}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|start|>assistant<|header|>\\n\\n' }}{%- endif %}"""
+"""The same, with a system message in every conversation, which names the day where that is known."""
 HEADERS = """\
 {{- bos_token }}{%- for message in messages %}\
 {{- '<|start|>' + message.role + '<|header|>\\n\\n' + message.content + '<|eot|>' }}{%- endfor %}\
@@ -46,6 +54,10 @@ def chat_tokenizer(
 
 def headers_tokenizer() -> Tokenizer:
     return chat_tokenizer(HEADERS, marks=("<|begin|>", "<|start|>", "<|header|>", "<|eot|>"))
+
+
+def dated_tokenizer() -> Tokenizer:
+    return chat_tokenizer(DATED, marks=("<|begin|>", "<|start|>", "<|header|>", "<|eot|>"))
 
 
 def qwen_like() -> Tokenizer:

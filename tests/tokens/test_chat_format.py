@@ -11,6 +11,7 @@ from tests.tokens.chat_models import (
     HEADERS,
     TOLD,
     chat_tokenizer,
+    dated_tokenizer,
     headers_tokenizer,
     plain_chatml,
     qwen_like,
@@ -106,7 +107,7 @@ def test_a_frame_is_read_off_a_template_that_no_known_one_is() -> None:
     )
 
 
-@pytest.mark.parametrize("make", [told_chatml, headers_tokenizer, plain_chatml, qwen_like])
+@pytest.mark.parametrize("make", [told_chatml, headers_tokenizer, dated_tokenizer, plain_chatml, qwen_like])
 def test_the_template_that_is_exported_comes_to_the_same_frame(make: Any) -> None:
     chosen = choose_format(make())
     again = choose_format(chosen.tokenizer)
@@ -116,7 +117,7 @@ def test_the_template_that_is_exported_comes_to_the_same_frame(make: Any) -> Non
 
 @pytest.mark.slow
 @pytest.mark.foreign
-@pytest.mark.parametrize("make", [told_chatml, headers_tokenizer, plain_chatml, qwen_like])
+@pytest.mark.parametrize("make", [told_chatml, headers_tokenizer, dated_tokenizer, plain_chatml, qwen_like])
 @pytest.mark.parametrize("system", [[], [SYSTEM]])
 @pytest.mark.parametrize("tools", [[], TOOLS])
 def test_transformers_renders_the_tokens_that_sessions_have(

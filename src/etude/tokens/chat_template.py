@@ -1,14 +1,14 @@
 """The chat templates of published models: Jinja text, rendered as transformers renders it, and written.
 
 A template is somebody else's program: it runs in Jinja's sandbox, and what it gives is looked at
-(`tokens.derived`) before any conversation is laid out as it says.
+(`tokens.derived`) before any conversation is laid out as it says. It has no clock: a frame that names the day
+would be another one tomorrow.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
@@ -32,7 +32,7 @@ _WRITTEN = """\
     {{- SYSTEM + (words + '\\n\\n' if words else '') + BEFORE }}
     {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
     {{- AFTER + END }}
-{%- elif start or words %}
+{%- elif words is not none %}
     {{- SYSTEM + words + END }}
 {%- endif %}
 {%- for message in messages[start:] %}
@@ -82,7 +82,7 @@ class ChatTemplate:
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
-        environment.globals.update(raise_exception=_refuse, strftime_now=_now)
+        environment.globals["raise_exception"] = _refuse
         self._variables = dict(variables)
         try:
             self._template = environment.from_string(source)
@@ -116,7 +116,6 @@ def write_chat_template(template: Template) -> str:
     closed = (template.end, *template.after_end)
     strings = {
         "BEGIN": spell(template.begin),
-        "DEFAULT": template.default_system,
         "SYSTEM": spell(template.system),
         "USER": spell(template.user),
         "ASSISTANT": spell(template.assistant),
@@ -128,7 +127,9 @@ def write_chat_template(template: Template) -> str:
         "BEFORE": BEFORE_TOOLS,
         "AFTER": AFTER_TOOLS,
     }
+    default = "none" if template.default_system is None else _literal(template.default_system)
     lines = [f"{{%- set {name} = {_literal(text)} %}}" for name, text in strings.items()]
+    lines.append(f"{{%- set DEFAULT = {default} %}}")
     return "\n".join([*lines, _WRITTEN]) + "\n"
 
 
@@ -139,10 +140,6 @@ def _literal(text: str) -> str:
 
 def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
 
 
 def _refuse(message: str) -> NoReturn:

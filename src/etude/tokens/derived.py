@@ -105,7 +105,8 @@ class _Reader:
             begin = self._pieces(bare.removesuffix(spell(user_pieces)))
             system = system[len(begin) :]
         assert isinstance(end, Control), "see _ended"
-        default = bare.removeprefix(opened).removesuffix(to_user) if bare.startswith(opened) else ""
+        has_default = bare.startswith(opened) and bare.endswith(to_user)
+        default = bare.removeprefix(opened).removesuffix(to_user) if has_default else None
         return Template(
             "derived",
             tuple(system),
@@ -220,7 +221,7 @@ def _framed(template: Template, messages: Sequence[Message], words: str = "") ->
     """The conversation in this frame. `words`: added to the system's."""
     end = spell((template.end, *template.after_end))
     frames = {"user": template.user, "assistant": template.assistant, "system": template.system}
-    if messages[0]["role"] != "system" and template.default_system:
+    if messages[0]["role"] != "system" and template.default_system is not None:
         messages = [_said("system", template.default_system), *messages]
     texts = [
         spell(frames[one["role"]]) + one["content"] + words * (one["role"] == "system") + end
@@ -259,6 +260,6 @@ def _layout(template: Template) -> tuple[str, ...]:
     """What decides a conversation's text and tokens, however results are divided into parts."""
     first = (*template.tool, *template.result_open)
     between = (*template.result_close, *template.result_between, *template.result_open)
-    told = (*((template.begin, template.system, template.user, template.assistant)), first, between)
-    parts = (*told, (*template.result_close, template.end, *template.after_end), (template.default_system,))
-    return tuple(repr(join_text(part)) for part in parts)
+    last = (*template.result_close, template.end, *template.after_end)
+    parts = (template.begin, template.system, template.user, template.assistant, first, between, last)
+    return (*(repr(join_text(part)) for part in parts), repr(template.default_system))

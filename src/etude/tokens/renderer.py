@@ -103,14 +103,14 @@ class Renderer:
         template's own stand there, if it has some.
         """
         words = (system,) if isinstance(system, str) else system
-        if words is None and self.template.default_system:
+        if words is None and self.template.default_system is not None:
             words = (self.template.default_system,)
         message = () if words is None else (*self.template.system, *words, *self._end)
         return self.encode((*self.template.begin, *message))
 
     def describe(self, words: str, schemas: Sequence[ToolSchema]) -> tuple[Piece, ...]:
         """The words of a system message that offers tools, as pieces."""
-        words = words or self.template.default_system
+        words = words or self.template.default_system or ""
         return (*([words, "\n\n"] if words else []), *self.grammar.announce(schemas))
 
     def prompt(self, instruction: str, system: str | Sequence[Piece] | None = None) -> Tokens:

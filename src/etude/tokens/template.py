@@ -32,14 +32,14 @@ class Template:
     """Stands before the first message."""
     result_between: tuple[Piece, ...] = ()
     """Stands between two results of one turn."""
-    default_system: str = ""
-    """The system's words where a conversation has none."""
+    default_system: str | None = None
+    """The system's words where a conversation has none, perhaps empty; None: no system message then."""
 
     def __repr__(self) -> str:
         """Names the last three fields only where they are set: digests of older templates stay the same."""
-        later = {"begin", "result_between", "default_system"}
+        later = {"begin": (), "result_between": (), "default_system": None}
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        shown = ", ".join(f"{name}={value!r}" for name, value in values if name not in later or value)
+        shown = ", ".join(f"{name}={value!r}" for name, value in values if value != later.get(name, ...))
         return f"Template({shown})"
 
     @property
