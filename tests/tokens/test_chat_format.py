@@ -148,6 +148,7 @@ def test_a_template_without_tools_still_renders_what_it_always_did() -> None:
     """The written one goes beyond the model's own only in what that cannot say."""
     from etude.tokens.chat_template import ChatTemplate
 
+    assert choose_format(told_chatml()).tokenizer.chat_template != TOLD
     own, written = (
         ChatTemplate(TOLD, {}),
         ChatTemplate(choose_format(told_chatml()).tokenizer.chat_template, {}),
@@ -180,6 +181,7 @@ def test_content_never_becomes_a_control_token(make: Any) -> None:
         (TOLD.replace("|im_end|", "|eos|"), "no control token"),
         (HEADERS.replace("message.role", "message.role + loop.index | string"), "message by message"),
         (TOLD.replace("message['content'] +", "message['content'] | upper +"), "message by message"),
+        (TOLD.replace("message['content'] +", "message['content'] | replace('<', '(') +"), "stands where"),
         ("{{ raise_exception('only pictures') }}", "only pictures"),
         ("{{ messages.clear() }}", "fails"),
         (TOLD.replace("message['role'] +", "'user' +"), "message by message"),

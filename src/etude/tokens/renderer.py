@@ -40,8 +40,7 @@ class Renderer:
 
     `reasoning` says how `<think>` and `</think>` are recognised. By default: as control tokens where the
     tokenizer holds both; else like the tags, so in characters in text mode and not at all in token mode.
-    `reasoning_begun`: prompts end with `<think>`, so that each message begins with reasoning. `system`: the
-    system message of the agent's own sessions, where there is one; see `ChatFormat`.
+    `reasoning_begun`: prompts end with `<think>`, so that each message begins with reasoning.
 
     Raises ConfigError if the tokenizer lacks the template's control tokens, or has some of the grammar's
     tags and lacks others (with none of them, calls are parsed in text mode).
@@ -54,10 +53,10 @@ class Renderer:
         template: Template = ETUDE_TEMPLATE,
         reasoning: ReasoningMarks | None = None,
         reasoning_begun: bool = False,
-        system: tuple[Piece, ...] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.system = system
+        self.system: tuple[Piece, ...] | None = None
+        """The system message of the agent's own sessions, where there is one; see `ChatFormat`."""
         self.grammar = grammar
         self.template = template
         for name in template.control_tokens:
