@@ -25,10 +25,10 @@ import numpy as np
 import torch
 from common import Figures, print_table, write_result
 
-from etude.config import MidtrainConfig, ModelConfig, RunConfig, load_config
+from etude.agent import open_renderer
+from etude.config import AgentConfig, MidtrainConfig, ModelConfig, RunConfig, load_config
 from etude.controller.compute import keep_freed_memory, set_threads
 from etude.controller.families import open_family
-from etude.controller.rendering import make_renderer
 from etude.controller.thread_choice import ThreadChoice
 from etude.model import LanguageModel
 from etude.model.kernels.native import training
@@ -183,7 +183,7 @@ def main() -> None:
     keep_freed_memory()
     family = open_family(config)
     tokenizer = family.train_tokenizer(SilentObserver())
-    documents = family.documents(make_renderer(tokenizer), SilentObserver())
+    documents = family.documents(open_renderer(tokenizer, AgentConfig()), SilentObserver())
     rounds: list[Figures] = []
     for number in range(options.rounds):
         rounds.append(measure_round(config, documents, tokenizer.vocab_size, options.seconds, number))

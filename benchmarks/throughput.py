@@ -36,13 +36,13 @@ from common import (
 from numpy.typing import NDArray
 from torch import Tensor
 
-from etude.config import ModelConfig, RunConfig, load_config
+from etude.agent import open_renderer
+from etude.config import AgentConfig, ModelConfig, RunConfig, load_config
 from etude.controller.compute import set_threads, use_sampling_threads
 from etude.controller.corpus import load_sessions, make_documents, train_corpus_tokenizer
 from etude.controller.local import LocalHandle
 from etude.controller.parts import Parts, open_parts
 from etude.controller.reinforcement import LoopTimes, ReinforcementLoop
-from etude.controller.rendering import make_renderer
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput
 from etude.model import LanguageModel
@@ -347,7 +347,9 @@ def midtrain(config: RunConfig, directory: Path) -> None:
     """Mid-trains a model for `config.midtrain.num_steps` and saves it with its tokenizer."""
     sessions = load_sessions(config.midtrain.num_sessions, SilentObserver())
     tokenizer = train_corpus_tokenizer(sessions, config.tokenizer.vocab_size)
-    documents = make_documents(sessions, make_renderer(tokenizer), config.midtrain, config.agent.max_tokens)
+    documents = make_documents(
+        sessions, open_renderer(tokenizer, AgentConfig()), config.midtrain, config.agent.max_tokens
+    )
     model = LanguageModel(config.model, tokenizer.vocab_size)
     model.initialise(config.seed)
     trainer = NextTokenTrainer(

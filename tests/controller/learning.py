@@ -18,10 +18,9 @@ import torch
 from blake3 import blake3
 
 import etude
-from etude.agent import core_registry
-from etude.config import RunConfig
+from etude.agent import core_registry, open_renderer
+from etude.config import AgentConfig, RunConfig
 from etude.controller.corpus import make_documents
-from etude.controller.rendering import make_renderer
 from etude.model import LanguageModel
 from etude.records import Task, ToolCall
 from etude.rollout import ScriptedSession
@@ -122,7 +121,7 @@ def _build(directory: Path) -> None:
     torch.set_num_threads(1)
     sessions = _sessions(CONFIG.midtrain.num_sessions)
     tokenizer = train_tokenizer(_texts(sessions), CONFIG.tokenizer.vocab_size, _controls())
-    renderer, max_tokens = make_renderer(tokenizer), CONFIG.agent.max_tokens
+    renderer, max_tokens = open_renderer(tokenizer, AgentConfig()), CONFIG.agent.max_tokens
     documents = make_documents(sessions, [], renderer, CONFIG.midtrain, max_tokens)
     model = LanguageModel(CONFIG.model, tokenizer.vocab_size)
     model.initialise(CONFIG.seed)

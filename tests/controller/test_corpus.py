@@ -4,8 +4,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from etude.agent import ScriptedSampler, SessionLimits
-from etude.config import MidtrainConfig
+from etude.agent import ScriptedSampler, SessionLimits, open_renderer
+from etude.config import AgentConfig, MidtrainConfig
 from etude.controller.corpus import (
     BUG_FIX_SESSIONS,
     OBSERVED_SESSIONS,
@@ -18,7 +18,6 @@ from etude.controller.corpus import (
     write_shipped_fixes,
     write_shipped_sessions,
 )
-from etude.controller.rendering import make_renderer
 from etude.observe.observer import RecordingObserver
 from etude.records import SamplingParams, TrajectoryId
 from etude.rollout import ScriptedSession, generate_corpus, load_corpus
@@ -41,7 +40,7 @@ def sessions() -> list[ScriptedSession]:
 
 @pytest.fixture(scope="module")
 def renderer(sessions: list[ScriptedSession]) -> Renderer:
-    return make_renderer(train_corpus_tokenizer(sessions, 400))
+    return open_renderer(train_corpus_tokenizer(sessions, 400), AgentConfig())
 
 
 def test_a_document_holds_the_very_tokens_that_the_agents_session_holds(

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from etude.cli.served_model import make_shelf
 from etude.config import RunConfig, parse_config
 from etude.config.parallel import ParallelConfig
 from etude.controller.corpora import session_control_tokens
@@ -94,7 +93,7 @@ def test_ranks_fine_tune_as_one_process_does(tmp_path: Path) -> None:
         plain = test_sft._config(directory, tokenizer, balance_weight=0.0)
         parallel = ParallelConfig(ranks=ranks, fsdp=ranks)
         config = plain.model_copy(update={"parallel": parallel})
-        reports.append(fine_tune(config, RunDirectory.create(config), SilentObserver(), False, make_shelf))
+        reports.append(fine_tune(config, RunDirectory.create(config), SilentObserver(), False))
     _assert_same_outcome(reports[1], reports[0])
 
 

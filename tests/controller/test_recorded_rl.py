@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from etude.agent import core_registry
-from etude.config import RunConfig, load_config
+from etude.agent import core_registry, open_renderer
+from etude.config import AgentConfig, RunConfig, load_config
 from etude.controller.recorded import RecordedSource, settle_recorded, train_recorded
-from etude.controller.rendering import make_renderer
 from etude.controller.train import InterruptedRunError
 from etude.errors import ConfigError
 from etude.model import LanguageModel
@@ -191,4 +190,4 @@ def test_from_log_on_the_command_line(tmp_path: Path, recorded: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert "1 steps on 5 groups" in shown.stdout
     assert np.isfinite(json.loads((tmp_path / "cli" / "report.json").read_text())["wall_s"])
-    assert make_renderer(Tokenizer.load(tmp_path / "cli" / "checkpoints" / "final"))
+    assert open_renderer(Tokenizer.load(tmp_path / "cli" / "checkpoints" / "final"), AgentConfig())

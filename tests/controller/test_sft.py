@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from etude.cli.served_model import make_shelf
 from etude.config import ModelConfig, RunConfig, SessionsConfig, parse_config
 from etude.controller.corpora import session_control_tokens
 from etude.controller.sessions import SessionReader, atif_messages, split_heldout
@@ -19,6 +18,7 @@ from etude.model import build_model
 from etude.observe import RunDirectory, SilentObserver, read_metrics
 from etude.records import RewardBreakdown
 from etude.store import TrajectoryLog, trajectory_to_atif
+from etude.tokens.chat_format import choose_format
 from etude.tokens.tokenizer import Tokenizer
 from etude.tokens.training import train_tokenizer
 from etude.training import Document, save_checkpoint
@@ -40,7 +40,7 @@ def tokenizer() -> Tokenizer:
 
 
 def _reader(tokenizer: Tokenizer, observation_weight: float = 0.0, window: int = 64) -> SessionReader:
-    return SessionReader(tokenizer, lambda: make_shelf(tokenizer, "auto", "auto"), observation_weight, window)
+    return SessionReader(tokenizer, choose_format(tokenizer).shelf, observation_weight, window)
 
 
 def _write_chats(path: Path, chats: list[Any]) -> Path:
@@ -92,7 +92,7 @@ def test_messages_have_the_tokens_of_a_rollout_and_only_answers_count(
 ) -> None:
     path = _write_chats(tmp_path / "chats.jsonl", [CHAT])
     (document,) = _reader(tokenizer).load("own", SessionsConfig(path=str(path))).documents
-    renderer = make_shelf(tokenizer, "auto", "auto").find(_no_tools())
+    renderer = choose_format(tokenizer).shelf().find(_no_tools())
     expected = [
         renderer.prompt("add three"),
         renderer.message(["def add_3(left, right):"]),
@@ -133,7 +133,7 @@ def test_atif_files_without_tokens_are_rendered(tmp_path: Path, tokenizer: Token
     }
     (tmp_path / "one.json").write_text(json.dumps(document), encoding="utf-8")
     (loaded,) = _reader(tokenizer).load("own", SessionsConfig(path=str(tmp_path / "one.json"))).documents
-    renderer = make_shelf(tokenizer, "auto", "auto").find(_no_tools())
+    renderer = choose_format(tokenizer).shelf().find(_no_tools())
     assert loaded.tokens.tolist() == [
         *renderer.prompt("add three"),
         *renderer.message(["def add_3(left, right):"]),
@@ -214,7 +214,7 @@ def test_fine_tuning_lowers_the_held_out_loss_on_what_agents_write(
 ) -> None:
     config = _config(tmp_path, tokenizer)
     check_sft(config)
-    report = fine_tune(config, RunDirectory.create(config), SilentObserver(), False, make_shelf)
+    report = fine_tune(config, RunDirectory.create(config), SilentObserver(), False)
     assert report["heldout_after"]["own"]["loss"] < 0.8 * report["heldout_before"]["own"]["loss"]
     assert report["sources"]["own"]["documents"] + 1 < 30, "some are held out"
 
@@ -227,7 +227,7 @@ def test_a_held_out_loss_that_is_no_number_ends_no_run(tmp_path: Path, tokenizer
     sources = {"texts": {"path": str(texts), "heldout_share": 0.2}}
     config = _config(tmp_path, tokenizer, sources=sources, observation_weight=0.5)
     run = RunDirectory.create(config)
-    report = fine_tune(config, run, SilentObserver(), False, make_shelf)
+    report = fine_tune(config, run, SilentObserver(), False)
     assert report["steps"] == 12 and report["heldout_after"] == {"texts": {}}
     assert run.read_json(run.report_file) == {**report, "complete": True}
     assert "nan" in [row["loss"] for row in read_metrics(run.metrics_file) if row["kind"] == "heldout"]
@@ -238,3 +238,9 @@ def test_a_model_and_sources_must_be_named(tmp_path: Path, tokenizer: Tokenizer)
         check_sft(RunConfig())
     with pytest.raises(ConfigError, match="sources"):
         check_sft(_config(tmp_path, tokenizer, sources={}))
+
+
+def test_runs_that_chose_their_template_by_the_older_keys_are_read() -> None:
+    assert parse_config({"sft": {"grammar": "auto", "template": "auto"}}) == RunConfig()
+    with pytest.raises(ConfigError, match=r"sft\.template"):
+        parse_config({"sft": {"template": "chatml"}})

@@ -57,3 +57,18 @@ def test_older_parts_are_written_in_digests_as_they_always_were():
     assert repr(Parameter("p", "", enum=("a",), schema={"minLength": 1})).endswith(
         "kind='string', enum=('a',), schema={'minLength': 1})"
     )
+
+
+def test_a_session_of_our_own_format_has_the_tokens_that_it_always_had():
+    renderer = core_renderer()
+    session = [
+        renderer.prompt("test_tally fails\nßüß"),
+        renderer.message(["Look. ", ToolCall("read_file", {"path": "a.py"}), ToolCall("list_dir")]),
+        renderer.observations(["1\tx = '<|end|>'\n", "", "\n two lines"]),
+        renderer.user_message("And now\n?"),
+        renderer.message([ToolCall("edit_lines", {"path": "a", "start": "1", "end": "2", "text": "\n"})]),
+        renderer.results(["ok"]),
+        renderer.prompt("again", system="Be brief."),
+    ]
+    written = b"".join(part.tobytes() for part in session)
+    assert blake3(written).hexdigest() == "bc4ed58bc69a666c605f91c05f79548ce6288c4ade0ed763544784bec8d27ef9"

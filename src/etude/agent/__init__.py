@@ -3,12 +3,20 @@
 from etude.agent.execution import LocalWorkspace, execute_calls
 from etude.agent.facts import SessionFacts
 from etude.agent.journal import JournaledSession
-from etude.agent.prompts import describe_tools
+from etude.agent.prompts import agent_format, describe_tools, open_renderer
 from etude.agent.runner import Patience, Serving, Timings, run_session
 from etude.agent.scripted import ScriptedSampler, play
 from etude.agent.session import AgentSession, SessionLimits
 from etude.agent.summary import SummaryPolicy
-from etude.agent.tools import Registry, ToolContext, ToolLimits, core_registry, full_registry, registry_named
+from etude.agent.tools import (
+    Registry,
+    ToolContext,
+    ToolLimits,
+    core_registry,
+    full_registry,
+    registry_named,
+    registry_of,
+)
 
 __all__ = [
     "AgentSession",
@@ -24,11 +32,14 @@ __all__ = [
     "Timings",
     "ToolContext",
     "ToolLimits",
+    "agent_format",
     "core_registry",
     "describe_tools",
     "execute_calls",
     "full_registry",
+    "open_renderer",
     "play",
     "registry_named",
+    "registry_of",
     "run_session",
 ]

@@ -1,11 +1,46 @@
-"""A system message that explains the tools, for models that were not trained with them."""
+"""What an agent reads before the user's words: how to work, and its tools."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from etude.tokens.grammar import Grammar, ToolSchema
+from etude.agent.tools.registries import core_registry, registry_named
+from etude.config import AgentConfig
+from etude.tokens.chat_format import ChatFormat, choose_format
+from etude.tokens.grammar import Grammar, ToolSchema, XmlGrammar
 from etude.tokens.pieces import spell
+from etude.tokens.renderer import Renderer
+from etude.tokens.template import ETUDE_TEMPLATE
+from etude.tokens.tokenizer import Tokenizer
+
+MANNERS = """You are a coding agent at work in a repository, which is your current directory. Look before you
+change anything, keep changes small, and run the tests where there are any. Every message must call at least
+one tool. When the work is done, or to answer the user, say so in a few words and call finish."""
+"""The system message of models that were not trained with these tools."""
+
+
+def agent_format(tokenizer: Tokenizer, agent: AgentConfig) -> ChatFormat:
+    """How the agent is spoken to, as the section `agent` says. Raises ConfigError where no known format fits
+    the tokenizer, and for a tool that there is not."""
+    chosen = choose_format(tokenizer, agent.template, agent.grammar)
+    own, is_auto = chosen.is_own, agent.tools == "auto"
+    tools = registry_named(("core" if own else "full") if is_auto else agent.tools).schemas
+    system = agent.system
+    if system == "auto":
+        has_tags = own and all(tokenizer.has_control(f"<{tool.name}>") for tool in tools)
+        return replace(chosen, tools=tools, system=None if has_tags else MANNERS)
+    return replace(chosen, tools=tools, system=system)
+
+
+def open_renderer(tokenizer: Tokenizer, agent: AgentConfig) -> Renderer:
+    """The renderer of the agent's sessions. Raises as `agent_format` does."""
+    return agent_format(tokenizer, agent).renderer()
+
+
+def own_control_tokens() -> list[str]:
+    """What a tokenizer of our own holds as single tokens: the frame's marks and the core tools' tags."""
+    return [*ETUDE_TEMPLATE.control_tokens, *XmlGrammar(core_registry().schemas).control_tokens()]
 
 
 def describe_tools(schemas: Sequence[ToolSchema], grammar: Grammar) -> str:

@@ -67,8 +67,8 @@ class AgentSession:
     limits: SessionLimits = field(default_factory=SessionLimits)
     params: SamplingParams = field(default_factory=SamplingParams)
     system: str | tuple[Piece, ...] | None = None
-    """What the agent is told before the user's words; pieces may hold control tokens, as `Grammar.announce`
-    gives them."""
+    """What the agent reads before the user's words; pieces may hold control tokens, as `Renderer.describe`
+    gives them. None: the renderer's own system message, where it has one."""
     summary: SummaryPolicy | None = None
     """None: a full context ends the session."""
     contexts: list[Context] = field(init=False, default_factory=list[Context])
@@ -83,6 +83,7 @@ class AgentSession:
 
     def __post_init__(self) -> None:
         self._said = [self.instruction]
+        self.system = self.renderer.system if self.system is None else self.system
         if self.summary is not None:
             self._request_tokens = len(self.renderer.user_message(self.summary.request))
         self._open(self.instruction, Relation.ROOT, None)
@@ -289,9 +290,10 @@ class AgentSession:
         context = Context(
             f"{self.trajectory_id}#{len(self.contexts)}", words, relation=relation, parent=parent
         )
-        if self.system is not None:
-            context.recording.give(self.renderer.system_message(self.system), "system")
-        context.recording.give(self.renderer.prompt(words), "user")
+        opening = self.renderer.opening(self.system)
+        if len(opening):
+            context.recording.give(opening, "system")
+        context.recording.give(self.renderer.request(words), "user")
         self.contexts.append(context)
 
     def _continuation(self, summary: str, error: str) -> str | None:

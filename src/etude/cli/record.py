@@ -37,7 +37,7 @@ record_app = typer.Typer(
 
 ModelOption = Annotated[Path, typer.Option(help="Directory of a Hugging Face checkpoint or run.")]
 StoreOption = Annotated[Path, typer.Option(help="Directory in which the trajectories are stored.")]
-TemplateOption = Annotated[str, typer.Option(help="Chat template: auto, qwen3, chatml or etude.")]
+TemplateOption = Annotated[str, typer.Option(help="Chat template: auto, model, qwen3, chatml or etude.")]
 ContextOption = Annotated[
     int | None, typer.Option(min=64, help="Context limit in tokens. Default: the model's limit.")
 ]
@@ -74,7 +74,7 @@ def serve_command(
     key: KeyOption = None,
 ) -> None:
     """Serve a model to any agent, and store its sessions as trajectories that can be trained on."""
-    check_choices(kernels, grammar)
+    check_choices(kernels, grammar, template)
     if template == "none":
         raise UserError(
             "recorded sessions need a chat template",

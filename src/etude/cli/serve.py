@@ -56,7 +56,7 @@ NameOption = Annotated[
 TokensOption = Annotated[
     Path | None, typer.Option(help="File with a line NAME:TOKEN for each key. Default: no keys.")
 ]
-TemplateOption = Annotated[str, typer.Option(help="Template: auto, qwen3, chatml, etude or none (no chat).")]
+TemplateOption = Annotated[str, typer.Option(help="Template: auto, model, qwen3, chatml, etude or none.")]
 ContextOption = Annotated[
     int | None, typer.Option(min=16, help="Limit of prompt and answer in tokens. Default: the model's.")
 ]
@@ -103,7 +103,7 @@ def serve_command(
     key: KeyOption = None,
 ) -> None:
     """Serve a model with OpenAI's API: chat completions, completions, models and tokenisation."""
-    check_choices(kernels, grammar, drafts, cache_dtype, weight_dtype)
+    check_choices(kernels, grammar, template, drafts, cache_dtype, weight_dtype)
     # Heavy: torch and FastAPI come with them.
     from etude.inference.server import KeyLimits, ServerLimits
     from etude.serving.listening import open_listeners

@@ -9,8 +9,9 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast, get_args
 
+from etude.config import GrammarName, TemplateName
 from etude.errors import CheckpointError, ConfigError, ResourceError, UserError
 from etude.records import PolicyVersion, WeightManifest
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from etude.inference.server.checkpoints import CheckpointWeights
     from etude.inference.server.engine_thread import EngineThread
     from etude.model import LanguageModel
-    from etude.tokens.chat.shelf import RendererShelf
     from etude.tokens.tokenizer import Tokenizer
 
 PREFILL_TOKENS = 2048
@@ -33,54 +33,24 @@ _SETTING = re.compile(r'set engine\.(\w+)="?(\w+)"?')
 
 
 def check_choices(
-    kernels: str, grammar: str, drafts: str = "ngram", cache_dtype: str = "auto", weight_dtype: str = "auto"
+    kernels: str,
+    grammar: str,
+    template: str,
+    drafts: str = "ngram",
+    cache_dtype: str = "auto",
+    weight_dtype: str = "auto",
 ) -> None:
     """Raises UserError for a name that there is not, before anything heavy is imported."""
     for option, value, known in (
         ("--kernels", kernels, ("auto", "eager", "native", "gpu")),
-        ("--grammar", grammar, ("auto", "hermes", "xml")),
+        ("--grammar", grammar, get_args(GrammarName)),
+        ("--template", template, ("none", *get_args(TemplateName))),
         ("--drafts", drafts, ("ngram", "mtp")),
         ("--cache-dtype", cache_dtype, _FORMATS),
         ("--weight-dtype", weight_dtype, _FORMATS),
     ):
         if value not in known:
             raise UserError("is not a valid choice", field=option, received=value, fix=", ".join(known))
-
-
-def make_shelf(tokenizer: Tokenizer, grammar: str, template: str) -> RendererShelf:
-    """How the model is talked to; `auto` goes by the control tokens that its tokenizer holds.
-
-    Raises UserError for a name that there is not.
-    """
-    from etude.tokens.chat.shelf import RendererShelf
-    from etude.tokens.grammar import HermesGrammar, XmlGrammar
-    from etude.tokens.template import TEMPLATES
-
-    hermes = tokenizer.has_control("<tool_call>") or tokenizer.has_control("<|im_start|>")
-    if template == "auto":
-        chat = "qwen3" if tokenizer.has_control("<tool_response>") else "chatml"
-        template = chat if tokenizer.has_control("<|im_start|>") else "etude"
-    if grammar == "auto":
-        grammar = "hermes" if hermes else "xml"
-    grammars = {"hermes": HermesGrammar, "xml": XmlGrammar}
-    if grammar not in grammars:
-        raise UserError(
-            "is not a known grammar", field="--grammar", received=grammar, fix="auto, hermes or xml"
-        )
-    if template not in TEMPLATES:
-        names = ", ".join(TEMPLATES)
-        raise UserError(
-            "is not a known template", field="--template", received=template, fix=f"auto, {names}"
-        )
-    for name in TEMPLATES[template].control_tokens:
-        if not tokenizer.has_control(name):
-            raise ConfigError(
-                "the tokenizer lacks a control token of the template",
-                field="--template",
-                received=name,
-                fix="name the template that the model was trained with",
-            )
-    return RendererShelf(tokenizer, grammars[grammar], TEMPLATES[template])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +80,11 @@ def open_checkpoint(
 
     tokenizer, weights, checkpoint = _read(directory)
     grammar, template = speech
-    shelf = None if template == "none" else make_shelf(tokenizer, grammar, template)
+    shelf = None
+    if template != "none":
+        from etude.tokens.chat_format import choose_format
+
+        shelf = choose_format(tokenizer, cast("TemplateName", template), cast("GrammarName", grammar)).shelf()
     longest = weights.config.max_positions - 1
     if max_context is not None and max_context > longest:
         raise UserError(

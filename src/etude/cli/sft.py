@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from etude.cli.pretrain import (
     Asked,
     CheckpointOption,
@@ -18,7 +16,6 @@ from etude.cli.pretrain import (
     merge,
     train_stage,
 )
-from etude.cli.served_model import make_shelf
 from etude.cli.train import DropOption, config_to_run
 
 
@@ -40,6 +37,5 @@ def sft_command(
     # Heavy: torch comes with it.
     from etude.controller.sft import check_sft, fine_tune
 
-    train = partial(fine_tune, make_shelf=make_shelf)
     asked = Asked(run_config, config, settings, resume, drop or [], as_json)
-    train_stage("sft", check_sft, train, asked)
+    train_stage("sft", check_sft, fine_tune, asked)

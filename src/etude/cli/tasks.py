@@ -1,4 +1,4 @@
-"""`etude tasks show`, `etude tasks export` and `etude tasks check`."""
+"""`etude tasks show`, `export`, `sessions` and `check`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rich.text import Text
 from etude.cli.agent import DIFF_STYLES
 from etude.cli.exits import error_console
 from etude.cli.output import output_console
+from etude.cli.progress import open_observer
 from etude.errors import TaskError
 from etude.records import Task
 
@@ -85,6 +86,22 @@ def export_command(
         write_harbor(task, directory / task.id)
         typer.echo(directory / task.id)
     error_console().print(f"{count} tasks")
+
+
+@tasks_app.command("sessions")
+def sessions_command(
+    file: Annotated[Path, typer.Argument(help="JSONL file of chats to write.")],
+    count: Annotated[int, typer.Option(min=1, help="Number of sessions to read.")] = 1000,
+    tools: Annotated[str, typer.Option(help="Tools that the chats offer: core, full, or names.")] = "core",
+) -> None:
+    """Write sessions of the scripted expert as chats, for `etude sft` to fine-tune a published model on."""
+    from etude.agent import registry_named
+    from etude.controller.corpus import load_sessions
+    from etude.controller.expert_chats import write_chats
+
+    sessions = load_sessions(count, open_observer())
+    written = write_chats(sessions, file, registry_named(tools).schemas)
+    error_console().print(f"{written} of {count} sessions, without those that show malformed calls")
 
 
 @tasks_app.command("check")

@@ -50,8 +50,10 @@ from etude.config.routing import RouterConfig
 from etude.config.run import (
     AgentConfig,
     EvaluationConfig,
+    GrammarName,
     RunConfig,
     TasksConfig,
+    TemplateName,
 )
 from etude.config.sandbox import SandboxConfig, SandboxServerConfig, ServersFile
 from etude.config.weights import WeightsConfig
@@ -72,6 +74,7 @@ __all__ = [
     "FeedbackConfig",
     "ForkConfig",
     "ForkTurn",
+    "GrammarName",
     "LengthConfig",
     "LossConfig",
     "MidtrainConfig",
@@ -101,6 +104,7 @@ __all__ = [
     "StageConfig",
     "StreamConfig",
     "TasksConfig",
+    "TemplateName",
     "TokenizerConfig",
     "WeightsConfig",
     "drop_key",

@@ -23,14 +23,33 @@ from etude.config.reinforcement import RlConfig
 from etude.config.sandbox import SandboxConfig
 from etude.config.weights import WeightsConfig
 
+TemplateName = Literal["auto", "model", "etude", "chatml", "qwen3"]
+GrammarName = Literal["auto", "hermes", "xml"]
+
 
 class AgentConfig(Section):
-    """Limits of one session."""
+    """How the agent is spoken to, and the limits of one session. Training, evaluation and `etude agent` take
+    both from here."""
 
+    template: TemplateName = "auto"
+    """Frame of a conversation. `auto`: Étude's own where the tokenizer has its control tokens, else the one
+    that the model's chat template describes; without a chat template ChatML, if the tokenizer has its tokens.
+    `model`: that of the chat template, whatever the tokenizer has. The others by name."""
+    grammar: GrammarName = "auto"
+    """How calls are written. `xml`: as tags. `hermes`: as JSON between `<tool_call>` tags, as Hermes and Qwen
+    models write them. `auto`: `xml` in Étude's own frame, else `hermes`."""
+    tools: str = "auto"
+    """Tools that the agent is offered: `core`, `full`, or names with commas between them, such as
+    `read_file,grep,finish`. `auto`: `core` for models with Étude's own frame and tags, else `full`."""
+    system: str = "auto"
+    """Words at the start of the system message, which then tells the tools. `auto`: how to work, for models
+    of others; for those with Étude's own frame, which learn their tools by training, no system message."""
     max_turns: int = Field(default=10, ge=1)
     """Largest number of messages that the agent may write."""
     max_calls_per_turn: int = Field(default=4, ge=1)
     """Largest number of calls of one message that are run; further ones return an error."""
+    read_lines: int = Field(default=200, ge=1)
+    """Largest number of lines that one call of `read_file` shows."""
     max_tokens: int = Field(default=640, ge=64)
     """Size of one context in tokens: the model's window."""
     max_message_tokens: int = Field(default=96, ge=8)

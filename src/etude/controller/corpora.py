@@ -7,12 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from etude.agent import core_registry
+from etude.agent.prompts import own_control_tokens
 from etude.config import PretrainConfig, RunConfig, SourceConfig
 from etude.errors import ConfigError
 from etude.observe import Observer
-from etude.tokens.grammar import XmlGrammar
-from etude.tokens.template import ETUDE_TEMPLATE
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 from etude.tokens.training import END_TOKEN, train_tokenizer
 from etude.training import Document
@@ -29,8 +27,7 @@ TOKENIZER_CHARACTERS = 20_000_000
 
 def session_control_tokens() -> list[str]:
     """What a tokenizer of our own holds as single tokens: framing, the tools' tags, and filling in."""
-    grammar = XmlGrammar(core_registry().schemas)
-    return [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens(), *OWN_SENTINELS]
+    return [*own_control_tokens(), *OWN_SENTINELS]
 
 
 def find_sources(sources: Mapping[str, SourceConfig]) -> list[SourceFiles]:

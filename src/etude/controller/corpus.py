@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from etude.agent import core_registry
+from etude.agent.prompts import own_control_tokens
 from etude.config import MidtrainConfig
 from etude.observe import Observer
 from etude.observe.machine import available_cores
@@ -34,9 +34,7 @@ from etude.tasks.code import (
     rewrite_documents,
 )
 from etude.tasks.observed_expert import observed_fix_documents
-from etude.tokens.grammar import XmlGrammar
 from etude.tokens.renderer import Renderer
-from etude.tokens.template import ETUDE_TEMPLATE
 from etude.tokens.tokenizer import Tokenizer
 from etude.tokens.training import train_tokenizer
 from etude.training import Document
@@ -105,10 +103,9 @@ def write_shipped_fixes(directory: Path, num_fixes: int) -> None:
 
 def train_corpus_tokenizer(sessions: Sequence[ScriptedSession], vocab_size: int) -> Tokenizer:
     """A tokenizer for sessions and code, with the template's and the tools' tags as single tokens."""
-    grammar = XmlGrammar(core_registry().schemas)
     texts = [text for session in sessions for text in _texts(session)]
     texts += code_documents(CORPUS_SEED, _TOKENIZER_DOCUMENTS)
-    return train_tokenizer(texts, vocab_size, [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()])
+    return train_tokenizer(texts, vocab_size, own_control_tokens())
 
 
 def make_documents(

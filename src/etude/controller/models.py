@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.errors import ConfigError
 from etude.model.loading import AnyModel, read_architecture, read_window
 from etude.model.transformers_model import TransformersModel
-from etude.tokens.tokenizer import TOKENIZER_FILE
+from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 
 
 def settle_model(config: RunConfig, *, samples: bool = True) -> RunConfig:
@@ -44,6 +45,36 @@ def settle_model(config: RunConfig, *, samples: bool = True) -> RunConfig:
             _check_sampled(config, directory)
         own = config.model.model_copy(update={"max_positions": window})
     return config.model_copy(update={"model": own})
+
+
+def check_format(config: RunConfig) -> None:
+    """Refuses, before a run directory is made, a model that cannot be spoken to as `[agent]` says. Raises
+    ConfigError."""
+    agent = config.agent
+    if config.initial_checkpoint is None:
+        for field, received, taught in (
+            ("template", agent.template, "etude"),
+            ("grammar", agent.grammar, "xml"),
+            ("tools", agent.tools, "core"),
+        ):
+            if received not in ("auto", taught):
+                raise ConfigError(
+                    f"mid-training teaches {taught!r} and nothing else",
+                    field=f"agent.{field}",
+                    received=received,
+                    fix='set it to "auto", or begin with another model: initial_checkpoint',
+                )
+        return
+    renderer = open_renderer(Tokenizer.load(Path(config.initial_checkpoint)), agent)
+    used = len(renderer.prompt(""))
+    if not config.rl.stream.source and used + agent.max_message_tokens >= agent.max_tokens:
+        raise ConfigError(
+            f"leaves no room for a task: the system message with its tools has {used} tokens, and a message "
+            f"may have {agent.max_message_tokens}",
+            field="agent.max_tokens",
+            received=agent.max_tokens,
+            fix='allow more, or offer fewer tools with agent.tools, such as "core"',
+        )
 
 
 def check_routing(config: RunConfig, model: AnyModel) -> None:

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.engines import SampledModel, make_engine, make_snapshots, make_vllm
 from etude.controller.remote.fleet import EngineFleet
-from etude.controller.rendering import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.runners import TimedRunner
 from etude.inference import EngineService
@@ -69,7 +69,7 @@ async def open_parts(
     if isinstance(model, LanguageModel):  # a run that began with a checkpoint need not describe it
         config = config.model_copy(update={"model": model.config})
     backend = open_run_backend(config.sandbox, owner)
-    renderer = make_renderer(tokenizer)
+    renderer = open_renderer(tokenizer, config.agent)
     blobs = open_blobs(routes)
     environment = Environment(
         backend, renderer, EpisodeLimits.from_config(config), config.rl.reward, blobs.put

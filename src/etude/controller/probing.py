@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from etude.agent import open_renderer
 from etude.config import FeedbackConfig, RunConfig, WeightsConfig
 from etude.controller.compute import choose_device, use_sampling_threads
 from etude.controller.families import TaskFamily
 from etude.controller.forecast import Speeds
 from etude.controller.numerics import use_numerics
 from etude.controller.parts import Parts, open_parts
-from etude.controller.rendering import make_renderer
 from etude.controller.thread_choice import ThreadChoice
 from etude.model import LanguageModel
 from etude.protocols import Sampler
@@ -183,7 +183,8 @@ class _SessionProbe:
 def _choose_plays(
     config: RunConfig, tokenizer: Tokenizer, family: TaskFamily, *, scripted: bool
 ) -> list[tuple[Task, Messages]]:
-    numbers, renderer = range(min(config.rl.groups_per_step, _MAX_GROUPS)), make_renderer(tokenizer)
+    numbers = range(min(config.rl.groups_per_step, _MAX_GROUPS))
+    renderer = open_renderer(tokenizer, config.agent)
     if scripted:
         return [family.scripted_session(number, renderer) for number in numbers]
     source = family.source()

@@ -13,12 +13,12 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from etude.agent import agent_format
 from etude.config import RunConfig
 from etude.controller.compute import place_model, settle_compute
 from etude.controller.models import settle_model
 from etude.controller.numerics import settle_numerics, use_numerics
 from etude.controller.ranks import open_trainer
-from etude.controller.rendering import make_renderer
 from etude.controller.stopping import StopSignal
 from etude.controller.thread_choice import ThreadChoice
 from etude.controller.train import FINAL, LATEST, MIDTRAINED, OFFENDING, ROUTES, InterruptedRunError
@@ -121,10 +121,11 @@ class _RecordedRun:
         self._stop, self._metrics = stop, metrics
         source = RecordedSource(Path(config.rl.stream.source))
         directory = Path(self._config.initial_checkpoint or "")
-        self._tokenizer = Tokenizer.load(directory)
+        chosen = agent_format(Tokenizer.load(directory), config.agent)
+        self._tokenizer = chosen.tokenizer
         model = cast(LanguageModel, load_any_model(directory))
         use_numerics(place_model(model, self._config), self._config)
-        feedback = open_feedback(config.rl.feedback, make_renderer(self._tokenizer))
+        feedback = open_feedback(config.rl.feedback, chosen.renderer())
         opened = open_trainer(
             model, config, MemoryWeights(), source.fetch_routes, run.path / OFFENDING, feedback=feedback
         )

@@ -14,11 +14,18 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from etude.agent import AgentSession, Registry, core_registry, full_registry
+from etude.agent import (
+    AgentSession,
+    Registry,
+    agent_format,
+    core_registry,
+    full_registry,
+    open_renderer,
+    registry_of,
+)
 from etude.config import RewardConfig, RunConfig
 from etude.controller.backends import open_checked_backend, open_run_backend
 from etude.controller.families import open_family
-from etude.controller.rendering import make_renderer
 from etude.controller.tokenizers import run_tokenizer
 from etude.environment.episodes import EpisodeLimits
 from etude.environment.origins import task_template
@@ -30,6 +37,7 @@ from etude.observe import RunDirectory
 from etude.records import Task, Trajectory
 from etude.tasks.harbor import read_harbor
 from etude.tokens.renderer import Renderer
+from etude.tokens.tokenizer import Tokenizer
 
 _NUMBER = re.compile(r"-(\d{1,9})$")
 _SPLIT = re.compile(r"(?:eval|trail)-([a-z_]+)-")
@@ -159,8 +167,12 @@ async def replay_stored(
     if turns is not None:
         check_turn(stored.trajectory, turns)
     task = find_task(stored, task_directory)
-    registry = full_registry() if stored.run is None else core_registry()
-    session, reason = _session_of_chain(stored, task)
+    registry, tokenizer = full_registry(), None
+    if stored.run is not None:
+        registry, tokenizer = core_registry(), run_tokenizer(stored.run)
+        if tokenizer is not None:
+            registry = registry_of(agent_format(tokenizer, stored.run.config.agent).tools)
+    session, reason = _session_of_chain(stored, task, tokenizer)
     async with open_world(stored, task, backend, registry) as world:
         replayer = Replayer(world, world.context)
         if session is None:
@@ -172,7 +184,9 @@ async def replay_stored(
     return replay
 
 
-def _session_of_chain(stored: Stored, task: Task) -> tuple[AgentSession | None, str]:
+def _session_of_chain(
+    stored: Stored, task: Task, tokenizer: Tokenizer | None
+) -> tuple[AgentSession | None, str]:
     """The session of a chain, whose full contexts were kept as files that the agent may have read.
 
     Where it cannot be had the calls are made without it, and the reason is told.
@@ -181,9 +195,8 @@ def _session_of_chain(stored: Stored, task: Task) -> tuple[AgentSession | None, 
         return None, ""
     try:
         check_tellable(stored.trajectory)
-        tokenizer = run_tokenizer(stored.run)
         if tokenizer is None:
             return None, "the run has no tokenizer"
-        return recorded_session(stored, task, make_renderer(tokenizer)), ""
+        return recorded_session(stored, task, open_renderer(tokenizer, stored.run.config.agent)), ""
     except UserError as error:
         return None, str(error)

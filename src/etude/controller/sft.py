@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from etude.agent import agent_format
 from etude.config import RunConfig
 from etude.controller.mixtures import (
     Heldout,
@@ -20,14 +21,11 @@ from etude.controller.mixtures import (
 from etude.controller.sessions import SessionReader, split_heldout
 from etude.errors import ConfigError
 from etude.observe import Observer, RunDirectory
-from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.chat_format import ChatFormat
 from etude.tokens.tokenizer import Tokenizer
 from etude.training import Document
 from etude.training.pretraining.mixture import Mixture
 from etude.training.pretraining.sources import SessionSource
-
-MakeShelf = Callable[[Tokenizer, str, str], RendererShelf]
-"""From a tokenizer, and the names of a grammar and of a template."""
 
 
 def check_sft(config: RunConfig) -> None:
@@ -39,25 +37,25 @@ def check_sft(config: RunConfig) -> None:
     ):
         if missing:
             raise ConfigError("there is none", field=field, fix=fix)
+    _choose_format(config)
 
 
-def fine_tune(
-    config: RunConfig, run: RunDirectory, observer: Observer, resume: bool, make_shelf: MakeShelf
-) -> dict[str, Any]:
+def _choose_format(config: RunConfig) -> ChatFormat:
+    """How the model to fine-tune is spoken to."""
+    return agent_format(Tokenizer.load(Path(str(config.initial_checkpoint))), config.agent)
+
+
+def fine_tune(config: RunConfig, run: RunDirectory, observer: Observer, resume: bool) -> dict[str, Any]:
     """Trains as the section `sft` says and returns the report; resumes and stops as `pretrain` does."""
 
     def train(sitting: Sitting) -> dict[str, Any]:
         config, section = sitting.config, sitting.config.sft
         check_sft(config)
-        tokenizer = Tokenizer.load(Path(str(config.initial_checkpoint)))
+        chosen = _choose_format(config)
+        tokenizer = chosen.tokenizer
         model = open_model(config, section, tokenizer)
         window = window_of(model, config)
-        reader = SessionReader(
-            tokenizer,
-            lambda: make_shelf(tokenizer, section.grammar, section.template),
-            section.observation_weight,
-            window,
-        )
+        reader = SessionReader(tokenizer, chosen.shelf, section.observation_weight, window)
         sources, held = _open_sources(reader, config, observer)
         mixture = Mixture(sources, section.tokens_per_step, section.pool_tokens, window, config.seed)
         learner = Learner(tokenizer, model, open_drafts(config, section, model))

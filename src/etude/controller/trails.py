@@ -9,16 +9,15 @@ from random import Random
 
 import numpy as np
 
-from etude.agent import AgentSession, core_registry
+from etude.agent import AgentSession, open_renderer
+from etude.agent.prompts import own_control_tokens
 from etude.config import RunConfig
 from etude.environment.episodes import EpisodeLimits
 from etude.observe.machine import available_cores
 from etude.records import Segment
 from etude.rollout.playing import play
 from etude.tasks.trails import TrailAuthor, TrailGenerator
-from etude.tokens.grammar import XmlGrammar
 from etude.tokens.renderer import Renderer
-from etude.tokens.template import ETUDE_TEMPLATE
 from etude.tokens.tokenizer import Tokenizer
 from etude.tokens.training import train_tokenizer
 from etude.training import Document
@@ -36,9 +35,7 @@ def train_trail_tokenizer(config: RunConfig) -> Tokenizer:
         task = source.task(number)
         texts += [task.instruction, *task.files.values(), *task.solution_files.values(), *task.files]
     texts += [config.agent.summary_request, "[context 2; earlier ones in full: .etude/history/]"] * 20
-    grammar = XmlGrammar(core_registry().schemas)
-    controls = [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()]
-    return train_tokenizer(texts, config.tokenizer.vocab_size, controls)
+    return train_tokenizer(texts, config.tokenizer.vocab_size, own_control_tokens())
 
 
 def trail_documents(config: RunConfig, renderer: Renderer) -> list[Document]:
@@ -52,7 +49,7 @@ def trail_documents(config: RunConfig, renderer: Renderer) -> list[Document]:
 
 
 def _play_chunk(config: RunConfig, tokenizer: Tokenizer, numbers: Sequence[int]) -> list[Document]:
-    renderer = Renderer(tokenizer, XmlGrammar(core_registry().schemas))
+    renderer = open_renderer(tokenizer, config.agent)
     source, limits = _source(config), EpisodeLimits.from_config(config)
 
     async def play_all() -> list[Document]:

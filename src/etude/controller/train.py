@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from etude.agent import agent_format, open_renderer
 from etude.config import RunConfig
 from etude.controller.arrangement import (
     Arrangement,
@@ -42,7 +43,6 @@ from etude.controller.reinforcement import (
 )
 from etude.controller.remote.arrangement import open_remote
 from etude.controller.remote.evaluation import EvaluationBeside
-from etude.controller.rendering import make_renderer
 from etude.controller.run_plan import continue_plan, store_plan
 from etude.controller.stopping import StopSignal
 from etude.controller.throughput import RunThroughput, part_seconds
@@ -171,7 +171,7 @@ class _Run:
         """Tokenizer and mid-trained model: given, finished in an earlier sitting, or trained now."""
         if self.config.initial_checkpoint is not None:
             directory = Path(self.config.initial_checkpoint)
-            tokenizer = Tokenizer.load(directory)
+            tokenizer = agent_format(Tokenizer.load(directory), self.config.agent).tokenizer
             self._forecast(lambda: load_any_model(directory), tokenizer, [])
             return tokenizer, load_any_model(directory)
         done = self.run.checkpoints / MIDTRAINED
@@ -187,7 +187,7 @@ class _Run:
             tokenizer = self.family.train_tokenizer(self.observer)
         else:
             tokenizer = Tokenizer.load(tokenizer_directory)
-        documents = self.family.documents(make_renderer(tokenizer), self.observer)
+        documents = self.family.documents(open_renderer(tokenizer, self.config.agent), self.observer)
 
         def make_model() -> LanguageModel:
             model = LanguageModel(self.config.model, tokenizer.vocab_size)

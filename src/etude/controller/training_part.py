@@ -12,9 +12,9 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.ranks import Routes, open_trainer
-from etude.controller.rendering import make_renderer
 from etude.controller.thread_choice import ThreadChoice
 from etude.errors import CheckpointError, StoreError
 from etude.model import LanguageModel
@@ -70,7 +70,7 @@ class TrainingPart:
                     weights,
                     self._fetch_routes,
                     paths.offending,
-                    feedback=open_feedback(config.rl.feedback, make_renderer(tokenizer)),
+                    feedback=open_feedback(config.rl.feedback, open_renderer(tokenizer, config.agent)),
                 )
             )
             self._keeper = stack.enter_context(

@@ -17,7 +17,7 @@ from etude.agent import (
     SessionLimits,
     SummaryPolicy,
     ToolLimits,
-    core_registry,
+    registry_of,
     run_session,
 )
 from etude.agent.runner import Timings
@@ -45,6 +45,7 @@ from etude.protocols import Sampler
 from etude.records import BlobRef, SamplingParams, Status, Task, Trajectory, TrajectoryId
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
+from etude.tokens.pieces import Piece
 from etude.tokens.renderer import Renderer
 
 RouteKeeper = Callable[[NDArray[np.uint8]], BlobRef]
@@ -75,6 +76,7 @@ class EpisodeLimits:
             ),
             _summary_policy(agent),
             ToolLimits(
+                read_lines=agent.read_lines,
                 test_failures=agent.test_failures,
                 test_timeout_s=sandbox.test_timeout_s,
                 command_timeout_s=sandbox.command_timeout_s,
@@ -107,15 +109,16 @@ class Environment:
         reward: RewardConfig,
         keep_routes: RouteKeeper | None,
         registry: Registry | None = None,
-        system: str | None = None,
+        system: str | tuple[Piece, ...] | None = None,
         patience: Patience | None = None,
     ) -> None:
-        """`system`: precedes the task, for models that were not trained with these tools. `patience`: with
-        failures of the sampler; none unless given."""
+        """`registry`: the tools that the renderer offers, unless given. `system`: in place of the renderer's
+        own system message. `patience`: with failures of the sampler; none unless given."""
         self.times = EnvironmentTimes()
         check_reward(reward)
         grader = Grader(backend, limits.sandbox, reward=reward)
-        self._site = Site(backend, grader, registry or core_registry(), limits.tools, reward)
+        tools = registry or registry_of(renderer.grammar.tools)
+        self._site = Site(backend, grader, tools, limits.tools, reward)
         self._renderer = renderer
         self._limits = limits
         self._keep_routes = keep_routes

@@ -18,7 +18,9 @@ from typing import Any
 
 import zstandard
 
-from etude.agent import SessionLimits, core_registry
+from etude.agent import SessionLimits, open_renderer
+from etude.agent.prompts import own_control_tokens
+from etude.config import AgentConfig
 from etude.errors import StoreError
 from etude.records import Task, ToolCall
 from etude.rollout.playing import Author, play
@@ -28,9 +30,7 @@ from etude.tasks.generator import TaskGenerator
 from etude.tasks.observed import ObservedGenerator
 from etude.tasks.observed_expert import ObservedExpert
 from etude.tasks.part_expert import PartExpert
-from etude.tokens.grammar import XmlGrammar
 from etude.tokens.renderer import Renderer
-from etude.tokens.template import ETUDE_TEMPLATE
 from etude.tokens.training import train_tokenizer
 
 _CHUNK = 250
@@ -141,10 +141,8 @@ def _damaged(path: Path, reason: str) -> StoreError:
 
 
 def _play_chunk(script: Script, seed: int, numbers: Sequence[int]) -> list[ScriptedSession]:
-    registry = core_registry()
-    grammar = XmlGrammar(registry.schemas)
-    controls = [*ETUDE_TEMPLATE.control_tokens, *grammar.control_tokens()]
-    renderer = Renderer(train_tokenizer([], 256 + len(controls), controls), grammar)
+    controls = own_control_tokens()
+    renderer = open_renderer(train_tokenizer([], 256 + len(controls), controls), AgentConfig())
 
     async def play_all() -> list[ScriptedSession]:
         return [await play_script(*script(seed, number), renderer) for number in numbers]

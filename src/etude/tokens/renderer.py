@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from etude.errors import ConfigError
 from etude.records import ToolCall
 from etude.tokens.grammar.events import ParsedMessage, ParseEvent, collect
-from etude.tokens.grammar.interface import CallParser, Grammar, ReasoningMarks, parse_calls, parse_events
+from etude.tokens.grammar.interface import (
+    CallParser,
+    Grammar,
+    ReasoningMarks,
+    ToolSchema,
+    parse_calls,
+    parse_events,
+)
 from etude.tokens.grammar.message_parser import THINK_MARKS
 from etude.tokens.pieces import Control, Piece, join_text
 from etude.tokens.template import ETUDE_TEMPLATE, Template
@@ -48,6 +55,8 @@ class Renderer:
         reasoning_begun: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
+        self.system: tuple[Piece, ...] | None = None
+        """The system message of the agent's own sessions, where there is one; see `ChatFormat`."""
         self.grammar = grammar
         self.template = template
         for name in template.control_tokens:
@@ -58,15 +67,7 @@ class Renderer:
         """The grammar's tags and the marks of reasoning that are one token, by token id."""
         self.reasoning: ReasoningMarks = reasoning or _choose_marks(tokenizer, self.text_mode)
         self.reasoning_begun = reasoning_begun
-        self._system = self.encode(template.system)
-        self._user = self.encode(template.user)
-        self._tool = self.encode((*template.after_end, *template.tool))
-        self._result_open = self.encode(template.result_open)
-        self._result_close = self.encode(template.result_close)
-        end = (template.end, *template.after_end)
-        self._next_message = self.encode(end)
-        self._answer = self.encode((*end, *template.assistant))
-        self._after_end = self.encode(template.after_end)
+        self._end = (template.end, *template.after_end)
 
     @property
     def control_tokens(self) -> list[str]:
@@ -94,37 +95,52 @@ class Renderer:
         ]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
-    def system_message(self, text: str | Sequence[Piece]) -> Tokens:
-        """A system message: what may stand before the prompt.
+    def opening(self, system: str | Sequence[Piece] | None = None) -> Tokens:
+        """What stands before the first message that is not the system's, its words and all.
 
-        Given as pieces, as `Grammar.announce` gives them, it may hold control tokens.
+        Given as pieces, as `describe` gives them, the words may hold control tokens. Without any, the
+        template's own stand there, if it has some.
         """
-        body = self.tokenizer.encode(text) if isinstance(text, str) else self.encode(text)
-        return np.concatenate([self._system, body, self._next_message])
+        words = (system,) if isinstance(system, str) else system
+        if words is None and self.template.default_system is not None:
+            words = (self.template.default_system,)
+        message = () if words is None else (*self.template.system, *words, *self._end)
+        return self.encode((*self.template.begin, *message))
+
+    def describe(self, words: str, schemas: Sequence[ToolSchema]) -> tuple[Piece, ...]:
+        """The words of a system message that offers tools, as pieces."""
+        words = words or self.template.default_system or ""
+        return (*([words, "\n\n"] if words else []), *self.grammar.announce(schemas))
 
     def prompt(self, instruction: str, system: str | Sequence[Piece] | None = None) -> Tokens:
-        """The start of a session, up to where the agent's first message begins."""
-        head = [] if system is None else [self.system_message(system)]
-        return np.concatenate([*head, self._user, self.tokenizer.encode(instruction), self._answer])
+        """The start of a session, up to where the agent's first message begins. Without `system` it has the
+        renderer's own."""
+        opening = self.opening(self.system if system is None else system)
+        return np.concatenate([opening, self.request(instruction)])
+
+    def request(self, text: str) -> Tokens:
+        """A user's first message, following what `opening` gives."""
+        return self.encode((*self.template.user, text, *self._end, *self.template.assistant))
 
     def user_message(self, text: str) -> Tokens:
         """A later message of the user, following an agent's message that has ended."""
-        return np.concatenate([self._after_end, self._user, self.tokenizer.encode(text), self._answer])
+        return np.concatenate([self.encode(self.template.after_end), self.request(text)])
 
     def observations(self, outputs: Sequence[str]) -> Tokens:
         """The results of one turn, in call order, up to where the agent's next message begins."""
-        return np.concatenate([*self._results(outputs), self._answer])
+        return self.encode((*self._results(outputs), *self._end, *self.template.assistant))
 
     def results(self, outputs: Sequence[str]) -> Tokens:
         """The results of one turn, in call order; `user_message` may follow."""
-        return np.concatenate([*self._results(outputs), np.array([self.end_token], dtype=np.int32)])
+        return self.encode((*self._results(outputs), self.template.end))
 
-    def _results(self, outputs: Sequence[str]) -> list[Tokens]:
-        encode = self.tokenizer.encode
-        parts = [self._tool]
-        for output in outputs:
-            parts += [self._result_open, encode(output), self._result_close]
-        return parts
+    def _results(self, outputs: Sequence[str]) -> list[Piece]:
+        template = self.template
+        pieces: list[Piece] = [*template.after_end, *template.tool]
+        for number, output in enumerate(outputs):
+            between = template.result_between if number else ()
+            pieces += [*between, *template.result_open, output, *template.result_close]
+        return pieces
 
     def message(self, parts: Sequence[ToolCall | str]) -> Tokens:
         """An agent's message as its author would sample it, its end included.

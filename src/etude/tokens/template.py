@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from etude.tokens.pieces import Control, Piece
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Template:
     """The frame of a conversation. `end` is what the agent's own message ends with: it is sampled."""
 
@@ -28,12 +28,25 @@ class Template:
     """Stands between `end` and the next message."""
     extra: tuple[str, ...] = ()
     """Control tokens that a tokenizer of this template has besides those above, padding first."""
+    begin: tuple[Piece, ...] = ()
+    """Stands before the first message."""
+    result_between: tuple[Piece, ...] = ()
+    """Stands between two results of one turn."""
+    default_system: str | None = None
+    """The system's words where a conversation has none, perhaps empty; None: no system message then."""
+
+    def __repr__(self) -> str:
+        """Names the last three fields only where they are set: digests of older templates stay the same."""
+        later = {"begin": (), "result_between": (), "default_system": None}
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        shown = ", ".join(f"{name}={value!r}" for name, value in values if value != later.get(name, ...))
+        return f"Template({shown})"
 
     @property
     def control_tokens(self) -> list[str]:
         """Names of all control tokens, in the order in which a new tokenizer gets them."""
         opened = (self.system, self.user, self.assistant, self.tool, self.result_open, self.result_close)
-        pieces = [piece for part in opened for piece in part]
+        pieces = [piece for part in (self.begin, *opened, self.result_between) for piece in part]
         names = [piece.name for piece in pieces if isinstance(piece, Control)]
         return list(dict.fromkeys([*self.extra, self.end.name, *names]))
 

@@ -26,6 +26,9 @@ from etude.tokens.pieces import Control, Piece
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+_COMPANIONS = (TEMPLATE_FILE, "generation_config.json", "special_tokens_map.json")
+"""Texts beside a tokenizer without which a model is not spoken to as it was trained."""
 _CACHED_CHARACTERS = 1024
 _CACHE_ENTRIES = 4096
 
@@ -38,14 +41,22 @@ class Tokenizer:
     out: a file is encoded as it is.
     """
 
-    def __init__(self, definition: str, config: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        definition: str,
+        config: Mapping[str, Any] | None = None,
+        companions: Mapping[str, str] | None = None,
+    ) -> None:
         """`definition` is the text of a `tokenizer.json`, `config` what `tokenizer_config.json` holds.
+        `companions`: by name, the texts of other files that are kept with it: chat template, generation
+        settings.
 
         Raises ConfigError if the definition is not byte-level or its plain text yields control tokens.
         """
         parsed = _parse(definition)
         self._definition = json.dumps(parsed, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
         self._config = dict(config or {})
+        self._companions = dict(companions or {})
         added = parsed.get("added_tokens") or []
         self._added = {token["content"]: int(token["id"]) for token in added}
         self._control = {int(token["id"]): Control(token["content"]) for token in added if token["special"]}
@@ -74,6 +85,34 @@ class Tokenizer:
     def control_tokens(self) -> tuple[str, ...]:
         """Names of the control tokens, in the order of their ids."""
         return tuple(self._control[index].name for index in sorted(self._control))
+
+    @property
+    def added_tokens(self) -> tuple[str, ...]:
+        """Names of all tokens beside the BPE model's, special or not."""
+        return tuple(self._added)
+
+    @property
+    def chat_template(self) -> str:
+        """The Jinja template that the model was published with, of several the one for tools; or empty."""
+        own = self._companions.get(TEMPLATE_FILE) or self._config.get("chat_template") or ""
+        if not isinstance(own, list):
+            return str(own)
+        named = {str(one.get("name")): str(one.get("template")) for one in own if isinstance(one, dict)}
+        return named.get("tool_use") or named.get("default") or ""
+
+    @property
+    def template_variables(self) -> dict[str, str]:
+        """The special tokens that chat templates name, such as `bos_token`."""
+        values = {name: value for name, value in self._config.items() if name.endswith("_token")}
+        texts = {name: v.get("content") if isinstance(v, dict) else v for name, v in values.items()}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    def with_chat_template(self, source: str) -> Tokenizer:
+        """The same tokenizer with another chat template."""
+        if source == self.chat_template:
+            return self
+        config = {name: value for name, value in self._config.items() if name != "chat_template"}
+        return Tokenizer(self._definition, config, {**self._companions, TEMPLATE_FILE: source})
 
     def has_control(self, name: str) -> bool:
         """Whether `control_id(name)` would succeed."""
@@ -174,15 +213,18 @@ class Tokenizer:
         whole = tokenizers.Tokenizer.from_str(self._definition)
         new = [name for name in names if name not in self._added]
         whole.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in new])
-        return Tokenizer(whole.to_str(), self._config)
+        return Tokenizer(whole.to_str(), self._config, self._companions)
 
     def save(self, directory: Path) -> None:
-        """Writes `tokenizer.json` and `tokenizer_config.json`, as AutoTokenizer reads them.
+        """Writes `tokenizer.json`, `tokenizer_config.json` and what is kept with them, as AutoTokenizer reads
+        them.
 
         Atomically, and `tokenizer.json` last: where that is, the whole tokenizer is.
         """
         directory.mkdir(parents=True, exist_ok=True)
         config = json.dumps(self._config, ensure_ascii=False, indent=2)
+        for name, text in self._companions.items():
+            write_text(directory / name, text)
         write_text(directory / CONFIG_FILE, config + "\n")
         write_text(directory / TOKENIZER_FILE, self._definition)
 
@@ -199,10 +241,12 @@ class Tokenizer:
             )
         config_path = directory / CONFIG_FILE
         config = _parse_json(_read_text(config_path), CONFIG_FILE) if config_path.is_file() else {}
-        return cls(_read_text(path), config)
+        beside = {name: directory / name for name in _COMPANIONS}
+        texts = {name: _read_text(file) for name, file in beside.items() if file.is_file()}
+        return cls(_read_text(path), config, texts)
 
-    def __reduce__(self) -> tuple[type[Tokenizer], tuple[str, dict[str, Any]]]:
-        return Tokenizer, (self._definition, self._config)
+    def __reduce__(self) -> tuple[type[Tokenizer], tuple[str, dict[str, Any], dict[str, str]]]:
+        return Tokenizer, (self._definition, self._config, self._companions)
 
     def _known(self, ids: Sequence[int] | NDArray[np.int32]) -> list[int]:
         """Without ids beyond the vocabulary: models that pad theirs can sample them, they are no bytes."""

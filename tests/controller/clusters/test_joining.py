@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from etude.config import RunConfig
+from etude.agent import open_renderer
+from etude.config import AgentConfig, RunConfig
 from etude.controller.clusters.control import Control
 from etude.controller.clusters.inbox import Inbox
 from etude.controller.clusters.joining import open_site, take_over
 from etude.controller.clusters.runner import make_offer
 from etude.controller.models import settle_model
 from etude.controller.numerics import settle_numerics
-from etude.controller.rendering import make_renderer
 from etude.errors import InfrastructureError
 from etude.model.loading import load_any_model
 from etude.records import PolicyVersion
@@ -42,7 +42,7 @@ def padded_run(directory: Path) -> RunConfig:
 def said_by(config: RunConfig, directory: Path) -> dict[str, Any]:
     """What that run tells clusters."""
     assert config.initial_checkpoint is not None
-    renderer = make_renderer(Tokenizer.load(Path(config.initial_checkpoint)))
+    renderer = open_renderer(Tokenizer.load(Path(config.initial_checkpoint)), AgentConfig())
     inbox = Inbox(directory / "inbox", 1 << 16)
     return Control(config.clusters, make_offer(config, renderer), inbox).run()
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from etude.agent import core_registry
-from etude.config import ClusterConfig
+from etude.agent import core_registry, open_renderer
+from etude.config import AgentConfig, ClusterConfig
 from etude.controller.local import LocalHandle
 from etude.controller.remote.episodes import RemoteEpisodes
 from etude.controller.remote.rollout_part import RolloutPart
-from etude.controller.rendering import make_renderer
 from etude.controller.supervision import NodeHealth
 from etude.environment.episodes import Environment, EpisodeLimits, failed_trajectory
 from etude.inference.exchange import Build
@@ -51,7 +50,7 @@ class Workers:
         sandbox = self.made.config.sandbox.model_copy(update={"backend": "unisolated"})
         self.config = self.made.config.model_copy(update={"sandbox": sandbox, "cluster": settings})
         self.limits = replace(EpisodeLimits.from_config(self.config), max_attempts=settings.max_attempts)
-        self.renderer = make_renderer(agent_tokenizer())
+        self.renderer = open_renderer(agent_tokenizer(), AgentConfig())
         self.handles: dict[str, list[LocalHandle[RolloutPart]]] = {}
         self.blobs = MemoryBlobs() if blobs is None else blobs
         self.names = [f"worker-{number}" for number in range(num_workers)]

@@ -1,7 +1,7 @@
 """The agent's tools, and the sets in which they are offered."""
 
 from etude.agent.tools.interface import Access, Tool, ToolContext, ToolLimits
-from etude.agent.tools.registries import core_registry, full_registry, registry_named
+from etude.agent.tools.registries import core_registry, full_registry, registry_named, registry_of
 from etude.agent.tools.registry import Registry, check_arguments, restricted
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "core_registry",
     "full_registry",
     "registry_named",
+    "registry_of",
     "restricted",
 ]

@@ -7,7 +7,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from etude.agent.tools.apply_patch import ApplyPatch
 from etude.agent.tools.ask_user import AskUser
@@ -29,6 +29,7 @@ from etude.agent.tools.terminal import Terminal
 from etude.agent.tools.todo_write import TodoWrite
 from etude.agent.tools.write_file import WriteFile
 from etude.errors import ConfigError
+from etude.tokens.grammar import ToolSchema
 
 _CORE: tuple[Callable[[], Tool], ...] = (
     lambda: restricted(ListDir(), ("path",)),
@@ -89,6 +90,16 @@ def registry_named(name: str, strict_edits: bool = False) -> Registry:
             "no such tool", field="tools", received=unknown, fix=f"core, full, or some of {', '.join(known)}"
         )
     return Registry(known[part] for part in names)
+
+
+def registry_of(schemas: Sequence[ToolSchema]) -> Registry:
+    """The tools that have these schemas. Raises ConfigError for one that none has."""
+    offered = [*_full(strict_edits=False), *core_registry().values()]
+    known = {repr(tool.schema): tool for tool in offered}
+    for schema in schemas:
+        if repr(schema) not in known:
+            raise ConfigError("no tool has this schema", field="tools", received=schema.name)
+    return Registry(known[repr(schema)] for schema in schemas)
 
 
 def _full(strict_edits: bool) -> list[Tool]:

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
-from etude.agent import Registry, SessionLimits, core_registry, registry_named
+from etude.agent import SessionLimits, open_renderer, registry_of
+from etude.config import AgentConfig
 from etude.controller.agent.models import (
     ModelChoice,
     Policy,
     people_session_limits,
     people_tool_limits,
-    system_words,
 )
 from etude.controller.compute import choose_kernels
 from etude.controller.evaluate import load_policy
@@ -25,8 +25,7 @@ from etude.model.huggingface import load_model
 from etude.observe import RunDirectory
 from etude.observe.machine import available_cores
 from etude.records import PolicyVersion, SamplingParams
-from etude.tokens import CHATML_TEMPLATE, ETUDE_TEMPLATE, QWEN3_TEMPLATE, Renderer, Template, Tokenizer
-from etude.tokens.grammar import HermesGrammar, XmlGrammar
+from etude.tokens import Renderer, Tokenizer
 from etude.weights import MemoryWeights
 
 _TURNS = 200
@@ -53,7 +52,7 @@ async def open_run(choice: ModelChoice, one_shot: bool) -> AsyncIterator[Policy]
             label=f"run {run.path.name}",
             sampler=parts.service,
             renderer=parts.renderer,
-            registry=core_registry(),
+            registry=registry_of(parts.renderer.grammar.tools),
             limits=session,
             params=SamplingParams(temperature=choice.temperature or 0.0),
             tool_limits=limits.tools,
@@ -75,10 +74,8 @@ async def open_model(choice: ModelChoice) -> AsyncIterator[Policy]:
         )
     tokenizer = Tokenizer.load(directory)
     model = load_model(directory)
-    renderer, registry = _renderer(tokenizer, choice.tools)
-    trained = renderer.template is ETUDE_TEMPLATE and not renderer.text_mode
-    system = None if trained else system_words(registry, renderer)
-    limits = _limits(model.config.max_positions, renderer, system)
+    renderer = open_renderer(tokenizer, AgentConfig(tools=choice.tools or "auto"))
+    limits = _limits(model.config.max_positions, renderer)
     name, weights = directory.name, MemoryWeights()
     engine = Engine(
         model.config,
@@ -98,39 +95,17 @@ async def open_model(choice: ModelChoice) -> AsyncIterator[Policy]:
             label=f"model {name}",
             sampler=service,
             renderer=renderer,
-            registry=registry,
+            registry=registry_of(renderer.grammar.tools),
             limits=limits,
             params=SamplingParams(temperature=choice.temperature or 0.0, max_tokens=limits.max_tokens),
             tool_limits=people_tool_limits(),
-            system=system,
         )
 
 
-def _renderer(tokenizer: Tokenizer, tools: str) -> tuple[Renderer, Registry]:
-    """How this tokenizer's model is spoken to."""
-    if _holds(tokenizer, ETUDE_TEMPLATE):
-        registry = registry_named(tools or "core")
-        return Renderer(tokenizer, XmlGrammar(registry.schemas)), registry
-    for template in (QWEN3_TEMPLATE, CHATML_TEMPLATE):
-        if _holds(tokenizer, template):
-            registry = registry_named(tools or "full")
-            return Renderer(tokenizer, HermesGrammar(registry.schemas), template), registry
-    raise ConfigError(
-        "no known chat frame fits the tokenizer",
-        field="--model",
-        received=", ".join(tokenizer.control_tokens[:8]),
-        fix="serve the model behind an endpoint, and name it with --endpoint",
-    )
-
-
-def _holds(tokenizer: Tokenizer, template: Template) -> bool:
-    return all(tokenizer.has_control(name) for name in template.control_tokens if name != "<|pad|>")
-
-
-def _limits(max_positions: int, renderer: Renderer, system: str | None) -> SessionLimits:
+def _limits(max_positions: int, renderer: Renderer) -> SessionLimits:
     """As much context as the model has, at most what is useful on one machine."""
     limits, _ = people_session_limits(min(max_positions, 32_768))
-    used = len(renderer.prompt("", system))
+    used = len(renderer.prompt(""))
     if used >= limits.max_tokens // 2:
         raise ConfigError(
             "the tools' descriptions fill half of the model's context",

@@ -23,17 +23,15 @@ from etude.agent import (
 )
 from etude.agent.index.opening import open_indexes
 from etude.agent.index.templates import TemplateIndexes
+from etude.agent.prompts import MANNERS
 from etude.errors import ConfigError, StoreError
 from etude.protocols import Sampler
 from etude.records import SamplingParams, ToolCall
-from etude.tokens import Renderer
+from etude.tokens import Piece, Renderer
 from etude.tokens.grammar import ParseEvent, XmlGrammar
 
 BYTES_PER_TOKEN = 4
 """What a token of a chat endpoint is taken for: sessions behind one are counted in bytes."""
-_MANNERS = """You are a coding agent at work in a repository, which is your current directory. Look before you
-change anything, keep changes small, and run the tests where there are any. Every message must call at least
-one tool. When the work is done, or to answer the user, say so in a few words and call finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +118,8 @@ class Policy:
     limits: SessionLimits
     params: SamplingParams
     tool_limits: ToolLimits
-    system: str | None = None
+    system: str | tuple[Piece, ...] | None = None
+    """None: the renderer's own."""
     summary: SummaryPolicy | None = None
     patience: Patience = field(default_factory=Patience)
     seed: int = 0
@@ -174,13 +173,6 @@ def people_session_limits(max_tokens: int) -> tuple[SessionLimits, SummaryPolicy
     return limits, SummaryPolicy(at_tokens=int(max_tokens * 0.6), max_summary_tokens=summary)
 
 
-def system_words(registry: Registry, renderer: Renderer) -> str:
-    """The system message of a model that was not trained with these tools."""
-    from etude.agent import describe_tools
-
-    return f"{_MANNERS}\n\n{describe_tools(registry.schemas, renderer.grammar)}"
-
-
 @contextlib.asynccontextmanager
 async def _endpoint_policy(choice: ModelChoice) -> AsyncIterator[Policy]:
     from etude.agent.endpoint import Endpoint, EndpointSampler, endpoint_renderer
@@ -212,7 +204,7 @@ async def _endpoint_policy(choice: ModelChoice) -> AsyncIterator[Policy]:
             limits=limits,
             params=SamplingParams(max_tokens=limits.max_tokens),
             tool_limits=people_tool_limits(),
-            system=_MANNERS if choice.native_tools else system_words(registry, renderer),
+            system=MANNERS if choice.native_tools else renderer.describe(MANNERS, registry.schemas),
             summary=summary,
             patience=Patience(sampler_attempts=5, backoff_s=1.0),
             sampler_for=sampler_for,

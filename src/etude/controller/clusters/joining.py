@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from etude.agent import open_renderer
 from etude.config import RunConfig, load_config
 from etude.controller.backends import open_run_backend
 from etude.controller.clusters.client import BACKOFF, ControlClient, ControlLostError, unless
@@ -20,7 +21,6 @@ from etude.controller.clusters.wire import API, Makings
 from etude.controller.compute import use_sampling_threads
 from etude.controller.engines import LocalService, SampledModel, make_engine, make_vllm
 from etude.controller.numerics import settle_numerics
-from etude.controller.rendering import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import ConfigError, InfrastructureError, SamplerError
 from etude.inference import EngineService
@@ -166,7 +166,7 @@ async def open_site(
     use_sampling_threads(config)
     backend = open_run_backend(config.sandbox, f"cluster/{name}")
     try:
-        renderer, blobs = make_renderer(tokenizer), MemoryBlobs()
+        renderer, blobs = open_renderer(tokenizer, config.agent), MemoryBlobs()
         limits = EpisodeLimits.from_config(config)
         environment = Environment(backend, renderer, limits, config.rl.reward, blobs.put)
         subscriber = make_subscriber(config.weights)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.arrangement import (
     ENGINE,
@@ -46,7 +47,6 @@ from etude.controller.remote.trainers import RemoteTrainingPart, SupervisedTrain
 from etude.controller.remote.weights import DirectoryWeights
 from etude.controller.remote.worker_pool import KIND as WORKERS
 from etude.controller.remote.worker_pool import Rooms, WorkerPool
-from etude.controller.rendering import make_renderer
 from etude.controller.supervision import FaultJournal, NodeHealth, Spawn
 from etude.environment.episodes import Environment, EpisodeLimits, failed_trajectory
 from etude.environment.runners import TimedRunner
@@ -79,7 +79,7 @@ async def open_remote(
     here = _Here(
         executor, config, tokenizer, sampled, place, {one.part: one for one in needs}, journal, nodes
     )
-    renderer, blobs = make_renderer(tokenizer), open_blobs(place.routes)
+    renderer, blobs = open_renderer(tokenizer, config.agent), open_blobs(place.routes)
     fleet = here.engines()
     try:
         await fleet.start()
@@ -164,7 +164,7 @@ class _Here:
         config = self.config
         backend = open_run_backend(config.sandbox, sandbox_owner(self.place))
         try:
-            renderer = make_renderer(self.tokenizer)
+            renderer = open_renderer(self.tokenizer, config.agent)
             yield Environment(backend, renderer, self.limits, config.rl.reward, blobs.put)
         finally:
             await backend.close()
@@ -173,12 +173,13 @@ class _Here:
     async def workers(self, fleet: EngineFleet, blobs: Blobs) -> AsyncIterator[TimedRunner]:
         """Sessions in workers, of which there are more or less as time goes on."""
         config, place, names = self.config, self.place, self.named(WORKER)
+        renderer = open_renderer(self.tokenizer, config.agent)
         episodes = RemoteEpisodes(
             {name: self.worker_spawning(self.needs[name]) for name in names},
             self.build,
             fleet,
             blobs.put,
-            functools.partial(failed_trajectory, make_renderer(self.tokenizer), self.limits),
+            functools.partial(failed_trajectory, renderer, self.limits),
             config.cluster,
             self.journal,
             self.nodes,

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.engines import SampledModel
 from etude.controller.remote.engine_part import make_service
-from etude.controller.rendering import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.errors import SamplerError
 from etude.evaluation import evaluate_policy
@@ -51,7 +51,7 @@ class EvaluationPart:
         self._config = config
         self._service = make_service(config, tokenizer, weights, config.engine.tool_delay_steps, model)
         self._backend = open_run_backend(config.sandbox, owner)
-        renderer = make_renderer(tokenizer)
+        renderer = open_renderer(tokenizer, config.agent)
         self._environment = Environment(self._backend, renderer, limits, config.rl.reward, keep_routes=None)
 
     async def begin(self) -> Build:

@@ -18,11 +18,11 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.controller.backends import open_run_backend
 from etude.controller.orders import Order
 from etude.controller.remote.following import EngineTable, FollowingSampler
-from etude.controller.rendering import make_renderer
 from etude.environment.episodes import Environment, EpisodeLimits
 from etude.environment.fork_groups import ForkedEpisode, ForkPlan
 from etude.environment.member import MemberSampler
@@ -101,7 +101,7 @@ class RolloutPart:
         self._sampler = FollowingSampler(self._greeting.client, config.cluster.patience_s)
         self._environment = Environment(
             self._backend,
-            make_renderer(tokenizer),
+            open_renderer(tokenizer, config.agent),
             limits,
             config.rl.reward,
             self._blobs.put,

@@ -6,6 +6,8 @@ Each message is `after_end` (unless it is the first), its frame, its words, its 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -25,40 +27,37 @@ class Framing:
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
-        template = renderer.template
+        self.template = renderer.template
         self.end = np.array([renderer.end_token], dtype=np.int32)
-        self._after_end = renderer.encode(template.after_end)
-        self._system = renderer.encode(template.system)
-        self._user = renderer.encode(template.user)
-        self._assistant = renderer.encode((*template.after_end, *template.assistant))
-        self._first_assistant = renderer.encode(template.assistant)
+        self._answer = renderer.encode((*self.template.after_end, *self.template.assistant))
+        self._first_answer = np.concatenate([renderer.opening(), renderer.encode(self.template.assistant)])
 
     def given(self, message: Message, first: bool) -> Tokens:
         """A message that was not sampled, its end included. `first`: nothing stands before it.
 
         Raises BadRequestError for results before any message.
         """
-        renderer = self.renderer
+        renderer, template = self.renderer, self.template
         match message:
             case Opening():
                 return self._opening(message)
             case SystemWords(text):
-                parts = [self._lead(first), self._system, renderer.tokenizer.encode(text), self.end]
+                return self._framed(template.system, text, first)
             case UserWords(text):
-                parts = [self._lead(first), self._user, renderer.tokenizer.encode(text), self.end]
+                return self._framed(template.user, text, first)
             case Results(outputs):
                 if first:
                     raise BadRequestError(
                         "begins with results", field="messages", fix="send the calls before them"
                     )
-                parts = [renderer.results(outputs)]
+                return renderer.results(outputs)
             case Answer():
                 parts = [self.answer_frame(first), renderer.encode(self._answer_pieces(message)), self.end]
-        return np.concatenate(parts)
+                return np.concatenate(parts)
 
     def answer_frame(self, first: bool = False) -> Tokens:
         """What stands before an answer: the last tokens before sampling begins."""
-        return self._first_assistant if first else self._assistant
+        return self._first_answer if first else self._answer
 
     def without_reasoning(self, sampled: Tokens) -> Tokens:
         """A sampled message as templates show it that drop reasoning: what follows the last closing mark.
@@ -81,18 +80,19 @@ class Framing:
             kept[0] = kept[0].lstrip("\n")
         return renderer.encode(kept)
 
-    def _lead(self, first: bool) -> Tokens:
-        return self._after_end[:0] if first else self._after_end
+    def _framed(self, frame: Sequence[Piece], text: str, first: bool) -> Tokens:
+        """One message of somebody else's words."""
+        lead = self.renderer.opening() if first else self.renderer.encode(self.template.after_end)
+        return np.concatenate([lead, self.renderer.encode((*frame, text, self.template.end))])
 
     def _opening(self, opening: Opening) -> Tokens:
-        renderer = self.renderer
-        body: list[Piece] = [opening.system] if opening.system else []
+        renderer, template = self.renderer, self.template
+        body: Sequence[Piece] = [opening.system] if opening.system else []
         if opening.tools:
-            body += ["\n\n"] if body else []
-            body += renderer.grammar.announce(opening.tools)
+            body = renderer.describe(opening.system, opening.tools)
         if not body:
             return self.end[:0]
-        return np.concatenate([self._system, renderer.encode(body), self.end])
+        return renderer.encode((*template.begin, *template.system, *body, template.end))
 
     def _answer_pieces(self, answer: Answer) -> list[Piece]:
         """An answer that a client tells and nobody sampled here."""

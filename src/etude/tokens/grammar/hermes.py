@@ -36,13 +36,13 @@ from etude.tokens.grammar.message_parser import MessageParser, ParserMode, split
 from etude.tokens.pieces import Control, Piece, join_text
 
 _MAX_NAME_CHARACTERS = 64
-_BEFORE_TOOLS = """# Tools
+BEFORE_TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
 
 You are provided with function signatures within <tools></tools> XML tags:
 <tools>"""
-_AFTER_TOOLS = """
+AFTER_TOOLS = """
 </tools>
 
 For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
@@ -74,8 +74,8 @@ class HermesGrammar:
     def announce(self, schemas: Sequence[ToolSchema]) -> list[Piece]:
         """The tools in the words of Qwen's chat template; its example of the tags as control tokens."""
         lines = [json.dumps(schema.function_schema(), ensure_ascii=False) for schema in schemas]
-        listed = "\n".join([_BEFORE_TOOLS, *lines])
-        return join_text([listed, *split_tags(_AFTER_TOOLS, self._tag_pattern)])
+        listed = "\n".join([BEFORE_TOOLS, *lines])
+        return join_text([listed, *split_tags(AFTER_TOOLS, self._tag_pattern)])
 
     def render_call(self, call: ToolCall) -> list[Piece]:
         """The call with its arguments in the given order; a well-typed call parses back equal."""

@@ -151,6 +151,7 @@ class Grammar(Protocol):
     """How calls are written. Knows its tools; knows neither tokens nor files."""
 
     name: str
+    tools: tuple[ToolSchema, ...]
     call_separator: str
     """Stands before a call that follows text or another call."""
 

@@ -1,0 +1,265 @@
+"""A frame from a model's chat template: probe conversations are rendered, and what stands between their words
+is the frame.
+
+    <|im_start|>system\\n SYSTEM <|im_end|>\\n<|im_start|>user\\n USER <|im_end|>\\n<|im_start|>assistant\\n
+    └─ begin, system ──┘        └─── end, after_end, user ───┘      └── end, after_end, assistant ──┘
+
+The frame is then held against the template on conversations of many shapes. A template is refused that lays
+them out in another way than message by message, so that a prompt is not the earlier prompt, the answer to it
+and what is new.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from etude.errors import ConfigError
+from etude.records import ToolCall
+from etude.tokens.chat_template import ChatTemplate, Message, write_chat_template
+from etude.tokens.grammar.hermes import HermesGrammar
+from etude.tokens.grammar.interface import Parameter, ToolSchema
+from etude.tokens.pieces import Control, Piece, join_text, spell
+from etude.tokens.template import CHATML_TEMPLATE, QWEN3_TEMPLATE, Template
+from etude.tokens.tokenizer import Tokenizer
+
+_SYSTEM, _USER, _ANSWER, _FIRST, _SECOND = "Ssystemz", "Quserz", "Aanswerz", "Rfirstz", "Rsecondz"
+_TOOL = ToolSchema(
+    "look_up", "Looks it up.", (Parameter("key", "what"), Parameter("most", "n", False, "integer"))
+)
+_CALL = ToolCall("look_up", {"key": "a ß", "most": "3"})
+_TEXTS = (
+    "plain words",
+    "two\nlines, the second of which ends here",
+    "ß 🙂 漢字 عربى",
+    '{"a": [true, false, null]}',
+    "<b>1 < 2</b> {{ braces }} {% if %}",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """What a chat template comes to."""
+
+    template: Template
+    exported: str
+    """A Jinja template that renders tools, calls and results as our sessions have them: the model's own where
+    it does so, else one that is written for this frame."""
+
+
+def derive_template(tokenizer: Tokenizer, source: str) -> Derived:
+    """The frame of the Jinja template `source`. Raises ConfigError for one that no frame describes, or whose
+    control tokens the tokenizer lacks."""
+    jinja = ChatTemplate(source, tokenizer.template_variables)
+    reader = _Reader(jinja, tokenizer)
+    template = reader.frame()
+    with_results = reader.results(template)
+    # Without a role for results they come in the user's name, as Qwen's templates have them.
+    template = with_results or replace(
+        template,
+        tool=(*template.user, "<tool_response>\n"),
+        result_close=("\n</tool_response>",),
+        result_between=("\n<tool_response>\n",),
+    )
+    for messages in _probes():
+        _check_alike(jinja, template, messages)
+    known = (one for one in (QWEN3_TEMPLATE, CHATML_TEMPLATE) if _layout(one) == _layout(template))
+    template = next(known, template)
+    is_native = with_results is not None and _tells_tools(jinja, template) and _writes_calls(jinja, template)
+    return Derived(template, source if is_native else write_chat_template(template))
+
+
+class _Reader:
+    """Reads the parts of a frame off rendered probes."""
+
+    def __init__(self, jinja: ChatTemplate, tokenizer: Tokenizer) -> None:
+        self._jinja = jinja
+        names = sorted(tokenizer.added_tokens, key=len, reverse=True)
+        self._split: Callable[[str], list[str]] = re.compile(f"({'|'.join(map(re.escape, names))})").split
+        self._names = frozenset(names)
+
+    def frame(self) -> Template:
+        """All but how results are shown."""
+        user, answer = _said("user", _USER), _said("assistant", _ANSWER)
+        opened, to_user, to_answer = self._between([_said("system", _SYSTEM), user], _SYSTEM, _USER)
+        bare, prompt = self._between([user], _USER)
+        _, to_said, after_said, again = self._between(
+            [user, answer, _said("user", _FIRST)], _USER, _ANSWER, _FIRST
+        )
+        if not prompt == to_answer == to_said == again or after_said != to_user:
+            raise _unstable("an answer stands in another place, or ends otherwise, than its prompt says")
+        (end, *user_pieces), (_, *answer_pieces) = self._ended(to_user), self._ended(to_answer)
+        num_plain = next(
+            (n for n, one in enumerate(user_pieces) if isinstance(one, Control)), len(user_pieces)
+        )
+        after_end, user_pieces = user_pieces[:num_plain], user_pieces[num_plain:]
+        answer_pieces, system = answer_pieces[num_plain:], self._pieces(opened)
+        if not (user_pieces and answer_pieces and system):
+            raise _unstable("messages do not begin with control tokens")
+        if user_pieces[0] in system:
+            start = system.index(user_pieces[0])
+            begin, system = system[:start], system[start:]
+        else:
+            begin = self._pieces(bare.removesuffix(spell(user_pieces)))
+            system = system[len(begin) :]
+        assert isinstance(end, Control), "see _ended"
+        has_default = bare.startswith(opened) and bare.endswith(to_user)
+        default = bare.removeprefix(opened).removesuffix(to_user) if has_default else None
+        return Template(
+            "derived",
+            tuple(system),
+            tuple(user_pieces),
+            tuple(answer_pieces),
+            tool=(),
+            result_open=(),
+            result_close=(),
+            end=end,
+            after_end=tuple(after_end),
+            begin=tuple(begin),
+            default_system=default,
+        )
+
+    def results(self, template: Template) -> Template | None:
+        """With how results are shown; None where the template has no role for them."""
+        start = [_said("user", _USER), {**_said("assistant", _ANSWER), "tool_calls": _calls(2)}]
+        try:
+            told = [*start, *_results([_FIRST, _SECOND])]
+            _, _, opened, between, rest = self._between(told, _USER, _ANSWER, _FIRST, _SECOND)
+        except ConfigError:
+            return None
+        _, found, opened = opened.partition(template.end.name)
+        closed = spell((template.end, *template.after_end, *template.assistant))
+        lead = spell(template.after_end)
+        close = rest.removesuffix(closed)
+        if not (found and opened.startswith(lead) and rest.endswith(closed) and between.startswith(close)):
+            return None
+        return replace(
+            template,
+            tool=tuple(self._pieces(opened.removeprefix(lead))),
+            result_close=tuple(self._pieces(close)),
+            result_between=tuple(self._pieces(between.removeprefix(close))),
+        )
+
+    def _between(self, messages: Sequence[Message], *words: str) -> list[str]:
+        """What stands before, between and behind these words. Raises ConfigError where one is missing."""
+        text = self._jinja.render(messages)
+        found: list[str] = []
+        for word in words:
+            before, is_there, text = text.partition(word)
+            if not is_there:
+                raise _unstable(f"a message is missing: {messages}")
+            found.append(before)
+        return [*found, text]
+
+    def _ended(self, text: str) -> list[Piece]:
+        pieces = self._pieces(text)
+        if not pieces or not isinstance(pieces[0], Control):
+            raise ConfigError(
+                "ends messages with what is no control token of the tokenizer",
+                field="chat_template",
+                received=text[:40],
+                fix="use the tokenizer of the model that the template belongs to, with its special tokens",
+            )
+        return pieces
+
+    def _pieces(self, text: str) -> list[Piece]:
+        return join_text(Control(one) if one in self._names else one for one in self._split(text))
+
+
+def _unstable(why: str) -> ConfigError:
+    return ConfigError(
+        f"does not lay conversations out message by message: {why}",
+        field="chat_template",
+        fix='name a frame with agent.template, such as "chatml", if the model knows it',
+    )
+
+
+def _said(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
+
+
+def _results(outputs: Sequence[str]) -> list[Message]:
+    return [
+        {"role": "tool", "tool_call_id": f"call{number:05}", "name": _CALL.name, "content": output}
+        for number, output in enumerate(outputs)
+    ]
+
+
+def _calls(count: int) -> list[Mapping[str, Any]]:
+    function = {"name": _CALL.name, "arguments": {"key": _CALL.arguments["key"], "most": 3}}
+    return [{"type": "function", "id": f"call{number:05}", "function": function} for number in range(count)]
+
+
+def _probes() -> Iterator[list[Message]]:
+    """Conversations of users and answers: with and without the system's words, of one to four turns."""
+    for number, text in enumerate(_TEXTS):
+        following = _TEXTS[number + 1 :] + _TEXTS[:number]
+        for system in ((), (_said("system", following[0]),)):
+            for num_answers in range(4):
+                turns = [
+                    one
+                    for words in following[:num_answers]
+                    for one in (_said("assistant", words), _said("user", text))
+                ]
+                yield [*system, _said("user", text), *turns]
+
+
+def _check_alike(jinja: ChatTemplate, template: Template, messages: Sequence[Message]) -> None:
+    """Raises ConfigError where the template renders a conversation otherwise than the frame does."""
+    rendered, framed = jinja.render(messages), _framed(template, messages)
+    if rendered == framed:
+        return
+    place = next((n for n, (a, b) in enumerate(zip(rendered, framed, strict=False)) if a != b), len(framed))
+    raise _unstable(
+        f"{rendered[place - 20 : place + 40]!r} stands where {framed[place - 20 : place + 40]!r} is expected"
+    )
+
+
+def _framed(template: Template, messages: Sequence[Message], words: str = "") -> str:
+    """The conversation in this frame. `words`: added to the system's."""
+    end = spell((template.end, *template.after_end))
+    frames = {"user": template.user, "assistant": template.assistant, "system": template.system}
+    if messages[0]["role"] != "system" and template.default_system is not None:
+        messages = [_said("system", template.default_system), *messages]
+    texts = [
+        spell(frames[one["role"]]) + one["content"] + words * (one["role"] == "system") + end
+        for one in messages
+    ]
+    return "".join([spell(template.begin), *texts, spell(template.assistant)])
+
+
+def _tells_tools(jinja: ChatTemplate, template: Template) -> bool:
+    """Whether the template announces tools in the words that Hermes and Qwen models know."""
+    messages = [_said("system", _SYSTEM), _said("user", _USER)]
+    announced = spell(HermesGrammar([_TOOL]).announce([_TOOL]))
+    try:
+        rendered = jinja.render(messages, [_TOOL.function_schema()])
+    except ConfigError:
+        return False
+    return rendered == _framed(template, messages, f"\n\n{announced}")
+
+
+def _writes_calls(jinja: ChatTemplate, template: Template) -> bool:
+    """Whether the template shows calls, with and without words before them, as our grammar writes them."""
+    call = spell(HermesGrammar([_TOOL]).render_call(_CALL))
+    for words in ("", _ANSWER):
+        told = [_said("user", _USER), {**_said("assistant", words), "tool_calls": _calls(2)}]
+        written = "\n".join([*([words] if words else []), call, call])
+        try:
+            rendered = jinja.render([*told, *_results([_FIRST])])
+        except ConfigError:
+            return False
+        if not rendered.startswith(_framed(template, told[:1]) + written + template.end.name):
+            return False
+    return True
+
+
+def _layout(template: Template) -> tuple[str, ...]:
+    """What decides a conversation's text and tokens, however results are divided into parts."""
+    first = (*template.tool, *template.result_open)
+    between = (*template.result_close, *template.result_between, *template.result_open)
+    last = (*template.result_close, template.end, *template.after_end)
+    parts = (template.begin, template.system, template.user, template.assistant, first, between, last)
+    return (*(repr(join_text(part)) for part in parts), repr(template.default_system))

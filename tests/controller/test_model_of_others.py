@@ -1,0 +1,210 @@
+"""A model of others through the whole loop: SFT in its frame, RL with its calls, evaluation, export."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from etude.agent import AgentSession, agent_format, core_registry, describe_tools
+from etude.cli.served_model import open_checkpoint
+from etude.config import AgentConfig, ModelConfig, RunConfig
+from etude.controller.agent.models import ModelChoice, open_policy
+from etude.controller.corpus import load_sessions
+from etude.controller.evaluation import EvaluationRequest, evaluate
+from etude.controller.expert_chats import write_chats
+from etude.controller.sft import check_sft, fine_tune
+from etude.controller.starting import check_start
+from etude.errors import ConfigError
+from etude.model import LanguageModel
+from etude.model.huggingface import save_model
+from etude.observe import RunDirectory
+from etude.observe.metrics import read_metrics
+from etude.observe.observer import SilentObserver
+from etude.records import TrajectoryId
+from etude.store.trajectories import TrajectoryLog
+from etude.tokens import Tokenizer
+from etude.tokens.chat.client_tools import call_arguments
+from etude.tokens.grammar import HermesGrammar
+from etude.training.checkpoints.exchange import convert_model
+from tests.controller.running import run_here, tiny_config
+from tests.tokens.chat_models import HEADERS, TOLD, chat_tokenizer
+
+CORE = core_registry().schemas
+GENERATION = '{"eos_token_id": 257, "temperature": 0.6}'
+ARCHITECTURE = ModelConfig(
+    architecture="qwen3",
+    hidden_size=32,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=16,
+    intermediate_size=64,
+    max_positions=4096,
+)
+AGENT = {"tools": "core", "max_turns": 2, "max_tokens": 2400, "max_message_tokens": 24}
+
+
+def small_tokenizer(template: str = TOLD) -> Tokenizer:
+    """One that tells the tools in few tokens."""
+    texts = (describe_tools(CORE, HermesGrammar(CORE)) * 4, "def tally(xs):\n    return sum(xs)\n" * 50)
+    marks = ("<|begin|>", "<|start|>", "<|header|>", "<|eot|>")
+    return chat_tokenizer(template, marks=marks, vocab_size=900, texts=texts)
+
+
+def save_checkpoint(directory: Path, tokenizer: Tokenizer) -> Path:
+    model = LanguageModel(ARCHITECTURE, tokenizer.vocab_size)
+    model.initialise(0)
+    save_model(model, directory)
+    tokenizer.save(directory)
+    (directory / "generation_config.json").write_text(GENERATION, encoding="utf-8")
+    return directory
+
+
+def run_config(tmp_path: Path, initial: Path, **sections: Any) -> RunConfig:
+    agent = {**AGENT, **sections.pop("agent", {})}
+    return tiny_config(tmp_path / "runs", agent=agent, initial_checkpoint=str(initial), **sections)
+
+
+def write_expert_chats(directory: Path) -> Path:
+    file = directory / "expert.jsonl"
+    assert write_chats(load_sessions(24, SilentObserver()), file, CORE) > 8
+    return file
+
+
+def check_kept(directory: Path, tokenizer: Tokenizer) -> None:
+    """The checkpoint says how to speak to it, as the run did."""
+    kept = Tokenizer.load(directory)
+    agent = AgentConfig(tools="core")
+    assert agent_format(kept, agent).digest == agent_format(tokenizer, agent).digest
+    assert kept.chat_template and kept.chat_template == agent_format(tokenizer, agent).tokenizer.chat_template
+    assert (directory / "generation_config.json").read_text() == GENERATION
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template", [TOLD, HEADERS])
+def test_a_model_of_others_is_fine_tuned_trained_evaluated_and_exported(
+    tmp_path: Path, template: str
+) -> None:
+    tokenizer = small_tokenizer(template)
+    initial = save_checkpoint(tmp_path / "initial", tokenizer)
+    sft = {
+        "num_steps": 6,
+        "tokens_per_step": 8192,
+        "heldout_every_steps": 0,
+        "optimizer": {"learning_rate": 0.01},
+        "sources": {"expert": {"path": str(write_expert_chats(tmp_path)), "heldout_share": 0.2}},
+    }
+    config = run_config(tmp_path, initial, name="tuned", sft=sft)
+    check_sft(config)
+    tuned = RunDirectory.create(config)
+    report = fine_tune(config, tuned, SilentObserver(), False)
+    losses = [report[key]["expert"]["loss"] for key in ("heldout_before", "heldout_after")]
+    assert losses[1] < 0.95 * losses[0]
+    check_kept(tuned.checkpoints / "final", tokenizer)
+
+    config = run_config(tmp_path, tuned.checkpoints / "final", name="trained")
+    check_start(config)
+    run, report = run_here(config)
+    assert report["rl_steps"] == 2
+    check_kept(run.checkpoints / "final", tokenizer)
+    renderer = agent_format(tokenizer, AgentConfig(tools="core")).renderer()
+    opening = renderer.opening(renderer.system)
+    groups = list(TrajectoryLog(run.trajectories).read())
+    segments = [segment for group in groups for member in group.members for segment in member.segments]
+    assert segments and all(np.array_equal(one.tokens[: len(opening)], opening) for one in segments)
+    assert {one.template_digest for one in segments} == {renderer.template_digest}
+    parity = [
+        row["parity_max"]
+        for row in read_metrics(run.metrics_file)
+        if row["kind"] == "rl" and "parity_max" in row
+    ]
+    assert all(value < 1e-3 for value in parity)
+
+    result = evaluate(
+        EvaluationRequest(str(run.path), num_tasks=2, out=tmp_path / "judged"), SilentObserver()
+    )
+    assert result.modes["greedy"].figures["tasks"] == 2
+    convert_model(run.checkpoints / "final", tmp_path / "exported")
+    check_kept(tmp_path / "exported", tokenizer)
+
+
+def test_an_experts_chat_is_what_a_session_with_the_same_calls_would_be(tmp_path: Path) -> None:
+    from etude.config import SessionsConfig
+    from etude.controller.sessions import SessionReader
+
+    chosen = agent_format(small_tokenizer(), AgentConfig(tools="core"))
+    renderer, sessions = chosen.renderer(), load_sessions(24, SilentObserver())
+    reader = SessionReader(chosen.tokenizer, chosen.shelf, 0.0, 8192)
+    source = SessionsConfig(path=str(write_expert_chats(tmp_path)))
+    documents = {document.tokens.tobytes(): document for document in reader.load("expert", source).documents}
+    found = 0
+    for session in sessions:
+        parts = [renderer.prompt(session.instruction)]
+        for turn in session.turns:
+            parts.append(renderer.message(turn.parts))
+            parts += [renderer.observations(turn.outputs)] if turn.outputs else []
+        document = documents.get(np.concatenate(parts).tobytes())
+        if document is not None:
+            found += 1
+            assert not document.agent[: len(parts[0])].any() and document.agent[len(parts[0])]
+            assert document.agent.sum() == sum(map(len, parts[1::2]))
+    assert found == len(documents) > 8
+
+
+@pytest.mark.parametrize("template", [TOLD, HEADERS])
+def test_serving_and_the_agent_speak_to_a_model_as_training_does(tmp_path: Path, template: str) -> None:
+    tokenizer = small_tokenizer(template)
+    initial = save_checkpoint(tmp_path / "model", tokenizer)
+    trained = agent_format(tokenizer, AgentConfig(tools="core"))
+    served = open_checkpoint(initial, None, ("auto", "auto"), None, 64).served
+    assert served.shelf is not None and served.shelf.digest == trained.shelf().digest
+    assert trained.renderer().end_token in served.end_tokens
+
+    async def prompt() -> np.ndarray:
+        async with open_policy(ModelChoice(model=str(initial), tools="core", index="off"), True) as policy:
+            assert policy.registry.schemas == CORE
+            session = AgentSession("Hi", policy.renderer, TrajectoryId("r", "t", 0, 0, 0), policy.limits)
+            return session.recording.tokens
+
+    assert asyncio.run(prompt()).tobytes() == trained.renderer().prompt("Hi").tobytes()
+
+
+def test_what_cannot_be_spoken_to_is_refused_before_a_run_has_a_directory(tmp_path: Path) -> None:
+    def refused(name: str, template: str, match: str, **agent: Any) -> None:
+        tokenizer = small_tokenizer(template)
+        initial = save_checkpoint(tmp_path / name, tokenizer)
+        config = run_config(tmp_path, initial, name=name, agent=agent)
+        with pytest.raises(ConfigError, match=match):
+            check_start(config)
+        assert not (tmp_path / "runs").exists()
+
+    refused(
+        "unstable",
+        TOLD.replace("message['role'] +", "message['role'] + loop.length | string +"),
+        "message by",
+    )
+    refused("unended", TOLD.replace("im_end", "end_of_turn"), "no control token")
+    refused("broken", "{% for %}", "no Jinja template|not a Jinja template")
+    refused("narrow", TOLD, "leaves no room", max_tokens=700)
+    refused("unknown", TOLD, "no such tool", tools="read_mind")
+    bare = small_tokenizer("")
+    initial = save_checkpoint(tmp_path / "bare", Tokenizer(bare._definition.replace("im_start", "open")))
+    with pytest.raises(ConfigError, match="no chat template"):
+        check_start(run_config(tmp_path, initial))
+    with pytest.raises(ConfigError, match="mid-training teaches"):
+        check_start(tiny_config(tmp_path / "runs", agent={"template": "chatml"}))
+
+
+def test_arguments_of_an_experts_calls_have_the_types_of_their_tools(tmp_path: Path) -> None:
+    rows = [json.loads(line) for line in write_expert_chats(tmp_path).read_text().splitlines()]
+    calls = [
+        call["function"] for row in rows for one in row["messages"] for call in one.get("tool_calls", [])
+    ]
+    edits = [json.loads(call["arguments"]) for call in calls if call["name"] == "edit_lines"]
+    assert edits and all(isinstance(one["start"], int) for one in edits)
+    assert call_arguments.__doc__ and {call["name"] for call in calls} <= {schema.name for schema in CORE}

@@ -1,0 +1,73 @@
+"""Tokenizers with chat templates of the kinds that published models have, small and made here."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import tokenizers
+from tokenizers import AddedToken
+
+from etude.tokens import CHATML_TEMPLATE, QWEN3_TEMPLATE, Tokenizer, train_tokenizer
+from etude.tokens.chat_template import write_chat_template
+
+TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
+TEXTS = (
+    "You are a coding agent. Fix lib/tally.py, then run its tests.\n\n\nassistant user system tool\n" * 8,
+)
+TOLD = """\
+{% for message in messages %}\
+{% if loop.first and messages[0]['role'] != 'system' %}\
+{{ '<|im_start|>system\\nYou help.<|im_end|>\\n' }}{% endif %}\
+{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}\
+{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+"""ChatML with words of the system's own; it knows no tools and no calls, and fails on content null."""
+DATED = """\
+{{- bos_token + '<|start|>system<|header|>\\n\\nToday: ' }}\
+{{- strftime_now('%d') if strftime_now is defined else 'a day' }}\
+{{- '\\n\\n' + (messages[0].content if messages[0].role == 'system' else '') + '<|eot|>' }}\
+{%- for message in messages[(1 if messages[0].role == 'system' else 0):] %}\
+{{- '<|start|>' + message.role + '<|header|>\\n\\n' + message.content + '<|eot|>' }}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|start|>assistant<|header|>\\n\\n' }}{%- endif %}"""
+"""The same, with a system message in every conversation, which names the day where that is known."""
+HEADERS = """\
+{{- bos_token }}{%- for message in messages %}\
+{{- '<|start|>' + message.role + '<|header|>\\n\\n' + message.content + '<|eot|>' }}{%- endfor %}\
+{%- if add_generation_prompt %}{{- '<|start|>assistant<|header|>\\n\\n' }}{%- endif %}"""
+"""Headers of their own tokens, and one token before everything."""
+
+
+@cache
+def chat_tokenizer(
+    template: str = "",
+    tags: bool = False,
+    marks: tuple[str, ...] = (),
+    vocab_size: int = 330,
+    texts: tuple[str, ...] = TEXTS,
+) -> Tokenizer:
+    """A tokenizer with ChatML's control tokens, and with `tags` those of Qwen3's that are not special."""
+    base = train_tokenizer(texts, vocab_size, ["<|im_start|>", "<|im_end|>", *marks])
+    whole = tokenizers.Tokenizer.from_str(base._definition)
+    whole.add_tokens([AddedToken(name, special=False, normalized=False) for name in (TAGS if tags else ())])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>" if marks else None}
+    return Tokenizer(whole.to_str(), {**config, **({"chat_template": template} if template else {})})
+
+
+def headers_tokenizer() -> Tokenizer:
+    return chat_tokenizer(HEADERS, marks=("<|begin|>", "<|start|>", "<|header|>", "<|eot|>"))
+
+
+def dated_tokenizer() -> Tokenizer:
+    return chat_tokenizer(DATED, marks=("<|begin|>", "<|start|>", "<|header|>", "<|eot|>"))
+
+
+def qwen_like() -> Tokenizer:
+    """Its own template announces tools and writes calls as our grammar does."""
+    return chat_tokenizer(write_chat_template(QWEN3_TEMPLATE), tags=True)
+
+
+def told_chatml() -> Tokenizer:
+    return chat_tokenizer(TOLD)
+
+
+def plain_chatml() -> Tokenizer:
+    return chat_tokenizer(write_chat_template(CHATML_TEMPLATE))
