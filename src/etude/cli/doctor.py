@@ -65,6 +65,7 @@ def examine(directory: Path) -> dict[str, Any]:
         "kernels": _describe_kernels(),
         "free_memory_bytes": available_memory_bytes(),
         "free_disk_bytes": shutil.disk_usage(directory).free,
+        "neighbours": _describe_neighbours(),
         "problems": problems,
         "parts": [dataclasses.asdict(part) for part in find_parts()],
     }
@@ -81,6 +82,16 @@ def _describe_kernels() -> str:
     return f"native, vectors of {32 * lanes} bits"
 
 
+def _describe_neighbours() -> str:
+    """Whether local sandboxes share what the kernel counts for each user, and why."""
+    from etude.sandbox.local.host_ids import find_host_ids
+
+    reason = find_host_ids().reason
+    if not reason:
+        return "each sandbox is a user of its own"
+    return f"all sandboxes are one user, so that one can take what the kernel grants a user: {reason}"
+
+
 def _print(found: dict[str, Any]) -> None:
     console = output_console()
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -91,6 +102,7 @@ def _print(found: dict[str, Any]) -> None:
         "memory": f"{_gib(found['free_memory_bytes'])} free of {_gib(machine['memory_bytes'])}",
         "disk": f"{_gib(found['free_disk_bytes'])} free",
         "system": f"{machine['os']}, kernel {machine['kernel']}",
+        "neighbours": found["neighbours"],
         "accelerators": ", ".join(machine["gpus"]) or "none",
         "versions": ", ".join(f"{name} {version}" for name, version in found["versions"].items()),
     }

@@ -70,6 +70,10 @@ def serve_command(
     tenants: Annotated[
         Path | None, typer.Option(help="File with a line TENANT TOKEN for each tenant.")
     ] = None,
+    tenants_share: Annotated[
+        bool,
+        typer.Option("--tenants-share", help="Several tenants though one's sandbox can starve another's."),
+    ] = False,
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate (PEM file).")] = None,
     key: Annotated[Path | None, typer.Option(help="Key of the certificate (PEM file).")] = None,
 ) -> None:
@@ -96,6 +100,7 @@ def serve_command(
         allowed_hosts=allowed_host or (),
         certificate=certificate,
         key=key,
+        tenants_share=tenants_share,
     )
 
 

@@ -242,7 +242,7 @@ class MemoryBackend:
         """See SandboxBackend.capabilities."""
         files: frozenset[SnapshotKind] = frozenset({"filesystem"})
         return Capabilities(
-            "memory", "none", False, False, False, files, files, fork="filesystem", migrate="filesystem"
+            "memory", "none", False, False, False, files, files, "filesystem", "filesystem", False
         )
 
     async def create(

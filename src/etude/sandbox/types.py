@@ -62,6 +62,9 @@ class Capabilities:
     fork: SnapshotKind | None
     """What a fork copies."""
     migrate: Literal["filesystem", "live"] | None
+    neighbours_share: bool = True
+    """Whether sandboxes share what the kernel counts for each user (descriptors in flight, pages of pipes,
+    epoll watches): then one can take what the others need."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 NUMBERS: dict[str, dict[str, int]] = {
     "x86_64": {
         "add_key": 248, "adjtimex": 159, "bpf": 321, "chroot": 161, "clock_adjtime": 305, "clone": 56,
-        "clone3": 435, "fanotify_init": 300, "finit_module": 313, "fsopen": 430, "io_uring_setup": 425,
-        "memfd_create": 319, "mq_open": 240, "msgget": 68, "shmget": 29, "kcmp": 312, "kexec_load": 246,
-        "keyctl": 250, "mknodat": 259, "modify_ldt": 154, "mount": 165,
+        "clone3": 435, "fanotify_init": 300, "finit_module": 313, "fsopen": 430, "io_setup": 206,
+        "io_uring_setup": 425, "memfd_create": 319, "mq_open": 240, "msgget": 68, "shmget": 29, "kcmp": 312,
+        "kexec_load": 246, "keyctl": 250, "mknodat": 259, "modify_ldt": 154, "mount": 165,
         "open_by_handle_at": 304, "perf_event_open": 298, "personality": 135, "pidfd_getfd": 438,
         "pidfd_open": 434, "pidfd_send_signal": 424, "prlimit64": 302, "process_vm_readv": 310,
         "ptrace": 101, "reboot": 169, "sched_setscheduler": 144, "sethostname": 170, "setns": 308,
@@ -16,9 +16,9 @@ NUMBERS: dict[str, dict[str, int]] = {
     },
     "aarch64": {
         "add_key": 217, "adjtimex": 171, "bpf": 280, "chroot": 51, "clock_adjtime": 266, "clone": 220,
-        "clone3": 435, "fanotify_init": 262, "finit_module": 273, "fsopen": 430, "io_uring_setup": 425,
-        "memfd_create": 279, "mq_open": 180, "msgget": 186, "shmget": 194, "kcmp": 272, "kexec_load": 104,
-        "keyctl": 219, "mknodat": 33, "mount": 40, "open_by_handle_at": 265,
+        "clone3": 435, "fanotify_init": 262, "finit_module": 273, "fsopen": 430, "io_setup": 0,
+        "io_uring_setup": 425, "memfd_create": 279, "mq_open": 180, "msgget": 186, "shmget": 194, "kcmp": 272,
+        "kexec_load": 104, "keyctl": 219, "mknodat": 33, "mount": 40, "open_by_handle_at": 265,
         "perf_event_open": 241, "personality": 92, "pidfd_getfd": 438, "pidfd_open": 434,
         "pidfd_send_signal": 424, "prlimit64": 261, "process_vm_readv": 270, "ptrace": 117, "reboot": 142,
         "sched_setscheduler": 119, "sethostname": 161, "setns": 268, "setpriority": 140, "socket": 198,

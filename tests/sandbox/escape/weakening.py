@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from etude.sandbox.inside import (
     filesystem,
+    ids,
     jobs,
     kernel,
     layers,
@@ -127,7 +128,8 @@ def _no_user_namespace() -> None:
     _strip("unshare", kernel.NEWUSER)
     for name in ("setgroups", "setresgid", "setresuid"):
         setattr(os, name, lambda *ids: None)
-    kernel.write_maps = lambda *ids: None
+    kernel.write_maps = kernel.map_ids = lambda *ids: None
+    _wrap(ids, "take", lambda original, words, images: original([], images))
 
 
 def _no_user_namespace_as_nobody() -> None:
@@ -314,6 +316,8 @@ WEAKENINGS: dict[str, Callable[[], None]] = {
     "holes kept": _set(layers, "_copy_data", _copy_holes_too),
     "removal without recursion": _set(layers, "remove_tree", _remove_by_recursion),
     "status of shells checked": _trust_shells,
+    "blocks of 4096 ids": _set(ids, "BLOCK", 8),
+    "user of its own": lambda: _wrap(ids, "take", lambda original, words, images: original([], images)),
     "counts of watches": namespaces.WATCHES.clear,
     "descriptors of the server's own": _set(namespaces, "SERVER_FILES", 256),
     "output bounded": _set(jobs.Output, "trim", _keep_all_output),

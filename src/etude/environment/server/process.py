@@ -12,6 +12,7 @@ from pathlib import Path
 
 from etude.environment.server.app import build_app
 from etude.environment.server.host import SessionHost
+from etude.errors import ConfigError
 from etude.serving.listening import check_token, open_listeners
 from etude.serving.process import Draining, run_server
 
@@ -30,12 +31,16 @@ def serve(
     allowed_hosts: Sequence[str] = (),
     certificate: Path | None = None,
     key: Path | None = None,
+    tenants_share: bool = False,
 ) -> None:
     """Serves until a signal ends it. Blocks. Without `tokens` loopback addresses only. Raises ConfigError.
 
-    `port` 0: one that is free. It says on stderr when and where it is ready.
+    `port` 0: one that is free. It says on stderr when and where it is ready. `tenants_share`: whether several
+    tenants are served though their sandboxes share what the kernel counts for each user.
     """
     check_token(host, bool(tokens))
+    if not tenants_share:
+        _check_neighbours(host_sessions, tokens)
     app = build_app(host_sessions, tokens)
 
     draining = Draining("turns", drain_s, host_sessions, lambda: bool(host_sessions.num_busy))
@@ -52,6 +57,20 @@ def serve(
             key=key,
         )
     )
+
+
+def _check_neighbours(host_sessions: SessionHost, tokens: Mapping[str, str] | None) -> None:
+    num_tenants = len(set((tokens or {}).values()))
+    if num_tenants < 2:
+        return
+    able = host_sessions.site.backend.capabilities()
+    if able.neighbours_share:
+        raise ConfigError(
+            "sandboxes of different tenants would share what the kernel counts for each user",
+            field="tenants",
+            received=f"{num_tenants} tenants, sandboxes of {able.backend}",
+            fix="see `neighbours` of `etude doctor`, or say with --tenants-share that one may starve another",
+        )
 
 
 def _note(host_sessions: SessionHost, tokens: Mapping[str, str] | None) -> str:

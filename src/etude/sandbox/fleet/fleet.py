@@ -374,4 +374,5 @@ def common_capabilities(hosts: Sequence[Capabilities]) -> Capabilities:
         pause=frozenset.intersection(*(host.pause for host in hosts)),
         fork=None if None in forks else "full" if forks == {"full"} else "filesystem",
         migrate=None if None in moves else "live" if moves == {"live"} else "filesystem",
+        neighbours_share=any(host.neighbours_share for host in hosts),
     )

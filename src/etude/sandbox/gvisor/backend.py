@@ -64,6 +64,7 @@ class GvisorBackend(MachineBackend):
             commands=True,
             network=True,
             images=False,
+            neighbours_share=False,
             snapshots=full,
             pause=full,
             fork="full",

@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from etude.sandbox.inside import kernel, layers, namespaces
+from etude.sandbox.inside import ids, kernel, layers, namespaces
 from etude.sandbox.inside.filesystem import Workspace
 from etude.sandbox.inside.processes import DescendantProcesses, NamespaceProcesses, Processes, reap
 from etude.sandbox.inside.socket_memory import SocketMemory, limit_buffers
@@ -39,8 +39,16 @@ class Isolation(Protocol):
         """Starts a sandbox's first process: 0 in the child, its pid in the parent."""
         ...
 
-    def enter(self, plan: namespaces.Plan, request: dict[str, Any]) -> Entered:
+    def settle(self, pid: int) -> list[int]:
+        """In the parent: gives it its user; descriptors that it needs for `enter`. Raises OSError."""
+        ...
+
+    def enter(self, plan: namespaces.Plan, request: dict[str, Any], descriptors: list[int]) -> Entered:
         """In the child: makes the sandbox around it. Raises OSError."""
+        ...
+
+    def note_ended(self, pid: int) -> None:
+        """In the parent: the first process, and with it its sandbox, is gone."""
         ...
 
     def leave(self) -> None:
@@ -57,20 +65,31 @@ class Namespaces:
 
     files = namespaces.FILES
 
-    def clone(self) -> int:
-        return namespaces.clone_sandbox()
+    def __init__(self, users: ids.Users) -> None:
+        self._users = users
 
-    def enter(self, plan: namespaces.Plan, request: dict[str, Any]) -> Entered:
+    def clone(self) -> int:
+        pid = namespaces.clone_sandbox()
+        if pid == 0:
+            self._users.close()
+        return pid
+
+    def settle(self, pid: int) -> list[int]:
+        return self._users.settle(pid, namespaces.FILES_RO)
+
+    def note_ended(self, pid: int) -> None:
+        self._users.release(pid)
+
+    def enter(self, plan: namespaces.Plan, request: dict[str, Any], descriptors: list[int]) -> Entered:
         limits = request["limits"]
-        base, disk = namespaces.enter_sandbox(plan)
+        uid, base, disk = namespaces.enter_sandbox(plan, descriptors)
         if plan.has_image:
             sys.path[:] = [entry.replace(sys.base_prefix, namespaces.PYTHON, 1) for entry in sys.path]
         workspace = Workspace(plan.workspace, base)
         limit_buffers()
         sockets = SocketMemory()
-        namespaces.lock_down(
-            limits["num_processes"], limits["file_bytes"], request["emulate_root"], request["has_groups"]
-        )
+        bounds = (limits["num_processes"], limits["file_bytes"])
+        namespaces.lock_down(uid, *bounds, request["emulate_root"], request["has_groups"])
         return Entered(workspace, NamespaceProcesses(), disk, sockets)
 
     def leave(self) -> None:
@@ -94,7 +113,13 @@ class Folders:
     def clone(self) -> int:
         return os.fork()
 
-    def enter(self, plan: namespaces.Plan, request: dict[str, Any]) -> Entered:
+    def settle(self, pid: int) -> list[int]:
+        return []
+
+    def note_ended(self, pid: int) -> None:
+        """Nothing: it was the same user."""
+
+    def enter(self, plan: namespaces.Plan, request: dict[str, Any], descriptors: list[int]) -> Entered:
         os.setsid()
         kernel.adopt_orphans()
         self._disk = os.path.join(self._base, f"sandbox-{os.getpid()}")

@@ -23,15 +23,18 @@ _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER = 38, 22, 36
 _SECCOMP_MODE_FILTER = 2
 _SECUREBITS = 0b1110_1111
 """NOROOT, NO_SETUID_FIXUP and NO_CAP_AMBIENT_RAISE, each locked; KEEP_CAPS locked off."""
-_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID = 1, 2
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _MOUNT_ATTR_IDMAP = 1, 2, 1 << 20
+_OPEN_TREE_CLONE, _MOVE_MOUNT_FROM_DESCRIPTOR, _AT_EMPTY_PATH = 1, 4, 0x1000
 _SIOCSIFFLAGS = 0x8914
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_BENEATH = 2, 8
 
 _NUMBERS = {
-    "x86_64": {"clone": 56, "pivot_root": 155, "capset": 126, "mount_setattr": 442, "openat2": 437},
-    "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91, "mount_setattr": 442, "openat2": 437},
+    "x86_64": {"clone": 56, "pivot_root": 155, "capset": 126},
+    "aarch64": {"clone": 220, "pivot_root": 41, "capset": 91},
 }
+_SHARED_NUMBERS = {"open_tree": 428, "move_mount": 429, "openat2": 437, "mount_setattr": 442}
+"""Of calls that are the same on every machine."""
 MACHINE = platform.machine()
 MACHINES = tuple(_NUMBERS)
 
@@ -48,7 +51,7 @@ def _check(result: int, what: str) -> int:
 
 
 def _syscall(name: str, *arguments: object) -> int:
-    number = _NUMBERS[MACHINE][name]
+    number = _SHARED_NUMBERS.get(name) or _NUMBERS[MACHINE][name]
     return _check(_libc.syscall(ctypes.c_long(number), *arguments), name)
 
 
@@ -96,10 +99,37 @@ def pivot_root_here() -> None:
 
 def make_read_only(target: str) -> None:
     """Makes a mount and all mounts below it read-only and without set-user-id programs."""
-    attributes = struct.pack("QQQQ", _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
-    flags = ctypes.c_uint(_AT_RECURSIVE)
-    size = ctypes.c_size_t(len(attributes))
-    _syscall("mount_setattr", ctypes.c_int(_AT_FDCWD), target.encode(), flags, attributes, size)
+    _set_attributes(_AT_FDCWD, target, _AT_RECURSIVE, _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID)
+
+
+def copy_mount(path: str, namespace: int) -> int:
+    """A descriptor of a read-only copy of the mount at `path`, not yet mounted anywhere.
+
+    Whose number its files carry on disk owns them here by the map of a user namespace (a descriptor).
+    Raises OSError, EINVAL where the file system or the kernel has no mounts of that kind.
+    """
+    flags = ctypes.c_uint(_OPEN_TREE_CLONE | os.O_CLOEXEC)
+    copy = _syscall("open_tree", ctypes.c_int(_AT_FDCWD), path.encode(), flags)
+    try:
+        attributes = _MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID | _MOUNT_ATTR_IDMAP
+        _set_attributes(copy, "", _AT_EMPTY_PATH, attributes, namespace)
+    except OSError:
+        os.close(copy)
+        raise
+    return copy
+
+
+def move_mount(copy: int, target: str) -> None:
+    """Mounts what `copy_mount` returned, and closes the descriptor."""
+    flags = ctypes.c_uint(_MOVE_MOUNT_FROM_DESCRIPTOR)
+    _syscall("move_mount", ctypes.c_int(copy), b"", ctypes.c_int(_AT_FDCWD), target.encode(), flags)
+    os.close(copy)
+
+
+def _set_attributes(directory: int, path: str, flags: int, attributes: int, namespace: int = 0) -> None:
+    packed = struct.pack("QQQQ", attributes, 0, 0, namespace)
+    where = (ctypes.c_int(directory), path.encode(), ctypes.c_uint(flags))
+    _syscall("mount_setattr", *where, packed, ctypes.c_size_t(len(packed)))
 
 
 def _prctl(what: str, option: int, *arguments: int) -> None:
@@ -141,17 +171,25 @@ def install_filter(program: bytes) -> None:
 
 
 def write_maps(inside_id: int, uid: int, gid: int) -> None:
-    """Maps one user and one group into the new user namespace of this process.
+    """Maps one user and one group into the new user namespace of this process."""
+    write_file("/proc/self/setgroups", "deny")
+    map_ids("self", f"{inside_id} {uid} 1", f"{inside_id} {gid} 1")
 
-    Unbuffered writes, because an unclosed file would hide a refusal.
-    """
-    rows = (("setgroups", "deny"), ("uid_map", f"{inside_id} {uid} 1"), ("gid_map", f"{inside_id} {gid} 1"))
-    for name, row in rows:
-        descriptor = os.open(f"/proc/self/{name}", os.O_WRONLY)
-        try:
-            os.write(descriptor, row.encode())
-        finally:
-            os.close(descriptor)
+
+def map_ids(process: int | str, uids: str, gids: str) -> None:
+    """Maps users and groups into the new user namespace of a process: lines of first inside, first outside,
+    how many. Of another process, and of more than oneself, for who has rights over those ids outside."""
+    write_file(f"/proc/{process}/uid_map", uids)
+    write_file(f"/proc/{process}/gid_map", gids)
+
+
+def write_file(path: str, text: str) -> None:
+    """Writes to a file of the kernel's, unbuffered: an unclosed file would hide a refusal."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, text.encode())
+    finally:
+        os.close(descriptor)
 
 
 def die_with_parent() -> None:

@@ -12,7 +12,8 @@ The fork server lives in a mount namespace of its own, whose root is a small tmp
 
 A sandbox is cloned into new user, mount, pid, network, IPC and UTS namespaces, mounts its own tmpfs,
 overlays and /proc, and pivots into its root: nothing else of the above can be named from then on. Its cgroup
-namespace is made once it has a plan: it begins in the groups that the process is in by then.
+namespace is made once it has a plan: it begins in the groups that the process is in by then. Last, it moves
+into a user namespace that holds its own user alone (see `ids`).
 
     no image    /            the fork server's /root, read-only
                 /workspace   overlay: scratch over saved layers over the template
@@ -27,9 +28,10 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from etude.sandbox.inside import kernel, layers
+from etude.sandbox.inside import ids, kernel, layers
 from etude.sandbox.inside.kernel import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
 from etude.sandbox.inside.rights import enter_own_namespaces
 from etude.sandbox.inside.seccomp import build_filter
@@ -40,8 +42,10 @@ _SIGNAL_SHARES = 256
 """Where a sandbox's user has a limit, its sandboxes share it: this many can be full at a time."""
 SERVER_FILES = 8192
 WATCHES = {"max_inotify_instances": 16, "max_inotify_watches": 16384}
-"""These are counted for the host's user, who all sandboxes are: one must not use up what all share."""
-FILES, FILES_RO = "/files", "/files_ro"
+"""The host counts these for whoever made the namespaces: one sandbox must not use up what all share."""
+_WATCH_SHARES = 16
+"""So many sandboxes can have all that they may."""
+FILES, FILES_RO, IMAGES = "/files", "/files_ro", "/images"
 HOST_DIRECTORIES = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 ROOT_ENVIRONMENT = {"APT_CONFIG": "/dev/etude/apt.conf"}
 """For commands of an emulated root: apt must not try to become another user, of whom there is none."""
@@ -81,21 +85,22 @@ class Plan:
     def lowers(self) -> list[str]:
         """Lower layers of the workspace, or of the whole root where there is an image."""
         saved = [f"{FILES_RO}/layers/{layer}/{layers.ROOT}" for layer in self.layers]
-        return [*saved, self.template, *(f"/images/{layer}" for layer in self.images)]
+        return [*saved, self.template, *(f"{IMAGES}/{layer}" for layer in self.images)]
 
     def temporaries(self) -> list[str]:
         """Lower layers of /tmp."""
         return [f"{FILES_RO}/layers/{layer}/{layers.TEMPORARY}" for layer in self.layers]
 
 
-def isolate_fork_server(prefix: str, images: str | None) -> None:
+def isolate_fork_server(prefix: str, images: str, map_ids: Callable[[int, int], None]) -> None:
     """Moves this process into its own user, mount and (for its next child) pid namespace.
 
-    `prefix` is the interpreter's installation, shown to sandboxes; `images` the layer store's directory.
+    `prefix` is the interpreter's installation, shown to sandboxes; `images` the layer store's directory, or
+    empty; `map_ids` maps the ids of the host.
     """
     if os.geteuid() == 0:
         _lift_shared_limit()
-    enter_own_namespaces(lambda: _build_root(prefix, images))
+    enter_own_namespaces(lambda: _build_root(prefix, images), map_ids)
     kernel.unshare(kernel.NEWPID)
 
 
@@ -125,19 +130,22 @@ def mount_fork_server() -> None:
         os.mkdir(f"{FILES}/{name}")
     kernel.mount(FILES, FILES_RO, flags=MS_BIND)
     kernel.make_read_only(FILES_RO)
+    for name, most in WATCHES.items():
+        with open(f"/proc/sys/fs/inotify/{name.replace('inotify', 'user')}") as file:
+            WATCHES[name] = max(1, min(most, int(file.read()) // _WATCH_SHARES))
 
 
-def _build_root(prefix: str, images: str | None) -> None:
+def _build_root(prefix: str, images: str) -> None:
     kernel.mount("", "/", flags=MS_PRIVATE | MS_REC)
     kernel.mount("fork-server", "/tmp", "tmpfs", MS_NOSUID, "mode=755")
     os.mkdir("/tmp/host")
     os.chdir("/tmp")
     kernel.pivot_into(".", "host")
-    for name in ("root", "image_root", "images", FILES[1:], FILES_RO[1:], "scratch", "proc"):
-        os.mkdir(f"/{name}")
-    if images is not None:
-        kernel.mount(f"/host{images}", "/images", flags=MS_BIND)
-        kernel.make_read_only("/images")
+    for name in ("/root", "/image_root", IMAGES, FILES, FILES_RO, "/scratch", "/proc"):
+        os.mkdir(name)
+    if images:
+        kernel.mount(f"/host{images}", IMAGES, flags=MS_BIND)
+        kernel.make_read_only(IMAGES)
     kernel.mount("sandbox", "/root", "tmpfs", MS_NOSUID, "mode=755,size=4m")
     for name in HOST_DIRECTORIES:
         _show(name)
@@ -196,15 +204,18 @@ def clone_sandbox() -> int:
     return kernel.clone(_SANDBOX_FLAGS)
 
 
-def enter_sandbox(plan: Plan) -> tuple[int, int]:
-    """Gives a freshly cloned pid 1 its file system and identity.
+def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int]:
+    """Gives a freshly cloned pid 1 its file system. `mounts`: see `ids.settle`.
 
-    Returns descriptors that stay usable after the pivot: of what the workspace was at first, and of the
-    sandbox's own disk. Raises OSError, KeyError for a user that the image does not know.
+    Returns the number of its user inside, and descriptors that stay usable after the pivot: of what the
+    workspace was at first, and of the sandbox's own disk. Raises OSError, KeyError for a user that the image
+    does not know.
     """
     uid = _user_id(plan)
     kernel.unshare(kernel.NEWCGROUP)
-    kernel.write_maps(uid, 0, 0)
+    ids.become_own_user(
+        dict(zip((FILES_RO, IMAGES), mounts, strict=False)), IMAGES if plan.has_image else FILES_RO
+    )
     inodes = max(1024, plan.disk_bytes >> 12)
     options = f"size={plan.disk_bytes},nr_inodes={inodes},mode=755"
     kernel.mount("scratch", "/scratch", "tmpfs", MS_NOSUID | MS_NODEV, options)
@@ -226,22 +237,14 @@ def enter_sandbox(plan: Plan) -> tuple[int, int]:
     kernel.mount("/scratch/shm", f"{root}/dev/shm", flags=MS_BIND)
     kernel.mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     for name, limit in WATCHES.items():
-        _write(f"{root}/proc/sys/user/{name}", str(limit))
+        kernel.write_file(f"{root}/proc/sys/user/{name}", str(limit))
     base = _open_base(plan)
     os.chdir(root)
     kernel.pivot_root_here()
     os.chdir(plan.workspace)
     socket.sethostname("sandbox")
     kernel.raise_loopback()
-    return base, scratch
-
-
-def _write(path: str, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        os.write(descriptor, text.encode())
-    finally:
-        os.close(descriptor)
+    return uid, base, scratch
 
 
 def _mount_image(plan: Plan) -> str:
@@ -268,7 +271,7 @@ def _open_base(plan: Plan) -> int:
     if plan.images:
         base = "/scratch/base"
         os.mkdir(base)
-        lowers = [plan.template, *(f"/images/{layer}" for layer in plan.images)]
+        lowers = [plan.template, *(f"{IMAGES}/{layer}" for layer in plan.images)]
         kernel.mount("base", base, "overlay", kernel.MS_RDONLY, f"lowerdir={':'.join(lowers)},userxattr")
     os.makedirs(f"/scratch/empty{plan.workspace}", exist_ok=True)
     found = base + plan.workspace
@@ -294,8 +297,13 @@ def _user_id(plan: Plan) -> int:
     raise KeyError(name)
 
 
-def lock_down(num_processes: int, file_bytes: int, emulate_root: bool, shared_memory: bool) -> None:
-    """Takes from pid 1, and so from all that it starts, every right that a sandbox does not need."""
+def lock_down(uid: int, num_processes: int, file_bytes: int, emulate_root: bool, shared_memory: bool) -> None:
+    """Takes from pid 1, and so from all that it starts, every right that a sandbox does not need.
+
+    `uid`: number of its user inside.
+    """
+    kernel.unshare(kernel.NEWUSER)
+    kernel.write_maps(uid, os.getuid(), os.getgid())
     for kind, limit in (
         (resource.RLIMIT_NPROC, num_processes),
         (resource.RLIMIT_FSIZE, file_bytes),

@@ -18,13 +18,17 @@ def become(uid: int, gid: int) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def enter_own_namespaces(furnish: Callable[[], None]) -> None:
-    """Moves this process into a user and a mount namespace of its own, where it is root and, to the host, a
-    plain user. `furnish` makes its file system.
+def enter_own_namespaces(
+    furnish: Callable[[], None], map_ids: Callable[[int, int], None] | None = None
+) -> None:
+    """Moves this process into a user and a mount namespace of its own, where it has root's rights and is, to
+    the host, a plain user. `furnish` makes its file system; `map_ids` gives it its ids, for those that it has
+    on the host (None: 0).
 
     The real root furnishes with its own rights, since what it binds may lie where nobody else may enter, and
     then gives them up.
     """
+    map_ids = map_ids or (lambda uid, gid: kernel.write_maps(0, uid, gid))
     if os.geteuid() == 0:
         kernel.unshare(kernel.NEWNS)
         furnish()
@@ -32,9 +36,9 @@ def enter_own_namespaces(furnish: Callable[[], None]) -> None:
         # Changing ids made /proc/self the property of root, and the maps unwritable.
         kernel.set_dumpable(True)
         kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
-        kernel.write_maps(0, NOBODY, NOBODY)
+        map_ids(NOBODY, NOBODY)
     else:
         uid, gid = os.geteuid(), os.getegid()
         kernel.unshare(kernel.NEWUSER | kernel.NEWNS)
-        kernel.write_maps(0, uid, gid)
+        map_ids(uid, gid)
         furnish()

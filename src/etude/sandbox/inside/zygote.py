@@ -4,8 +4,9 @@ It waits on two descriptors: the owner's control socket (one JSON packet a reque
 and the owner's pidfd. When either ends it exits, and with it, being pid 1 of a pid namespace around all
 sandboxes, everything it ever started. Requests, with the descriptors that come along:
 
-    clone    id, announces: a first process that waits for its plan      the sandbox's socket
-             `announces`: it says so first, so that the owner learns which process it is
+    clone    id, announces: a first process that waits for its user, then for its plan
+             `announces`: it says so in between, so that the owner learns which process it is
+                                                               the sandbox's socket
     begin    id, plan, limits, env, emulate_root, has_groups, new_template: it becomes a sandbox
                                                                a memfd for a new template
     kill     id
@@ -31,7 +32,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
-from etude.sandbox.inside import faults, kernel, layers, namespaces
+from etude.sandbox.inside import faults, ids, kernel, layers, namespaces
 from etude.sandbox.inside.frames import MAX_REQUEST_BYTES, Unpacker, pack
 from etude.sandbox.inside.isolation import Folders, Isolation, Namespaces, discard
 from etude.sandbox.inside.processes import reap
@@ -109,7 +110,8 @@ class ForkServer:
     def _note_ended(self, pids: Iterable[int]) -> None:
         for pid in pids:
             number = self._ids.pop(pid, -1)
-            self._pids.pop(number, None)
+            if self._pids.pop(number, None) is not None:
+                self._isolation.note_ended(pid)
             line = self._lines.pop(number, None)
             if line is not None:
                 line.close()
@@ -141,6 +143,19 @@ class ForkServer:
                 return
             self._pids[request["id"]] = pid
             self._ids[pid] = request["id"]
+            self._settle(pid, request["id"], channel)
+
+    def _settle(self, pid: int, number: int, channel: socket.socket) -> None:
+        descriptors: list[int] = []
+        try:
+            descriptors = self._isolation.settle(pid)
+            socket.send_fds(self._lines[number], [b"settled"], descriptors)
+        except OSError as error:
+            _tell(channel, {"failure": f"cannot give the sandbox its user: {error}"})
+            self._lines.pop(number).close()
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _begin(self, request: dict[str, Any], data: bytes, descriptors: list[int]) -> None:
         """Hands the plan on, once its template is there. Whoever has ended meanwhile needs none."""
@@ -161,11 +176,12 @@ class ForkServer:
         code = 1
         try:
             self._let_go()
-            if announces:
+            settled, descriptors, _, _ = socket.recv_fds(line, 16, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            if announces and settled:
                 _tell(channel, {"waiting": True})
-            request = _await_plan(channel, line)
+            request = _await_plan(channel, line) if settled else None
             if request is not None:
-                self._serve_sandbox(channel, request)
+                self._serve_sandbox(channel, request, descriptors)
             code = 0
         except (BrokenPipeError, ConnectionResetError):
             code = 0
@@ -175,13 +191,13 @@ class ForkServer:
             self._isolation.leave()
             os._exit(code)
 
-    def _serve_sandbox(self, channel: socket.socket, request: dict[str, Any]) -> None:
+    def _serve_sandbox(self, channel: socket.socket, request: dict[str, Any], descriptors: list[int]) -> None:
         if "failure" in request:
             _tell(channel, request)
             return
         limits = request["limits"]
         plan = namespaces.Plan(**{k: _tuple(v) for k, v in request["plan"].items()})
-        entered = self._isolation.enter(plan, request)
+        entered = self._isolation.enter(plan, request, descriptors)
         settings = Settings(
             limits["memory_bytes"],
             limits["cpu_s"],
@@ -321,7 +337,8 @@ def store_template(directory: str, descriptor: int) -> None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Arguments: control socket, owner's pidfd, `namespaces` or a base folder, directory of image layers."""
+    """Arguments: control socket, owner's pidfd, a base folder or `namespaces`. After that: directory of image
+    layers or "", then `ids.Spare.words` where each sandbox is to be a user of its own."""
     control = socket.socket(fileno=int(arguments[0]))
     owner = int(arguments[1])
     for name in WARM_MODULES:
@@ -329,14 +346,19 @@ def main(arguments: Sequence[str]) -> None:
     prefix = os.path.realpath(sys.base_prefix)
     path = ":".join(dict.fromkeys((f"{prefix}/bin", "/usr/local/bin", "/usr/bin", "/bin")))
     try:
+        lock = None
         if arguments[2] == "namespaces":
-            namespaces.isolate_fork_server(prefix, arguments[3] if len(arguments) > 3 else None)
-            isolation: Isolation = Namespaces()
+            images = arguments[3]
+            users, lock = ids.take(arguments[4:], images)
+            namespaces.isolate_fork_server(prefix, images, users.map_server)
+            isolation: Isolation = Namespaces(users)
         else:
             isolation = Folders(arguments[2])
             path = os.environ.get("PATH", path)
         pid = os.fork()
         if pid == 0:
+            if lock is not None:
+                lock.close()
             _serve(control, owner, isolation, path)
     except OSError as error:
         control.send(json.dumps({"failure": str(error), "errno": error.errno}).encode())

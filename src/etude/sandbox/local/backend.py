@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 import os
 import secrets
@@ -21,6 +22,7 @@ from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.local.doctor import find_problems
 from etude.sandbox.local.forkserver import ForkServer
+from etude.sandbox.local.host_ids import find_host_ids
 from etude.sandbox.local.plans import plan_request
 from etude.sandbox.local.spares import NUM_AHEAD, Spares
 from etude.sandbox.local.templates import TemplateUses, pack_files
@@ -388,12 +390,21 @@ class LocalBackend(ForkServerBackend):
 
     name = "local"
 
+    def __init__(self, state: Path | None = None, images: Path | None = None) -> None:
+        super().__init__(state, images)
+        self._spare_ids = find_host_ids().spare
+
     def doctor(self) -> list[str]:
         """Known obstacles of this machine, each with its fix; starts nothing."""
         return find_problems()
 
+    def capabilities(self) -> Capabilities:
+        """See SandboxBackend.capabilities."""
+        return dataclasses.replace(super().capabilities(), neighbours_share=self._spare_ids is None)
+
     def _arguments(self) -> Sequence[str]:
-        return ["namespaces", *([] if self._images is None else [str(self._images.resolve() / "layers")])]
+        images = "" if self._images is None else str(self._images.resolve() / "layers")
+        return ["namespaces", images, *([] if self._spare_ids is None else self._spare_ids.words())]
 
     def _interpreter(self) -> str:
         interpreter = os.path.realpath(sys.executable)

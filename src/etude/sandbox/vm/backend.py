@@ -94,6 +94,7 @@ class VmBackend(MachineBackend):
             commands=True,
             network=True,
             images=False,
+            neighbours_share=False,
             snapshots=frozenset({"full"}),
             pause=frozenset({"full"}),
             fork="full",

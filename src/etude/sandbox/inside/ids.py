@@ -1,0 +1,220 @@
+"""Who the processes of a sandbox are to the host: each sandbox is a user of its own, where that can be.
+
+The kernel counts descriptors in flight, pages of pipes and epoll watches for each user; of sandboxes that are
+one user, one can take what all need. So a fork server takes a block of ids that no other one has, and gives
+its sandboxes one each, as users and as groups:
+
+    the host                    fork server's namespace    first process's        the sandbox's own
+    an id of the block          0 to 4095                  65534                  1000, or its image's user
+    the fork server's user      65534                      1
+
+Templates, saved layers and images are the property of the fork server's user. A sandbox sees them in mounts
+that show them as its own (idmapped), so that what one has changed can lie below any other. Without spare ids
+all of these are one user, as are sandboxes with an image whose file system has no such mounts.
+
+The maps are written, and images mounted, by a process that keeps the rights that the launcher gives up.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from etude.sandbox.inside import kernel
+from etude.sandbox.inside.rights import NOBODY
+
+BLOCK = 4096
+"""Ids of one fork server: so many sandboxes at a time."""
+SERVER = OWN = NOBODY
+"""What owns files in the fork server's namespace, and the sandbox's user in that of its first process: one
+number, which owns the files of images on disk, too."""
+SERVERS = 1
+"""The fork server's user in the namespace of a first process; not 0, which would lose its rights."""
+
+
+@dataclass(frozen=True)
+class Spare:
+    """Ids of the host that belong to nobody, and the programs that map them for a plain user."""
+
+    first_uid: int
+    first_gid: int
+    num: int
+    programs: tuple[str, ...] = ()
+    """newuidmap, newgidmap. None: the launcher is root."""
+
+    def words(self) -> list[str]:
+        """Arguments of the launcher."""
+        return [str(self.first_uid), str(self.first_gid), str(self.num), *self.programs]
+
+    @classmethod
+    def from_words(cls, words: Sequence[str]) -> Spare:
+        """What `words` gave."""
+        first_uid, first_gid, num = map(int, words[:3])
+        return cls(first_uid, first_gid, num, tuple(words[3:]))
+
+
+class Users:
+    """The ids of one fork server's sandboxes."""
+
+    def __init__(self, clerk: socket.socket | None, clerk_pid: int, has_images: bool) -> None:
+        """`clerk`: line to the process that maps; None: all sandboxes are the fork server's user."""
+        self._clerk = clerk
+        self._clerk_pid = clerk_pid
+        self._has_images = has_images
+        self._free = deque(range(BLOCK))
+        self._taken: dict[int, int] = {}
+        """First process -> id."""
+
+    def map_server(self, uid: int, gid: int) -> None:
+        """Gives this process, which made a user namespace, its ids there. Raises OSError."""
+        if self._clerk is None:
+            kernel.write_maps(SERVER, uid, gid)
+            return
+        self._clerk.send(b"map")
+        answer = self._clerk.recv(4096)
+        if answer != b"done":
+            raise OSError(
+                errno.EPERM, f"no ids for sandboxes: {answer.decode() or 'the mapping process ended'}"
+            )
+        if not self._has_images:
+            os.waitpid(self._clerk_pid, 0)
+
+    def settle(self, pid: int, files: str) -> list[int]:
+        """Gives a first process its ids; descriptors of what it mounts for them: `files`, and images if there
+        are any. Raises OSError."""
+        if self._clerk is None:
+            kernel.map_ids(pid, f"{OWN} {SERVER} 1", f"{OWN} {SERVER} 1")
+            return []
+        if not self._free:
+            raise OSError(errno.EAGAIN, f"at most {BLOCK} sandboxes at a time")
+        number = self._taken[pid] = self._free.popleft()
+        rows = f"{OWN} {number} 1\n{SERVERS} {SERVER} 1"
+        kernel.map_ids(pid, rows, rows)
+        namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return [kernel.copy_mount(files, namespace), *self._images(namespace)]
+        finally:
+            os.close(namespace)
+
+    def _images(self, namespace: int) -> list[int]:
+        if not self._has_images or self._clerk is None:
+            return []
+        socket.send_fds(self._clerk, [b"images"], [namespace])
+        _, copies, _, _ = socket.recv_fds(self._clerk, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        self._has_images = bool(copies)
+        return copies
+
+    def release(self, pid: int) -> None:
+        """A first process is gone, and all that it started."""
+        if pid in self._taken:
+            self._free.append(self._taken.pop(pid))
+
+    def close(self) -> None:
+        """In a first process, which maps nothing."""
+        if self._clerk is not None:
+            self._clerk.close()
+
+
+def become_own_user(mounts: Mapping[str, int], needed: str) -> None:
+    """Makes a first process the user that it was given, if what it needs can be shown as that user's.
+
+    `mounts`: where to mount what `settle` returned. Raises OSError.
+    """
+    if needed not in mounts:
+        for copy in mounts.values():
+            os.close(copy)
+        return
+    os.setresgid(OWN, OWN, OWN)
+    os.setresuid(OWN, OWN, OWN)
+    # Changing ids made /proc/self the property of root, and the maps unwritable.
+    kernel.set_dumpable(True)
+    for target, copy in mounts.items():
+        kernel.move_mount(copy, target)
+
+
+def take(words: Sequence[str], images: str) -> tuple[Users, socket.socket | None]:
+    """Takes a block of spare ids (`Spare.words`; none: shared) for a fork server, by a process of its own.
+
+    The second is what holds the block: to be kept open until every process with these ids is gone. `images`:
+    directory of the layer store, or empty. Raises OSError.
+    """
+    if not words:
+        return Users(None, 0, False), None
+    spare = Spare.from_words(words)
+    offset, lock = _take_block(spare)
+    has_images = bool(images) and not spare.programs  # Only root may show host files as another's.
+    clerk, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    launcher = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            kernel.die_with_parent()
+            os.closerange(3, theirs.fileno())
+            os.closerange(theirs.fileno() + 1, 1 << 16)
+            _serve_as_clerk(theirs, lambda: _map(spare, offset, launcher), images if has_images else "")
+        finally:
+            os._exit(0)
+    theirs.close()
+    return Users(clerk, pid, has_images), lock
+
+
+def _take_block(spare: Spare) -> tuple[int, socket.socket]:
+    """Offset of a block, and an abstract socket that says so: the kernel removes it with its last holder.
+
+    Begins anywhere: who has another network namespace does not see these names.
+    """
+    num_blocks = spare.num // BLOCK
+    start = int.from_bytes(os.urandom(4), "little")
+    for step in range(num_blocks):
+        offset = (start + step) % num_blocks * BLOCK
+        lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            lock.bind(f"\0etude-ids-{spare.first_uid + offset}")
+            return offset, lock
+        except OSError:
+            lock.close()
+    raise OSError(errno.EAGAIN, f"other fork servers have all {spare.num} spare ids, {BLOCK} each")
+
+
+def _map(spare: Spare, offset: int, launcher: int) -> None:
+    """Writes the launcher's maps. Raises OSError."""
+    is_root = os.geteuid() == 0
+    uid, gid = (NOBODY, NOBODY) if is_root else (os.getuid(), os.getgid())
+    maps = (
+        [SERVER, uid, 1, 0, spare.first_uid + offset, BLOCK],
+        [SERVER, gid, 1, 0, spare.first_gid + offset, BLOCK],
+    )
+    if not spare.programs:
+        kernel.map_ids(launcher, *("{} {} {}\n{} {} {}".format(*row) for row in maps))
+    for program, row in zip(spare.programs, maps, strict=False):
+        status = os.spawnv(os.P_WAIT, program, [program, str(launcher), *map(str, row)])
+        if status:
+            raise OSError(errno.EPERM, f"{program} ended with {status}")
+
+
+def _serve_as_clerk(line: socket.socket, map_launcher: Callable[[], None], images: str) -> None:
+    """Maps once; then mounts images for each user namespace that is sent. Ends with the fork server."""
+    if not line.recv(16):
+        return
+    try:
+        map_launcher()
+        line.send(b"done")
+    except OSError as error:
+        line.send(str(error).encode())
+        return
+    while images:
+        asked, descriptors, _, _ = socket.recv_fds(line, 16, 1, socket.MSG_CMSG_CLOEXEC)
+        if not asked:
+            return
+        copies: list[int] = []
+        try:
+            copies.append(kernel.copy_mount(images, descriptors[0]))
+        except OSError as error:
+            print(f"images cannot be shown as a sandbox's own: {error}", flush=True)
+        socket.send_fds(line, [b"images"], copies)
+        for descriptor in (*descriptors, *copies):
+            os.close(descriptor)

@@ -1,0 +1,77 @@
+"""Ids of the host that can be given to sandboxes, so that each is a user of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import pwd
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from etude.sandbox.inside.ids import BLOCK, Spare
+
+_FIRST, _LAST = 0x7000_0000, 0x7FFD_FFFF
+"""Which the list of systemd (UIDS-GIDS) leaves to nobody."""
+_KERNEL = (6, 3)
+"""The first that shows a tmpfs as another user's."""
+
+
+@dataclass(frozen=True)
+class HostIds:
+    """Spare ids, or why there are none."""
+
+    spare: Spare | None
+    reason: str = ""
+
+
+def find_host_ids(
+    euid: int | None = None,
+    etc: Path = Path("/etc"),
+    proc: Path = Path("/proc/self"),
+    release: str | None = None,
+    path: str | None = None,
+) -> HostIds:
+    """What this process may give to sandboxes. Reads files, changes nothing.
+
+    `release`: of the kernel; `path`: where programs are looked for (None: PATH).
+    """
+    uid = os.geteuid() if euid is None else euid
+    numbers = re.findall(r"\d+", release or platform.release())[:2]
+    if tuple(map(int, numbers)) < _KERNEL:
+        return HostIds(None, f"the kernel is older than Linux {_KERNEL[0]}.{_KERNEL[1]}")
+    if uid == 0:
+        if all(_is_mapped(proc / name) for name in ("uid_map", "gid_map")):
+            return HostIds(Spare(_FIRST, _FIRST, _LAST - _FIRST + 1))
+        return HostIds(None, f"this container has no ids {_FIRST} to {_LAST}: map them into it")
+    programs = [shutil.which(name, path=path) for name in ("newuidmap", "newgidmap")]
+    if None in programs:
+        return HostIds(None, "newuidmap is missing: install the package uidmap")
+    if "NoNewPrivs:\t1\n" in (proc / "status").read_text():
+        return HostIds(None, "newuidmap gains no rights here: start without no_new_privs")
+    ranges = [_find_range(etc / name, uid) for name in ("subuid", "subgid")]
+    if None in ranges:
+        fix = (
+            f"usermod --add-subuids FIRST-LAST --add-subgids FIRST-LAST, of {BLOCK} ids for each fork server"
+        )
+        return HostIds(None, f"/etc/subuid and /etc/subgid have too few ids for this user: {fix}")
+    (first_uid, num_uids), (first_gid, num_gids) = (row for row in ranges if row is not None)
+    found = tuple(program for program in programs if program is not None)
+    return HostIds(Spare(first_uid, first_gid, min(num_uids, num_gids), found))
+
+
+def _is_mapped(file: Path) -> bool:
+    rows = [tuple(map(int, line.split())) for line in file.read_text().splitlines()]
+    return any(first <= _FIRST and first + num > _LAST for first, _, num in rows)
+
+
+def _find_range(file: Path, uid: int) -> tuple[int, int] | None:
+    """First id and number of the largest range of a user, of at least one block."""
+    names = {str(uid)}
+    with contextlib.suppress(KeyError):  # a user without a name
+        names.add(pwd.getpwuid(uid).pw_name)
+    rows = [line.split(":") for line in file.read_text().splitlines()] if file.is_file() else []
+    sizes = [(int(row[1]), int(row[2])) for row in rows if len(row) == 3 and row[0] in names]
+    return max((row for row in sizes if row[1] >= BLOCK), key=lambda row: row[1], default=None)
