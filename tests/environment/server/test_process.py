@@ -8,14 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from etude.errors import ConfigError
+from etude.sandbox.fake import MemoryBackend
+from etude.sandbox.types import Capabilities
 from tests.cli.commands import etude
 from tests.environment.recording.recording_builders import TellingSampler, make_recordings
-from tests.environment.server.serving import httpx, new_host
+from tests.environment.server.serving import httpx, new_host, new_site
 
 from etude.environment.recording.server.process import read_tokens  # isort: skip
 from etude.environment.recording.server.process import serve as serve_recordings  # isort: skip
@@ -43,6 +46,30 @@ def test_a_port_that_is_taken_is_named_with_what_to_do(tmp_path: Path) -> None:
                 start()
             assert (caught.value.field, caught.value.received) == ("port", port)
             assert f"{port}" in str(caught.value.fix) and "--port" in str(caught.value.fix)
+
+
+class SharingBackend(MemoryBackend):
+    """Its sandboxes share what the kernel counts for each user."""
+
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities(), neighbours_share=True)
+
+
+def test_tenants_who_could_starve_each_other_are_served_only_if_that_is_said() -> None:
+    listener, port = taken_port()
+
+    def start(backend: MemoryBackend, tokens: dict[str, str], tenants_share: bool = False) -> str | None:
+        with pytest.raises(ConfigError) as caught:
+            serve(new_host(new_site(backend)), port=port, tokens=tokens, tenants_share=tenants_share)
+        return caught.value.field
+
+    two = {"aaa": "one", "bbb": "two"}
+    with listener:
+        assert start(SharingBackend(), two) == "tenants"
+        # These come as far as the port.
+        assert start(SharingBackend(), {"aaa": "one", "bbb": "one"}) == "port"
+        assert start(SharingBackend(), two, tenants_share=True) == "port"
+        assert start(MemoryBackend(), two) == "port"
 
 
 def test_the_command_says_so_without_a_traceback(tmp_path: Path) -> None:

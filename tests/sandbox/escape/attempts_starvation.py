@@ -1,7 +1,7 @@
 """Attempts to take from a neighbour, or from the owner, what all share: counts for each user of the host.
 
-All sandboxes of an owner are one user of the host, so that a count that the kernel keeps for each user is
-shared by all of them.
+Where a plain user has no ids to give away, all sandboxes of an owner are that user. See also
+`tests/adversary/kinds_neighbours.py`.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ STARVATION = [
     Attempt(
         "use up every descriptor in flight",
         "a server whose own limit is far above its children's",
-        ("descriptors of the server's own",),
+        ("user of its own", "descriptors of the server's own"),
         scenario=use_up_descriptors_in_flight,
         neighbour=True,
         reach="shared kernel",
