@@ -100,6 +100,12 @@ def add_key():
 def open_queue():
     check(libc.mq_open(b"/%d" % time.monotonic_ns(), os.O_CREAT | os.O_RDWR, 0o600, None))
 
+def attach_filter():
+    program = struct.pack("HBBI", 0x06, 0, 0, 0xFFFF) * 4096
+    buffer = ctypes.create_string_buffer(program, len(program))
+    kept.extend([socket.socket(socket.AF_INET, socket.SOCK_DGRAM), buffer])
+    kept[-2].setsockopt(socket.SOL_SOCKET, 26, struct.pack("HxxxxxxP", 4096, ctypes.addressof(buffer)))
+
 def set_up_io():
     context = ctypes.c_ulong(0)
     check(libc.syscall({"x86_64": 206, "aarch64": 0}[os.uname().machine], 1000, ctypes.byref(context)))
@@ -158,5 +164,6 @@ KINDS = {
     "message queues": Kind("open_queue()", 0, ("limit MSGQUEUE",)),
     "locked memory": Kind("lock_memory()", 0, ("limit MEMLOCK",)),
     "asynchronous I/O contexts": Kind("set_up_io()", 0, ("allow io_setup",)),
+    "packet filters": Kind("attach_filter()", 0, ("allow setsockopt",)),
     "pseudo-terminals": Kind("os.openpty()", 0, ()),
 }

@@ -11,8 +11,8 @@ NUMBERS: dict[str, dict[str, int]] = {
         "open_by_handle_at": 304, "perf_event_open": 298, "personality": 135, "pidfd_getfd": 438,
         "pidfd_open": 434, "pidfd_send_signal": 424, "prlimit64": 302, "process_vm_readv": 310,
         "ptrace": 101, "reboot": 169, "sched_setscheduler": 144, "sethostname": 170, "setns": 308,
-        "setpriority": 141, "socket": 41, "swapon": 167, "syslog": 103, "umount2": 166, "unshare": 272,
-        "userfaultfd": 323,
+        "setpriority": 141, "setsockopt": 54, "socket": 41, "swapon": 167, "syslog": 103,
+        "umount2": 166, "unshare": 272, "userfaultfd": 323,
     },
     "aarch64": {
         "add_key": 217, "adjtimex": 171, "bpf": 280, "chroot": 51, "clock_adjtime": 266, "clone": 220,
@@ -21,8 +21,8 @@ NUMBERS: dict[str, dict[str, int]] = {
         "kexec_load": 104, "keyctl": 219, "mknodat": 33, "mount": 40, "open_by_handle_at": 265,
         "perf_event_open": 241, "personality": 92, "pidfd_getfd": 438, "pidfd_open": 434,
         "pidfd_send_signal": 424, "prlimit64": 261, "process_vm_readv": 270, "ptrace": 117, "reboot": 142,
-        "sched_setscheduler": 119, "sethostname": 161, "setns": 268, "setpriority": 140, "socket": 198,
-        "swapon": 224, "syslog": 116, "umount2": 39, "unshare": 97, "userfaultfd": 282,
+        "sched_setscheduler": 119, "sethostname": 161, "setns": 268, "setpriority": 140, "setsockopt": 208,
+        "socket": 198, "swapon": 224, "syslog": 116, "umount2": 39, "unshare": 97, "userfaultfd": 282,
     },
 }  # fmt: skip
 """machine -> call -> number."""

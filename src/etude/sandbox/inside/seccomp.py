@@ -94,6 +94,8 @@ _PROTOCOLS = (0, 1, 6, 17)
 """What the type of the socket says, UNIX (of IP: ICMP, which the namespace refuses), TCP, UDP."""
 _SOCKET_LEVEL, _BUFFER_SIZES = 1, (7, 8)
 """SOL_SOCKET, and of it SO_SNDBUF and SO_RCVBUF."""
+_PACKET_FILTERS = (26, 51)
+"""SO_ATTACH_FILTER, SO_ATTACH_REUSEPORT_CBPF: the host has little memory for programs that it compiles."""
 
 Instruction = tuple[int, int, int, int]
 _LOAD, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -109,7 +111,7 @@ def build_filter(
 
     `shared_memory`: whether memory that belongs to no process may be had; only control groups bound it.
     `countable_sockets`: whether sockets are of those kinds and sizes alone that `socket_memory` counts: their
-    buffers stay as they are, which is answered as done.
+    buffers stay as they are, which is answered as done, and they have no packet filters.
     """
     blocks = _blocks(machine, emulate_root, shared_memory, countable_sockets)
     program: list[Instruction] = [
@@ -150,12 +152,15 @@ def _blocks(
     if countable_sockets:
         done[_CALLS[machine]["setsockopt"]] = [
             (_LOAD, 0, 0, _ARGUMENT_1),
-            (_JEQ, 0, 4, _SOCKET_LEVEL),
+            (_JEQ, 0, 5, _SOCKET_LEVEL),
             (_LOAD, 0, 0, _ARGUMENT_2),
-            (_JEQ, 1, 0, _BUFFER_SIZES[0]),
-            (_JEQ, 0, 1, _BUFFER_SIZES[1]),
-            (_RET, 0, 0, _ERRNO),
+            (_JEQ, 4, 0, _PACKET_FILTERS[0]),
+            (_JEQ, 3, 0, _PACKET_FILTERS[1]),
+            (_JEQ, 3, 0, _BUFFER_SIZES[0]),
+            (_JEQ, 2, 0, _BUFFER_SIZES[1]),
             (_RET, 0, 0, _ALLOW),
+            (_RET, 0, 0, _ERRNO | errno.EPERM),
+            (_RET, 0, 0, _ERRNO),
         ]
     for number in _ON_PROCESS[machine].values():
         done[number] = [
