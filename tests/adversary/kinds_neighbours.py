@@ -9,7 +9,7 @@ from etude.sandbox.types import Resources
 
 RESOURCES = Resources(memory_bytes=256 << 20, disk_bytes=192 << 20)
 PRELUDE = """
-import ctypes, fcntl, os, select, signal, socket, struct, sys, threading, time
+import ctypes, fcntl, os, resource, select, signal, socket, struct, sys, threading, time
 libc = ctypes.CDLL(None, use_errno=True)
 kept = []
 
@@ -44,7 +44,7 @@ def take_pipe(size):
 def watch_events():
     # Every pair of a descriptor and what looks for its events counts once.
     if not kept:
-        half = (256 - 16) // 2
+        half = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 - 10
         kept.extend(([select.epoll() for _ in range(half)], [socket.socket() for _ in range(half)], iter([])))
         kept[2] = ((epoll, each) for epoll in kept[0] for each in kept[1])
     pair = next(kept[2], None)
@@ -125,15 +125,19 @@ class Kind:
     need: str = ""
     """What has to work in another sandbox `num_needed` times; empty: nobody has any of it."""
     num_needed: int = 16
+    resources: Resources = RESOURCES
 
 
+ROOMY = Resources(memory_bytes=2 << 30, open_files=5000)
+MAX_PAIRS = (ROOMY.open_files // 2 - 10) ** 2
+"""Epoll watches of one process. The kernel grants a user some 230,000 for each GiB of memory."""
 _OPEN = RESOURCES.open_files
 _OWN = ("user of its own",)
 _UNBOUNDED = 1 << 20
 KINDS = {
     "descriptors in flight": Kind("send_descriptors(50)", 2 * _OPEN // 50, _OWN, "send_descriptors(10)"),
     "pages of pipes": Kind("take_pipe(1 << 20)", _UNBOUNDED, _OWN, "take_pipe(65536)"),
-    "epoll watches": Kind("watch_events()", 120 * 120, (), "watch_events()", 1000),
+    "epoll watches": Kind("watch_events()", MAX_PAIRS, _OWN, "watch_events()", 1000, ROOMY),
     "inotify instances": Kind(
         "kept.append(check(libc.inotify_init()))",
         WATCHES["max_inotify_instances"],

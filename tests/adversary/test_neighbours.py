@@ -10,7 +10,7 @@ import pytest
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.local.doctor import find_problems
 from etude.sandbox.local.host_ids import find_host_ids
-from tests.adversary.kinds_neighbours import KINDS, PRELUDE, RESOURCES, Kind
+from tests.adversary.kinds_neighbours import KINDS, MAX_PAIRS, PRELUDE, RESOURCES, Kind
 from tests.adversary.playing import SOLVE, play_on
 from tests.sandbox.backends import with_backend
 from tests.sandbox.escape.weakened import WeakenedBackend
@@ -55,7 +55,8 @@ def test_a_neighbour_that_takes_all_it_can_leaves_others_what_they_need(name: st
     kind = KINDS[name]
 
     async def scenario(backend: SandboxBackend) -> None:
-        greedy, other = [await backend.create(resources=RESOURCES) for _ in range(2)]
+        greedy = await backend.create(resources=kind.resources)
+        other = await backend.create(resources=RESOURCES)
         held = await take_all(greedy, kind)
         assert held <= kind.most
         if kind.need:
@@ -72,11 +73,15 @@ def test_a_neighbour_that_takes_all_it_can_leaves_others_what_they_need(name: st
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.bound])
 def test_without_what_bounds_it_a_neighbour_takes_more(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]
+    granted = int(Path("/proc/sys/fs/epoll/max_user_watches").read_text())
+    if name == "epoll watches" and granted > MAX_PAIRS:
+        pytest.skip("a user of this host may have more than one sandbox can hold")
 
     async def run() -> None:
         backend = WeakenedBackend(tmp_path, frozenset(kind.bound))
         try:
-            greedy, other = [await backend.create(resources=RESOURCES) for _ in range(2)]
+            greedy = await backend.create(resources=kind.resources)
+            other = await backend.create(resources=RESOURCES)
             held = await take_all(greedy, kind)
             assert held > kind.most or await num_had(other, kind) < kind.num_needed
         finally:
