@@ -32,7 +32,7 @@ BLOCK = 4096
 SERVER = OWN = NOBODY
 """What owns files in the fork server's namespace, and the sandbox's user in that of its first process: one
 number, which owns the files of images on disk, too."""
-SERVERS = 1
+SERVER_IN_FIRST = 1
 """The fork server's user in the namespace of a first process; not 0, which would lose its rights."""
 
 
@@ -92,7 +92,7 @@ class Users:
         if not self._free:
             raise OSError(errno.EAGAIN, f"at most {BLOCK} sandboxes at a time")
         number = self._taken[pid] = self._free.popleft()
-        rows = f"{OWN} {number} 1\n{SERVERS} {SERVER} 1"
+        rows = f"{OWN} {number} 1\n{SERVER_IN_FIRST} {SERVER} 1"
         kernel.map_ids(pid, rows, rows)
         namespace = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
         try:

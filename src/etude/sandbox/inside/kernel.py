@@ -105,8 +105,8 @@ def make_read_only(target: str) -> None:
 def copy_mount(path: str, namespace: int) -> int:
     """A descriptor of a read-only copy of the mount at `path`, not yet mounted anywhere.
 
-    Whose number its files carry on disk owns them here by the map of a user namespace (a descriptor).
-    Raises OSError, EINVAL where the file system or the kernel has no mounts of that kind.
+    The owner of a file, a number on disk, is looked up in the map of a user namespace (a descriptor) as if it
+    stood inside. Raises OSError, EINVAL where the file system or the kernel has no idmapped mounts.
     """
     flags = ctypes.c_uint(_OPEN_TREE_CLONE | os.O_CLOEXEC)
     copy = _syscall("open_tree", ctypes.c_int(_AT_FDCWD), path.encode(), flags)
