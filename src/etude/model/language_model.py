@@ -116,7 +116,7 @@ class LanguageModel(nn.Module):
         residual = std / (2 * self.config.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
-                parameter.fill_(0.0 if name.endswith(".score_bias") else 1.0)
+                parameter.fill_(0.0 if name.endswith("_bias") else 1.0)
             else:
                 scale = residual if name.endswith((".out", ".down")) else std
                 parameter.normal_(0.0, scale, generator=generator)

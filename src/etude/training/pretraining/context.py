@@ -9,12 +9,13 @@ from etude.errors import ConfigError
 from etude.model import DraftLayer, DraftLayers, LanguageModel, LatentBlock
 from etude.model.rotary import attention_scale, rotary_tables
 
-_CHANGED = ("max_positions", "yarn_factor", "yarn_original_positions", "rope_theta")
+_CHANGED = ("max_positions", "rope_factor", "rope_original_positions", "rope_theta")
 """What a stage changes of a model's configuration."""
 
 
 def extended(config: ModelConfig, stage: StageConfig) -> ModelConfig:
-    """The model's configuration in a stage. Raises ConfigError for a window that it shortens."""
+    """The model's configuration in a stage. Raises ConfigError for a window that it shortens, and for YaRN
+    on top of another way of stretching positions."""
     ratio = stage.window / config.max_positions
     if ratio < 1:
         raise ConfigError(
@@ -25,8 +26,15 @@ def extended(config: ModelConfig, stage: StageConfig) -> ModelConfig:
         )
     changes: dict[str, float | int] = {"max_positions": stage.window}
     if stage.rope == "yarn":
-        original = config.yarn_original_positions if config.yarn_factor > 1 else config.max_positions
-        changes |= {"yarn_factor": stage.window / original, "yarn_original_positions": original}
+        if config.rope_factor > 1 and config.rope_scaling != "yarn":
+            raise ConfigError(
+                f"the model's positions are stretched already, as rope_scaling={config.rope_scaling!r} says",
+                field="stages.rope",
+                received=stage.rope,
+                fix='set it to "base", or to "keep"',
+            )
+        original = config.rope_original_positions if config.rope_factor > 1 else config.max_positions
+        changes |= {"rope_factor": stage.window / original, "rope_original_positions": original}
     elif stage.rope == "base":
         dim = config.rope_dim
         raised = config.rope_theta * ratio ** (dim / (dim - 2)) if dim > 2 else config.rope_theta * ratio
