@@ -19,6 +19,14 @@ def test_a_stage_stretches_from_the_first_window() -> None:
     assert (second.rope_factor, second.rope_original_positions, second.max_positions) == (8.0, 128, 1024)
 
 
+def test_yarn_is_not_put_on_top_of_another_stretching() -> None:
+    stretched = small_config(rope_scaling="llama3", rope_factor=4.0, rope_original_positions=32)
+    with pytest.raises(ConfigError, match="stretched already") as caught:
+        extended(stretched, StageConfig(from_step=0, window=256))
+    assert caught.value.field == "stages.rope"
+    assert extended(stretched, StageConfig(from_step=0, window=256, rope="keep")).rope_factor == 4.0
+
+
 def test_a_raised_base_turns_the_slowest_dimension_as_far_in_the_new_window() -> None:
     old = small_config()
     new = extended(old, StageConfig(from_step=0, window=512, rope="base"))

@@ -7,7 +7,7 @@ import math
 from etude.config import ModelConfig, StageConfig
 from etude.errors import ConfigError
 from etude.model import DraftLayer, DraftLayers, LanguageModel, LatentBlock
-from etude.model.rotary import attention_scale, rotary_tables
+from etude.model.rotary import attention_scale
 
 _CHANGED = ("max_positions", "rope_factor", "rope_original_positions", "rope_theta")
 """What a stage changes of a model's configuration."""
@@ -51,8 +51,7 @@ def set_context(model: LanguageModel, config: ModelConfig, drafts: DraftLayers |
     """Gives a model, and its draft layers, the window and the rotary embedding of `config`, in place; no
     weight changes."""
     model.config = config
-    for name, table in zip(("cosine", "signed_sine"), rotary_tables(config), strict=True):
-        setattr(model, name, table.to(model.embedding.device))
+    model.reset_rotation()
     blocks = [*model.blocks]
     if drafts is not None:
         blocks += [layer.block for layer in drafts.layers if isinstance(layer, DraftLayer)]
