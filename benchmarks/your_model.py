@@ -5,8 +5,8 @@ transformers, and trainer and engine compute it to the same bits.
     python benchmarks/your_model.py --json out.json [--prompts N] [--tokens N]
 
 Greedy text is compared token by token: transformers computes each of our sequences once, and at every
-position its best token must be ours. By induction its own greedy text is then the same. Positions at which its
-two best differ by less than 1e-3 are left out and counted.
+position its best token must be ours. By induction its own greedy text is then the same. Positions at which
+its two best differ by less than 1e-3 are left out and counted.
 """
 
 from __future__ import annotations

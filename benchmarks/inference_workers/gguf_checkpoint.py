@@ -9,18 +9,29 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-from etude.model.gguf import LAYER_NAMES, TENSOR_NAMES
-
-_NAMES = {theirs: name for name, theirs in (TENSOR_NAMES | LAYER_NAMES).items()}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 
 
 def gguf_name(name: str) -> str:
     """llama.cpp's name of a tensor that Hugging Face names so."""
-    stem = name.removesuffix(".weight")
-    if stem in _NAMES:
-        return f"{_NAMES[stem]}.weight"
-    _, _, number, part = stem.split(".", 3)
-    return f"blk.{number}.{_NAMES[part]}.weight"
+    whole = {"embed_tokens": "token_embd", "norm": "output_norm"}
+    inner = name.removeprefix("model.").removesuffix(".weight")
+    if inner in whole:
+        return f"{whole[inner]}.weight"
+    _, number, part = inner.split(".", 2)
+    return f"blk.{number}.{_LAYER[part]}.weight"
 
 
 def write_gguf(checkpoint: Path, target: Path) -> None:
