@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from etude.model.gguf import LAYER_NAMES, TENSOR_NAMES
+from etude.model.gguf_file import LAYER_NAMES, TENSOR_NAMES
 from etude.tokens import Tokenizer, train_tokenizer
 
 END, START = "<|im_end|>", "<|im_start|>"

@@ -12,7 +12,7 @@ import torch
 
 from etude.errors import CheckpointError
 from etude.model import LanguageModel
-from etude.model.gguf import GgufFile
+from etude.model.gguf_file import GgufFile
 from etude.model.huggingface import load_model
 from etude.model.huggingface.checkpoint import fill_model, outline_model
 from etude.model.huggingface.fields import parse_fields

@@ -9,7 +9,7 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.tokens import Tokenizer
-from etude.tokens.gguf import tokenizer_files
+from etude.tokens.gguf_tokenizer import tokenizer_files
 
 _CHARACTERS = [chr(code) for code in [*range(0x21, 0x7F)]] + ["Ġ", "Ċ"]
 _MERGES = ["Ġ Ġ", "1 2", "12 3", "Ġ x", "' s", "x s"]

@@ -10,12 +10,12 @@ import torch
 
 from etude.errors import CheckpointError
 from etude.model import build_model
-from etude.model.gguf import GgufFile
+from etude.model.gguf_file import GgufFile
 from etude.model.huggingface import save_model
 from etude.model.huggingface.checkpoint import fill_model, outline_model
 from etude.model.huggingface.fields import parse_fields
 from etude.model.loading import read_architecture, read_vocab_size, read_window
-from etude.tokens.gguf import TEMPLATE_FILE, tokenizer_files
+from etude.tokens.gguf_tokenizer import TEMPLATE_FILE, tokenizer_files
 from etude.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from etude.training.checkpoints.exchange import convert_model
 from etude.training.checkpoints.files import write_whole

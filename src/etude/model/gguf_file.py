@@ -3,7 +3,7 @@
     metadata ──> the values of a config.json
     tensors ──> float32 under Hugging Face's names, dequantised by the `gguf` package
 
-The tokenizer is read by `etude.tokens.gguf`.
+The tokenizer is read by `etude.tokens.gguf_tokenizer`.
 """
 
 from __future__ import annotations
