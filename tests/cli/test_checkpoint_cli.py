@@ -50,7 +50,7 @@ def _source(directory: Path, variant: str) -> Path:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_model_comes_in_and_goes_out_with_its_files_and_equal_logits(tmp_path: Path, variant: str) -> None:
     source = _source(tmp_path / "theirs", variant)
-    _run("import", source, tmp_path / "ours")
+    _run("export", source, tmp_path / "ours", "--dtype", "float32")
     _run("verify", tmp_path / "ours")
     _run("export", tmp_path / "ours", tmp_path / "out", "--dtype", "float32", "--max-file-gb", "0.00002")
     names = {path.name for path in (tmp_path / "out").iterdir()}
@@ -160,7 +160,7 @@ def test_mistakes_are_named_and_leave_nothing(tmp_path: Path, mistake: str) -> N
         (source / "tokenizer.json").unlink()
     else:
         (source / "config.json").write_text("{")
-    result = CliRunner().invoke(app, ["checkpoint", "import", str(source), str(target)])
+    result = CliRunner().invoke(app, ["checkpoint", "export", str(source), str(target)])
     assert result.exit_code == 2
     assert "fix" in result.output or "cannot be read" in result.output
     assert not target.exists() or not list(target.iterdir())
@@ -172,6 +172,6 @@ def test_the_settings_of_the_page_are_the_defaults_and_its_commands_exist() -> N
     blocks = dict(re.findall(r"^```(\w*)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL))
     assert parse_config(tomllib.loads(blocks["toml"])).checkpoint == CheckpointConfig()
     commands = re.findall(r"^etude checkpoint (\w+)", blocks[""], re.MULTILINE)
-    assert sorted(commands) == ["export", "import", "show", "verify"]
+    assert sorted(commands) == ["export", "show", "verify"]
     for command in commands:
         _run(command, "--help")

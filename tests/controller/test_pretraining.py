@@ -112,7 +112,7 @@ def test_a_stage_lengthens_the_window_and_the_checkpoint_keeps_it(tmp_path: Path
     run, report = _run(_config(tmp_path, stages=stages))
     stored = load_checkpoint(run.checkpoints / "final")[0].config
     assert report["window"] == stored.max_positions == 128
-    assert (stored.yarn_factor, stored.yarn_original_positions) == (2.0, 64)
+    assert (stored.rope_factor, stored.rope_original_positions) == (2.0, 64)
 
 
 @pytest.mark.slow

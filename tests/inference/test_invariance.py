@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,8 @@ pytestmark = needs_compiler
 SHAPES: list[dict[str, Any]] = [
     {},
     {"architecture": "qwen3", "intermediate_size": 40, "tie_embeddings": False},
+    {"architecture": "llama", "hidden_size": 72, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    {"architecture": "qwen2", "num_heads": 4, "num_kv_heads": 2},
     {"hidden_size": 76, "num_heads": 6, "num_kv_heads": 2, "head_dim": 20, "experts_per_token": 3},
     LATENT,
 ]
@@ -27,6 +30,9 @@ SHAPES: list[dict[str, Any]] = [
 def model_of(shape: dict[str, Any]) -> LanguageModel:
     model = build_model(small_config(**({"max_positions": 160} | shape)), VOCAB)
     model.initialise(7)
+    for name, parameter in model.named_parameters():
+        if name.endswith("qkv_bias"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5, torch.Generator().manual_seed(0))
     return model.requires_grad_(requires_grad=False)
 
 

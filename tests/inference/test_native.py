@@ -30,6 +30,8 @@ LENGTHS = [16, 21, 33, 133, 5]
 SHAPES: list[dict[str, Any]] = [
     {},
     {"architecture": "qwen3", "intermediate_size": 40, "tie_embeddings": False},
+    {"architecture": "llama", "hidden_size": 72, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    {"architecture": "qwen2", "num_heads": 4, "num_kv_heads": 2},
     {"hidden_size": 76, "num_heads": 3, "num_kv_heads": 3, "head_dim": 10, "expert_size": 12},
     {"hidden_size": 132, "num_heads": 8, "head_dim": 64, "experts_per_token": 1, "num_layers": 1},
     {"num_experts": 40, "experts_per_token": 6, "expert_size": 96, "num_heads": 4, "num_kv_heads": 2},

@@ -27,8 +27,8 @@ LATENT: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "n_shared_experts": 2,
     "intermediate_size": 40,
-    "yarn_factor": 4.0,
-    "yarn_original_positions": 32,
+    "rope_factor": 4.0,
+    "rope_original_positions": 32,
     "yarn_mscale": 1.0,
     "yarn_mscale_all_dim": 0.7,
 }

@@ -47,12 +47,29 @@ _YARN = {
     "beta_fast": 4.0,
     "beta_slow": 1.0,
 }
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+}
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("Qwen3", _GROUPED),
     "dense_tied": ("Qwen3", _GROUPED | {"tie_word_embeddings": True}),
     "dense_yarn": ("Qwen3", _GROUPED | {"rope_parameters": _YARN}),
+    "biased": ("Qwen2", _GROUPED),
+    "biased_tied_yarn": ("Qwen2", _GROUPED | {"rope_parameters": _YARN, "tie_word_embeddings": True}),
+    "llama": ("Llama", _GROUPED | {"num_attention_heads": 8, "num_key_value_heads": 1}),
+    "llama_scaled": ("Llama", _GROUPED | {"rope_parameters": _LLAMA3, "tie_word_embeddings": True}),
+    "llama_linear": (
+        "Llama",
+        _GROUPED | {"rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 4.0}},
+    ),
+    "mistral": ("Mistral", _GROUPED | {"sliding_window": None}),
     "moe": ("Qwen3Moe", _GROUPED | _MOE),
     "moe_tied": ("Qwen3Moe", _GROUPED | _MOE | {"tie_word_embeddings": True}),
     "moe_unnormalised": ("Qwen3Moe", _GROUPED | _MOE | {"norm_topk_prob": False}),

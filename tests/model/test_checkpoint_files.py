@@ -17,6 +17,9 @@ from torch import Tensor
 from etude.errors import CheckpointError
 from etude.model import LanguageModel
 from etude.model.huggingface import from_huggingface, load_model, save_model, to_huggingface
+from etude.model.huggingface.fields import read_fields
+from etude.model.loading import load_any_model, read_architecture
+from etude.model.transformers_model import TransformersModel
 from tests.model.reference import our_logits, reference_checkpoint, their_logits_and_routes, tokens_of
 
 INDEX = "model.safetensors.index.json"
@@ -252,7 +255,7 @@ def test_a_head_that_differs_from_the_embedding_to_which_it_is_tied_is_refused(t
 @pytest.mark.parametrize(
     ("variant", "field", "value"),
     [
-        ("dense", "model_type", "llama"),
+        ("dense", "model_type", "gpt_neox"),
         ("dense", "hidden_act", "gelu"),
         ("dense", "attention_bias", True),
         ("dense", "use_sliding_window", True),
@@ -319,3 +322,56 @@ def test_no_damage_to_the_bytes_is_taken_for_a_model_or_ends_in_another_error(
     kept = data.draw(st.integers(0, len(content) - 2))
     (directory / name).write_bytes(content[:kept])
     _refused(directory)
+
+
+def test_what_older_llamas_leave_out_is_what_transformers_takes(tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    reference_checkpoint(tmp_path, "llama", head_dim=8, num_key_value_heads=8)
+    expected = load_model(tmp_path).config
+
+    def old(values: dict[str, Any]) -> None:
+        for name in ("head_dim", "num_key_value_heads", "rope_parameters", "max_position_embeddings"):
+            del values[name]
+        values["num_attention_heads"] = 4
+
+    _edit(tmp_path / "config.json", old)
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    config = read_fields(tmp_path / "config.json").config
+    assert (config.head_dim, config.num_kv_heads) == (theirs.head_dim, theirs.num_key_value_heads) == (8, 4)
+    assert config.rope_theta == theirs.rope_parameters["rope_theta"] == expected.rope_theta
+    assert config.max_positions == theirs.max_position_embeddings
+
+
+@pytest.mark.parametrize("window", [64, "absent", 128, None])
+def test_a_window_that_is_shorter_than_the_longest_sequence_is_refused(tmp_path: Path, window: Any) -> None:
+    longest = 8192 if window == "absent" else 128
+    reference_checkpoint(tmp_path, "mistral", max_position_embeddings=longest)
+
+    def set_window(values: dict[str, Any]) -> None:
+        if window == "absent":
+            del values["sliding_window"]
+        else:
+            values["sliding_window"] = window
+
+    _edit(tmp_path / "config.json", set_window)
+    if window in (128, None):
+        assert read_fields(tmp_path / "config.json").config.architecture == "llama"
+        return
+    error = _refused(tmp_path)
+    assert error.field == "config.json: sliding_window" and error.received in (64, 4096)
+    assert "max_position_embeddings" in str(error.fix)
+
+
+def test_what_is_not_computed_here_goes_through_transformers(tmp_path: Path) -> None:
+    reference_checkpoint(tmp_path, "llama", attention_bias=True)
+    assert "vllm" in str(_refused(tmp_path).fix)
+    assert read_architecture(tmp_path) is None
+    assert isinstance(load_any_model(tmp_path), TransformersModel)
+
+
+@pytest.mark.parametrize("name", ["low_freq_factor", "high_freq_factor", "factor"])
+def test_a_field_that_stretches_positions_is_named_where_it_is_missing(tmp_path: Path, name: str) -> None:
+    reference_checkpoint(tmp_path, "llama_scaled")
+    _edit(tmp_path / "config.json", lambda values: values["rope_parameters"].pop(name))
+    assert (_refused(tmp_path).field or "").endswith(name)

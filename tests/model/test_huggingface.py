@@ -70,7 +70,7 @@ def test_a_damaged_directory_is_refused_with_the_field(tmp_path: Path, damage: s
         path.write_bytes(path.read_bytes()[:-100])
     if damage == "architecture":
         config = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+        (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "gpt_neox"}))
     with pytest.raises(CheckpointError) as caught:
         load_model(tmp_path)
     assert caught.value.field

@@ -33,6 +33,7 @@ _COMMANDS = {
     "env": "environment:env_app",
     "bench": "bench:bench_app",
     "checkpoint": "checkpoint:checkpoint_app",
+    "model": "model:model_app",
     "tokenizer": "tokenizer:tokenizer_app",
 }
 """By name: the module of this package and what it calls the command, or the application of several."""

@@ -1,4 +1,4 @@
-"""`etude checkpoint`: look at checkpoints, check them, bring models in and out."""
+"""`etude checkpoint`: look at checkpoints, check them, bring models out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from etude.errors import CheckpointError
 from etude.observe import RunDirectory
 
 checkpoint_app = typer.Typer(
-    name="checkpoint", help="Inspect, verify, import and export checkpoints.", no_args_is_help=True
+    name="checkpoint", help="Inspect, verify and export checkpoints.", no_args_is_help=True
 )
 
 PathArgument = Annotated[Path, typer.Argument(help="Directory of a checkpoint or run.", show_default=False)]
@@ -121,23 +121,6 @@ def export_command(
     It holds the weights with their index, config.json, generation settings, tokenizer and chat template.
     Adapters are merged with their base model.
     """
-    _convert(source, target, dtype, max_file_gb, base)
-
-
-@checkpoint_app.command("import")
-def import_command(
-    source: SourceArgument,
-    target: TargetArgument,
-    dtype: Annotated[Dtype, typer.Option(help="Number format to keep the weights in.")] = Dtype.FLOAT32,
-) -> None:
-    """Check a Hugging Face directory, and copy it with a hash of each file.
-
-    Start a run from the copy with --set initial_checkpoint=TARGET.
-    """
-    _convert(source, target, dtype, 5.0)
-
-
-def _convert(source: Path, target: Path, dtype: Dtype, max_file_gb: float, base: Path | None = None) -> None:
     import torch
 
     from etude.training.checkpoints.exchange import convert_model

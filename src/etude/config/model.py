@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from etude.config.base import Section
 
-Architecture = Literal["qwen3_moe", "qwen3", "deepseek_v3"]
+Architecture = Literal["qwen3_moe", "qwen3", "qwen2", "llama", "deepseek_v3"]
 
 
 class TokenizerConfig(Section):
@@ -22,8 +22,9 @@ class ModelConfig(Section):
     """The architecture of a model that starts from random weights, in the terms of Hugging Face."""
 
     architecture: Architecture = "qwen3_moe"
-    """`qwen3_moe`: mixture of experts. `qwen3`: dense. `deepseek_v3`: latent attention and sigmoid routing,
-    also used by Kimi-K2."""
+    """`qwen3_moe`: mixture of experts. `qwen3`: dense, with normalised queries and keys. `qwen2`: dense, with
+    biases on queries, keys and values instead. `llama`: dense, with neither; also Mistral and SmolLM2.
+    `deepseek_v3`: latent attention and sigmoid routing, also used by Kimi-K2."""
     hidden_size: int = Field(default=128, ge=8, multiple_of=4)
     """Width of the residual stream; a multiple of 4, as grouped matrix products require."""
     num_layers: int = Field(default=3, ge=1)
@@ -36,7 +37,8 @@ class ModelConfig(Section):
     """Width of one head; even, for rotary embeddings. `deepseek_v3` uses `qk_nope_head_dim`,
     `qk_rope_head_dim` and `v_head_dim` instead."""
     intermediate_size: int = Field(default=384, ge=4, multiple_of=4)
-    """Inner width of a dense layer: of all layers in `qwen3`, of the first ones in `deepseek_v3`."""
+    """Inner width of a dense layer: of all layers in `qwen3`, `qwen2` and `llama`, of the first ones in
+    `deepseek_v3`."""
     num_experts: int = Field(default=8, ge=1, le=65_534)
     """Experts per block; a recorded route is one byte for up to 255 experts, and two for more."""
     experts_per_token: int = Field(default=2, ge=1)
@@ -77,20 +79,23 @@ class ModelConfig(Section):
     """`deepseek_v3`: number of dense layers at the start."""
     rope_interleave: bool = True
     """`deepseek_v3`: whether a Hugging Face checkpoint holds rotary rows in pairs, not halves."""
-    yarn_factor: float = Field(default=1.0, ge=1)
-    """Factor by which YaRN stretches positions; 1: not at all, and the other `yarn` fields are ignored."""
-    yarn_original_positions: int = Field(default=4096, ge=1)
+    rope_scaling: Literal["yarn", "llama3", "linear"] = "yarn"
+    """How positions are stretched, where `rope_factor` is above 1: dimensions that turn often are kept in
+    `yarn` and, by another ramp, in `llama3` (Llama 3.1 to 3.3); `linear` stretches all."""
+    rope_factor: float = Field(default=1.0, ge=1)
+    """Factor by which positions are stretched; 1: not at all, and the fields below are ignored."""
+    rope_original_positions: int = Field(default=4096, ge=1)
     """Longest sequence before the stretching."""
-    yarn_beta_fast: float = Field(default=32.0, gt=0)
+    rope_fast_turns: float = Field(default=32.0, gt=0)
     """Dimensions that turn more often within the original length keep their frequency."""
-    yarn_beta_slow: float = Field(default=1.0, gt=0)
+    rope_slow_turns: float = Field(default=1.0, gt=0)
     """Dimensions that turn less often within the original length are stretched in full."""
     yarn_mscale: float = Field(default=0.0, ge=0)
     """With `yarn_mscale_all_dim`, weight of the factor's logarithm on rotary parts; 0: not given."""
     yarn_mscale_all_dim: float = Field(default=0.0, ge=0)
     """Weight of the factor's logarithm on all attention scores (`deepseek_v3`); 0: none."""
     yarn_attention_factor: float = Field(default=0.0, ge=0)
-    """Factor on the rotary tables; 0: derived from `yarn_factor` and the two before."""
+    """Factor on the rotary tables; 0: derived from `rope_factor` and the two before."""
     yarn_truncate: bool = True
     """Whether the bounds between kept and stretched dimensions are whole numbers."""
 
@@ -100,10 +105,20 @@ class ModelConfig(Section):
         return self.architecture == "deepseek_v3"
 
     @property
+    def has_query_norm(self) -> bool:
+        """Whether queries and keys of grouped-query attention are normalised."""
+        return self.architecture in ("qwen3", "qwen3_moe")
+
+    @property
+    def has_qkv_bias(self) -> bool:
+        """Whether the projections of queries, keys and values have biases."""
+        return self.architecture == "qwen2"
+
+    @property
     def num_moe_layers(self) -> int:
         """Layers that route: the second dimension of recorded routes."""
-        dense = {"qwen3": self.num_layers, "qwen3_moe": 0, "deepseek_v3": self.first_k_dense_replace}
-        return self.num_layers - dense[self.architecture]
+        dense = {"qwen3_moe": 0, "deepseek_v3": self.first_k_dense_replace}
+        return self.num_layers - dense.get(self.architecture, self.num_layers)
 
     @property
     def routes_per_token(self) -> int:
@@ -152,6 +167,11 @@ class ModelConfig(Section):
             raise ValueError(
                 f"experts_per_token: must be at most num_experts={self.num_experts}, "
                 f"received {self.experts_per_token}"
+            )
+        if self.rope_scaling == "llama3" and self.rope_fast_turns <= self.rope_slow_turns:
+            raise ValueError(
+                f"rope_fast_turns: must be above rope_slow_turns={self.rope_slow_turns}, "
+                f"received {self.rope_fast_turns}"
             )
         if self.is_latent:
             self._check_groups()

@@ -81,15 +81,18 @@ class Block(nn.Module):
 
 
 class GroupedQueryBlock(Block):
-    """Grouped-query attention with normalised queries and keys (Qwen3 technical report, 2025)."""
+    """Grouped-query attention (Ainslie et al. 2023), as Llama has it; with biases on queries, keys and values
+    as Qwen2, or with normalised queries and keys as Qwen3."""
 
     def _add_projections(self, config: ModelConfig) -> int:
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows = (self.heads + 2 * self.kv_heads) * self.dim
         self.qkv = nn.Parameter(torch.empty(rows, config.hidden_size))
         """Rows of the query, key and value projections, one after the other."""
-        self.query_norm = nn.Parameter(torch.ones(self.dim))
-        self.key_norm = nn.Parameter(torch.ones(self.dim))
+        self.qkv_bias = nn.Parameter(torch.zeros(rows)) if config.has_qkv_bias else None
+        normed = config.has_query_norm
+        self.query_norm = nn.Parameter(torch.ones(self.dim)) if normed else None
+        self.key_norm = nn.Parameter(torch.ones(self.dim)) if normed else None
         return self.heads * self.dim
 
     def divide_heads(self, parts: int) -> None:
@@ -98,12 +101,17 @@ class GroupedQueryBlock(Block):
 
     def _attend(self, normed: Tensor, shared: Pass) -> Tensor:
         ops = shared.ops
-        rows = ops.linear(ops.spread(normed), self.qkv).view(len(normed), -1, self.dim)
-        query, key, value = rows.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        query_key = torch.cat(
-            (ops.rms_norm(query, self.query_norm, self.eps), ops.rms_norm(key, self.key_norm, self.eps)),
-            dim=1,
-        )
+        rows = ops.linear(ops.spread(normed), self.qkv)
+        if self.qkv_bias is not None:
+            rows = rows + self.qkv_bias
+        rows = rows.view(len(normed), -1, self.dim)
+        query_key, value = rows.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = query_key.split((self.heads, self.kv_heads), dim=1)
+            query_key = torch.cat(
+                (ops.rms_norm(query, self.query_norm, self.eps), ops.rms_norm(key, self.key_norm, self.eps)),
+                dim=1,
+            )
         query, key = ops.rotate(query_key, *shared.rotation).split((self.heads, self.kv_heads), dim=1)
         return shared.attention.attend(self.layer, query, key, value).reshape(len(normed), -1)
 

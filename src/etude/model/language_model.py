@@ -33,9 +33,8 @@ class LanguageModel(nn.Module):
         self.output_embedding: nn.Parameter | None = None
         if not config.tie_embeddings:
             self.output_embedding = nn.Parameter(torch.empty(vocab_size, config.hidden_size))
-        cosine, signed_sine = rotary_tables(config)
-        self.register_buffer("cosine", cosine, persistent=False)
-        self.register_buffer("signed_sine", signed_sine, persistent=False)
+        for name, table in zip(("cosine", "signed_sine"), rotary_tables(config), strict=True):
+            self.register_buffer(name, table, persistent=False)
         self.native_routes = NativeRoutes(config.experts_per_token)
 
     @property
@@ -94,6 +93,11 @@ class LanguageModel(nn.Module):
         """hidden [N, width], tokens [N] -> float32 log-probability of each and entropy (detached) [N]."""
         return self.ops.logprobs(hidden, self.head, tokens, temperature)
 
+    def reset_rotation(self) -> None:
+        """Computes the rotary tables anew, as `config` says, in their type and place."""
+        for name, table in zip(("cosine", "signed_sine"), rotary_tables(self.config), strict=True):
+            setattr(self, name, table.to(self.get_buffer(name)))
+
     def checkpoint_activations(self, enabled: bool = True) -> None:
         """Whether blocks keep only their input for the backward pass and compute the rest again: a third
         more work or so, a fraction of the memory, the same gradients."""
@@ -116,7 +120,7 @@ class LanguageModel(nn.Module):
         residual = std / (2 * self.config.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
-                parameter.fill_(0.0 if name.endswith(".score_bias") else 1.0)
+                parameter.fill_(0.0 if name.endswith("_bias") else 1.0)
             else:
                 scale = residual if name.endswith((".out", ".down")) else std
                 parameter.normal_(0.0, scale, generator=generator)

@@ -9,12 +9,11 @@ import torch
 from etude.config import ModelConfig
 from etude.errors import CheckpointError
 from etude.model.huggingface import load_model, save_model
-from etude.model.huggingface.fields import read_fields
+from etude.model.huggingface.fields import ForeignModelError, read_fields
 from etude.model.language_model import LanguageModel
 from etude.model.transformers_model import TransformersModel
 
 AnyModel = LanguageModel | TransformersModel
-_FOREIGN = "config.json: model_type"
 
 
 def load_any_model(directory: Path, dtype: torch.dtype = torch.float32) -> AnyModel:
@@ -37,10 +36,8 @@ def read_architecture(directory: Path) -> ModelConfig | None:
     """What `config.json` says of one of our own architectures; None for another. Raises CheckpointError."""
     try:
         return read_fields(directory / "config.json").config
-    except CheckpointError as error:
-        if error.field != _FOREIGN:
-            raise
-    return None
+    except ForeignModelError:
+        return None
 
 
 def read_vocab_size(directory: Path) -> int:

@@ -1,4 +1,4 @@
-"""Tables of the rotary embedding, stretched by YaRN where the configuration says so."""
+"""Tables of the rotary embedding, stretched where the configuration says so."""
 
 from __future__ import annotations
 
@@ -30,38 +30,52 @@ def attention_scale(config: ModelConfig) -> float:
     """
     if not config.is_latent:
         return config.head_dim**-0.5
-    factor = _log_scale(config.yarn_factor, config.yarn_mscale_all_dim)
+    factor = _log_scale(config.rope_factor, config.yarn_mscale_all_dim)
     return (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5 * factor * factor
 
 
 def _frequencies(config: ModelConfig) -> Tensor:
     """Radians per position of each pair of dimensions, [rope_dim / 2] float64.
 
-    YaRN (Peng et al. 2023) keeps those that turn often within the original length, divides those that turn
-    less than once by the factor, and goes from one to the other linearly in between.
+    YaRN (Peng et al. 2023) and Llama 3 keep those that turn often within the original length, divide those
+    that turn seldom by the factor, and go from one to the other in between: linearly in the dimension, or in
+    the number of turns.
     """
     dim, base = config.rope_dim, config.rope_theta
     frequencies = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-    if config.yarn_factor == 1.0:
+    if config.rope_factor == 1.0:
         return frequencies
+    if config.rope_scaling == "yarn":
+        stretched = _yarn_ramp(config)
+    elif config.rope_scaling == "llama3":
+        turns = config.rope_original_positions * frequencies / (2 * math.pi)
+        fast, slow = config.rope_fast_turns, config.rope_slow_turns
+        stretched = ((fast - turns) / (fast - slow)).clamp(0, 1)
+    else:
+        stretched = torch.ones_like(frequencies)
+    return frequencies * (1 - stretched) + frequencies / config.rope_factor * stretched
+
+
+def _yarn_ramp(config: ModelConfig) -> Tensor:
+    """How much of each frequency is stretched, from 0 to 1, [rope_dim / 2] float64."""
+    dim, base = config.rope_dim, config.rope_theta
 
     def dimension_of(turns: float) -> float:
         """The pair that turns so often within the original length."""
-        return dim * math.log(config.yarn_original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
+        return dim * math.log(config.rope_original_positions / (turns * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = dimension_of(config.yarn_beta_fast), dimension_of(config.yarn_beta_slow)
+    low, high = dimension_of(config.rope_fast_turns), dimension_of(config.rope_slow_turns)
     if config.yarn_truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     ramp = (torch.arange(dim // 2, dtype=torch.float64) - low) / (high - low if high != low else 0.001)
-    stretched = ramp.clamp(0, 1)
-    return frequencies * (1 - stretched) + frequencies / config.yarn_factor * stretched
+    return ramp.clamp(0, 1)
 
 
 def _table_factor(config: ModelConfig) -> float:
     """YaRN's factor on the rotary tables."""
-    factor, all_dim = config.yarn_factor, config.yarn_mscale_all_dim
-    if factor == 1.0:
+    factor, all_dim = config.rope_factor, config.yarn_mscale_all_dim
+    if factor == 1.0 or config.rope_scaling != "yarn":
         return 1.0
     if config.yarn_attention_factor:
         return config.yarn_attention_factor

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C compiler")
 SHAPES: list[dict[str, Any]] = [
     {},
     {"architecture": "qwen3", "intermediate_size": 40, "tie_embeddings": False},
+    {"architecture": "llama", "hidden_size": 72, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    {"architecture": "qwen2", "num_heads": 4, "num_kv_heads": 2},
     {"hidden_size": 76, "num_heads": 3, "num_kv_heads": 3, "head_dim": 10, "expert_size": 12},
     {"num_experts": 40, "experts_per_token": 6, "norm_topk_prob": False},
     LATENT,
@@ -31,6 +33,9 @@ SHAPES: list[dict[str, Any]] = [
 def model_of(shape: dict[str, Any]) -> LanguageModel:
     model = build_model(small_config(**shape), VOCAB)
     model.initialise(2)
+    for name, parameter in model.named_parameters():
+        if name.endswith("qkv_bias"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5, torch.Generator().manual_seed(0))
     return model
 
 

@@ -23,6 +23,7 @@ VOCAB_SIZE = 67
 """Does not divide evenly."""
 CASES: dict[str, dict[str, Any]] = {
     "dense": {"architecture": "qwen3", "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48},
+    "biased": {"architecture": "qwen2", "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48},
     "mixture": {"num_heads": 4, "num_kv_heads": 4, "num_experts": 6, "tie_embeddings": False},
     "latent": {**LATENT, "tie_embeddings": False},
 }

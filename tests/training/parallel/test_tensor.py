@@ -51,6 +51,7 @@ def test_two_ranks_find_what_one_process_does_for_every_architecture() -> None:
         ParallelConfig(ranks=2, tensor=2),
         [
             Task("dense", plan, matrices="muon"),
+            Task("biased", plan),
             Task("mixture", plan, matrices="muon", replay=True),
             Task("latent", plan, matrices="muon", distribution=True),
             Task("mixture", plan, recompute=True),

@@ -52,6 +52,7 @@ class Layer(ctypes.Structure):
         ("query_norm", ctypes.c_void_p),
         ("key_norm", ctypes.c_void_p),
         ("experts_norm", ctypes.c_void_p),
+        ("qkv_bias", ctypes.c_void_p),
         ("score_bias", ctypes.c_void_p),
         ("qkv", NativeMatrix),
         ("query_up", NativeMatrix),

@@ -103,7 +103,10 @@ class _NativeBlocks:
         return layer
 
     def _add_grouped(self, layer: Layer, block: GroupedQueryBlock) -> None:
-        layer.query_norm, layer.key_norm = self._keep(block.query_norm), self._keep(block.key_norm)
+        if block.query_norm is not None and block.key_norm is not None:
+            layer.query_norm, layer.key_norm = self._keep(block.query_norm), self._keep(block.key_norm)
+        if block.qkv_bias is not None:
+            layer.qkv_bias = self._keep(block.qkv_bias)
         layer.qkv = self._single(block.qkv)
 
     def _add_latent(self, layer: Layer, block: LatentBlock) -> None:

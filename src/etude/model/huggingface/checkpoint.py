@@ -11,10 +11,11 @@ from torch import Tensor
 
 from etude.errors import CheckpointError
 from etude.model.drafting import DraftLayers
-from etude.model.huggingface.fields import read_fields, write_fields
+from etude.model.huggingface.fields import CheckpointFields, read_fields, write_fields
 from etude.model.huggingface.files import GivenTensors, Tensors, open_tensors, write_tensors
 from etude.model.huggingface.layout import Entry, draft_entries, entries
 from etude.model.language_model import LanguageModel, build_model
+from etude.observe.machine import total_memory_bytes
 
 MAX_FILE_BYTES = 5_000_000_000
 """Larger checkpoints are written as several files."""
@@ -39,19 +40,40 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> LanguageM
     layers for multi-token prediction behind the last block, which `load_draft_layers` reads.
 
     Raises CheckpointError on a missing or damaged file, another architecture, missing, extra, wrongly
-    shaped or non-finite tensors.
+    shaped or non-finite tensors, and on a model that is larger than this machine's memory.
     """
     fields = read_fields(directory / "config.json")
-    config = fields.config
-    # Files are opened before memory is taken: a damaged checkpoint fails at once.
+    model = outline_model(fields, dtype)
     with open_tensors(directory, fields.fp8_block) as tensors:
-        model = build_model(config, fields.vocab_size).cast(dtype)
-        targets = entries(model)
-        outside = _outside(tensors.names(), config.num_layers, fields.num_mtp_layers)
-        _check(targets, tensors, outside)
-        for name, target in targets.items():
-            target.write(_finite(name, tensors.read(name)))
-        _check_tied_head(model, tensors)
+        return fill_model(model, tensors, fields.num_mtp_layers)
+
+
+def outline_model(fields: CheckpointFields, dtype: torch.dtype) -> LanguageModel:
+    """The model that `fields` describe, without storage. Raises CheckpointError where the weights would be
+    larger than this machine's memory."""
+    with torch.device("meta"):
+        model = build_model(fields.config, fields.vocab_size).cast(dtype)
+    needed, total = sum(p.numel() * p.element_size() for p in model.parameters()), total_memory_bytes()
+    if needed > total:
+        raise CheckpointError(
+            f"the weights take {needed / 1e9:,.1f} GB as {str(dtype).removeprefix('torch.')}",
+            field="memory",
+            received=f"{total / 1e9:,.1f} GB on this machine",
+            fix="use a machine with more memory, a smaller number format or a smaller model; "
+            "`etude plan` says how much training takes",
+        )
+    return model
+
+
+@torch.no_grad()
+def fill_model(model: LanguageModel, tensors: Tensors, num_mtp_layers: int = 0) -> LanguageModel:
+    """Gives storage and these weights to what `outline_model` returned, once names and shapes are right;
+    returns it. Raises CheckpointError as `load_model` does."""
+    _check(entries(model), tensors, _outside(tensors.names(), model.config.num_layers, num_mtp_layers))
+    model.to_empty(device="cpu").reset_rotation()
+    for name, target in entries(model).items():
+        target.write(_finite(name, tensors.read(name)))
+    _check_tied_head(model, tensors)
     return model
 
 

@@ -17,9 +17,11 @@ from etude.errors import CheckpointError
 _CLASSES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-_MODEL_TYPES = {name: name for name in _CLASSES} | {"kimi_k2": "deepseek_v3"}
+_MODEL_TYPES = {name: name for name in _CLASSES} | {"mistral": "llama", "kimi_k2": "deepseek_v3"}
 """Their `model_type` -> our architecture."""
 
 _ALL = {
@@ -54,8 +56,11 @@ _LATENT = {
         "rope_interleave",
     )
 }
+_DENSE = _ALL | _GROUPED_QUERY | {"intermediate_size": "intermediate_size"}
 _NAMES: dict[str, dict[str, str]] = {
-    "qwen3": _ALL | _GROUPED_QUERY | {"intermediate_size": "intermediate_size"},
+    "qwen3": _DENSE,
+    "qwen2": _DENSE,
+    "llama": _DENSE,
     "qwen3_moe": _ALL | _GROUPED_QUERY | _ROUTED | {"num_experts": "num_experts"},
     "deepseek_v3": _ALL | _ROUTED | _LATENT | {"num_experts": "n_routed_experts"},
 }
@@ -68,19 +73,31 @@ _ABSENT: dict[str, Any] = {
 }
 """What transformers takes where a field is absent, for those that checkpoints do leave out; None: it depends
 on the architecture."""
-_YARN = {
-    "yarn_factor": "factor",
-    "yarn_original_positions": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-    "yarn_mscale": "mscale",
-    "yarn_mscale_all_dim": "mscale_all_dim",
-    "yarn_attention_factor": "attention_factor",
-    "yarn_truncate": "truncate",
+_LINEAR = {"rope_factor": "factor"}
+_SCALINGS = {
+    "linear": _LINEAR,
+    "llama3": _LINEAR
+    | {
+        "rope_original_positions": "original_max_position_embeddings",
+        "rope_fast_turns": "high_freq_factor",
+        "rope_slow_turns": "low_freq_factor",
+    },
+    "yarn": _LINEAR
+    | {
+        "rope_original_positions": "original_max_position_embeddings",
+        "rope_fast_turns": "beta_fast",
+        "rope_slow_turns": "beta_slow",
+        "yarn_mscale": "mscale",
+        "yarn_mscale_all_dim": "mscale_all_dim",
+        "yarn_attention_factor": "attention_factor",
+        "yarn_truncate": "truncate",
+    },
 }
+"""Ours -> theirs, by `rope_type`."""
 _ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
+    "mlp_bias": (False, None),
     "use_sliding_window": (False, None),
     "decoder_sparse_step": (1,),
     "mlp_only_layers": ([], None),
@@ -90,6 +107,13 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
 }
 """Fields of which only these values, or none, are computed here."""
+_LLAMA_POSITIONS = 2048
+_MISTRAL_WINDOW = 4096
+"""What transformers takes where `max_position_embeddings` or `sliding_window` is absent."""
+
+
+class ForeignModelError(CheckpointError):
+    """A model that is not computed here: transformers and vLLM may know it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +135,9 @@ def write_fields(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> st
         "model_type": config.architecture,
         "vocab_size": vocab_size,
         "hidden_act": "silu",
-        "attention_bias": False,
     }
+    if config.architecture != "qwen2":  # which has no such field: its biases are where ours are
+        values["attention_bias"] = False
     values |= {theirs: getattr(config, ours) for ours, theirs in _NAMES[config.architecture].items()}
     if config.architecture == "qwen3_moe":
         values |= {"intermediate_size": config.expert_size, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -132,7 +157,7 @@ def write_fields(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> st
 
 
 def read_fields(path: Path) -> CheckpointFields:
-    """Reads `config.json`. Raises CheckpointError for what is missing, misstated or not computed here."""
+    """Reads `config.json`. Raises CheckpointError as `parse_fields` does, and for a file that is damaged."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(values, dict):
@@ -141,15 +166,28 @@ def read_fields(path: Path) -> CheckpointFields:
         raise CheckpointError(
             f"cannot be read: {error}", field="config.json", received=str(path), fix="fetch it again"
         ) from error
-    architecture = _MODEL_TYPES.get(str(values.get("model_type")))
+    return parse_fields(values)
+
+
+def parse_fields(values: Mapping[str, Any]) -> CheckpointFields:
+    """What the fields of a `config.json` mean.
+
+    Raises ForeignModelError for what is not computed here, CheckpointError for what is missing or misstated.
+    """
+    model_type = str(values.get("model_type"))
+    architecture = _MODEL_TYPES.get(model_type)
     if architecture is None:
-        raise CheckpointError(
+        raise ForeignModelError(
             "this architecture is not defined here",
             field="config.json: model_type",
             received=values.get("model_type"),
-            fix=f"use one of {', '.join(_MODEL_TYPES)}",
+            fix=f'use one of {", ".join(_MODEL_TYPES)}, or engine.backend = "vllm"',
         )
+    if architecture in ("llama", "qwen2"):
+        values = _with_llama_defaults(values)
     _refuse_unsupported(values)
+    if model_type == "mistral":
+        _refuse_sliding_window(values)
     ours: dict[str, Any] = {"architecture": architecture}
     for name, theirs in _NAMES[architecture].items():
         ours[name] = _take(values, theirs)
@@ -163,6 +201,30 @@ def read_fields(path: Path) -> CheckpointFields:
         if not isinstance(value, int) or value < least:
             raise CheckpointError("must be a count", field=f"config.json: {name}", received=value)
     return CheckpointFields(_build(ours), vocab_size, _fp8_block(values), mtp_layers)
+
+
+def _with_llama_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """With what transformers takes where an older Llama, Mistral or Qwen2 says nothing."""
+    absent = {"max_position_embeddings": _LLAMA_POSITIONS, "rope_theta": 10_000.0}
+    full = {**absent, **{name: value for name, value in values.items() if value is not None}}
+    heads, width = full.get("num_attention_heads"), full.get("hidden_size")
+    full.setdefault("num_key_value_heads", heads)
+    if "head_dim" not in full and isinstance(heads, int) and heads > 0 and isinstance(width, int):
+        full["head_dim"] = width // heads
+    return full
+
+
+def _refuse_sliding_window(values: Mapping[str, Any]) -> None:
+    """Raises ForeignModelError where Mistral's window is shorter than its longest sequence."""
+    window = values.get("sliding_window", _MISTRAL_WINDOW)
+    if window is not None and window < values["max_position_embeddings"]:
+        raise ForeignModelError(
+            "sliding windows are not computed here",
+            field="config.json: sliding_window",
+            received=window,
+            fix=f"set sliding_window to null and max_position_embeddings to {window}: up to there nothing "
+            'changes; or use engine.backend = "vllm"',
+        )
 
 
 def _build(ours: dict[str, Any]) -> ModelConfig:
@@ -191,32 +253,34 @@ def _take(values: Mapping[str, Any], name: str) -> Any:
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     for name, allowed in _ONLY.items():
         if name in values and values[name] not in allowed:
-            raise CheckpointError(
-                "is not computed here",
-                field=f"config.json: {name}",
-                received=values[name],
-                fix=f"use a checkpoint with {name}={allowed[0]!r}",
-            )
+            raise _not_computed(name, values[name], f"use a checkpoint with {name}={allowed[0]!r}")
     given = values.get("layer_types") or []
     kinds = {str(kind) for kind in (given if isinstance(given, list) else [given])} - {"full_attention"}
     if kinds:
-        raise CheckpointError(
-            "is not computed here",
-            field="config.json: layer_types",
-            received=sorted(kinds),
-            fix="use a checkpoint with full attention in all layers",
+        raise _not_computed(
+            "layer_types", sorted(kinds), "use a checkpoint with full attention in all layers"
         )
+
+
+def _not_computed(name: str, received: object, fix: str) -> ForeignModelError:
+    return ForeignModelError(
+        "is not computed here",
+        field=f"config.json: {name}",
+        received=received,
+        fix=f'{fix}, or engine.backend = "vllm"',
+    )
 
 
 def _rope_values(config: ModelConfig) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.yarn_factor == 1.0:
+    if config.rope_factor == 1.0:
         return {"rope_theta": config.rope_theta, "rope_parameters": parameters}
-    yarn = {theirs: getattr(config, ours) for ours, theirs in _YARN.items()}
+    scaling = {theirs: getattr(config, ours) for ours, theirs in _SCALINGS[config.rope_scaling].items()}
     for name in ("mscale", "mscale_all_dim", "attention_factor"):
-        if not yarn[name]:
-            del yarn[name]
-    return {"rope_theta": config.rope_theta, "rope_parameters": parameters | {"rope_type": "yarn"} | yarn}
+        if not scaling.get(name):
+            scaling.pop(name, None)
+    parameters |= {"rope_type": config.rope_scaling} | scaling
+    return {"rope_theta": config.rope_theta, "rope_parameters": parameters}
 
 
 def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,17 +295,16 @@ def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "default":
         return ours
-    if kind != "yarn":
-        raise CheckpointError(
-            "is not computed here",
-            field="config.json: rope_type",
-            received=kind,
-            fix="use a checkpoint with rope_type default or yarn",
-        )
-    ours |= {name: parameters[theirs] for name, theirs in _YARN.items() if parameters.get(theirs) is not None}
-    ours.setdefault("yarn_original_positions", values.get("max_position_embeddings"))
-    if "yarn_factor" not in ours:
-        raise CheckpointError("is missing", field="config.json: rope_scaling.factor")
+    if kind not in _SCALINGS:
+        raise _not_computed("rope_type", kind, f"use a checkpoint with default, {', '.join(_SCALINGS)}")
+    ours["rope_scaling"] = kind
+    names = _SCALINGS[kind]
+    ours |= {name: parameters[theirs] for name, theirs in names.items() if parameters.get(theirs) is not None}
+    ours.setdefault("rope_original_positions", values.get("max_position_embeddings"))
+    required = names if kind == "llama3" else _LINEAR
+    for name, theirs in required.items():
+        if name not in ours:
+            raise CheckpointError("is missing", field=f"config.json: rope_scaling.{theirs}")
     return ours
 
 

@@ -101,10 +101,13 @@ def _block(block: Block, config: ModelConfig) -> Iterator[tuple[str, Entry]]:
 
 def _grouped_query(block: GroupedQueryBlock) -> Iterator[tuple[str, Entry]]:
     sizes = [heads * block.dim for heads in (block.heads, block.kv_heads, block.kv_heads)]
-    for name, view in zip("qkv", block.qkv.data.split(sizes), strict=True):
-        yield f"self_attn.{name}_proj.weight", Entry.same(view)
-    yield "self_attn.q_norm.weight", Entry.same(block.query_norm.data)
-    yield "self_attn.k_norm.weight", Entry.same(block.key_norm.data)
+    for kind, parameter in (("weight", block.qkv), ("bias", block.qkv_bias)):
+        if parameter is not None:
+            for name, view in zip("qkv", parameter.data.split(sizes), strict=True):
+                yield f"self_attn.{name}_proj.{kind}", Entry.same(view)
+    for name, norm in (("q", block.query_norm), ("k", block.key_norm)):
+        if norm is not None:
+            yield f"self_attn.{name}_norm.weight", Entry.same(norm.data)
 
 
 def _latent(block: LatentBlock, interleaved: bool) -> Iterator[tuple[str, Entry]]:

@@ -88,7 +88,8 @@ def cuts_of(config: ModelConfig, vocab_size: int) -> Mapping[str, Cut]:
             "out": Cut(1, (heads * config.v_head_dim,)),
         }
     query, key = heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return cuts | {"qkv": Cut(0, (query, key, key)), "out": Cut(1, (query,))}
+    rows = Cut(0, (query, key, key))
+    return cuts | {"qkv": rows, "qkv_bias": rows, "out": Cut(1, (query,))}
 
 
 def name_within(name: str) -> str:

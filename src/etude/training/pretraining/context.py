@@ -7,14 +7,15 @@ import math
 from etude.config import ModelConfig, StageConfig
 from etude.errors import ConfigError
 from etude.model import DraftLayer, DraftLayers, LanguageModel, LatentBlock
-from etude.model.rotary import attention_scale, rotary_tables
+from etude.model.rotary import attention_scale
 
-_CHANGED = ("max_positions", "yarn_factor", "yarn_original_positions", "rope_theta")
+_CHANGED = ("max_positions", "rope_factor", "rope_original_positions", "rope_theta")
 """What a stage changes of a model's configuration."""
 
 
 def extended(config: ModelConfig, stage: StageConfig) -> ModelConfig:
-    """The model's configuration in a stage. Raises ConfigError for a window that it shortens."""
+    """The model's configuration in a stage. Raises ConfigError for a window that it shortens, and for YaRN
+    on top of another way of stretching positions."""
     ratio = stage.window / config.max_positions
     if ratio < 1:
         raise ConfigError(
@@ -25,8 +26,15 @@ def extended(config: ModelConfig, stage: StageConfig) -> ModelConfig:
         )
     changes: dict[str, float | int] = {"max_positions": stage.window}
     if stage.rope == "yarn":
-        original = config.yarn_original_positions if config.yarn_factor > 1 else config.max_positions
-        changes |= {"yarn_factor": stage.window / original, "yarn_original_positions": original}
+        if config.rope_factor > 1 and config.rope_scaling != "yarn":
+            raise ConfigError(
+                f"the model's positions are stretched already, as rope_scaling={config.rope_scaling!r} says",
+                field="stages.rope",
+                received=stage.rope,
+                fix='set it to "base", or to "keep"',
+            )
+        original = config.rope_original_positions if config.rope_factor > 1 else config.max_positions
+        changes |= {"rope_factor": stage.window / original, "rope_original_positions": original}
     elif stage.rope == "base":
         dim = config.rope_dim
         raised = config.rope_theta * ratio ** (dim / (dim - 2)) if dim > 2 else config.rope_theta * ratio
@@ -43,8 +51,7 @@ def set_context(model: LanguageModel, config: ModelConfig, drafts: DraftLayers |
     """Gives a model, and its draft layers, the window and the rotary embedding of `config`, in place; no
     weight changes."""
     model.config = config
-    for name, table in zip(("cosine", "signed_sine"), rotary_tables(config), strict=True):
-        setattr(model, name, table.to(model.embedding.device))
+    model.reset_rotation()
     blocks = [*model.blocks]
     if drafts is not None:
         blocks += [layer.block for layer in drafts.layers if isinstance(layer, DraftLayer)]

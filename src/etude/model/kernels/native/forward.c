@@ -1,4 +1,4 @@
-/* One forward pass over the rows of an engine step: Qwen3, dense or a mixture of experts, and DeepSeek-V3.
+/* One forward pass over the rows of an engine step: Llama, Qwen2, Qwen3, dense or with experts, and DeepSeek-V3.
  *
  * All threads go through the pass together and share each phase's work: rows, columns of a product, runs of
  * attention or experts. Keys and values of all rows are stored before any row attends, so that decoding and
@@ -66,16 +66,19 @@ int64_t etude_scratch_bytes(const Model *model, int64_t rows, int64_t threads)
     return lay_out(&pass, rows, threads, NULL);
 }
 
-/* Queries are normalised and turned where they lie; keys and values go to their pages. */
+/* Queries are biased or normalised, and turned, where they lie; keys and values go to their pages. */
 static void prepare_row(const Pass *pass, const Layer *layer, const Pages *pages, int64_t t, float *turned)
 {
     const Model *m = pass->model;
     int64_t dim = m->dim, position = pass->step->positions[t];
     float *row = pass->qkv + t * projected_width(m);
     const float *cosine = m->cosine + position * dim, *sine = m->signed_sine + position * dim;
+    if (layer->qkv_bias)
+        add_rows(projected_width(m), layer->qkv_bias, row);
     for (int64_t h = 0; h < m->heads + m->kv_heads; h++) {
         float *head = row + h * dim;
-        rms_norm(dim, head, h < m->heads ? layer->query_norm : layer->key_norm, m->eps, head);
+        if (layer->query_norm)
+            rms_norm(dim, head, h < m->heads ? layer->query_norm : layer->key_norm, m->eps, head);
         rotate(dim, head, cosine, sine, turned);
         memcpy(head, turned, (size_t)dim * sizeof(float));
     }

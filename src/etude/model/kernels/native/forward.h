@@ -22,6 +22,7 @@ typedef struct {
 
 typedef struct {
     const float *attention_norm, *query_norm, *key_norm, *experts_norm; /* latent: the two norms of compressed rows */
+    const float *qkv_bias;                  /* [columns of qkv]; NULL: none, as the norms of queries and keys */
     const float *score_bias;                /* [experts], on the choice alone */
     Matrix qkv;                             /* latent: queries (or their compressed rows), then the compressed key */
     Matrix query_up, out, router;

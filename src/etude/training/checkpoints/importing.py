@@ -1,0 +1,108 @@
+"""Published models: checked, and written as a Hugging Face directory that everything here takes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from etude.errors import CheckpointError
+from etude.model import build_model
+from etude.model.gguf_file import GgufFile
+from etude.model.huggingface import save_model
+from etude.model.huggingface.checkpoint import fill_model, outline_model
+from etude.model.huggingface.fields import parse_fields
+from etude.model.loading import read_architecture, read_vocab_size, read_window
+from etude.tokens.gguf_tokenizer import TEMPLATE_FILE, tokenizer_files
+from etude.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
+from etude.training.checkpoints.exchange import convert_model
+from etude.training.checkpoints.files import write_whole
+
+
+def import_model(source: Path, target: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Writes `source`, a GGUF file or a Hugging Face directory, to `target` with weights of type `dtype`, its
+    tokenizer, chat template, generation settings and a hash of each file; whole or not at all.
+
+    Everything is read and checked before anything is written. Raises CheckpointError for weights that are
+    damaged, contradict their configuration or are larger than memory, and for a `target` that exists;
+    ConfigError for a tokenizer that cannot be used; MissingPackageError for GGUF without the `gguf` package;
+    ResourceError where the disk is full.
+    """
+    if target.exists():
+        raise CheckpointError(
+            "exists already", field="target", received=str(target), fix="name a directory that does not exist"
+        )
+    if not source.is_file():
+        if (source / TOKENIZER_FILE).is_file() and read_architecture(source) is not None:
+            _check_tokens(Tokenizer.load(source), read_vocab_size(source))
+        convert_model(source, target, dtype)
+        return
+    opened = GgufFile(source)
+    fields, files = parse_fields(opened.config()), tokenizer_files(opened.metadata)
+    _check_tokens(Tokenizer(files[TOKENIZER_FILE], json.loads(files[CONFIG_FILE])), fields.vocab_size)
+    model = fill_model(outline_model(fields, dtype), opened)
+
+    def fill(partial: Path) -> None:
+        save_model(model, partial)
+        for name, text in files.items():
+            (partial / name).write_text(text, encoding="utf-8")
+
+    write_whole(target, fill)
+
+
+def _check_tokens(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """Raises CheckpointError where the tokenizer has tokens for which there are no weights."""
+    if tokenizer.vocab_size > vocab_size:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens",
+            field="config.json: vocab_size",
+            received=vocab_size,
+            fix="use the tokenizer that belongs to these weights",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSummary:
+    """What a Hugging Face directory holds."""
+
+    architecture: str
+    """Empty where it is not defined here: such a model trains through transformers and samples through
+    vLLM."""
+    parameters: int
+    """Of an architecture that is defined here, else 0."""
+    window: int
+    """Longest sequence in tokens."""
+    weight_bytes: int
+    """Of the files."""
+    tokens: int
+    """Of the tokenizer."""
+    control_tokens: int
+    has_chat_template: bool
+
+
+def describe_model(directory: Path) -> ModelSummary:
+    """Raises CheckpointError and ConfigError for a configuration or a tokenizer that cannot be read."""
+    config, parameters = read_architecture(directory), 0
+    if config is not None:
+        with torch.device("meta"):
+            model = build_model(config, read_vocab_size(directory))
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+    tokenizer = Tokenizer.load(directory)
+    return ModelSummary(
+        config.architecture if config is not None else "",
+        parameters,
+        read_window(directory),
+        sum(file.stat().st_size for file in directory.glob("*.safetensors")),
+        tokenizer.vocab_size,
+        len(tokenizer.control_tokens),
+        _has_template(directory),
+    )
+
+
+def _has_template(directory: Path) -> bool:
+    if (directory / TEMPLATE_FILE).is_file():
+        return True
+    path = directory / CONFIG_FILE
+    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get("chat_template"))
