@@ -50,7 +50,6 @@ from etude.controller.training_part import TrainingPaths
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of
-from etude.kit.durable import write_json
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel, load_any_model
 from etude.observe import (
@@ -238,7 +237,7 @@ class _Run:
         self.observer.say(forecast.words())
         self.run.update_environment({"forecast": forecast.to_json()})
         self.report["forecast_s"] = forecast.total_s
-        write_json(self.run.report_file, self.report)
+        self.run.keep_report(self.report)
         self._expect_stages()
 
     def _expect_stages(self) -> None:
@@ -374,7 +373,7 @@ class _Run:
         is_short = taken < config.rl.num_steps and not loop.exhausted
         if taken > loop.first_step or "throughput" not in self.report:
             self.report["throughput"] = self.throughput.to_json()
-        write_json(self.run.report_file, self.report)
+        self.run.keep_report(self.report)
         if self.stop.interrupted and is_short:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
 
@@ -434,7 +433,7 @@ class _Run:
         }
         await trainer.call("save", extra)
         self.report["rl_steps"] = (await trainer.call("current_version")).step
-        write_json(self.run.report_file, self.report)
+        self.run.keep_report(self.report)
 
     def save_curve(self, name: str, model: AnyModel) -> None:
         """A snapshot for the learning curve, with the wall time at which it was taken."""
