@@ -132,6 +132,21 @@ def test_an_unknown_key_is_refused_with_a_suggestion(override: str, field: str, 
     assert error.fix == f"did you mean {suggestion}?"
 
 
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("rl.num_steps=three", f"rl.num_steps is {RunConfig().rl.num_steps} by default"),
+        ("rl.loss.kind=none", 'rl.loss.kind is "'),
+        ("rl.level_weights=[1,-1]", "rl.level_weights is [1.0, 1.0, 1.0] by default"),
+        ("rl.level_weights=[1,x,1]", "rl.level_weights is [1.0, 1.0, 1.0] by default"),
+        ("initial_checkpoint=3", "leave it out"),
+        ("seed=[]", "seed is 0 by default"),
+    ],
+)
+def test_a_value_that_does_not_do_is_answered_with_the_default(override: str, fix: str) -> None:
+    assert fix in (refused(override).fix or "")
+
+
 def test_a_key_like_no_other_is_answered_with_the_known_keys() -> None:
     assert "matrix_optimizer" in (refused("rl.optimizer.zzz=1").fix or "")
 
