@@ -236,6 +236,13 @@ class RlConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimiser of this stage."""
 
+    @property
+    def validation_sessions(self) -> float:
+        """On validation tasks for each step, where the family has such tasks."""
+        price = self.reward.price
+        looks = bool(price.validate_every) and not self.max_staleness
+        return price.validation_tasks / price.validate_every if looks else 0.0
+
     @model_validator(mode="before")
     @classmethod
     def _take_older_names(cls, values: Any) -> Any:

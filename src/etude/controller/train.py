@@ -25,7 +25,7 @@ from etude.controller.backends import open_run_backend
 from etude.controller.clusters.runner import Players, open_clusters
 from etude.controller.compute import place_model, settle_compute, use_sampling_threads
 from etude.controller.families import open_family
-from etude.controller.forecast import Forecast, evaluation_sizes, plan_steps
+from etude.controller.forecast import Forecast, evaluation_sizes, plan_steps, with_validation
 from etude.controller.judging import Judging, add_stage_time
 from etude.controller.midtraining import MIDTRAINING, run_midtraining
 from etude.controller.models import settle_model
@@ -222,6 +222,8 @@ class _Run:
         asked, model = self.config, place_model(make_model(), self.config)
         assert isinstance(model, LanguageModel), "settled: other architectures sample through vLLM"
         speeds = self.probe(asked, model, tokenizer, documents, self.family)
+        if "validation" in self.family.splits:
+            speeds = with_validation(speeds, asked)
         told = (speeds, self.stop.elapsed_s, sum(size for _, size in self._evaluations))
         if asked.max_wall_s:
             self.config = plan_steps(asked, *told)
@@ -380,7 +382,7 @@ class _Run:
     def _validation(self, parts: Parts) -> Validation | None:
         """What decides on the weight of the price, if anything does: see PriceConfig."""
         config, price = self.config, self.config.rl.reward.price
-        if not price.validate_every or config.rl.max_staleness or "validation" not in self.family.splits:
+        if not config.rl.validation_sessions or "validation" not in self.family.splits:
             return None
         tasks = self.family.evaluation_tasks("validation", price.validation_tasks)
 
