@@ -12,7 +12,7 @@ advantage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -34,6 +34,10 @@ class Signal(StrEnum):
     """All failed, some with malformed calls."""
     NONE = "none"
     """Nothing: the group is dropped and replaced (Yu et al. 2025, dynamic sampling)."""
+
+
+_SURPLUS = "surplus"
+"""Fact of the sessions of a group that a run left out although it would teach something."""
 
 
 def _nothing() -> NDArray[np.float32]:
@@ -122,3 +126,14 @@ def _has_sampled_fault(member: Trajectory) -> bool:
         for turn in member.turns
         for start, end in turn.malformed
     )
+
+
+def as_surplus(group: Group) -> Group:
+    """A group that would teach something and that a run leaves out, so marked for its log."""
+    members = (replace(one, facts={**one.facts, _SURPLUS: True}) for one in group.members)
+    return replace(group, members=tuple(members))
+
+
+def is_surplus(group: Group) -> bool:
+    """Whether the run that recorded it left it out although it would teach something."""
+    return any(one.facts.get(_SURPLUS) for one in group.members)
