@@ -81,13 +81,6 @@ def test_every_field_is_dumped() -> None:
     assert tomllib.loads(dump_config(config)) == config.model_dump(mode="json")
 
 
-def test_names_that_older_runs_stored_are_still_read() -> None:
-    rl = parse_config({"rl": {"normalize_std": True, "router_replay": False}}).rl
-    assert (rl.baseline, rl.router_replay) == ("group_mean_std", "off")
-    rl = parse_config({"rl": {"normalize_std": False, "router_replay": True}}).rl
-    assert (rl.baseline, rl.router_replay) == ("group_mean", "r3")
-
-
 @pytest.mark.parametrize("name", ["token_high", "sequence_high"])
 def test_an_upper_bound_of_a_ratio_lets_equals_pass(name: str) -> None:
     with pytest.raises(ConfigError, match=name):

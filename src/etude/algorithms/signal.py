@@ -67,18 +67,13 @@ class GroupSignal:
 
 
 def graded_members(group: Group) -> tuple[tuple[Trajectory, RewardBreakdown], ...]:
-    """The members with a reward that counts: not those that we failed, nor rewards that are no finite number.
-
-    In groups of forks that were recorded before they held siblings alone, the forked session's own end is
-    left out as well: the fork was chosen from what it did.
-    """
+    """The members with a reward that counts: not those that we failed, nor rewards that are no finite number."""
     return tuple(
         (member, member.reward)
         for member in group.members
         if member.status is not Status.INFRASTRUCTURE
         and member.reward is not None
         and member.reward.is_finite
-        and "continues" not in member.facts
     )
 
 
