@@ -208,7 +208,8 @@ def packing_waste(lengths: list[int], packing: Packing) -> float:
 
 def _padding_cost(lengths: list[int]) -> float:
     """What attention computes for nothing in a micro-batch, in tokens without attention."""
-    padded = PackedAttention(lengths).padded_lengths if lengths else []
+    buckets = PackedAttention(lengths)._buckets if lengths else []
+    padded = [bucket.length for bucket in buckets for _ in range(bucket.num_sequences)]
     pairs = zip(lengths, padded, strict=True)
     return sum(sequence_cost(long) - sequence_cost(own) - (long - own) for own, long in pairs)
 
