@@ -29,13 +29,13 @@ import torch
 from common import Figures, median_ratio, print_table, write_result
 from numpy.typing import NDArray
 from parity_plot import draw
+from tests.fakes.half import HalfOps
 
 import etude
 from etude.config import ModelConfig, ParityConfig
 from etude.controller.parity_report import REPLAYED, SAMPLED, ParityReport, PlayedSequence, compare, play
 from etude.inference import Engine, EngineService
 from etude.model import LanguageModel, TorchOps, build_model
-from etude.model.half import HalfOps
 from etude.model.kernels.invariant import InvariantOps
 from etude.model.kernels.native.matrices import WeightType
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences

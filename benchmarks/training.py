@@ -30,7 +30,7 @@ from training_step import MODELS, step_figures
 from etude.config import ModelConfig
 from etude.model import PackedAttention, build_model
 from etude.model.huggingface import save_model
-from etude.training.packing import pack_sequences, packing_waste, sequence_cost
+from etude.training.packing import Packing, pack_sequences, sequence_cost
 
 _WORKERS = Path(__file__).parent / "training_workers"
 _TIMEOUT_S = 900.0
@@ -198,9 +198,18 @@ def _padded_share(lengths: list[int], packing: list[list[list[int]]]) -> float:
     return padding / (useful + padding)
 
 
+def packing_waste(lengths: list[int], packing: Packing) -> float:
+    """Share of the ranks' time spent waiting for the slowest of each round; 0 with one rank."""
+    costs = [sequence_cost(length) for length in lengths]
+    rounds = zip(*packing, strict=True)
+    slowest = sum(max(sum(costs[i] for i in batch) for batch in batches) for batches in rounds)
+    return 1.0 - sum(costs) / (len(packing) * slowest) if slowest else 0.0
+
+
 def _padding_cost(lengths: list[int]) -> float:
     """What attention computes for nothing in a micro-batch, in tokens without attention."""
-    padded = PackedAttention(lengths).padded_lengths if lengths else []
+    buckets = PackedAttention(lengths)._buckets if lengths else []
+    padded = [bucket.length for bucket in buckets for _ in range(bucket.num_sequences)]
     pairs = zip(lengths, padded, strict=True)
     return sum(sequence_cost(long) - sequence_cost(own) - (long - own) for own, long in pairs)
 

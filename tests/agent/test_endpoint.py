@@ -210,8 +210,9 @@ def test_what_trying_again_cannot_mend_is_the_users(status: int) -> None:
     ],
 )
 def test_a_malformed_stream_is_a_failure_of_the_sampler(stream: str) -> None:
-    with pytest.raises(SamplerError):
+    with pytest.raises(SamplerError) as raised:
         run(Served(stream))
+    assert raised.value.fix
 
 
 def test_an_answer_that_ran_out_of_tokens_is_cut() -> None:

@@ -40,6 +40,17 @@ def test_plain_progress_is_a_line_now_and_then() -> None:
     ]
 
 
+def test_what_is_counted_has_its_name() -> None:
+    observer, output, clock = plain()
+    observer.stage_begins("evaluation", 60, unit="session")
+    advance(observer, clock, range(1, 31), 0.5)
+    advance(observer, clock, [31], 40.0)
+    observer.stage_ends()
+    text = output.getvalue()
+    assert text.startswith("evaluation: 60 sessions\nevaluation 20/60  2.0 sessions/s")
+    assert "s/session" in text and "31 sessions in" in text and "step" not in text
+
+
 def test_a_resumed_stage_and_a_slow_beginning_do_not_distort_the_first_line() -> None:
     observer, output, clock = plain()
     observer.stage_begins("rl", 1000)

@@ -75,6 +75,14 @@ def test_an_ambiguous_id_lists_what_it_may_mean(run: RunDirectory) -> None:
     assert "demo/train-0-0/e0/g0/0, demo/train-0-0/e0/g0/1" in result.stderr
 
 
+def test_a_part_of_an_id_lists_what_it_may_mean(run: RunDirectory) -> None:
+    for part in ("train-0-0", "train-0-0/e0", "/e0/g0/"):
+        result = etude("trajectory", "show", str(run.path), part)
+        assert result.exit_code == 2
+        assert "2 trajectories have this in their ids" in result.stderr
+        assert "demo/train-0-0/e0/g0/0, demo/train-0-0/e0/g0/1" in result.stderr
+
+
 def test_a_torn_store_is_reported(run: RunDirectory) -> None:
     (part,) = run.trajectories.glob("*.parquet")
     part.write_bytes(part.read_bytes()[:-10])

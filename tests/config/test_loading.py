@@ -81,13 +81,6 @@ def test_every_field_is_dumped() -> None:
     assert tomllib.loads(dump_config(config)) == config.model_dump(mode="json")
 
 
-def test_names_that_older_runs_stored_are_still_read() -> None:
-    rl = parse_config({"rl": {"normalize_std": True, "router_replay": False}}).rl
-    assert (rl.baseline, rl.router_replay) == ("group_mean_std", "off")
-    rl = parse_config({"rl": {"normalize_std": False, "router_replay": True}}).rl
-    assert (rl.baseline, rl.router_replay) == ("group_mean", "r3")
-
-
 @pytest.mark.parametrize("name", ["token_high", "sequence_high"])
 def test_an_upper_bound_of_a_ratio_lets_equals_pass(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
@@ -130,6 +123,21 @@ def test_an_unknown_key_is_refused_with_a_suggestion(override: str, field: str, 
     error = refused(override)
     assert error.field == field
     assert error.fix == f"did you mean {suggestion}?"
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("rl.num_steps=three", f"rl.num_steps is {RunConfig().rl.num_steps} by default"),
+        ("rl.loss.kind=none", 'rl.loss.kind is "'),
+        ("rl.level_weights=[1,-1]", "rl.level_weights is [1.0, 1.0, 1.0] by default"),
+        ("rl.level_weights=[1,x,1]", "rl.level_weights is [1.0, 1.0, 1.0] by default"),
+        ("initial_checkpoint=3", "leave it out"),
+        ("seed=[]", "seed is 0 by default"),
+    ],
+)
+def test_a_value_that_does_not_do_is_answered_with_the_default(override: str, fix: str) -> None:
+    assert fix in (refused(override).fix or "")
 
 
 def test_a_key_like_no_other_is_answered_with_the_known_keys() -> None:

@@ -49,7 +49,7 @@ class Failing(SilentObserver):
     def __init__(self) -> None:
         self.stage = ""
 
-    def stage_begins(self, name: str, total_steps: int) -> None:
+    def stage_begins(self, name: str, total_steps: int, unit: str = "step") -> None:
         self.stage = name
 
     def stage_advances(self, step: int, values: Mapping[str, float]) -> None:

@@ -8,21 +8,21 @@ from etude.agent import ScriptedSampler, SessionLimits, open_renderer
 from etude.config import AgentConfig, MidtrainConfig
 from etude.controller.corpus import (
     BUG_FIX_SESSIONS,
+    CORPUS_SEED,
     OBSERVED_SESSIONS,
     PART_SESSIONS,
     SHIPPED_FIXES,
+    SessionCorpus,
     load_fixes,
     load_sessions,
     make_documents,
     train_corpus_tokenizer,
-    write_shipped_fixes,
-    write_shipped_sessions,
 )
 from etude.observe.observer import RecordingObserver
 from etude.records import SamplingParams, TrajectoryId
 from etude.rollout import ScriptedSession, generate_corpus, load_corpus
-from etude.rollout.corpus import load_lines
-from etude.tasks.code import REWRITE_MARK
+from etude.rollout.corpus import load_lines, save_corpus, save_lines
+from etude.tasks.code import REWRITE_MARK, fix_documents
 from etude.tasks.generator import TaskGenerator
 from etude.tokens import Renderer
 from tests.environment.playing import new_environment
@@ -106,6 +106,19 @@ def test_documents_that_do_not_fit_are_left_out_whole(
     assert [d.tokens.tolist() for d in kept] == [d.tokens.tolist() for d in whole if len(d.tokens) <= limit]
     bare = MidtrainConfig(num_rewrite_documents=5, num_code_documents=5)
     assert make_documents([], [], renderer, bare, max_tokens=16) == []
+
+
+def write_shipped_sessions(directory: Path, corpus: SessionCorpus, num_sessions: int) -> None:
+    """How a file of sessions that is shipped is made, and beside it their number."""
+    sessions = generate_corpus(num_sessions, CORPUS_SEED, num_workers=1, script=corpus.script)
+    save_corpus(sessions, directory / corpus.file)
+    (directory / corpus.file).with_suffix(".count").write_text(f"{num_sessions}\n")
+
+
+def write_shipped_fixes(directory: Path, num_fixes: int) -> None:
+    """The same for fixes."""
+    save_lines(list(fix_documents(CORPUS_SEED + 1, num_fixes)), directory / SHIPPED_FIXES)
+    (directory / SHIPPED_FIXES).with_suffix(".count").write_text(f"{num_fixes}\n")
 
 
 def test_the_shipped_corpus_is_what_this_code_makes(tmp_path: Path) -> None:

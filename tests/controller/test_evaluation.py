@@ -99,6 +99,7 @@ def test_a_killed_evaluation_of_an_endpoint_goes_on_where_it_was(
     assert (figures["pass_rate"], figures["tasks"], figures["turns"]) == (1.0, 3, 4.0)
     assert [row.cluster for row in result.modes["sampled"].rows] == ["r0", "r1", "r2"]
     assert [step for _, step, _ in observer.advances] == [1, 2, 3]
+    assert observer.stages == [(f"evaluation on {suite}", 3)] and observer.unit == "session"
     assert evaluate(request, SilentObserver()) == result == EvaluationResult.read(tmp_path / "a")
     assert server.num_asked == 14
     assert "| solved (pass@1) | 100.0 % (29.2 to 100.0) |" in (tmp_path / "a" / "result.md").read_text()

@@ -14,6 +14,7 @@ from etude.controller.forecast import (
     Speeds,
     evaluation_sizes,
     plan_steps,
+    with_validation,
 )
 from etude.errors import ConfigError
 
@@ -52,6 +53,15 @@ def test_a_set_of_tasks_that_comes_to_its_end_before_the_steps_do_is_forecast_as
     assert Forecast.of(asked, SPEEDS, 0.0, EVALUATIONS, num_groups=96).rl_s == 6 * SPEEDS.rl_step_s
     assert Forecast.of(asked, SPEEDS, 0.0, EVALUATIONS, num_groups=10_000).rl_s == 36 * SPEEDS.rl_step_s
     assert Forecast.of(asked, SPEEDS, 0.0, EVALUATIONS).rl_s == 36 * SPEEDS.rl_step_s
+
+
+def test_looks_at_validation_tasks_are_forecast() -> None:
+    looks = {"rl": {"num_steps": 50, "reward": {"price": {"validate_every": 10, "validation_tasks": 120}}}}
+    asked = config(0.0, **looks)
+    session_s = SPEEDS.evaluation_s / (2 * asked.evaluation.num_tasks)
+    assert with_validation(SPEEDS, asked).rl_step_s == pytest.approx(SPEEDS.rl_step_s + 12 * session_s)
+    looks["rl"]["max_staleness"] = 1
+    assert with_validation(SPEEDS, config(0.0, **looks)) == SPEEDS
 
 
 def test_a_plan_that_is_large_enough_keeps_all_steps_and_has_no_limit() -> None:

@@ -116,9 +116,9 @@ def test_adapters_take_states_of_their_own_size_only() -> None:
     adapter = {"rank": 4}
     plan = make_plan(planned(model=DENSE.model_dump(), rl={"adapter": adapter}))
     adapters = Adapters(build_model(DENSE, 1024), AdapterConfig(rank=4))
-    assert plan.sizes.adapter_parameters == adapters.num_parameters
+    assert plan.sizes.adapter_parameters == sum(p.numel() for p in adapters.parameters())
     parts = {part.name: part.num_bytes for part in plan.memory[0].parts}
-    assert parts["optimizer"] == 2 * 4 * adapters.num_parameters
+    assert parts["optimizer"] == 2 * 4 * sum(p.numel() for p in adapters.parameters())
 
 
 SPREAD = {"executor": "ray", "cluster": {"address": "10.0.0.1:6379"}}
@@ -145,7 +145,15 @@ def test_sampling_beside_training_takes_as_long_as_the_slower() -> None:
     assert beside.training_side_s == max(beside.train_s + publication.held_s, publication.total_s)
     assert waiting.training_side_s == waiting.train_s + publication.total_s > beside.training_side_s
     assert beside.step_s == max(beside.sampled.wall_s, beside.training_side_s)
-    assert in_turns.step_s == in_turns.sampled.wall_s + in_turns.train_s + publication.total_s
+    all_in_turns_s = in_turns.sampled.wall_s + in_turns.train_s + publication.total_s + in_turns.validation_s
+    assert in_turns.step_s == all_in_turns_s
+
+
+def test_looks_at_validation_tasks_take_their_part_of_a_step() -> None:
+    every = [{"reward": {"price": {"validate_every": steps}}} for steps in (0, 20, 1)]
+    none, some, much = (make_plan(planned(rl=rl, **SPREAD)).step for rl in every)
+    assert none.validation_s == 0 < some.validation_s < much.validation_s
+    assert some.step_s == pytest.approx(none.step_s + some.validation_s)
 
 
 def test_processes_on_the_same_cores_gain_only_what_sessions_wait_for_tools() -> None:

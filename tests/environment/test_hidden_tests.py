@@ -228,3 +228,12 @@ def test_a_limit_that_a_value_meets_is_named() -> None:
     assert judge(nested) == ["<a value nested deeper than 50 levels> != [7]"]
     alike = "def test_a():\n    x = {n * (2**61 - 1) for n in range(1, 200)}\n    assert x == {7}\n"
     assert judge(alike) == ["<a set of more than 100 items of one hash> != {7}"]
+
+
+@pytest.mark.parametrize("expected", ["[" * 60 + "]" * 60, "1j", "...", "{n * M for n in S}"])
+def test_an_expectation_that_cannot_cross_is_compared_inside(expected: str) -> None:
+    """Else a right answer would fail: its value would arrive as none that equals anything."""
+    alike = ", ".join(str(n * (2**61 - 1)) for n in range(1, 200))
+    expected = expected.replace("{n * M for n in S}", f"{{{alike}}}")
+    text = f"def test_a():\n    x = {expected}\n    assert x == {expected}\n    assert {expected} == x\n"
+    assert judge(text) == [None]

@@ -89,6 +89,18 @@ def test_families_count_as_one_each() -> None:
     assert clustered["standard_error"] > apart["standard_error"]
 
 
+@pytest.mark.parametrize("num_better", range(12))
+@pytest.mark.parametrize("num_worse", [0, 1, 3])
+def test_the_conclusion_says_what_the_interval_beside_it_says(num_better: int, num_worse: int) -> None:
+    second = rows_of(numbered("+" * num_better + "-" * num_worse + "+" * 2 + "-" * 6))
+    first = rows_of(numbered("-" * num_better + "+" * num_worse + "+" * 2 + "-" * 6))
+    rate = compare_rows(first, second)["pass_rate"]
+    low, high = rate["ci95"]
+    verdict, holds_0 = conclusion(rate), low <= 0 <= high
+    assert not verdict.startswith("a tie") or holds_0
+    assert not verdict.startswith("a difference") or (not holds_0 and rate["p_value"] < 0.05)
+
+
 def test_many_tasks_are_compared_by_the_normal_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "MAX_EXACT_CLUSTERS", 29)
     first, second = rows_of(numbered("-" * 30)), rows_of(numbered("+" * 6 + "-" * 24))

@@ -1,10 +1,11 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.evaluation import Prices, clopper_pearson, pass_at_k, session_figures, summarize
+from etude.evaluation import Prices, SessionRow, clopper_pearson, pass_at_k, session_figures, summarize
 from etude.records import RewardBreakdown, Status, Task, Trajectory
 from tests.evaluation.rows import rows_of
 from tests.store.builders import make_trajectory
@@ -79,6 +80,18 @@ def test_sessions_of_one_task_count_for_less_in_the_interval_than_tasks_of_their
     assert interval_of(48) == pytest.approx(list(clopper_pearson(24, 48)), abs=1e-6)
     low, high = interval_of(6)
     assert high - low > 2 * (interval_of(48)[1] - interval_of(48)[0])
+
+
+@pytest.mark.parametrize("family", ["tally", None])
+def test_a_run_and_an_evaluation_have_one_rule_for_the_interval(family: str | None) -> None:
+    pairs: list[tuple[Task, Trajectory]] = []
+    for place in range(24):
+        task, trajectory = judged(place % 4 > 0, 1, "operator", name=f"t{place // 2}")
+        metadata = {**task.metadata, **({"family": f"{family} {place // 6}"} if family else {})}
+        pairs.append((replace(task, metadata=metadata), trajectory))
+    rows = [SessionRow.of(task, trajectory) for task, trajectory in pairs]
+    summary = summarize(*map(list, zip(*pairs, strict=True)))
+    assert summary["ci95"] == session_figures(rows)["ci95"]
 
 
 def test_what_the_infrastructure_failed_is_no_failure_of_the_agent() -> None:

@@ -70,5 +70,5 @@ def test_half_may_fail_and_no_more() -> None:
     bad = make_trajectory(status=Status.INFRASTRUCTURE, reward=None, cause="SandboxError: died")
     check_infrastructure([])
     check_infrastructure([good, bad])
-    with pytest.raises(InfrastructureError, match=r"2 of 3 sessions failed.*SandboxError: died"):
+    with pytest.raises(InfrastructureError, match=r"2 of 3 sessions failed.*SandboxError: died.*fix: "):
         check_infrastructure([good, bad, bad])

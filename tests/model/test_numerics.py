@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from etude.model import TorchOps
-from etude.model.half import HalfOps
 from etude.model.language_model import LanguageModel, build_model
 from etude.model.scoring import PackedSequences, packed_logprobs, score_sequences
 from etude.training.parity import compare_logprobs
+from tests.fakes.half import HalfOps
 from tests.model.builders import VOCAB, fresh_routes, random_tokens, small_config
 
 HALF = torch.bfloat16

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from etude.errors import RunDirectoryError
 from etude.observe import JsonlSink, read_metrics
+from tests.fakes.disk import full_disk
 
 
 class Clock:
@@ -83,3 +84,28 @@ def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
 
 def test_no_file_has_no_rows(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_full_disk_neither_ends_a_run_nor_costs_its_rows_where_space_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with JsonlSink(path) as sink:
+        sink.write("rl", 1, {"reward": 0.1})
+        size = path.stat().st_size
+        for room in (0, 20):  # no byte, and a part of a row
+            with full_disk(size + room), pytest.warns(UserWarning, match="not written"):
+                sink.write("rl", 2 + room, {"reward": 0.2})
+            assert [row["step"] for row in read_metrics(path)] == [1]
+        sink.write("rl", 50, {"reward": 0.3})
+        assert [row["step"] for row in read_metrics(path)] == [1, 2, 22, 50]
+
+
+def test_a_disk_that_is_full_to_the_end_costs_rows_and_not_the_run(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.write("rl", 1, {"reward": 0.1})
+    with full_disk(path.stat().st_size), pytest.warns(UserWarning, match="not written"):
+        for step in range(2, 500):  # more than any buffer
+            sink.write("rl", step, {"reward": 0.2})
+        sink.close()
+    sink.close()
+    assert [row["step"] for row in read_metrics(path)] == [1]

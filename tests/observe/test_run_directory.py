@@ -7,6 +7,7 @@ from etude.config import RunConfig, parse_config
 from etude.errors import ResourceError, RunDirectoryError
 from etude.kit.durable import DRAFTS, write_bytes, write_json
 from etude.observe import RunDirectory, run_directory
+from tests.fakes.disk import full_disk
 
 
 def config_in(directory: Path, **values: object) -> RunConfig:
@@ -116,3 +117,13 @@ def test_a_failed_write_leaves_the_old_content(tmp_path: Path) -> None:
         write_bytes(path, "text")  # type: ignore[arg-type]
     assert path.read_text() == '{\n  "a": 1\n}\n'
     assert [item.name for item in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_full_disk_keeps_the_last_report_and_takes_the_next_when_there_is_room(tmp_path: Path) -> None:
+    run = RunDirectory.create(config_in(tmp_path))
+    run.keep_report({"rl_steps": 1})
+    with full_disk(4), pytest.warns(UserWarning, match="the report is not written"):
+        run.keep_report({"rl_steps": 2})
+    assert run.read_json(run.report_file) == {"rl_steps": 1}
+    run.keep_report({"rl_steps": 3})
+    assert run.read_json(run.report_file) == {"rl_steps": 3}

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agent import ScriptedSampler
+from etude.algorithms.signal import is_surplus
 from etude.records import Group, SamplingParams
 from tests.environment.playing import FAILS, SOLVES, new_environment, script_of, verdicts
 from tests.rollout.collecting import GivenVerdicts, new_collector
@@ -138,6 +139,8 @@ def test_no_task_is_repeated_or_skipped_and_a_resumed_run_asks_for_the_very_next
             assert all(useful[number % len(useful)] for number in numbers(collected.trained))
             surplus = [number for number in numbers(collected.dropped) if useful[number % len(useful)]]
             assert len(surplus) == collected.figures["surplus_groups"]
+            assert surplus == [group.members[0].id.group for group in collected.dropped if is_surplus(group)]
+            assert not any(map(is_surplus, collected.trained))
             assert all(number > max(numbers(collected.trained)) for number in surplus)
             seen.append(sorted(numbers(every)))
         return seen

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from etude.errors import ConfigError, ResourceError, SandboxError
-from etude.sandbox.errors import SandboxMissingError, SnapshotError, TemplateError, Unsupported
+from etude.sandbox.errors import (
+    SandboxKilledByAgentError,
+    SandboxMissingError,
+    SnapshotError,
+    TemplateError,
+    Unsupported,
+)
 from etude.sandbox.interface import Sandbox
 from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
 from etude.sandbox.machine import MachineSandbox
@@ -75,7 +81,7 @@ def test_time_to_live_ends_a_sandbox_running_or_asleep(tmp_path: Path) -> None:
             await lengthened.set_timeout(timeout_s)
         for brief in (asleep, busy, shortened):
             await brief.set_timeout(0.4)
-        with pytest.raises(SandboxError, match="killed"):
+        with pytest.raises(SandboxKilledByAgentError, match="time to live is over"):
             await waiting
 
         async def have_ended() -> bool:
@@ -85,6 +91,11 @@ def test_time_to_live_ends_a_sandbox_running_or_asleep(tmp_path: Path) -> None:
         assert await becomes_true(have_ended)
         assert [row.id for row in await backend.list()] == [kept.id, extended.id, unlimited.id]
         assert await becomes_true(lambda: list((tmp_path / "snapshots").iterdir()) == [])
+        with pytest.raises(SandboxKilledByAgentError):  # a later call of an agent that let it pass
+            await busy.commands.run("true")
+        for ours in (short, asleep):  # no agent had them in its hands
+            with pytest.raises(SandboxError, match="killed"):
+                await ours.commands.run("true")
         await short.set_timeout(5.0)
         assert (await short.get_info()).expires_s is None
 

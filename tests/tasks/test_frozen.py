@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from importlib import resources
 from typing import cast
 
 import pytest
 
 from etude.tasks.acting import ACTING_SUITES, ActingFamily
-from etude.tasks.frozen import FROZEN_COUNT, acting_tasks, committed_digests, evaluation_tasks, tasks_digest
+from etude.tasks.frozen import FROZEN_COUNT, acting_tasks, evaluation_tasks, tasks_digest
 from etude.tasks.generator import SPLITS, FunctionSplit, Split
+
+COMMITTED = json.loads(resources.files("etude.tasks").joinpath("frozen_digests.json").read_text("utf-8"))
+"""Split, or family_split -> digest of its first 240 evaluation tasks."""
 
 
 @pytest.mark.slow
@@ -17,7 +22,7 @@ from etude.tasks.generator import SPLITS, FunctionSplit, Split
 def test_evaluation_tasks_are_the_committed_ones(split: Split) -> None:
     tasks = evaluation_tasks(split)
     assert len(tasks) == FROZEN_COUNT
-    assert tasks_digest(tasks) == committed_digests()[split], (
+    assert tasks_digest(tasks) == COMMITTED[split], (
         "the frozen evaluation tasks changed: old figures no longer compare with new ones"
     )
 
@@ -34,7 +39,7 @@ def test_levels_and_bug_kinds_come_equally_often() -> None:
 def test_tasks_of_acting_families_are_the_committed_ones(suite: str) -> None:
     family, _, split = suite.partition("_")
     tasks = acting_tasks(cast(ActingFamily, family), cast(FunctionSplit, split))
-    assert tasks_digest(tasks) == committed_digests()[suite], "old figures no longer compare with new ones"
+    assert tasks_digest(tasks) == COMMITTED[suite], "old figures no longer compare with new ones"
 
 
 def test_fewer_tasks_are_the_first_of_more() -> None:

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.algorithms.signal import as_surplus
 from etude.config import RlConfig
 from etude.errors import CheckpointError, StoreError
 from etude.model.scoring import score_sequences
@@ -120,6 +121,14 @@ def test_a_step_has_as_many_groups_of_differing_verdicts_as_asked_for_and_those_
     assert names(stream.take(1)) == ["g4"]
     assert names(stream_over(log, stream.state_dict()).take(1)) == ["g5"]
     assert stream.passed == {"no_signal": 1}
+
+
+def test_groups_that_the_run_had_no_need_of_are_passed_over(tmp_path: Path, rollouts: Rollouts) -> None:
+    log = TrajectoryLog(tmp_path)
+    log.append([group_of(rollouts, 0), as_surplus(group_of(rollouts, 1)), group_of(rollouts, 2)])
+    stream = stream_over(log)
+    assert names(stream.take(3)) == ["g0", "g2"]
+    assert stream.passed == {"surplus": 1}
 
 
 def test_forks_of_one_session_are_prompts_of_their_own(rollouts: Rollouts) -> None:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -112,14 +109,3 @@ def failing_store(path: Path) -> tuple[WeightStore, FailingFolder]:
 def same_manifest(manifest: WeightManifest, url: str) -> WeightManifest:
     """As it reads for somebody who reaches the store elsewhere."""
     return WeightManifest(manifest.version, manifest.tensors, url, manifest.base)
-
-
-@contextlib.contextmanager
-def full_disk(num_bytes: int = 16 << 10) -> Iterator[None]:
-    """Nobody in this process can write a larger file: as near to a full disk as one comes without rights."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -178,11 +178,18 @@ class EndpointSampler(Sampler):
                 return await read_stream(answer.aiter_bytes(), self.on_event)
         except NoAnswerError as error:
             raise SamplerError(
-                "the endpoint dropped the request", field="--endpoint", received=error.message
+                "the endpoint dropped the request",
+                field="endpoint",
+                received=error.message,
+                fix=f"see whether a server answers at {self.endpoint.url}, or correct the address",
             ) from error
         except TimeoutError as error:
-            limit = f"{self.endpoint.answer_s} s"
-            raise SamplerError("the answer took too long", field="--endpoint", received=limit) from error
+            raise SamplerError(
+                "the answer took too long",
+                field="endpoint",
+                received=f"{self.endpoint.answer_s} s",
+                fix="have the server do less at once, or use a faster model",
+            ) from error
 
     def _body(self, tokens: NDArray[np.int32]) -> dict[str, Any]:
         endpoint = self.endpoint
@@ -205,14 +212,13 @@ class EndpointSampler(Sampler):
         received = f"{status} {said[:_ERROR_CHARACTERS]}".strip()
         if status in (408, 409, 425, 429) or status >= 500:
             self._not_before_s = time.monotonic() + _retry_after_s(answer.headers.get("retry-after", ""))
-            return SamplerError("the endpoint refused for now", field="--endpoint", received=received)
+            fix = "wait until the server has less to do, or have fewer sessions at once"
+            return SamplerError("the endpoint refused for now", field="endpoint", received=received, fix=fix)
         if status in (401, 403):
             fix = "name the environment variable that holds its key with --key-variable"
-            return ConfigError(
-                "the endpoint wants another key", field="--endpoint", received=received, fix=fix
-            )
-        fix = "check --endpoint, --model-name and whether the model takes tools (else --tool-calls text)"
-        return ConfigError("the endpoint refused the request", field="--endpoint", received=received, fix=fix)
+            return ConfigError("the endpoint wants another key", field="endpoint", received=received, fix=fix)
+        fix = "check its address, --model-name and whether the model takes tools (else --tool-calls text)"
+        return ConfigError("the endpoint refused the request", field="endpoint", received=received, fix=fix)
 
     def _chunk(self, tokens: NDArray[np.int32], finish: str) -> SampleChunk:
         return SampleChunk(

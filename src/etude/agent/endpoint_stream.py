@@ -31,7 +31,7 @@ async def read_stream(chunks: AsyncIterator[bytes], on_event: OnEvent) -> Answer
             break
         _take(_document(data), answer, on_event)
     if answer.finish is None:
-        raise SamplerError("the stream ended before the answer did", field="stream", received="no end")
+        raise _broken("the stream ended before the answer did", "no end")
     return answer
 
 
@@ -49,15 +49,20 @@ def read_document(text: str, on_event: OnEvent) -> Answer:
     return answer
 
 
+def _broken(message: str, received: str) -> SamplerError:
+    fix = "see the log of the server, and whether it speaks OpenAI's chat completions"
+    return SamplerError(message, field="stream", received=received, fix=fix)
+
+
 def _document(data: str) -> dict[str, Any]:
     try:
         document = json.loads(data)
     except ValueError:
-        raise SamplerError("the stream is malformed", field="stream", received=data[:80]) from None
+        raise _broken("the stream is malformed", data[:80]) from None
     if not isinstance(document, dict):
-        raise SamplerError("the stream is malformed", field="stream", received=data[:80])
+        raise _broken("the stream is malformed", data[:80])
     if document.get("error"):
-        raise SamplerError("the endpoint failed", field="stream", received=str(document["error"])[:200])
+        raise _broken("the endpoint failed", str(document["error"])[:200])
     return document
 
 
@@ -71,7 +76,7 @@ def _take(document: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> Non
                     answer.finish = _FINISHES.get(reason, "stop")
     except (AttributeError, TypeError, ValueError) as error:
         received = str(document)[:80]
-        raise SamplerError("the stream is malformed", field="stream", received=received) from error
+        raise _broken("the stream is malformed", received) from error
 
 
 def _take_delta(delta: Mapping[str, Any], answer: Answer, on_event: OnEvent) -> None:

@@ -12,7 +12,7 @@ advantage.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -34,6 +34,10 @@ class Signal(StrEnum):
     """All failed, some with malformed calls."""
     NONE = "none"
     """Nothing: the group is dropped and replaced (Yu et al. 2025, dynamic sampling)."""
+
+
+_SURPLUS = "surplus"
+"""Fact of the sessions of a group that a run left out although it would teach something."""
 
 
 def _nothing() -> NDArray[np.float32]:
@@ -63,18 +67,13 @@ class GroupSignal:
 
 
 def graded_members(group: Group) -> tuple[tuple[Trajectory, RewardBreakdown], ...]:
-    """The members with a reward that counts: not those that we failed, nor rewards that are no finite number.
-
-    In groups of forks that were recorded before they held siblings alone, the forked session's own end is
-    left out as well: the fork was chosen from what it did.
-    """
+    """The members with a reward that counts: not those that we failed, nor rewards that are no finite number."""
     return tuple(
         (member, member.reward)
         for member in group.members
         if member.status is not Status.INFRASTRUCTURE
         and member.reward is not None
         and member.reward.is_finite
-        and "continues" not in member.facts
     )
 
 
@@ -122,3 +121,14 @@ def _has_sampled_fault(member: Trajectory) -> bool:
         for turn in member.turns
         for start, end in turn.malformed
     )
+
+
+def as_surplus(group: Group) -> Group:
+    """A group that would teach something and that a run leaves out, so marked for its log."""
+    members = (replace(one, facts={**one.facts, _SURPLUS: True}) for one in group.members)
+    return replace(group, members=tuple(members))
+
+
+def is_surplus(group: Group) -> bool:
+    """Whether the run that recorded it left it out although it would teach something."""
+    return any(one.facts.get(_SURPLUS) for one in group.members)

@@ -137,6 +137,10 @@ def _step_rows(step: StepTimes) -> list[tuple[str, float, str]]:
         ("training", step.train_s, f"{step.trained_tokens:,.0f} tokens"),
         ("publishing", publication.total_s, travels),
     ]
+    if step.validation_s:
+        rows.append(
+            ("validation", step.validation_s, "a step's part of the looks, where there are such tasks")
+        )
     if step.evaluations:
         what = f"beside, every {1 / step.evaluations:,.0f} steps"
         what += "; TAKES LONGER THAN THOSE, some are left out" if step.left_out else ""

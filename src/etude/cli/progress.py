@@ -60,7 +60,7 @@ class RichObserver:
         """Keeps what the bars then show of the time left."""
         self._time_left.expect_stages(stages)
 
-    def stage_begins(self, name: str, total_steps: int) -> None:
+    def stage_begins(self, name: str, total_steps: int, unit: str = "step") -> None:
         """Opens the stage's bar."""
         self.stage_ends()
         self._time_left.begin(name, total_steps)
@@ -69,9 +69,9 @@ class RichObserver:
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
-            _RateColumn(self._time_left),
+            _RateColumn(self._time_left, unit),
             TextColumn("{task.fields[values]}"),
-            _TimeLeftColumn(self._time_left),
+            _TimeLeftColumn(self._time_left, unit),
             console=self._console,
         )
         self._progress.start()
@@ -97,12 +97,12 @@ class RichObserver:
 class _RateColumn(ProgressColumn):
     """Steps per second, or seconds per step where that is less than one."""
 
-    def __init__(self, time_left: TimeLeft) -> None:
+    def __init__(self, time_left: TimeLeft, unit: str) -> None:
         super().__init__()
-        self._time_left = time_left
+        self._time_left, self._unit = time_left, unit
 
     def render(self, task: Task) -> Text:
-        return Text(rate_text(self._time_left.steps_per_s), style="dim")
+        return Text(rate_text(self._time_left.steps_per_s, self._unit), style="dim")
 
 
 class _TimeLeftColumn(_RateColumn):
@@ -125,7 +125,7 @@ class PlainObserver:
         self._every_s = every_s
         self._clock = clock
         self._time_left = TimeLeft(clock)
-        self._name = ""
+        self._name, self._unit = "", "step"
         self._total_steps = 0
         self._step = 0
         self._values: Mapping[str, float] = {}
@@ -135,13 +135,13 @@ class PlainObserver:
         """Keeps what the lines then say of the time left."""
         self._time_left.expect_stages(stages)
 
-    def stage_begins(self, name: str, total_steps: int) -> None:
+    def stage_begins(self, name: str, total_steps: int, unit: str = "step") -> None:
         """Prints the stage's name."""
-        self._name, self._total_steps = name, total_steps
+        self._name, self._total_steps, self._unit = name, total_steps, unit
         self._step, self._values = 0, {}
         self._time_left.begin(name, total_steps)
         self._begun_s = self._printed_s = self._clock()
-        self.say(f"{name}: {count_steps(total_steps)}" if total_steps else name)
+        self.say(f"{name}: {count_steps(total_steps, unit)}" if total_steps else name)
 
     def stage_advances(self, step: int, values: Mapping[str, float]) -> None:
         """Prints a line if the last one is old enough."""
@@ -155,7 +155,9 @@ class PlainObserver:
         if self._name:
             values = describe_values(self._values)
             seconds = self._clock() - self._begun_s
-            self.say(f"{self._name}: {count_steps(self._step)} in {seconds:.1f} s  {values}".rstrip())
+            self.say(
+                f"{self._name}: {count_steps(self._step, self._unit)} in {seconds:.1f} s  {values}".rstrip()
+            )
         self._name = ""
 
     def say(self, text: str) -> None:
@@ -165,18 +167,18 @@ class PlainObserver:
     def _print_step(self) -> None:
         self._printed_s = self._clock()
         parts = [f"{self._name} {self._step}/{self._total_steps or '?'}"]
-        parts += [rate_text(self._time_left.steps_per_s), describe_values(self._values)]
+        parts += [rate_text(self._time_left.steps_per_s, self._unit), describe_values(self._values)]
         parts.append(self._time_left.words())
         self.say("  ".join(part for part in parts if part))
 
 
-def count_steps(count: int) -> str:
+def count_steps(count: int, unit: str) -> str:
     """`1 step`, `2 steps`."""
-    return f"{count} step" if count == 1 else f"{count} steps"
+    return f"{count} {unit}" if count == 1 else f"{count} {unit}s"
 
 
-def rate_text(steps_per_s: float) -> str:
+def rate_text(steps_per_s: float, unit: str = "step") -> str:
     """`2.5 steps/s`, or `4.0 s/step` where a step takes longer than a second."""
     if steps_per_s <= 0:
         return ""
-    return f"{steps_per_s:.1f} steps/s" if steps_per_s >= 1 else f"{1 / steps_per_s:.1f} s/step"
+    return f"{steps_per_s:.1f} {unit}s/s" if steps_per_s >= 1 else f"{1 / steps_per_s:.1f} s/{unit}"

@@ -120,13 +120,14 @@ def _read_atif(path: Path) -> Trajectory:
 
 
 def _choose(name: str, pairs: Sequence[tuple[Source, TrajectoryId]]) -> tuple[Source, TrajectoryId]:
-    """The one whose id is `name`, or ends, or begins with it. Raises UserError."""
+    """The one whose id is `name`, or ends or begins with it, or holds it. Raises UserError."""
     wanted = name.strip("/")
     ids = [(str(identity), (source, identity)) for source, identity in pairs]
     ways: tuple[tuple[str, Callable[[str], bool]], ...] = (
         ("have this id", lambda text: text == wanted),
         ("end with this", lambda text: text.endswith(f"/{wanted}")),
         ("begin with this", lambda text: text.startswith(wanted)),
+        ("have this in their ids", lambda text: f"/{wanted}/" in text),
     )
     for how, fits in ways:
         found = [(text, pair) for text, pair in ids if wanted and fits(text)]

@@ -157,7 +157,25 @@ def _explain(error: ValidationError, kind: type[BaseModel]) -> ConfigError:
         return UnknownKeyError("unknown key", field=field, received=problem["input"], fix=fix)
     message = problem["msg"].removeprefix("Value error, ")
     received = None if problem["type"] == "value_error" else problem["input"]
-    return ConfigError(message, field=field or None, received=received)
+    return ConfigError(message, field=field or None, received=received, fix=_default(kind, problem["loc"]))
+
+
+def _default(kind: type[BaseModel], place: tuple[int | str, ...]) -> str | None:
+    """What stands at a place, or holds it, by default; None for a whole section."""
+    try:
+        node: Any = kind().model_dump(mode="json")
+    except ValidationError:  # it has fields that must be given
+        return None
+    names: list[str] = []
+    for part in place:
+        if not isinstance(node, dict) or part not in node:
+            break
+        node = cast(Tree, node)[str(part)]
+        names.append(str(part))
+    if isinstance(node, dict):
+        return None
+    by_default = "" if node is None else f": {'.'.join(names)} is {_dump_value(node)} by default"
+    return f"give another value, or leave it out{by_default}"
 
 
 def _field_names(model: type[BaseModel], sections: tuple[str, ...]) -> list[str]:

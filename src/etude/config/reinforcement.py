@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -17,12 +17,6 @@ Normalizer = Literal["group_constant", "tokens", "sequences"]
 RouterReplay = Literal["r3", "r2", "off"]
 Stale = Literal["drop", "mask"]
 Stragglers = Literal["abort", "carry"]
-
-_RENAMED = {
-    "normalize_std": ("baseline", {False: "group_mean", True: "group_mean_std"}),
-    "router_replay": ("router_replay", {False: "off", True: "r3"}),
-}
-"""Keys of runs that were begun before these had names; their directories are still read."""
 
 
 class CorrectionConfig(Section):
@@ -236,16 +230,12 @@ class RlConfig(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimiser of this stage."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _take_older_names(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        taken = dict(cast("dict[str, Any]", values))
-        for old, (new, meanings) in _RENAMED.items():
-            if isinstance(taken.get(old), bool):
-                taken[new] = meanings[taken.pop(old)]
-        return taken
+    @property
+    def validation_sessions(self) -> float:
+        """On validation tasks for each step, where the family has such tasks."""
+        price = self.reward.price
+        looks = bool(price.validate_every) and not self.max_staleness
+        return price.validation_tasks / price.validate_every if looks else 0.0
 
     @model_validator(mode="after")
     def _fits_together(self) -> RlConfig:

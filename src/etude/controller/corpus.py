@@ -20,8 +20,6 @@ from etude.rollout.corpus import (
     generate_corpus,
     load_corpus,
     load_lines,
-    save_corpus,
-    save_lines,
     script_bug_fix,
     script_observed,
     script_part,
@@ -86,19 +84,6 @@ def load_fixes(num_documents: int, observer: Observer) -> list[str]:
         observer.say(f"writing {missing} fixes")
         fixes += fix_documents(_FIX_SEED, missing, first=len(fixes))
     return fixes
-
-
-def write_shipped_sessions(directory: Path, corpus: SessionCorpus, num_sessions: int) -> None:
-    """Makes a file of sessions that is shipped, and beside it their number."""
-    sessions = generate_corpus(num_sessions, CORPUS_SEED, available_cores(), script=corpus.script)
-    save_corpus(sessions, directory / corpus.file)
-    _write_count(directory / corpus.file, num_sessions)
-
-
-def write_shipped_fixes(directory: Path, num_fixes: int) -> None:
-    """The same for fixes."""
-    save_lines(list(fix_documents(_FIX_SEED, num_fixes)), directory / SHIPPED_FIXES)
-    _write_count(directory / SHIPPED_FIXES, num_fixes)
 
 
 def train_corpus_tokenizer(sessions: Sequence[ScriptedSession], vocab_size: int) -> Tokenizer:
@@ -167,13 +152,5 @@ def _texts(session: ScriptedSession) -> list[str]:
 def _shipped(name: str) -> tuple[Path, int]:
     """A shipped file and how many documents it holds; 0 where it is not there."""
     path = Path(str(files("etude.rollout") / "data" / name))
-    count = _count_file(path)
+    count = path.with_suffix(".count")
     return path, int(count.read_text(encoding="utf-8")) if path.exists() and count.exists() else 0
-
-
-def _write_count(path: Path, count: int) -> None:
-    _count_file(path).write_text(f"{count}\n", encoding="utf-8")
-
-
-def _count_file(path: Path) -> Path:
-    return path.with_suffix(".count")

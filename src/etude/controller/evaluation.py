@@ -116,7 +116,8 @@ class _Evaluation:
         request = self._request
         modes = _modes(request, self._target)
         plays = {mode: plays_of(self._tasks, count) for mode, (_, count) in modes.items()}
-        self._observer.stage_begins(f"evaluation on {request.suite}", sum(map(len, plays.values())))
+        num_sessions = sum(map(len, plays.values()))
+        self._observer.stage_begins(f"evaluation on {request.suite}", num_sessions, unit="session")
         runs: dict[str, list[Trajectory]] = {}
         try:
             async with open_target(self._target, request.temperature) as opened:

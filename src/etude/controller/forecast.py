@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from etude.config import EvaluationConfig, RunConfig
 from etude.errors import ConfigError
@@ -101,6 +101,12 @@ def evaluation_sizes(
         tried = settings.num_acting_tasks * num_played / 2
         before, after = [*before, (f"{name} before", tried)], [*after, (f"{name} after", tried)]
     return [(name, size / settings.num_tasks) for name, size in (*before, *after)]
+
+
+def with_validation(speeds: Speeds, config: RunConfig) -> Speeds:
+    """With the looks at validation tasks in an RL step's time, at the pace of evaluations."""
+    session_s = speeds.evaluation_s / (2 * config.evaluation.num_tasks)
+    return replace(speeds, rl_step_s=speeds.rl_step_s + config.rl.validation_sessions * session_s)
 
 
 def count_rl_steps(config: RunConfig, num_groups: int | None) -> int:

@@ -107,7 +107,7 @@ class Judging:
         texts = {task.id: session_text(session) for task, session in sessions}
         passed = {task.id: bool(session.facts.get("passed")) for task, session in sessions}
         write_json(self._run.path / SESSIONS_BEFORE, {"texts": texts, "passed": passed})
-        write_json(self._run.report_file, self._report)
+        self._run.keep_report(self._report)
 
     async def judge_families(self, family: TaskFamily, when: str, parts: Parts) -> None:
         """Figures on the families that only acting solves, in the report, unless an earlier sitting has them.
@@ -129,7 +129,7 @@ class Judging:
             self._observer.stage_advances(1, {"pass_rate": sides[when]["sampled"]["pass_rate"]})
             self._observer.stage_ends()
             add_stage_time(self._report, "evaluation_s", self._stop.elapsed_s - began)
-        write_json(self._run.report_file, self._report)
+        self._run.keep_report(self._report)
 
     def finish(self, tasks: Sequence[Task], after: Evaluation, family: Evaluation | None) -> None:
         """Writes the report, with the trained model's figures, and examples of its sessions. `family`: on

@@ -26,7 +26,7 @@ from etude.controller.backends import open_run_backend
 from etude.controller.clusters.runner import Players, open_clusters
 from etude.controller.compute import place_model, settle_compute, use_sampling_threads
 from etude.controller.families import open_family
-from etude.controller.forecast import Forecast, evaluation_sizes, plan_steps
+from etude.controller.forecast import Forecast, evaluation_sizes, plan_steps, with_validation
 from etude.controller.judging import Judging, add_stage_time
 from etude.controller.midtraining import MIDTRAINING, run_midtraining
 from etude.controller.models import settle_model
@@ -50,7 +50,6 @@ from etude.controller.training_part import TrainingPaths
 from etude.environment.episodes import EpisodeLimits
 from etude.errors import ResourceError
 from etude.evaluation import play_sessions, plays_of
-from etude.kit.durable import write_json
 from etude.model import LanguageModel
 from etude.model.loading import AnyModel, load_any_model
 from etude.observe import (
@@ -223,6 +222,8 @@ class _Run:
         asked, model = self.config, place_model(make_model(), self.config)
         assert isinstance(model, LanguageModel), "settled: other architectures sample through vLLM"
         speeds = self.probe(asked, model, tokenizer, documents, self.family)
+        if "validation" in self.family.splits:
+            speeds = with_validation(speeds, asked)
         told = (speeds, self.stop.elapsed_s, sum(size for _, size in self._evaluations))
         if asked.max_wall_s:
             self.config = plan_steps(asked, *told)
@@ -238,7 +239,7 @@ class _Run:
         self.observer.say(forecast.words())
         self.run.update_environment({"forecast": forecast.to_json()})
         self.report["forecast_s"] = forecast.total_s
-        write_json(self.run.report_file, self.report)
+        self.run.keep_report(self.report)
         self._expect_stages()
 
     def _expect_stages(self) -> None:
@@ -374,14 +375,14 @@ class _Run:
         is_short = taken < config.rl.num_steps and not loop.exhausted
         if taken > loop.first_step or "throughput" not in self.report:
             self.report["throughput"] = self.throughput.to_json()
-        write_json(self.run.report_file, self.report)
+        self.run.keep_report(self.report)
         if self.stop.interrupted and is_short:
             raise InterruptedRunError(f"resume with: etude train --resume --name {self.run.name}")
 
     def _validation(self, parts: Parts) -> Validation | None:
         """What decides on the weight of the price, if anything does: see PriceConfig."""
         config, price = self.config, self.config.rl.reward.price
-        if not price.validate_every or config.rl.max_staleness or "validation" not in self.family.splits:
+        if not config.rl.validation_sessions or "validation" not in self.family.splits:
             return None
         tasks = self.family.evaluation_tasks("validation", price.validation_tasks)
 
@@ -434,7 +435,7 @@ class _Run:
         }
         await trainer.call("save", extra)
         self.report["rl_steps"] = (await trainer.call("current_version")).step
-        write_json(self.run.report_file, self.report)
+        self.run.keep_report(self.report)
 
     def save_curve(self, name: str, model: AnyModel) -> None:
         """A snapshot for the learning curve, with the wall time at which it was taken."""

@@ -23,7 +23,7 @@ from typing import Any, TypeGuard
 
 from etude.errors import TaskError
 from etude.kit.syntax import parse_python
-from etude.sandbox.inside.testrunner import MAX_VALUES, RECORD, Value, failed_comparison
+from etude.sandbox.inside.testrunner import MAX_VALUES, RECORD, Value, encode_value, failed_comparison
 from etude.sandbox.types import ProbeReport, ProbeResult
 
 _MAX_ALIKE = 100
@@ -288,7 +288,8 @@ class _Cutter:
     def _secret(self, node: ast.Assert) -> tuple[Expectation, ast.expr] | None:
         """The expectation whose wanted value stays outside, and the other side; None where there is none.
 
-        A value that anyone would guess is no secret where the other side may be a comparison itself.
+        A value that anyone would guess is no secret where the other side may be a comparison itself; one that
+        cannot cross as plain data would equal no answer.
         """
         if not (isinstance(node.test, ast.Compare) and len(node.test.ops) == 1):
             return None
@@ -299,7 +300,8 @@ class _Cutter:
             if _is_literal(literal):
                 wanted = ast.literal_eval(literal)
                 is_guessable = not wanted or wanted == 1
-                if not is_guessable or is_answer(other, self._names):
+                crosses = decode_value(encode_value(wanted)) == wanted
+                if crosses and (not is_guessable or is_answer(other, self._names)):
                     return Expectation(node.lineno, wanted, operator), other
         return None
 

@@ -164,10 +164,13 @@ def comparison_rows(compared: Mapping[str, Any], mode: str) -> list[list[str]]:
 
 
 def conclusion(pass_rate: Mapping[str, Any]) -> str:
-    """One sentence on the comparison of pass rates: a tie is called one."""
-    p, num_clusters = pass_rate["p_value"], pass_rate["clusters"]
+    """One sentence on the comparison of pass rates: a tie is called one. A difference is shown where both the
+    exact test and the interval of the bootstrap show it."""
+    p, num_clusters, interval = pass_rate["p_value"], pass_rate["clusters"], pass_rate["ci95"]
     if 2 / 2**num_clusters >= _SIGNIFICANCE:  # even if all agreed
         verdict = "undecided: so few clusters cannot show a difference"
+    elif (p < _SIGNIFICANCE) != (not interval[0] <= 0 <= interval[1]):
+        verdict = "undecided: of interval and exact test, one alone shows a difference"
     else:
         verdict = "a tie: no difference is shown" if p >= _SIGNIFICANCE else "a difference is shown"
     better, worse, tasks = pass_rate["better"], pass_rate["worse"], pass_rate["tasks"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from etude.evaluation.intervals import clustered_interval
-from etude.evaluation.sessions import SessionRow
+from etude.evaluation.sessions import SessionRow, cluster_of
 from etude.observe import cause_of, shares_by_cause
 from etude.records import Task, Trajectory
 
@@ -80,7 +80,7 @@ def session_figures(rows: Sequence[SessionRow], prices: Prices | None = None) ->
         "voided": len(rows) - len(graded),
         "voided_by_cause": _voided_by_cause([row.cause for row in rows if row.passed is None], len(rows)),
         "pass_rate": mean(list(rates.values())),
-        "ci95": list(clustered_interval(list(rates.values()), [clusters[task] for task in rates])),
+        "ci95": _interval(rates, clusters),
         "pass_rate_voided_failed": mean(list(pass_rates(all_verdicts).values())),
         "pass_at": {str(k): _mean_or_none(pass_rates(verdicts, k).values()) for k in sizes},
         **{name: mean([float(getattr(row, name) or 0) for row in graded]) for name in MEANS},
@@ -100,20 +100,19 @@ MEANS = ("reward", "tokens", "input_tokens", "turns", "calls", "malformed", "sec
 def summarize(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict[str, Any]:
     """Pass rate with its interval, by level and by bug kind; one trajectory per task, in their order.
 
-    A task may come several times: its sessions succeed or fail together, and count for less in the interval
-    (see `clustered_interval`). Sessions that the infrastructure failed, every time that they were begun,
+    A task may come several times. The interval is that of `session_figures`. Sessions that the infrastructure failed, every time that they were begun,
     count in `infrastructure_failures`, in `voided_by_cause` (their share by the class of the error) and, as
     failures, in `pass_rate_voided_failed`.
     """
     graded = [(task, t) for task, t in zip(tasks, trajectories, strict=True) if t.reward is not None]
     verdicts = [(task, bool(trajectory.facts["passed"])) for task, trajectory in graded]
     passed = sum(verdict for _, verdict in verdicts)
-    interval = clustered_interval(
-        [float(verdict) for _, verdict in verdicts], [task.id for task, _ in verdicts]
-    )
+    by_task: dict[str, list[bool]] = {}
+    for task, verdict in verdicts:
+        by_task.setdefault(task.id, []).append(verdict)
     return {
         "pass_rate": passed / len(verdicts) if verdicts else 0.0,
-        "ci95": list(interval),
+        "ci95": _interval(pass_rates(by_task), {task.id: cluster_of(task) for task in tasks}),
         "pass_rate_voided_failed": passed / len(trajectories) if trajectories else 0.0,
         "n": len(verdicts),
         "first_edit_right": mean([bool(t.facts["first_edit_right"]) for _, t in graded]),
@@ -127,6 +126,11 @@ def summarize(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
 def mean(values: Sequence[float]) -> float:
     """0 where there is nothing."""
     return math.fsum(values) / len(values) if values else 0.0
+
+
+def _interval(rates: Mapping[str, float], clusters: Mapping[str, str]) -> list[float]:
+    """Of the mean over tasks, of which those of one repository or family succeed or fail together."""
+    return list(clustered_interval(list(rates.values()), [clusters[task] for task in rates]))
 
 
 def _voided_by_cause(causes: Sequence[str], num_sessions: int) -> dict[str, float]:

@@ -74,5 +74,7 @@ def check_infrastructure(trajectories: Sequence[Trajectory]) -> None:
     failed = [trajectory for trajectory in trajectories if trajectory.reward is None]
     if 2 * len(failed) > len(trajectories):
         raise InfrastructureError(
-            f"{len(failed)} of {len(trajectories)} sessions failed", received=failed[0].cause
+            f"{len(failed)} of {len(trajectories)} sessions failed",
+            received=failed[0].cause,
+            fix="correct what failed the first of them, and begin again",
         )

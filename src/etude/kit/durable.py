@@ -11,16 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import os
 import secrets
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from etude.kit.leftovers import ScratchDirectory
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""How a full disk shows: none free, none of this user's, none in this file."""
 DRAFTS = ".etude-draft-"
 """Begins the names of folders in which others are made or removed."""
 _NAME_BYTES = 200
@@ -69,6 +73,17 @@ def write_json(path: Path, value: Any) -> None:
     Raises ValueError for NaN and infinities, which JSON has no words for; the file then stays as it was.
     """
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+@contextlib.contextmanager
+def warn_if_full(what: str) -> Iterator[None]:
+    """In the block a full disk is a warning: for what the next write holds again."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        warnings.warn(f"{what} not written: {error.strerror}", stacklevel=4)
 
 
 def move(source: Path, target: Path) -> None:

@@ -53,11 +53,6 @@ class PackedAttention:
     def _buckets(self) -> list[_Bucket]:
         return [_make_bucket(bucket, self._device) for bucket in _split(self.lengths, self._waste)]
 
-    @property
-    def padded_lengths(self) -> list[int]:
-        """Of each sequence, the length at which `attend_padded` computes it."""
-        return [bucket.length for bucket in self._buckets for _ in range(bucket.num_sequences)]
-
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query [T, heads, dim], key [T, kv_heads, dim], value [T, kv_heads, value_dim] -> [T, heads,
         value_dim], where value_dim <= dim."""

@@ -84,11 +84,6 @@ class Adapters(nn.Module):
         for name, pair in self._factors.items():
             yield name, pair.left.detach(), pair.right.detach()
 
-    @property
-    def num_parameters(self) -> int:
-        """Trained numbers."""
-        return sum(parameter.numel() for parameter in self.parameters())
-
     @torch.no_grad()
     def merge(self) -> None:
         """Puts base + scale * left @ right into the model, in the type of its weights."""

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from etude.errors import RunDirectoryError
-from etude.kit.durable import sync_file
+from etude.kit.durable import sync_file, warn_if_full
 
 MetricRow = dict[str, Any]
 """One row: `kind`, `step`, `wall_s` and the values; text is a label (`split`, `mode`, `name`), NaN or inf."""
@@ -52,6 +52,9 @@ class JsonlSink:
 
     `wall_s` is added: seconds since the run's first start. A reopened file continues from its last
     whole line, and a half-written last line is cut off. A value named `wall_s` is kept as given.
+
+    On a full disk rows wait in memory, a few kilobytes of them, and those beyond are lost, with a warning: a
+    run does not end for the want of them.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,14 +66,15 @@ class JsonlSink:
         """Appends the row and hands it to the operating system."""
         wall_s = round(self._clock() - self._begun, 3)
         row = {"kind": kind, "step": step, "wall_s": wall_s, **_plain(values)}
-        self._file.write(json.dumps(row).encode("utf-8") + b"\n")
-        self._file.flush()
+        with warn_if_full("a row of metrics is"):
+            self._file.write(json.dumps(row).encode("utf-8") + b"\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Makes the rows durable and closes the file. Idempotent."""
         if not self._file.closed:
-            sync_file(self._file)
-            self._file.close()
+            with warn_if_full("the last rows of metrics are"), self._file:
+                sync_file(self._file)
 
     def __enter__(self) -> JsonlSink:
         return self

@@ -13,8 +13,8 @@ class Observer(Protocol):
         """The stages of the whole run, in their order, and the seconds that each is thought to take."""
         ...
 
-    def stage_begins(self, name: str, total_steps: int) -> None:
-        """A stage of `total_steps` steps begins; 0 where nobody knows how many."""
+    def stage_begins(self, name: str, total_steps: int, unit: str = "step") -> None:
+        """A stage of `total_steps` steps begins; 0 where nobody knows how many. `unit`: what a step is."""
         ...
 
     def stage_advances(self, step: int, values: Mapping[str, float]) -> None:
@@ -36,7 +36,7 @@ class SilentObserver:
     def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
         """Ignored."""
 
-    def stage_begins(self, name: str, total_steps: int) -> None:
+    def stage_begins(self, name: str, total_steps: int, unit: str = "step") -> None:
         """Ignored."""
 
     def stage_advances(self, step: int, values: Mapping[str, float]) -> None:
@@ -58,17 +58,20 @@ class RecordingObserver:
         """(stage, step, values)"""
         self.lines: list[str] = []
         self.open_stage: str | None = None
+        self.unit = ""
+        """Of the latest stage."""
         self.expected: list[tuple[str, float]] = []
 
     def expect_stages(self, stages: Sequence[tuple[str, float]]) -> None:
         """Keeps the stages."""
         self.expected = list(stages)
 
-    def stage_begins(self, name: str, total_steps: int) -> None:
+    def stage_begins(self, name: str, total_steps: int, unit: str = "step") -> None:
         """Keeps the stage."""
         assert self.open_stage is None, f"{name} begins within {self.open_stage}"
         self.open_stage = name
         self.stages.append((name, total_steps))
+        self.unit = unit
 
     def stage_advances(self, step: int, values: Mapping[str, float]) -> None:
         """Keeps the values."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from etude.config import RunConfig, drop_key, dump_config, load_config, parse_config, read_toml
 from etude.errors import EtudeError, ResourceError, RunDirectoryError
-from etude.kit.durable import DRAFTS, make_directory, whole_directory, write_json, write_text
+from etude.kit.durable import DRAFTS, make_directory, warn_if_full, whole_directory, write_json, write_text
 from etude.kit.leftovers import sweep
 from etude.observe.machine import available_memory_bytes, commit, describe_machine, versions
 from etude.observe.metrics import JsonlSink
@@ -178,6 +178,12 @@ class RunDirectory:
     def update_environment(self, values: Mapping[str, Any]) -> None:
         """Adds to the stored environment what is only known later, such as the probed thread count."""
         write_json(self.environment_file, {**self.environment, **values})
+
+    def keep_report(self, report: Mapping[str, Any]) -> None:
+        """Replaces the report by one of the run as it stands. A full disk costs that, with a warning, and not
+        the run: the next report holds all of it."""
+        with warn_if_full("the report is"):
+            write_json(self.report_file, dict(report))
 
     def read_json(self, path: Path) -> Any:
         """Content of one of the run's JSON files; None where it does not exist (yet).

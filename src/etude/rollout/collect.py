@@ -14,7 +14,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from etude.algorithms.signal import Signal, signal_of
+from etude.algorithms.signal import Signal, as_surplus, signal_of
 from etude.config import RlConfig
 from etude.protocols import EpisodeRunner, Sampler
 from etude.records import Group, Task, Trajectory
@@ -129,7 +129,7 @@ class GroupCollector:
             if refill == 0:
                 share = len(by_signal[Signal.TASK]) / len(groups)
                 self.state.useful_share = learn_share(self.state.useful_share, share)
-        surplus = trained[wanted:]
+        surplus = [as_surplus(group) for group in trained[wanted:]]
         trained = [*trained[:wanted], *beside]
         figures = {"surplus_groups": float(len(surplus)), **curriculum.figures()}
         figures |= fork_figures(trained, counts) if self._config.forks.share else {}

@@ -134,6 +134,8 @@ class MachineSandbox(Sandbox):
         self.state: SandboxState = "running"
         self.created_s = time.time()
         self.expires_s: float | None = None
+        self.was_used = self.has_expired = False
+        """Whether anything was asked of it, and whether its time to live ended it after that."""
         self.environment: dict[str, str] = {}
         """Of every command, beside the server's own."""
         self.lifecycle = asyncio.Lock()
@@ -241,6 +243,7 @@ class MachineSandbox(Sandbox):
     @asynccontextmanager
     async def _asking(self) -> AsyncIterator[None]:
         """Around everything that is asked of the program inside: failures in the block are judged."""
+        self.was_used = True
         try:
             yield
         except FrameError as error:

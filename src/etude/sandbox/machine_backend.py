@@ -26,7 +26,7 @@ from etude.sandbox.arguments import check_life
 from etude.sandbox.blame import Blame, Evidence
 from etude.sandbox.channel import Channel
 from etude.sandbox.copies import gather_copies
-from etude.sandbox.errors import SandboxMissingError
+from etude.sandbox.errors import SandboxKilledByAgentError, SandboxMissingError
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.machine import MachineSandbox, Spec
 from etude.sandbox.migration import abilities_of, default_state_directory, in_place_of, transfer
@@ -230,6 +230,10 @@ class MachineBackend(SnapshotKeeper):
 
     async def blame(self, sandbox: MachineSandbox, error: SandboxError) -> EtudeError:
         """See Owner.blame."""
+        if sandbox.has_expired:
+            return SandboxKilledByAgentError(
+                "its time to live is over", field="sandbox", received=sandbox.id, fix="give it more time"
+            )
         evidence = Evidence(
             lambda: sandbox.state in ("paused", "killed"),
             lambda: self.host_failure(sandbox),
@@ -372,6 +376,8 @@ class MachineBackend(SnapshotKeeper):
     # Inner workings
 
     def _expire(self, sandbox: MachineSandbox) -> None:
+        # An agent that lets its time pass must not void its session.
+        sandbox.has_expired = sandbox.was_used and sandbox.state == "running"
         self.spawn(self.kill(sandbox))
 
     def _check_accepting(self) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 from functools import lru_cache
-from importlib import resources
 from random import Random
 
 from etude.records import Task
@@ -91,13 +90,6 @@ def task_digest(task: Task) -> str:
 def tasks_digest(tasks: list[Task]) -> str:
     """Digest of a list of tasks, in order."""
     return _digest("\n".join(task_digest(task) for task in tasks))
-
-
-@lru_cache(maxsize=1)
-def committed_digests() -> dict[str, str]:
-    """Split, or family_split, -> digest of its first 240 evaluation tasks, as committed."""
-    text = resources.files("etude.tasks").joinpath("frozen_digests.json").read_text(encoding="utf-8")
-    return json.loads(text)
 
 
 def _digest(text: str) -> str:

@@ -60,15 +60,6 @@ def sequence_cost(length: int, crossover_tokens: float = CROSSOVER_TOKENS) -> fl
     return length * (1.0 + length / crossover_tokens)
 
 
-def packing_waste(
-    lengths: Sequence[int], packing: Packing, *, crossover_tokens: float = CROSSOVER_TOKENS
-) -> float:
-    """Share of the ranks' time spent waiting for the slowest of each round; 0 with one rank."""
-    costs = [sequence_cost(length, crossover_tokens) for length in lengths]
-    slowest = _duration([list(batches) for batches in zip(*packing, strict=True)], costs)
-    return 1.0 - sum(costs) / (len(packing) * slowest) if slowest else 0.0
-
-
 def _best_fit(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Best-fit decreasing: each sequence goes where the least room is left over (Johnson 1974)."""
     bins: list[list[int]] = []

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import xxhash
 
-from etude.algorithms.signal import Signal, signal_of
+from etude.algorithms.signal import Signal, is_surplus, signal_of
 from etude.config import RlConfig
 from etude.errors import CheckpointError
 from etude.records import Group
@@ -47,6 +47,8 @@ class Passed(StrEnum):
     """Its prompt was trained on already."""
     NO_SIGNAL = "no_signal"
     """It teaches nothing: the run that recorded it dropped it, too."""
+    SURPLUS = "surplus"
+    """The run that recorded it had as many as its step wanted."""
 
 
 class RecordedStream:
@@ -163,6 +165,8 @@ class RecordedStream:
             return Passed.VERSION
         if signal_of(group, self._config) is Signal.NONE:
             return Passed.NO_SIGNAL
+        if is_surplus(group):
+            return Passed.SURPLUS
         if not stream.repeat_prompts and prompt_digest(group) in self._prompts:
             return Passed.REPEATED
         return None

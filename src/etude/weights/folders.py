@@ -17,10 +17,9 @@ from fsspec.core import url_to_fs  # pyright: ignore[reportMissingTypeStubs, rep
 
 from etude.errors import EtudeError, StoreError
 from etude.errors.packages import install_command
-from etude.kit.durable import sync_path, write_bytes
+from etude.kit.durable import FULL, sync_path, write_bytes
 from etude.kit.retry import Backoff, retry
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _AT_ONCE = Backoff(base_s=0.0, attempts=10)
 
@@ -240,7 +239,7 @@ def _named(place: str) -> Generator[None]:
             raise _denied(place) from error
         if "PreconditionFailed" in str(error) or "pre-conditions" in str(error):
             raise TakenError("this is written already", field="weights.url", received=place) from error
-        fix = "free some space, or keep fewer snapshots" if error.errno in _FULL else "see whether it answers"
+        fix = "free some space, or keep fewer snapshots" if error.errno in FULL else "see whether it answers"
         raise UnavailableError(
             f"the weight store failed: {error}", field="weights.url", received=place, fix=fix
         ) from error

@@ -43,6 +43,16 @@ def test_without_paths_the_visible_tests_run_as_ever():
     assert in_memory([RunChosenTests()], scenario).output == "error: no tests"
 
 
+def test_visible_tests_that_import_pytest_run_where_commands_have_it():
+    async def scenario(call, context):
+        return await call()
+
+    visible = ("tests/test_one.py", "tests/plain_test.py")
+    result = local(scenario, test_paths=visible)
+    assert result.output.split("\n")[-1].startswith("3 failed, 3 passed, 1 skipped")
+    assert result.facts == {"kind": "test", "num_passed": 3, "num_failed": 3, "green": False}
+
+
 @pytest.mark.slow
 def test_the_repositorys_own_runner_runs_what_was_named():
     async def scenario(call, context):

@@ -7,7 +7,7 @@ from etude.controller.remote.weights import DirectoryWeights
 from etude.errors import StoreError, WeightUpdateError
 from etude.kit.durable import DRAFTS
 from etude.records import PolicyVersion
-from tests.weights.stores import full_disk
+from tests.fakes.disk import full_disk
 
 
 def tensors(value: float) -> dict[str, torch.Tensor]:

@@ -226,14 +226,34 @@ def test_half_characters_and_nuls_in_a_history_are_recorded(shared: Served) -> N
         assert client.get(f"/sessions/{session['id']}").json()["counts"]["forks"] == 1
 
 
-def test_idle_sessions_end_as_infrastructure_failures(tmp_path: Path) -> None:
-    limits = RecordingLimits(idle_s=0.2)
+@pytest.mark.parametrize(
+    ("has_answer", "failures", "reward", "ending"),
+    [
+        (False, 0, None, (Status.INFRASTRUCTURE, None)),
+        (True, 0, None, (Status.LIMIT, 0.0)),
+        (True, 0, 0.5, (Status.LIMIT, 0.5)),
+        (True, 1, None, (Status.INFRASTRUCTURE, None)),
+    ],
+)
+def test_an_idle_session_has_failed_once_its_agent_has_an_answer(
+    tmp_path: Path, has_answer: bool, failures: int, reward: float | None, ending: tuple[Status, float | None]
+) -> None:
+    """An agent that waits for ever does not leave the batch so; one that the sampler failed does."""
     sampler = SlowSampler(lambda context: "Done.")
-    with serving(make_recordings(sampler, tmp_path, limits=limits)) as running:
-        chat(running, running.create())
+    with serving(make_recordings(sampler, tmp_path, limits=RecordingLimits(idle_s=0.5))) as running:
+        session = running.create()
+        if has_answer:
+            assert chat(running, session).status_code == 200
+        if failures:
+            sampler.failures = failures
+            assert chat(running, session).status_code == 503
+        if reward is not None:
+            with running.control() as client:
+                client.post(f"/sessions/{session['id']}/reward", json={"task": reward}).raise_for_status()
         wait_for(lambda: not len(running.recordings))
     (group,) = TrajectoryLog(tmp_path).read()
-    assert (group.members[0].status, group.members[0].cause) == (Status.INFRASTRUCTURE, "idle")
+    (member,) = group.members
+    assert (member.status, member.reward and member.reward.total, member.cause) == (*ending, "idle")
 
 
 async def until(condition: Any) -> None:

@@ -16,9 +16,9 @@ from etude.model.loading import AnyModel, load_any_model
 from etude.model.transformers_model import TransformersModel
 from etude.records import PolicyVersion
 from etude.weights import MemoryWeights
+from tests.fakes.disk import full_disk
 from tests.inference.vllm.builders import tiny_model
 from tests.model import transformers_builders
-from tests.weights.stores import full_disk
 
 
 def tied_glm() -> TransformersModel:

@@ -20,7 +20,7 @@ from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.template import Template
 from etude.sandbox.vm.backend import VmBackend
-from etude.sandbox.vm.migration import Step, ticket_from
+from etude.sandbox.vm.migration import Step, Ticket
 from etude.sandbox.vm.qemu import Qemu
 from tests.sandbox.vm.guests import SMALL, machines_below, make_state, no_step
 from tests.sandbox.vm.programs import alive, start_program
@@ -228,7 +228,7 @@ def test_other_backends_and_other_versions_are_refused(vm_state: Path, tmp_path:
         with pytest.raises(SandboxError, match="cannot run here"):
             await target.prepare_incoming(dataclasses.replace(offer, version="0.0"))
         ticket = await target.prepare_incoming(offer)
-        assert ticket_from(json.loads(json.dumps(dataclasses.asdict(ticket)))) == ticket
+        assert Ticket(**json.loads(json.dumps(dataclasses.asdict(ticket)))) == ticket
         await target.abandon(ticket.id)
         assert len(machines_below(os.getpid())) == 1
 

@@ -26,6 +26,8 @@ _COMMAND = (
     " --tb=short -p no:cacheprovider -o junit_family=xunit1 --junitxml={report} {paths}; done; exit {absent}"
 )
 _MISSING, _NOTHING = 4, 5
+_NEEDS_PYTEST = "No module named 'pytest'"
+"""What the built-in runner says of tests that import it: its interpreter has no packages."""
 
 
 class RunTests:
@@ -54,7 +56,7 @@ class RunChosenTests(RunTests):
     """Runs the task's visible tests, or with `paths` those that it names, by the repository's own runner.
 
     Arguments: `paths`: files, directories or `file::test`, between blanks or as a JSON list; `.` is all.
-    Without it everything is as with the short `run_tests`.
+    Without it everything is as with the short `run_tests`, unless the visible tests import pytest.
     Returns the first `test_failures` failures as `FAIL tests/test_a.py::test_x: assert 12 == 14`, then
     `2 failed, 3 passed, 1 skipped` and where the whole output is. Runs pytest with the repository's
     configuration; where the sandbox has no pytest the built-in runner, which knows test functions only.
@@ -80,7 +82,10 @@ class RunChosenTests(RunTests):
     async def run(self, arguments: Arguments, context: ToolContext) -> ToolResult:
         paths = words_of(arguments, "paths", _NUM_PATHS)
         if not paths:
-            return await super().run(arguments, context)
+            result = await super().run(arguments, context)
+            if _NEEDS_PYTEST not in result.output:
+                return result
+            paths = list(context.test_paths)
         paths = [_checked(path, context.workspace) for path in paths]
         timeout_s = context.limits.command_timeout_s
         line = _COMMAND.format(directory=OUTPUTS, report=_REPORT, paths=shlex.join(paths), absent=_NO_PYTEST)

@@ -26,6 +26,8 @@ class StepTimes:
     trained_tokens: float
     train_s: float
     publication: PublicationTimes
+    validation_s: float
+    """The step's part of the looks at validation tasks, which sampling and training wait for."""
     evaluation_s: float
     """Of one evaluation beside training, in its own process; 0 without."""
     evaluations: float
@@ -54,7 +56,7 @@ class StepTimes:
         """Wall time: in turns; or that of the slower side where both go on at once; or, where they share
         cores, of all that computes, unless sessions wait longer for their tools."""
         judged_s = self.evaluations * self.evaluation_s if self.shares_cores else 0.0
-        in_turns = self.train_s + self.publication.total_s + judged_s
+        in_turns = self.train_s + self.publication.total_s + self.validation_s + judged_s
         if not self.is_beside:
             return self.sampled.wall_s + in_turns
         if self.shares_cores:
@@ -81,6 +83,7 @@ def plan_step(config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates) 
         trained_tokens=trained_tokens,
         train_s=train_flops / (rates.flops_per_s * plan.training_share) / ranks,
         publication=plan_publication(config, sizes, place, rates, processes),
+        validation_s=_validation_s(config, sizes, place, rates, processes),
         evaluation_s=_evaluation_s(config, sizes, place, rates, processes) if every else 0.0,
         evaluations=1 / every if every else 0.0,
         is_beside=rl.max_staleness > 0,
@@ -98,6 +101,16 @@ def price_per_hour(config: RunConfig, processes: Processes) -> float:
         + processes.borrowed * plan.borrowed_price_per_hour
         + workers * plan.worker_price_per_hour
     )
+
+
+def _validation_s(
+    config: RunConfig, sizes: ModelSizes, place: Place, rates: Rates, processes: Processes
+) -> float:
+    price = config.rl.reward.price
+    if not config.rl.validation_sessions:
+        return 0.0
+    sampled = plan_sampling(config, sizes, place, rates, processes, price.validation_tasks)
+    return sampled.wall_s / price.validate_every
 
 
 def _evaluation_s(

@@ -16,6 +16,6 @@ class RecordingLimits:
     requests_per_session: int = 64
     """At the same time."""
     idle_s: float = 3600.0
-    """A session that nobody uses for so long is ended as an infrastructure failure."""
+    """A session that nobody uses for so long is ended: see `Recordings.expire`."""
     session: MapLimits = field(default_factory=MapLimits)
     default_max_tokens: int = 4096

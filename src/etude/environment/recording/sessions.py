@@ -325,13 +325,19 @@ class Recordings:
         self.counts["sessions_deleted"] += 1
 
     async def expire(self) -> int:
-        """Ends the sessions that nobody uses any more, as infrastructure failures; how many."""
+        """Ends the sessions that nobody uses any more; how many.
+
+        An agent that has had an answer may have made itself wait for ever: it ran into a limit, and earns
+        what was set before, or nothing. Where the sampler failed it, or never answered, the failure is ours.
+        """
         end_s = time.monotonic() - self.limits.idle_s
         num_ended = 0
         for session in list(self._sessions.values()):
             # Looked at only now: while the ones before were stored, it may have been used, or have ended.
             if session.used_s < end_s and not session.num_requests and self._is_live(session):
-                await self._finish(session, Status.INFRASTRUCTURE, "idle")
+                is_ours = session.map.counts.failed or not session.map.num_sampled_tokens
+                session.reward = session.reward or RewardBreakdown(0.0)
+                await self._finish(session, Status.INFRASTRUCTURE if is_ours else Status.LIMIT, "idle")
                 self.counts["sessions_expired"] += 1
                 num_ended += 1
         return num_ended

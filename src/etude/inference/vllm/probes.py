@@ -62,8 +62,6 @@ class Deviation:
 
     mean: float
     largest: float
-    mean_to_previous: float | None
-    """Mean distance to the weights before, where there were any."""
 
 
 def check_probe(
@@ -88,7 +86,6 @@ def check_probe(
     before = None
     if previous is not None and np.array_equal(previous.tokens, expected.tokens):
         before = float(np.abs(observed[1:] - previous.logprobs[1:]).mean())
-    found = Deviation(mean, largest, before)
     is_stale = before is not None and before < mean and _moved(expected, previous) > bound / 10
     if mean > bound or largest > bound * _LARGEST_FACTOR or is_stale:
         raise WeightUpdateError(
@@ -98,7 +95,7 @@ def check_probe(
             + ("; nearer to the version before" if is_stale else ""),
             fix=f"allowed are {bound:g} and {bound * _LARGEST_FACTOR:g}",
         )
-    return found
+    return Deviation(mean, largest)
 
 
 def _moved(expected: Probe, previous: Probe | None) -> float:

@@ -48,16 +48,12 @@ class Base:
     slim: bool = True
     """Without documentation."""
     hooks: tuple[str, ...] = ()
-    note: str = ""
-    """What users should know."""
 
 
 _DEBIAN, _DEBIAN_SLIM = Base("bookworm", ("ca-certificates",), slim=False), Base("bookworm")
-_PYTHON_NOTE = "Debian's own Python 3.11 with pip and pytest from Debian, not the one of python.org"
-_PYTHON_SLIM = Base("bookworm", _PYTHON, hooks=_FREE_PIP, note=_PYTHON_NOTE)
-_PYTHON_FULL = Base(
-    "bookworm", tuple(sorted({*_PYTHON, *_TOOLS, "python3-dev"})), False, _FREE_PIP, _PYTHON_NOTE
-)
+_PYTHON_SLIM = Base("bookworm", _PYTHON, hooks=_FREE_PIP)
+"""Debian's own Python 3.11 with pip and pytest from Debian, not the one of python.org."""
+_PYTHON_FULL = Base("bookworm", tuple(sorted({*_PYTHON, *_TOOLS, "python3-dev"})), False, _FREE_PIP)
 BASES = {
     "debian:12": _DEBIAN,
     "debian:12-slim": _DEBIAN_SLIM,
@@ -157,12 +153,6 @@ class DebianBases:
                     field="base image",
                     fix="see that apt-get update works here; as a plain user, install uidmap",
                 )
-
-
-def base_note(name: str) -> str:
-    """What users of a base should know; empty for nothing, or for an unknown base."""
-    base = BASES.get(name)
-    return base.note if base is not None else ""
 
 
 def _arguments(base: Base, target: Path, has_sources: bool) -> list[str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etude.errors import EtudeError, ResourceError, SandboxError
+from etude.kit.durable import FULL
 from etude.sandbox.errors import TemplateError
 from etude.sandbox.images.tar import CHUNK_BYTES, Entry, TarReader
 
@@ -339,7 +340,7 @@ def is_opaque(path: bytes) -> bool:
 
 def storage_error(error: OSError, field: str, received: object) -> EtudeError:
     """The typed error for a system call that failed on the store's files."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in FULL:
         return ResourceError(
             "no space left for layers",
             field=field,

@@ -60,11 +60,6 @@ _CARRIERS = (
 """(network, bits to the right of the IPv4 address that its addresses carry)."""
 
 
-def is_forbidden_address(ip: str) -> bool:
-    """Whether no sandbox may be connected to the address `ip`; true for what is no address."""
-    return forbidden_reason(ip) is not None
-
-
 def forbidden_reason(ip: str, own: Callable[[Address], bool] | None = None) -> str | None:
     """Why an address is out of reach (`loopback`, `private`, `own`, ...); None if it is not.
 

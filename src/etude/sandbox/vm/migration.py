@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import secrets
 import shutil
 import socket
@@ -240,17 +239,3 @@ async def _job_event(machine: Machine, since: int, name: str, deadline_s: float)
         raise SandboxError(
             f"the disk was not copied: {error or event['event']}", field="sandbox", received=machine.name
         )
-
-
-def ticket_from(data: Mapping[str, Any]) -> Ticket:
-    """The reverse of `dataclasses.asdict`. Raises SandboxError for anything else."""
-    try:
-        disk, memory = (
-            {str(key): str(value) for key, value in data[name].items()} for name in ("disk", "memory")
-        )
-        ticket = Ticket(str(data["id"]), disk, memory)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise SandboxError("this is no migration ticket", field="ticket", received=str(data)[:200]) from error
-    if set(data) != {field.name for field in dataclasses.fields(Ticket)}:
-        raise SandboxError("this is no migration ticket", field="ticket", received=sorted(data))
-    return ticket

@@ -9,7 +9,6 @@ case in which it lies under its other name.
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +20,9 @@ from pathlib import Path
 from blake3 import blake3
 
 from etude.errors import CheckpointError, ResourceError
-from etude.kit.durable import replace_directory, sync_tree
+from etude.kit.durable import FULL, replace_directory, sync_tree
 
 DIGESTS = "digests.json"
-_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Flaw(StrEnum):
@@ -157,9 +155,9 @@ def is_full_disk(error: BaseException) -> bool:
     """Whether this is how a full disk shows: an OSError, perhaps beneath another, or a library's words."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _FULL:
+        if isinstance(seen, OSError) and seen.errno in FULL:
             return True
-        if any(f"os error {number}" in str(seen) for number in _FULL):  # safetensors
+        if any(f"os error {number}" in str(seen) for number in FULL):  # safetensors
             return True
         seen = seen.__cause__ or seen.__context__
     return False

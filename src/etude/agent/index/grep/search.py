@@ -78,11 +78,6 @@ class Base:
         return list(heapq.merge(*living, key=sort_key))
 
     @functools.cached_property
-    def file_set(self) -> frozenset[bytes]:
-        """The same, to ask for one."""
-        return frozenset(self.files)
-
-    @functools.cached_property
     def with_nul(self) -> frozenset[bytes]:
         """Files that hold a NUL."""
         segments = self.contents.segments

@@ -56,11 +56,6 @@ class Watcher:
         asyncio.get_running_loop().add_reader(inotify.descriptor, watcher._take)
         return watcher
 
-    @property
-    def num_changed(self) -> int:
-        """Paths that differ from the index. With thousands of them, `fold`."""
-        return len(self._overlay.changed)
-
     async def search(self, query: GrepQuery) -> GrepResult:
         """As `GrepIndex.search`, on the tree as it is now."""
         async with self._lock:
