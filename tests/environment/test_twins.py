@@ -12,7 +12,7 @@ import pytest
 from etude.config import RewardConfig
 from etude.environment.cheats import TARGET
 from etude.environment.grading import CAUSE_CHARS, Judge, Verdict
-from etude.environment.twin_sites import change_sites, find_sites
+from etude.environment.twin_sites import Kind, change_sites, find_sites
 from etude.environment.twins import Twins
 from etude.environment.verdicts import Grader
 from etude.records import Task
@@ -251,5 +251,5 @@ def test_each_site_is_changed_into_something_of_its_kind(text: str, changed: set
 
 
 def test_numbers_and_words_of_data_are_sites() -> None:
-    assert find_sites("a.json", '{"sum": 11}', ()) == [(True, 0), (True, 1)]
+    assert find_sites("a.json", '{"sum": 11}', ()) == [(Kind.CONSTANT, 0), (Kind.CONSTANT, 1)]
     assert change_sites("a.json", '{"sum": 09}', (), [0, 1]) == '{"sun": 10}'

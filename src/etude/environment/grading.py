@@ -27,7 +27,8 @@ from functools import lru_cache
 
 from etude.agent.tools.globs import compile_path_pattern
 from etude.agent.tools.state import is_harness_path
-from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, take_apart
+from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, oracles_in, take_apart
+from etude.environment.oracles import OracleValues
 from etude.environment.twins import Exam, OpenTest, TwinFinder, Twins
 from etude.errors import AgentError, TaskError
 from etude.records import Task
@@ -86,13 +87,19 @@ class Judge:
         start_s = time.perf_counter()
         hidden = _hidden_tests(task)
         num_tests = count_hidden_tests(task)
-        failures, cause = await self._sit(task, changes, hidden, {file.path: file.probe for file in hidden})
+        failures, cause, oracles = await self._sit(
+            task, changes, hidden, {file.path: file.probe for file in hidden}
+        )
         if not failures or (self.partial_counts and len(failures) < num_tests):
-            for exam in (await twins_of(task)).exams:
-                found, _ = await self._sit(task, changes, hidden, exam.files)
-                forged = _forged(exam, failures, found)
+            twins = await twins_of(task)
+            forged = _bent(twins, failures, oracles)
+            for exam in twins.exams:
                 if forged is not None:
-                    return Verdict(False, 0, num_tests, forged, time.perf_counter() - start_s)
+                    break
+                found, _, _ = await self._sit(task, changes, hidden, exam.files)
+                forged = _forged(exam, failures, found)
+            if forged is not None:
+                return Verdict(False, 0, num_tests, forged, time.perf_counter() - start_s)
         num_passed = num_tests - len(failures)
         return Verdict(not failures, num_passed, len(failures), cause, time.perf_counter() - start_s)
 
@@ -127,19 +134,21 @@ class Judge:
         changes: Mapping[str, bytes | None],
         hidden: Sequence[HiddenFile],
         files: Mapping[str, str],
-    ) -> tuple[dict[HiddenTest, str], str | None]:
-        """(reason of every test that did not demonstrably pass, the first in words)."""
+    ) -> tuple[dict[HiddenTest, str], str | None, dict[tuple[str, str], OracleValues]]:
+        """(reason of every test that did not demonstrably pass, the first in words, what the tests computed
+        for themselves)."""
         try:
             report = await self._probe(task, changes, files, [file.path for file in hidden], self.timeout_s)
         except AgentError as error:
-            return {test: str(error) for file in hidden for test in file.tests}, str(error)
+            return {test: str(error) for file in hidden for test in file.tests}, str(error), {}
         failures = judge_report(hidden, report)
-        if not failures:
-            return failures, None
-        if report.timed_out:
-            return failures, f"timeout: the hidden tests did not end within {self.timeout_s:g} s"
-        test, reason = next(iter(failures.items()))
-        return failures, report.error or f"{test.name}: {reason}"
+        cause = None
+        if failures:
+            test, reason = next(iter(failures.items()))
+            cause = report.error or f"{test.name}: {reason}"
+        if failures and report.timed_out:
+            cause = f"timeout: the hidden tests did not end within {self.timeout_s:g} s"
+        return failures, cause, oracles_in(report)
 
     async def _probe(
         self,
@@ -234,6 +243,17 @@ def _removals(template: Template, changes: Mapping[str, bytes | None]) -> list[s
         if data is None and not any(path.startswith(folder + "/") for folder in folders)
     ]
     return folders + deleted
+
+
+def _bent(
+    twins: Twins, failures: Mapping[HiddenTest, str], found: Mapping[tuple[str, str], OracleValues]
+) -> str | None:
+    """Which test that passed computed something else for itself than beside the reference solution."""
+    for test, known in twins.oracles.items():
+        here = found.get((test.path, test.name), {})
+        if test not in failures and any(here.get(index) != values for index, values in known.items()):
+            return f"{test.name}: computes something else than beside the reference solution: it is forged"
+    return None
 
 
 def _forged(exam: Exam, before: Mapping[HiddenTest, str], found: Mapping[HiddenTest, str]) -> str | None:

@@ -1,0 +1,179 @@
+"""What a hidden test computes for itself, whatever solution runs beside it.
+
+`assert result == sorted(xs)` computes what it expects beside the code under test, which may replace `sorted`,
+empty `xs`, or fix random inputs, so that its wrong answer is what the test then expects. So operands of
+comparisons and arguments of checks in which the solution has no part are *oracles*: they are recorded as
+answers are, and must be what they were beside the reference solution.
+
+    assert abs(f(x) - math.sqrt(x)) < 1e-9  --->  assert abs(f(x) - __record__(-10, math.sqrt(x))) < ...
+
+Recorded is only what every right solution leaves alone and has evaluated as often: nothing under a condition,
+nothing from files, clocks or the shared random generator.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+from etude.sandbox.inside.testrunner import FIRST_ORACLE, RECORD
+
+_PURE = frozenset(
+    "array base64 binascii bisect calendar cmath collections copy dataclasses difflib enum fractions functools"
+    " hashlib heapq itertools json keyword math numbers operator re statistics string struct textwrap types"
+    " typing unicodedata zlib".split()
+)
+"""Modules of the standard library that hold no state which a right solution may change."""
+_IMPURE = frozenset("__import__ compile dir eval exec globals hash id input locals open vars".split())
+_CONDITIONS = (ast.BoolOp, ast.IfExp, ast.If, ast.Match, ast.Try, ast.While)
+_SCOPES = (ast.ClassDef, ast.FunctionDef, ast.Lambda)
+
+OracleValues = Mapping[int, Sequence[object]]
+"""What each oracle of a test was, by its index, in the order of its evaluations."""
+
+
+def mark_oracles(
+    tree: ast.Module,
+    tests: Iterable[ast.FunctionDef],
+    solution: Collection[str],
+    is_outside: Callable[[int], bool],
+) -> None:
+    """Has the oracles of tests recorded, in place.
+
+    `solution`: names of the code under test, whose inputs are no oracles. `is_outside`: whether what is
+    recorded under an index is compared outside, so that the test computes nothing for it.
+    """
+    foreign = _spread({*_IMPURE, *_foreign_names(tree)}, tree.body)
+    marker = _Marker(solution, is_outside)
+    for test in tests:
+        marker.foreign = _spread(foreign, test.body)
+        test.body = [marker.visit(node) for node in test.body]
+
+
+def known_oracles(one: OracleValues, other: OracleValues) -> OracleValues:
+    """The oracles that were the same in two runs of the reference solution."""
+    return {index: values for index, values in one.items() if values == other.get(index)}
+
+
+def read_oracles(rows: Iterable[tuple[int, object]]) -> OracleValues:
+    """The oracles among what a test recorded."""
+    found: dict[int, list[object]] = {}
+    for index, value in rows:
+        if index <= FIRST_ORACLE:
+            found.setdefault(index, []).append(value)
+    return found
+
+
+class _Marker(ast.NodeTransformer):
+    """Wraps oracles. What is evaluated only under a condition, or later, stays as it is."""
+
+    def __init__(self, solution: Collection[str], is_outside: Callable[[int], bool]) -> None:
+        self.foreign: Collection[str] = frozenset()
+        self._solution = solution
+        self._is_outside = is_outside
+        self._next = FIRST_ORACLE
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        match node:
+            case ast.Compare():
+                node.left = self._mark(node.left)
+                node.comparators = [self._mark(side) for side in node.comparators]
+                return node
+            case ast.BinOp():
+                node.left, node.right = self._mark(node.left), self._mark(node.right)
+                return node
+            case ast.Call(func=ast.Name(id=name), args=[index, value]) if name == RECORD:
+                if not self._is_outside(ast.literal_eval(index)):
+                    node.args[1] = self.visit(value)  # type: ignore[assignment]
+                return node
+            case ast.Call(func=ast.Name(id="any" | "next")) | ast.comprehension(ifs=[_, *_]):
+                return node
+            case ast.For() if any(
+                isinstance(one, ast.Break | ast.Continue | ast.Return) for one in ast.walk(node)
+            ):
+                return node
+            case ast.Call():
+                if not _mentions(node.func, self._solution):
+                    node.args = [self._mark(argument) for argument in node.args]
+                return node
+            case _:
+                return node if isinstance(node, (*_CONDITIONS, *_SCOPES)) else self.generic_visit(node)
+
+    def _mark(self, node: ast.expr) -> ast.expr:
+        is_builtin = isinstance(node, ast.Name) and hasattr(builtins, node.id)
+        odd = (ast.Constant, ast.GeneratorExp, ast.Lambda, ast.NamedExpr, ast.Starred)
+        if is_builtin or isinstance(node, odd) or self._is_foreign(node):
+            return self.visit(node)  # type: ignore[return-value]
+        self._next -= 1
+        return ast.Call(ast.Name(RECORD, ast.Load()), [ast.Constant(self._next + 1), node], [])
+
+    def _is_foreign(self, node: ast.AST) -> bool:
+        return _mentions(node, self.foreign)
+
+
+def _foreign_names(tree: ast.Module) -> Iterator[str]:
+    """Names of a module that stand for what it imports, but for pure modules of the standard library."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            for alias in node.names:
+                module = node.module or "" if isinstance(node, ast.ImportFrom) else alias.name
+                is_pure = module.partition(".")[0] in _PURE and not getattr(node, "level", 0)
+                if not is_pure and (module, alias.name) != ("random", "Random"):
+                    yield alias.asname or alias.name.partition(".")[0]
+
+
+def _spread(foreign: Collection[str], body: Sequence[ast.stmt]) -> set[str]:
+    """Names that may stand for something foreign after these statements."""
+    found, before = set(foreign), -1
+    while len(found) > before:
+        before = len(found)
+        for statement in body:
+            for node in ast.walk(statement):
+                for target in _reached(node, found):
+                    found |= {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
+                if isinstance(node, ast.FunctionDef | ast.ClassDef) and _mentions(node, found):
+                    found.add(node.name)
+                if isinstance(node, ast.ExceptHandler) and node.name:
+                    found.add(node.name)
+    return found
+
+
+def _reached(node: ast.AST, foreign: Collection[str]) -> list[ast.expr]:
+    """Expressions whose names a node gives something foreign: what it assigns to, and what a call that is
+    made for its effect alone is given."""
+    match node:
+        case ast.Assign(targets=targets, value=value) if _mentions(value, foreign):
+            return targets
+        case (
+            ast.AugAssign(target=target, value=value)
+            | ast.AnnAssign(target=target, value=ast.expr() as value)
+            | ast.NamedExpr(target=target, value=value)
+            | ast.For(target=target, iter=value)
+            | ast.comprehension(target=target, iter=value)
+            | ast.withitem(context_expr=value, optional_vars=ast.expr() as target)
+        ) if _mentions(value, foreign):
+            return [target]
+        case ast.Expr(value=ast.Call(func=function, args=arguments, keywords=keywords) as call) if _mentions(
+            call, foreign
+        ):
+            given = [*arguments, *(keyword.value for keyword in keywords), function]
+            return [one for one in given if isinstance(one, ast.Name | ast.Attribute)]
+        case _:
+            return []
+
+
+def _mentions(node: ast.AST, names: Collection[str]) -> bool:
+    """Whether a node uses one of the names, but for parameters of its own, and `random.Random`."""
+    match node:
+        case ast.Attribute(value=ast.Name(id="random"), attr="Random"):
+            return False
+        case ast.Name(id=name):
+            return name in names
+        case ast.FunctionDef(args=parameters) | ast.Lambda(args=parameters):
+            own = {one.arg for one in ast.walk(parameters) if isinstance(one, ast.arg)}
+            names = {name for name in names if name not in own}
+        case _:
+            pass
+    return any(_mentions(child, names) for child in ast.iter_child_nodes(node))
