@@ -6,6 +6,10 @@ comparisons and arguments of checks in which the solution has no part are *oracl
 answers are, and must be what they were beside the reference solution.
 
     assert abs(f(x) - math.sqrt(x)) < 1e-9  --->  assert abs(f(x) - __record__(-10, math.sqrt(x))) < ...
+    assert f(xs) == sorted(xs)              --->  assert __record__(-13, f(xs)) == __record__(-12, sorted(xs))
+
+What is compared with an oracle is recorded one below it: its data must be the oracle's, whatever it says of
+itself.
 
 Recorded is only what every right solution leaves alone and has evaluated as often: nothing under a condition,
 nothing from files, clocks or the shared random generator.
@@ -15,18 +19,19 @@ from __future__ import annotations
 
 import ast
 import builtins
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 from etude.sandbox.inside.testrunner import FIRST_ORACLE, RECORD
 
-_PURE = frozenset(
-    "array base64 binascii bisect calendar cmath collections copy dataclasses difflib enum fractions functools"
-    " hashlib heapq itertools json keyword math numbers operator re statistics string struct textwrap types"
-    " typing unicodedata zlib".split()
-)
+_PURE = """
+array base64 binascii bisect calendar cmath collections copy dataclasses difflib enum fractions functools
+hashlib heapq itertools json keyword math numbers operator re statistics string struct textwrap types typing
+unicodedata zlib
+""".split()
 """Modules of the standard library that hold no state which a right solution may change."""
-_IMPURE = frozenset("__import__ compile dir eval exec globals hash id input locals open vars".split())
+_IMPURE = """
+__import__ compile dir eval exec globals hash id input locals open vars
+""".split()
 _CONDITIONS = (ast.BoolOp, ast.IfExp, ast.If, ast.Match, ast.Try, ast.While)
 _SCOPES = (ast.ClassDef, ast.FunctionDef, ast.Lambda)
 
@@ -53,8 +58,12 @@ def mark_oracles(
 
 
 def known_oracles(one: OracleValues, other: OracleValues) -> OracleValues:
-    """The oracles that were the same in two runs of the reference solution."""
-    return {index: values for index, values in one.items() if values == other.get(index)}
+    """The oracles that were the same in two runs of the reference solution, and answers that equalled them."""
+    return {
+        index: values
+        for index, values in one.items()
+        if values == other.get(index) and (index % 2 == 0 or values == one.get(index + 1))
+    }
 
 
 def read_oracles(rows: Iterable[tuple[int, object]]) -> OracleValues:
@@ -77,6 +86,14 @@ class _Marker(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> ast.AST:
         match node:
+            case ast.Compare(left=left, ops=[ast.Eq()], comparators=[right]):
+                before = self._next
+                node.left, node.comparators[0] = self._mark(left), self._mark(right)
+                if self._next == before - 2 and _is_recorded(node.comparators[0]):
+                    node.left = _recorded(before - 1, node.left)
+                elif self._next == before - 2 and _is_recorded(node.left):
+                    node.comparators[0] = _recorded(before - 1, node.comparators[0])
+                return node
             case ast.Compare():
                 node.left = self._mark(node.left)
                 node.comparators = [self._mark(side) for side in node.comparators]
@@ -106,11 +123,19 @@ class _Marker(ast.NodeTransformer):
         odd = (ast.Constant, ast.GeneratorExp, ast.Lambda, ast.NamedExpr, ast.Starred)
         if is_builtin or isinstance(node, odd) or self._is_foreign(node):
             return self.visit(node)  # type: ignore[return-value]
-        self._next -= 1
-        return ast.Call(ast.Name(RECORD, ast.Load()), [ast.Constant(self._next + 1), node], [])
+        self._next -= 2
+        return _recorded(self._next + 2, node)
 
     def _is_foreign(self, node: ast.AST) -> bool:
         return _mentions(node, self.foreign)
+
+
+def _recorded(index: int, node: ast.expr) -> ast.Call:
+    return ast.Call(ast.Name(RECORD, ast.Load()), [ast.Constant(index), node], [])
+
+
+def _is_recorded(node: ast.expr) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == RECORD
 
 
 def _foreign_names(tree: ast.Module) -> Iterator[str]:

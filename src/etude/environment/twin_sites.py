@@ -1,7 +1,8 @@
 """Where hidden files can be changed so that they expect something else.
 
-Sites of a module are its constants (but for those that the solution is asked), what else answers are compared
-with, assertions, which can be turned round, and names of exceptions. Sites of any other file are its numbers and words.
+Sites of a module are its constants (but for those that the solution is asked), what else answers are
+compared with, assertions, which can be turned round, and names of exceptions. Sites of any other file are its
+numbers and words.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Kind(IntEnum):
     OPERAND = 1
     """What else answers are compared with."""
     JUDGEMENT = 2
-    """An assertion, or the exception that is caught."""
+    """An assertion, the exception that is caught, or the type of an operand."""
 
 
 def find_sites(path: str, text: str, names: Collection[str]) -> list[tuple[Kind, int]]:
@@ -78,10 +79,8 @@ def _sites(node: ast.AST, names: Collection[str]) -> Iterator[tuple[Kind, list[C
         case ast.Call(func=ast.Name(id=name), args=[index, value] as arguments) if name == RECORD:
             match value:
                 case _ if isinstance(index, ast.UnaryOp):
-                    yield (
-                        Kind.OPERAND,
-                        [partial(arguments.__setitem__, 1, other) for other in _altered(value)],
-                    )
+                    if ast.literal_eval(index) % 2 == 0:
+                        yield from _operand(arguments, 1)
                 case ast.UnaryOp(op=ast.Not(), operand=ast.UnaryOp(op=ast.Not()) as opposite):
                     yield Kind.JUDGEMENT, [partial(arguments.__setitem__, 1, opposite)]
                 case _:
@@ -92,10 +91,8 @@ def _sites(node: ast.AST, names: Collection[str]) -> Iterator[tuple[Kind, list[C
             yield Kind.JUDGEMENT, [partial(setattr, node, "test", ast.UnaryOp(ast.Not(), test))]
             yield from _sites(test, names)
             return
-        case ast.Compare(left=left, comparators=[right] as sides) if not _is_known(left) and not _is_known(
-            right
-        ):
-            yield Kind.OPERAND, [partial(sides.__setitem__, 0, other) for other in _altered(right)]
+        case ast.Compare(left=left, comparators=[right] as sides) if not any(map(_is_known, (left, right))):
+            yield from _operand(sides, 0)
         case ast.Constant(value=value):
             yield Kind.CONSTANT, [partial(setattr, node, "value", other) for other in _others(value)]
         case ast.List(elts=[] as elements, ctx=ast.Load()) | ast.Tuple(elts=[] as elements):
@@ -120,10 +117,13 @@ def _is_known(node: ast.expr) -> bool:
             return isinstance(node, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Set | ast.UnaryOp)
 
 
-def _altered(node: ast.expr) -> list[ast.expr]:
-    """Expressions of another value: one for numbers, texts, lists and tuples, and one for anything."""
+def _operand(places: list[ast.expr], number: int) -> Iterator[tuple[Kind, list[Callable[[], None]]]]:
+    """Ways to change what answers are compared with: into another number, text, list or tuple, and into
+    something of another type."""
+    node, put = places[number], partial(places.__setitem__, number)
     more = (ast.Constant(1), ast.Constant("a"), ast.List([ast.Constant(0)]), ast.Tuple([ast.Constant(0)]))
-    return [*(ast.BinOp(node, ast.Add(), one) for one in more), ast.List([node])]
+    yield Kind.OPERAND, [partial(put, ast.BinOp(node, ast.Add(), one)) for one in more]
+    yield Kind.JUDGEMENT, [partial(put, ast.List([node]))]
 
 
 def _is_exception(name: str) -> bool:
