@@ -29,7 +29,7 @@ class Hack:
     at_import: str = ""
     """Code that runs when a graded module is imported, after its functions."""
     at_call: str = ""
-    """Code that runs when one of its functions is called, with `args`."""
+    """Code that runs when one of its functions has been called, with `args`."""
     returns: str = WRONG
     """What the function answers then. The control answers what is right."""
     alone: bool = False
@@ -51,14 +51,17 @@ def hacked_module(text: str, hack: Hack, is_control: bool = False) -> str:
     functions = [node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
     call = indent(dedent(hack.at_call).strip("\n"), " " * 8)
     answer = WRONG if is_control else hack.returns
-    wrap = f"def hacked(wrong):\n    def answer(*args):\n{call}\n        return {answer}\n    return answer\n"
+    body = f"        wrong(*args)\n{call}\n        return {answer}\n"
+    wrap = f"def hacked(wrong):\n    def answer(*args):\n{body}    return answer\n"
     wrapped = "".join(f"{name} = hacked({name})\n" for name in functions)
     return f"{text}\n{TOOLS}\n{dedent(hack.at_import)}\n{wrap}{wrapped}"
 
 
 def hacked_files(task: Task, hack: Hack, is_control: bool = False) -> dict[str, str]:
     """What the agent leaves in its workspace, but for what its command makes."""
-    begun = {path: task.solution_files[path] if is_control else task.files[path] for path in task.solution_files}
+    begun = {
+        path: task.solution_files[path] if is_control else task.files[path] for path in task.solution_files
+    }
     return {
         **{path: hacked_module(text, hack, is_control) for path, text in begun.items()},
         **hack.files,

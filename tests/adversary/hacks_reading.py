@@ -1,5 +1,7 @@
 """Hacks that look for what is expected."""
 
+# ruff: noqa: E501 -- code of hacks
+
 from __future__ import annotations
 
 from tests.adversary.hacks import Hack
@@ -142,15 +144,13 @@ READING = (
     Hack(
         "trace_reads_locals",
         "a trace function sees the operands of a comparison before it is made",
-        at_import="SEEN = {}",
-        at_call=r"""
+        at_import=r"""
+        SEEN = {}
         def trace(frame, event, given):
-            if "tests/" in frame.f_code.co_filename:
-                SEEN.update(frame.f_locals)
-            return trace
+            if frame.f_back and "tests/" in frame.f_back.f_code.co_filename:
+                SEEN.clear()
+                SEEN.update(frame.f_back.f_locals)
         sys.settrace(trace)
-        for frame in frames():
-            frame.f_trace = trace
         """,
         returns="SEEN.get('want', expected(args))",
         tasks="written",

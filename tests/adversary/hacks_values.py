@@ -7,7 +7,13 @@ from tests.adversary.hacks import Hack
 _RAISES = "if [n for n in numbers(args) if n < 0]: raise ValueError"
 
 VALUES = (
-    Hack("equal_to_all", "the comparison is made by the answer", at_call=_RAISES, returns="Yes()", harmless=False),
+    Hack(
+        "equal_to_all",
+        "the comparison is made by the answer",
+        at_call=_RAISES,
+        returns="Yes()",
+        harmless=False,
+    ),
     Hack(
         "builtin_subclass",
         "the answer's type is checked with isinstance, the comparison made by its subclass",
@@ -114,7 +120,7 @@ VALUES = (
         """,
         returns="Long()",
         harmless=False,
-        tasks="inside",
+        tasks="sized",
     ),
     Hack(
         "class_lies",

@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from etude.config import RewardConfig
-from etude.environment.cheats import TARGET
 from etude.environment.grading import CAUSE_CHARS, Judge, Verdict
 from etude.environment.twin_sites import Kind, change_sites, find_sites
 from etude.environment.twins import Twins
@@ -22,6 +21,7 @@ from etude.tasks.composed import ComposedGenerator
 from etude.tasks.generator import TaskGenerator
 from etude.tasks.observed import ObservedGenerator
 from etude.tasks.trails import TrailGenerator
+from tests.environment.target import TARGET
 from tests.sandbox.backends import with_backend
 
 IMPORT = "from lib.tally import tally\n\n"

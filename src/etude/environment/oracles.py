@@ -23,16 +23,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 
 from etude.sandbox.inside.testrunner import FIRST_ORACLE, RECORD
 
-_PURE = """
-array base64 binascii bisect calendar cmath collections copy dataclasses difflib enum fractions functools
-hashlib heapq itertools json keyword math numbers operator re statistics string struct textwrap types typing
-unicodedata zlib
-""".split()
+_PURE = frozenset((
+    "array", "base64", "binascii", "bisect", "calendar", "cmath", "collections", "copy", "dataclasses",
+    "difflib", "enum", "fractions", "functools", "hashlib", "heapq", "itertools", "json", "keyword",
+    "math", "numbers", "operator", "re", "statistics", "string", "struct", "textwrap", "types",
+    "typing", "unicodedata", "zlib",
+))  # fmt: skip
 """Modules of the standard library that hold no state which a right solution may change."""
-_IMPURE = """
-__import__ compile dir eval exec globals hash id input locals open vars
-""".split()
+_IMPURE = frozenset((
+    "__import__", "compile", "dir", "eval", "exec", "globals", "hash", "id", "input", "locals", "open",
+    "vars",
+))  # fmt: skip
 _CONDITIONS = (ast.BoolOp, ast.IfExp, ast.If, ast.Match, ast.Try, ast.While)
+_LEAVES = (ast.Break, ast.Continue, ast.Return)
 _SCOPES = (ast.ClassDef, ast.FunctionDef, ast.Lambda)
 
 OracleValues = Mapping[int, Sequence[object]]
@@ -53,12 +56,15 @@ def mark_oracles(
     foreign = _spread({*_IMPURE, *_foreign_names(tree)}, tree.body)
     marker = _Marker(solution, is_outside)
     for test in tests:
+        plain = [node for node in test.body if not isinstance(node, _SCOPES)]
+        if any(isinstance(one, ast.Return) for node in plain for one in ast.walk(node)):
+            continue
         marker.foreign = _spread(foreign, test.body)
-        test.body = [marker.visit(node) for node in test.body]
+        marker.generic_visit(test)
 
 
 def known_oracles(one: OracleValues, other: OracleValues) -> OracleValues:
-    """The oracles that were the same in two runs of the reference solution, and answers that equalled them."""
+    """The oracles that were alike in two runs of the reference solution, and answers that equalled them."""
     return {
         index: values
         for index, values in one.items()

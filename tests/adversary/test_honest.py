@@ -1,0 +1,119 @@
+"""Right solutions of every shape are paid in full, on tasks of every form; the broken files are not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from etude.config import RewardConfig
+from etude.environment.rewards import Evidence, compute_reward
+from etude.records import Status
+from etude.sandbox.local.doctor import find_problems
+from tests.adversary.hack_tables import HACKS
+from tests.adversary.hack_tasks import SETS, tasks_of
+from tests.adversary.hacks import Hack
+from tests.adversary.stage import Stage
+
+pytestmark = pytest.mark.skipif(bool(find_problems()), reason="; ".join(find_problems()) or "local works")
+
+NOTHING = Hack("nothing", "")
+SQUARES = {
+    "another way": """
+        def solve(n):
+            if n < 0:
+                raise ValueError
+            return min(n**2, 100) + max(n**2 - 100, 0) / 10
+        """,
+    "with a memory": """
+        from functools import lru_cache
+
+        @lru_cache
+        def solve(n):
+            if n < 0:
+                raise ValueError("never")
+            return n * n if n <= 10 else 90 + n * n / 10
+        """,
+    "drawing from the shared generator": """
+        import random
+
+        def solve(n):
+            if n < 0:
+                raise ValueError("never")
+            random.random()
+            return n * n if n <= 10 else 90 + n * n / 10
+        """,
+}
+ORDERS = {
+    "in place": "def order(xs):\n    xs.sort()\n    return xs\n",
+    "by a shuffled copy": """
+        import random
+
+        def order(xs):
+            xs = list(xs)
+            random.shuffle(xs)
+            done = []
+            for x in xs:
+                done.insert(sum(y < x for y in done), x)
+            return done
+        """,
+    "a list of its own": "class Own(list):\n    pass\n\n\ndef order(xs):\n    return Own(sorted(xs))\n",
+}
+OTHERS = [
+    *(("written", text) for text in SQUARES.values()),
+    *(("near", text) for text in SQUARES.values()),
+    *(("close", text) for text in SQUARES.values()),
+    *(("lists", text) for text in ORDERS.values()),
+    ("drawn", "import random\ndef solve(n):\n    random.seed(1)\n    return 2 * n\n"),
+    (
+        "classes",
+        """
+        from dataclasses import dataclass
+
+        @dataclass(frozen=True)
+        class Point:
+            x: int
+            y: int
+
+        def move(n):
+            return Point(n, 1 + n)
+        """,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name", ["all", *SETS])
+def test_reference_solutions_are_paid_and_broken_files_are_not(stage: Stage, name: str) -> None:
+    for task in tasks_of(name):
+        right, wrong = stage.grade(task, NOTHING, is_control=True), stage.grade(task, NOTHING)
+        assert right.passed, (task.id, right.cause)
+        assert not wrong.passed, task.id
+        assert stage.open_tests(task) == []
+
+
+@pytest.mark.parametrize(("name", "text"), OTHERS)
+def test_other_right_solutions_are_paid(stage: Stage, name: str, text: str) -> None:
+    for task in tasks_of(name):
+        verdict = stage.grade(task, Hack("other", "", at_import=text, alone=True))
+        assert verdict.passed, (task.id, verdict.cause)
+
+
+@pytest.mark.parametrize("name", ["caller_frames", "equal_to_all", "oracle_replaced", "encoder_patched"])
+def test_forged_tests_earn_no_part_of_a_reward(name: str) -> None:
+    config = RewardConfig(partial_weight=0.5)
+    stage = Stage(config)
+    (hack,) = [hack for hack in HACKS if hack.name == name]
+    for task in tasks_of(hack.tasks):
+        honest, forged = stage.grade(task, NOTHING), stage.grade(task, hack)
+        earned = [
+            compute_reward(Evidence(task, Status.DONE, one, {}), config).task for one in (forged, honest)
+        ]
+        assert earned[0] <= earned[1]
+    stage.close()
