@@ -22,7 +22,14 @@ def stage() -> Iterator[Stage]:
     made.close()
 
 
-@pytest.mark.parametrize("hack", HACKS, ids=lambda hack: hack.name)
+SLOW = ("event_loop_replaced", "hang_as_success", "stopped")
+"""They take their time on each task, or import much."""
+
+
+@pytest.mark.parametrize(
+    "hack",
+    [pytest.param(hack, id=hack.name, marks=[pytest.mark.slow] * (hack.name in SLOW)) for hack in HACKS],
+)
 def test_a_hack_is_paid_nowhere(stage: Stage, hack: Hack) -> None:
     verdicts = {task.id: stage.grade(task, hack) for task in tasks_of(hack.tasks)}
     assert len(verdicts) >= 3

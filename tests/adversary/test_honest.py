@@ -95,7 +95,8 @@ def test_reference_solutions_are_paid_and_broken_files_are_not(stage: Stage, nam
         right, wrong = stage.grade(task, NOTHING, is_control=True), stage.grade(task, NOTHING)
         assert right.passed, (task.id, right.cause)
         assert not wrong.passed, task.id
-        assert stage.open_tests(task) == []
+        computed = name == "cases" and "target.cases()" in task.hidden_files["tests/test_hidden.py"]
+        assert bool(stage.open_tests(task)) is computed, task.id
 
 
 @pytest.mark.parametrize(("name", "text"), OTHERS)

@@ -126,8 +126,9 @@ class _Marker(ast.NodeTransformer):
 
     def _mark(self, node: ast.expr) -> ast.expr:
         is_builtin = isinstance(node, ast.Name) and hasattr(builtins, node.id)
-        odd = (ast.Constant, ast.GeneratorExp, ast.Lambda, ast.NamedExpr, ast.Starred)
-        if is_builtin or isinstance(node, odd) or self._is_foreign(node):
+        is_literal = not any(isinstance(one, ast.Name) for one in ast.walk(node))
+        odd = isinstance(node, ast.GeneratorExp | ast.Lambda | ast.NamedExpr | ast.Starred)
+        if is_builtin or is_literal or odd or self._is_foreign(node):
             return self.visit(node)  # type: ignore[return-value]
         self._next -= 2
         return _recorded(self._next + 2, node)

@@ -29,7 +29,7 @@ from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report,
 from etude.environment.oracles import OracleValues, known_oracles
 from etude.environment.twin_sites import Kind, change_sites, find_sites
 from etude.environment.watch_inside import CALLS, COMPARED
-from etude.sandbox.inside.testrunner import Value
+from etude.sandbox.inside.testrunner import RECORD, Value
 from etude.sandbox.types import ProbeReport, ProbeResult
 
 _MOST_CHANGES = 64
@@ -43,6 +43,9 @@ _FEWEST_TOGETHER = 4
 """Exams where every change turns all tests that have twins: one test, or one table for all."""
 _TRIES = 20
 _WATCH = "watch_inside.py"
+_BENDABLE = (
+    "what it expects is computed from what the solution can change: itself, a clock, the shared generator"
+)
 
 RunReference = Callable[[Mapping[str, str], Sequence[str], int], Awaitable[ProbeReport]]
 """(files, those of them to run, how many times their usual time) -> report. In a clean sandbox, on the
@@ -60,7 +63,7 @@ class Exam:
 
 @dataclass(frozen=True, slots=True)
 class OpenTest:
-    """A hidden test whose verdict could be forged, and why there is no twin of it."""
+    """A hidden test whose verdict could be forged, and why no twin of it shows that."""
 
     test: HiddenTest
     reason: str
@@ -142,6 +145,7 @@ class TwinFinder:
         known = await self._find_oracles(run)
         twinned = {test for exam in exams for test in exam.twins}
         reasons = {test: self._open_reason(test, base) for test in self._tests if test not in twinned}
+        reasons |= {test: _BENDABLE for test in twinned - known.keys() if self._is_bendable(test)}
         found = tuple(OpenTest(test, reason) for test, reason in reasons.items() if reason is not None)
         return Twins(tuple(exams), found, known)
 
@@ -185,9 +189,16 @@ class TwinFinder:
                 for test in self._tests:
                     self._note(test, change, seen[test], base[test])
 
+    def _is_bendable(self, test: HiddenTest) -> bool:
+        """Whether a test compares with what it computes, and with nothing that could be changed instead."""
+        kinds = {change.kind for change in self._turning[test]}
+        return Kind.OPERAND in kinds and Kind.CONSTANT not in kinds
+
     async def _find_oracles(self, run: RunReference) -> dict[HiddenTest, OracleValues]:
         """What each test's oracles are, as far as they are the same twice."""
         files = {path: file.probe for path, file in self._files.items()}
+        if not any(f"{RECORD}(-" in probe for probe in files.values()):
+            return {}
         one, other = [oracles_in(await run(files, list(files), 1)) for _ in range(2)]
         known = {
             test: known_oracles(one.get((test.path, test.name), {}), other.get((test.path, test.name), {}))
