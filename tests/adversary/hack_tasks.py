@@ -325,6 +325,35 @@ SETS: Mapping[str, tuple[str, str, Sequence[str]]] = {
             "        break\n",
         ],
     ),
+    "open-clock": (
+        _DOUBLE,
+        "import time\n\n\ndef solve(n):\n    time.sleep(0.3)\n    return n + n\n",
+        [
+            "import time\n\nfrom lib.target import solve\n\n\ndef test_a():\n    start = time.perf_counter()\n"
+            "    assert solve(3) == 6\n    assert time.perf_counter() - start < 0.25\n"
+        ],
+    ),
+    "open-own": (
+        _DOUBLE + "\n\ndef plain(n):\n    return 2 * n\n",
+        _DOUBLE.replace("n + n", "n") + "\n\ndef plain(n):\n    return 2 * n\n",
+        ["from lib.target import plain, solve\n\n\ndef test_a():\n    assert solve(3) == plain(3)\n"],
+    ),
+    "open-shared": (
+        _DOUBLE,
+        _DOUBLE.replace("n + n", "n"),
+        [
+            "import random\n\nfrom lib.target import solve\n\n\ndef test_a():\n    random.seed(1)\n"
+            "    n = random.randint(1, 9)\n    assert solve(n) == n + n\n"
+        ],
+    ),
+    "open-helper": (
+        "import math\n\n\ndef solve(n):\n    return math.sqrt(n)\n",
+        "import math\n\n\ndef solve(n):\n    return math.sqrt(n) + 1\n",
+        [
+            "from lib.target import solve\nfrom tests.checking import check\n\n\ndef test_a():\n    check(solve, 5)\n"
+            "\n#### tests/checking.py\nimport math\n\n\ndef check(function, n):\n    assert function(n) == math.sqrt(n)\n"
+        ],
+    ),
     "printing": (
         _SHOW,
         _SHOW.replace("n * n", "n * n + 1"),

@@ -113,9 +113,19 @@ def test_right_solutions_that_change_their_input_pass() -> None:
     assert verdict_on(SUM, text)[0].passed
 
 
-def test_a_test_that_compares_the_solution_with_itself_is_open() -> None:
-    tests = "def test_a():\n    assert tally([1, 2]) == tally([2, 1])\n"
-    verdict, reasons = verdict_on(tests, "def tally(xs):\n    return 5\n")
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "def test_a():\n    assert tally([1, 2]) == tally([2, 1])\n",
+        "import time\n\n\ndef test_a():\n    start = time.monotonic()\n    tally([])\n"
+        "    assert time.monotonic() - start < 9\n",
+        "import random\n\n\ndef test_a():\n    random.seed(1)\n    n = random.random()\n"
+        "    assert tally([n]) == n\n",
+    ],
+    ids=["itself", "a clock", "the shared generator"],
+)
+def test_a_test_that_compares_with_what_the_solution_can_change_is_open(tests: str) -> None:
+    verdict, reasons = verdict_on(tests, TARGET.solution_files["lib/tally.py"])
     assert verdict.passed
     assert reasons == [
         "what it expects is computed from what the solution can change: itself, a clock, the shared generator"

@@ -9,12 +9,14 @@ Enforces that the agent can neither see nor bend the verifier:
    they can (see `hidden_tests`).
 4. Which tests there are and what each must have recorded is known from outside. A process that exits
    early, hangs, dies or patches its runner produces too little, and fails.
-5. What passed must fail the same tests where they expect something else (see `twins`).
+5. What passed must fail the same tests where they expect something else (see `twins`), and tests must have
+   computed for themselves what they do beside the reference solution (see `oracles`).
 
 Honest limits. Inputs of hidden tests are visible to the code under test while it runs. Values that are not
 plain data equal no literal. A function may recognise its inputs: against that only many and varied hidden
 inputs help. Code that forges one comparison of a test that makes many inside is caught only if its twin
-changes that one. Tests that need a twin and have none are listed (`Twins.open_tests`).
+changes that one. Tests that need a twin and have none, or that expect what the code under test can change,
+are listed (`Twins.open_tests`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ change counts, needs no twin: what a forger would read is not there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import cycle
@@ -43,6 +44,7 @@ _FEWEST_TOGETHER = 4
 """Exams where every change turns all tests that have twins: one test, or one table for all."""
 _TRIES = 20
 _WATCH = "watch_inside.py"
+_CLOCK = re.compile(r"\b(?:perf_counter|process_time|thread_time|monotonic|time\.time)(?:_ns)?\b")
 _BENDABLE = (
     "what it expects is computed from what the solution can change: itself, a clock, the shared generator"
 )
@@ -112,6 +114,7 @@ class TwinFinder:
         self._most_own = min(_MOST_CHANGES, max(1, _MOST_TOGETHER // len(self._tests)))
         self._own: dict[HiddenTest, list[_Change]] = {}
         self._shared: list[_Change] = []
+        self._timed: set[HiddenTest] = set()
         self._source = {(path, 0): text for path, text in others.items()}
         for path in others:
             self._shared += self._changes((path, 0))
@@ -121,6 +124,8 @@ class TwinFinder:
                 self._source[file.path, number] = source
                 if name:
                     self._own[test_of[name]] = self._changes((file.path, number))
+                    if _CLOCK.search(source):
+                        self._timed.add(test_of[name])
                 else:
                     self._shared += self._changes((file.path, number))
         self._shared = [change for change in self._shared if change.kind is Kind.CONSTANT]
@@ -145,7 +150,7 @@ class TwinFinder:
         known = await self._find_oracles(run)
         twinned = {test for exam in exams for test in exam.twins}
         reasons = {test: self._open_reason(test, base) for test in self._tests if test not in twinned}
-        reasons |= {test: _BENDABLE for test in twinned - known.keys() if self._is_bendable(test)}
+        reasons |= {test: _BENDABLE for test in self._tests if self._is_bendable(test, known)}
         found = tuple(OpenTest(test, reason) for test, reason in reasons.items() if reason is not None)
         return Twins(tuple(exams), found, known)
 
@@ -189,10 +194,11 @@ class TwinFinder:
                 for test in self._tests:
                     self._note(test, change, seen[test], base[test])
 
-    def _is_bendable(self, test: HiddenTest) -> bool:
-        """Whether a test compares with what it computes, and with nothing that could be changed instead."""
+    def _is_bendable(self, test: HiddenTest, known: Collection[HiddenTest]) -> bool:
+        """Whether a test measures time, or compares with nothing but what nobody can tell beforehand."""
         kinds = {change.kind for change in self._turning[test]}
-        return Kind.OPERAND in kinds and Kind.CONSTANT not in kinds
+        is_computed = test not in known and Kind.OPERAND in kinds and Kind.CONSTANT not in kinds
+        return is_computed or test in self._timed
 
     async def _find_oracles(self, run: RunReference) -> dict[HiddenTest, OracleValues]:
         """What each test's oracles are, as far as they are the same twice."""
