@@ -29,6 +29,7 @@ from functools import lru_cache
 
 from etude.agent.tools.globs import compile_path_pattern
 from etude.agent.tools.state import is_harness_path
+from etude.agent.tools.text_file import off_loop
 from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, oracles_in, take_apart
 from etude.environment.oracles import OracleValues
 from etude.environment.twins import Exam, OpenTest, TwinFinder, Twins
@@ -42,6 +43,8 @@ from etude.sandbox.types import ProbeReport, Resources
 GRADING_TIMEOUT_S = 5.0
 """Wall time for the hidden tests; they take milliseconds, so who needs this long hangs."""
 CAUSE_CHARS = 400
+_BYTES_PER_CHARACTER = 100
+"""What takes the time of a character of a test apart is worth as many characters of plain text."""
 _MOST_REFERENCE_S = 60.0
 """Wall time for changed tests on the reference solution, however many there are in one run."""
 
@@ -87,8 +90,8 @@ class Judge:
     ) -> Verdict:
         """Judges what `allowed_changes` gave; asks for the task's twins if it passes."""
         start_s = time.perf_counter()
-        hidden = _hidden_tests(task)
-        num_tests = count_hidden_tests(task)
+        hidden = await _take_tests_apart(task)
+        num_tests = sum(len(file.tests) for file in hidden)
         failures, cause, oracles = await self._sit(
             task, changes, hidden, {file.path: file.probe for file in hidden}
         )
@@ -107,7 +110,7 @@ class Judge:
 
     async def find_twins(self, task: Task) -> Twins:
         """The exams that a submission has to sit which passed, and the tests that they leave open."""
-        hidden = _hidden_tests(task)
+        hidden = await _take_tests_apart(task)
         others = {
             path: text for path, text in task.hidden_files.items() if path not in task.hidden_test_paths
         }
@@ -175,9 +178,9 @@ class Judge:
             await fresh.kill()
 
 
-def count_hidden_tests(task: Task) -> int:
+async def count_hidden_tests(task: Task) -> int:
     """How many hidden tests a task has. Raises TaskError for files that hold none."""
-    return sum(len(file.tests) for file in _hidden_tests(task))
+    return sum(len(file.tests) for file in await _take_tests_apart(task))
 
 
 def allowed_changes(task: Task, changes: Mapping[str, bytes | None]) -> dict[str, bytes | None]:
@@ -217,6 +220,12 @@ def _folders(path: str) -> Iterator[str]:
     while "/" in path:
         path = path.rpartition("/")[0]
         yield path
+
+
+async def _take_tests_apart(task: Task) -> list[HiddenFile]:
+    """The hidden test files, in a thread where they are large. Raises TaskError for files that hold none."""
+    size = sum(len(task.hidden_files.get(path, "")) for path in task.hidden_test_paths)
+    return await off_loop(_BYTES_PER_CHARACTER * size, _hidden_tests, task)
 
 
 def _hidden_tests(task: Task) -> list[HiddenFile]:

@@ -53,14 +53,14 @@ def mark_oracles(
     `solution`: names of the code under test, whose inputs are no oracles. `is_outside`: whether what is
     recorded under an index is compared outside, so that the test computes nothing for it.
     """
-    foreign = _spread({*_IMPURE, *_foreign_names(tree)}, tree.body)
-    marker = _Marker(solution, is_outside)
+    foreign = {*_IMPURE, *_foreign_names(tree)}
+    foreign |= _spread(tree.body, foreign)
+    marker = _Marker(solution, foreign, is_outside)
     for test in tests:
         plain = [node for node in test.body if not isinstance(node, _SCOPES)]
         if any(isinstance(one, ast.Return) for node in plain for one in ast.walk(node)):
             continue
-        marker.foreign = _spread(foreign, test.body)
-        marker.generic_visit(test)
+        marker.mark(test)
 
 
 def known_oracles(one: OracleValues, other: OracleValues) -> OracleValues:
@@ -84,11 +84,21 @@ def read_oracles(rows: Iterable[tuple[int, object]]) -> OracleValues:
 class _Marker(ast.NodeTransformer):
     """Wraps oracles. What is evaluated only under a condition, or later, stays as it is."""
 
-    def __init__(self, solution: Collection[str], is_outside: Callable[[int], bool]) -> None:
-        self.foreign: Collection[str] = frozenset()
+    def __init__(
+        self, solution: Collection[str], foreign: Collection[str], is_outside: Callable[[int], bool]
+    ) -> None:
         self._solution = solution
+        self._foreign = foreign
+        self._local: Collection[str] = ()
+        self._known: dict[ast.AST, bool] = {}
         self._is_outside = is_outside
         self._next = FIRST_ORACLE
+
+    def mark(self, test: ast.FunctionDef) -> None:
+        """Has the oracles of one test recorded."""
+        self._local = _spread(test.body, self._foreign)
+        self._known = {}
+        self.generic_visit(test)
 
     def visit(self, node: ast.AST) -> ast.AST:
         match node:
@@ -118,23 +128,32 @@ class _Marker(ast.NodeTransformer):
             ):
                 return node
             case ast.Call():
-                if not _mentions(node.func, self._solution):
+                if not any(name in self._solution for name in _used(node.func)):
                     node.args = [self._mark(argument) for argument in node.args]
                 return node
             case _:
                 return node if isinstance(node, (*_CONDITIONS, *_SCOPES)) else self.generic_visit(node)
 
     def _mark(self, node: ast.expr) -> ast.expr:
+        if self._is_foreign(node) or isinstance(node, ast.GeneratorExp | ast.NamedExpr):
+            return self.visit(node)  # type: ignore[return-value]
         is_builtin = isinstance(node, ast.Name) and hasattr(builtins, node.id)
         is_literal = not any(isinstance(one, ast.Name) for one in ast.walk(node))
-        odd = isinstance(node, ast.GeneratorExp | ast.Lambda | ast.NamedExpr | ast.Starred)
-        if is_builtin or is_literal or odd or self._is_foreign(node):
-            return self.visit(node)  # type: ignore[return-value]
+        if is_builtin or is_literal or isinstance(node, ast.Lambda | ast.Starred):
+            return node
         self._next -= 2
         return _recorded(self._next + 2, node)
 
     def _is_foreign(self, node: ast.AST) -> bool:
-        return _mentions(node, self.foreign)
+        """Whether a node uses something foreign. Looks at each node once."""
+        known = self._known.get(node)
+        if known is None:
+            if isinstance(node, ast.Name | ast.Lambda | ast.Attribute):
+                known = any(name in self._local or name in self._foreign for name in _used(node))
+            else:
+                known = any(map(self._is_foreign, ast.iter_child_nodes(node)))
+            self._known[node] = known
+        return known
 
 
 def _recorded(index: int, node: ast.expr) -> ast.Call:
@@ -156,28 +175,35 @@ def _foreign_names(tree: ast.Module) -> Iterator[str]:
                     yield alias.asname or alias.name.partition(".")[0]
 
 
-def _spread(foreign: Collection[str], body: Sequence[ast.stmt]) -> set[str]:
-    """Names that may stand for something foreign after these statements."""
-    found, before = set(foreign), -1
-    while len(found) > before:
-        before = len(found)
-        for statement in body:
-            for node in ast.walk(statement):
-                for target in _reached(node, found):
-                    found |= {one.id for one in ast.walk(target) if isinstance(one, ast.Name)}
-                if isinstance(node, ast.FunctionDef | ast.ClassDef) and _mentions(node, found):
-                    found.add(node.name)
-                if isinstance(node, ast.ExceptHandler) and node.name:
-                    found.add(node.name)
+def _spread(body: Sequence[ast.stmt], foreign: Collection[str]) -> set[str]:
+    """Names beside these that may stand for something foreign after some statements. Takes linear time."""
+    flows: dict[str, list[list[str]]] = {}
+    found: set[str] = set()
+    for node in (node for statement in body for node in ast.walk(statement)):
+        value, targets = _flow(node)
+        reached = [one.id for target in targets for one in ast.walk(target) if isinstance(one, ast.Name)]
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            reached = [node.name]
+        if isinstance(node, ast.ExceptHandler) and node.name:
+            found.add(node.name)
+        for name in _used(value) if value is not None and reached else ():
+            flows.setdefault(name, []).append(reached)
+    waiting = [name for name in flows if name in foreign or name in found]
+    while waiting:
+        for reached in flows.pop(waiting.pop(), ()):
+            new = [name for name in reached if name not in found]
+            reached.clear()
+            found.update(new)
+            waiting += new
     return found
 
 
-def _reached(node: ast.AST, foreign: Collection[str]) -> list[ast.expr]:
-    """Expressions whose names a node gives something foreign: what it assigns to, and what a call that is
-    made for its effect alone is given."""
+def _flow(node: ast.AST) -> tuple[ast.AST | None, Sequence[ast.expr]]:
+    """What a node hands on, and the expressions whose names receive it: what it assigns to, and what a call
+    that is made for its effect alone is given."""
     match node:
-        case ast.Assign(targets=targets, value=value) if _mentions(value, foreign):
-            return targets
+        case ast.Assign(targets=targets, value=value):
+            return value, targets
         case (
             ast.AugAssign(target=target, value=value)
             | ast.AnnAssign(target=target, value=ast.expr() as value)
@@ -185,27 +211,29 @@ def _reached(node: ast.AST, foreign: Collection[str]) -> list[ast.expr]:
             | ast.For(target=target, iter=value)
             | ast.comprehension(target=target, iter=value)
             | ast.withitem(context_expr=value, optional_vars=ast.expr() as target)
-        ) if _mentions(value, foreign):
-            return [target]
-        case ast.Expr(value=ast.Call(func=function, args=arguments, keywords=keywords) as call) if _mentions(
-            call, foreign
         ):
+            return value, [target]
+        case ast.Expr(value=ast.Call(func=function, args=arguments, keywords=keywords) as call):
             given = [*arguments, *(keyword.value for keyword in keywords), function]
-            return [one for one in given if isinstance(one, ast.Name | ast.Attribute)]
+            return call, [one for one in given if isinstance(one, ast.Name | ast.Attribute)]
+        case ast.FunctionDef() | ast.ClassDef():
+            return node, []
         case _:
-            return []
+            return None, []
 
 
-def _mentions(node: ast.AST, names: Collection[str]) -> bool:
-    """Whether a node uses one of the names, but for parameters of its own, and `random.Random`."""
-    match node:
-        case ast.Attribute(value=ast.Name(id="random"), attr="Random"):
-            return False
-        case ast.Name(id=name):
-            return name in names
-        case ast.FunctionDef(args=parameters) | ast.Lambda(args=parameters):
-            own = {one.arg for one in ast.walk(parameters) if isinstance(one, ast.arg)}
-            names = {name for name in names if name not in own}
-        case _:
-            pass
-    return any(_mentions(child, names) for child in ast.iter_child_nodes(node))
+def _used(node: ast.AST) -> Iterator[str]:
+    """Names that a node uses, but for parameters of its own, and `random` in `random.Random`."""
+    waiting: list[tuple[ast.AST, frozenset[str]]] = [(node, frozenset())]
+    while waiting:
+        node, own = waiting.pop()
+        match node:
+            case ast.Attribute(value=ast.Name(id="random"), attr="Random"):
+                continue
+            case ast.Name(id=name) if name not in own:
+                yield name
+            case ast.FunctionDef(args=parameters) | ast.Lambda(args=parameters):
+                own |= {one.arg for one in ast.walk(parameters) if isinstance(one, ast.arg)}
+            case _:
+                pass
+        waiting += [(child, own) for child in ast.iter_child_nodes(node)]
