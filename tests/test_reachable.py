@@ -16,7 +16,6 @@ PROGRAMS = (
 )
 """Started by path, in another interpreter: they and all below them."""
 PUBLIC = {
-    "etude.environment.cheats": "sandbox.md",
     "etude.inference.server.client": "serving.md",
     "etude.sandbox.images.harbor": "images.md",
     "etude.sandbox.sync": "sandbox.md",

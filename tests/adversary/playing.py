@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from etude.agent import ToolLimits
 from etude.agent.tools.registries import full_registry
 from etude.config import RewardConfig
-from etude.environment.cheats import TARGET
 from etude.environment.origins import Origin, task_template
 from etude.environment.sessions import EnvironmentSession, Site
 from etude.environment.verdicts import Grader
@@ -16,6 +15,7 @@ from etude.errors import AgentError, InfrastructureError
 from etude.records import Status, ToolCall, ToolResult
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
+from tests.environment.target import TARGET
 from tests.sandbox.backends import with_backend
 
 RESOURCES = Resources(memory_bytes=128 << 20, num_processes=48)

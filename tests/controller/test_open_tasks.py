@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from etude.controller.open_tasks import say_open_tasks
-from etude.environment.cheats import TARGET
 from etude.records import Task
 from etude.sandbox.fake import MemoryBackend
 from etude.sandbox.types import Resources
 from etude.tasks.harbor import write_harbor
 from tests.cli.commands import etude
+from tests.environment.target import TARGET
 
 OPEN = replace(
     TARGET,
-    id="cheats/open",
+    id="target/open",
     hidden_files={"tests/test_hidden.py": "from lib.tally import tally\n\ndef test_a():\n    tally([1])\n"},
 )
 
@@ -30,7 +30,7 @@ def said_of(*tasks: Task) -> list[str]:
 def test_the_share_of_open_tasks_is_said_with_a_reason() -> None:
     share, named = said_of(TARGET, OPEN, TARGET, TARGET)
     assert share == "open tasks: 1 of 4 (25%), whose hidden tests could be forged"
-    assert named.startswith("  cheats/open: tests/test_hidden.py::test_a: none of ")
+    assert named.startswith("  target/open: tests/test_hidden.py::test_a: none of ")
 
 
 def test_closed_sets_are_said_to_be_closed_and_generated_ones_are_not_looked_at() -> None:
@@ -45,4 +45,4 @@ def test_check_lists_open_tests_and_exits_with_1(tmp_path: Path) -> None:
     write_harbor(OPEN, tmp_path / "open")
     found = etude(*arguments)
     assert found.exit_code == 1
-    assert found.stdout.startswith("cheats/open: tests/test_hidden.py::test_a: none of ")
+    assert found.stdout.startswith("target/open: tests/test_hidden.py::test_a: none of ")

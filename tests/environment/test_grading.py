@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from etude.environment.cheats import TARGET
 from etude.environment.grading import Verdict, allowed_changes, matches_any
 from etude.environment.verdicts import Grader
 from etude.errors import SandboxError, TaskError
@@ -18,6 +17,7 @@ from etude.records import Task
 from etude.sandbox.fake import MemoryBackend, MemorySandbox
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
+from tests.environment.target import TARGET
 from tests.fakes.faulty_sandbox import FaultyBackend
 from tests.sandbox.backends import with_backend
 

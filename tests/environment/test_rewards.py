@@ -298,7 +298,8 @@ def test_added_lines_in_another_style_are_counted(before, after, count) -> None:
     assert count_foreign_lines(before, after, 100) == count
 
 
-def test_new_lints_are_priced_and_old_ones_are_not() -> None:
+@pytest.mark.parametrize("comment", ["", "  # noqa", "  # noqa: F401", "\n    # ruff: noqa"])
+def test_new_lints_are_priced_whatever_comments_say_and_old_ones_are_not(comment: str) -> None:
     task = Task(
         **{
             **{name: getattr(TASK, name) for name in TASK.__dataclass_fields__},
@@ -307,7 +308,8 @@ def test_new_lints_are_priced_and_old_ones_are_not() -> None:
     )
     mend = ToolCall("edit_lines", {"path": "lib/tally.py", "start": "3", "text": "    return sum(xs)"})
     sloppy = ToolCall(
-        "edit_lines", {"path": "lib/tally.py", "start": "3", "text": "    import json\n    return sum(xs)"}
+        "edit_lines",
+        {"path": "lib/tally.py", "start": "3", "text": f"    import json{comment}\n    return sum(xs)"},
     )
     environment = new_environment(reward=RewardConfig(lint_penalty=0.25))
     clean = run_episode(environment, scripted(((mend,), (FINISH,))), task)

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 
 from etude.config import RewardConfig
-from etude.environment.cheats import TARGET
 from etude.environment.grading import CAUSE_CHARS, Judge, Verdict
-from etude.environment.twin_sites import change_sites, find_sites
+from etude.environment.twin_sites import Kind, change_sites, find_sites
 from etude.environment.twins import Twins
 from etude.environment.verdicts import Grader
 from etude.records import Task
@@ -22,6 +21,7 @@ from etude.tasks.composed import ComposedGenerator
 from etude.tasks.generator import TaskGenerator
 from etude.tasks.observed import ObservedGenerator
 from etude.tasks.trails import TrailGenerator
+from tests.environment.target import TARGET
 from tests.sandbox.backends import with_backend
 
 IMPORT = "from lib.tally import tally\n\n"
@@ -102,7 +102,6 @@ TWINNED = {
         "def test_a():\n    try:\n        tally(3)\n    except TypeError:\n        return\n    assert False\n"
     ),
     "an order": "def test_a():\n    assert 4 < tally([2, 3]) < 6\n",
-    "two computed values": "def test_a():\n    assert tally([1, 2]) == tally([2, 1])\n",
     "a comparison that is compared": "def test_a():\n    assert (tally([2]) == 2) is True\n",
     "a difference": "def test_a():\n    assert tally([2]) - 2 == 0\n",
     "a future import": (
@@ -251,5 +250,5 @@ def test_each_site_is_changed_into_something_of_its_kind(text: str, changed: set
 
 
 def test_numbers_and_words_of_data_are_sites() -> None:
-    assert find_sites("a.json", '{"sum": 11}', ()) == [(True, 0), (True, 1)]
+    assert find_sites("a.json", '{"sum": 11}', ()) == [(Kind.CONSTANT, 0), (Kind.CONSTANT, 1)]
     assert change_sites("a.json", '{"sum": 09}', (), [0, 1]) == '{"sun": 10}'

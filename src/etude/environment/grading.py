@@ -9,12 +9,14 @@ Enforces that the agent can neither see nor bend the verifier:
    they can (see `hidden_tests`).
 4. Which tests there are and what each must have recorded is known from outside. A process that exits
    early, hangs, dies or patches its runner produces too little, and fails.
-5. What passed must fail the same tests where they expect something else (see `twins`).
+5. What passed must fail the same tests where they expect something else (see `twins`), and tests must have
+   computed for themselves what they do beside the reference solution (see `oracles`).
 
 Honest limits. Inputs of hidden tests are visible to the code under test while it runs. Values that are not
 plain data equal no literal. A function may recognise its inputs: against that only many and varied hidden
 inputs help. Code that forges one comparison of a test that makes many inside is caught only if its twin
-changes that one. Tests that need a twin and have none are listed (`Twins.open_tests`).
+changes that one. Tests that need a twin and have none, or that expect what the code under test can change,
+are listed (`Twins.open_tests`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from functools import lru_cache
 
 from etude.agent.tools.globs import compile_path_pattern
 from etude.agent.tools.state import is_harness_path
-from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, take_apart
+from etude.agent.tools.text_file import off_loop
+from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, oracles_in, take_apart
+from etude.environment.oracles import OracleValues
 from etude.environment.twins import Exam, OpenTest, TwinFinder, Twins
 from etude.errors import AgentError, TaskError
 from etude.records import Task
@@ -39,6 +43,8 @@ from etude.sandbox.types import ProbeReport, Resources
 GRADING_TIMEOUT_S = 5.0
 """Wall time for the hidden tests; they take milliseconds, so who needs this long hangs."""
 CAUSE_CHARS = 400
+_BYTES_PER_CHARACTER = 100
+"""What takes the time of a character of a test apart is worth as many characters of plain text."""
 _MOST_REFERENCE_S = 60.0
 """Wall time for changed tests on the reference solution, however many there are in one run."""
 
@@ -84,21 +90,27 @@ class Judge:
     ) -> Verdict:
         """Judges what `allowed_changes` gave; asks for the task's twins if it passes."""
         start_s = time.perf_counter()
-        hidden = _hidden_tests(task)
-        num_tests = count_hidden_tests(task)
-        failures, cause = await self._sit(task, changes, hidden, {file.path: file.probe for file in hidden})
+        hidden = await _take_tests_apart(task)
+        num_tests = sum(len(file.tests) for file in hidden)
+        failures, cause, oracles = await self._sit(
+            task, changes, hidden, {file.path: file.probe for file in hidden}
+        )
         if not failures or (self.partial_counts and len(failures) < num_tests):
-            for exam in (await twins_of(task)).exams:
-                found, _ = await self._sit(task, changes, hidden, exam.files)
-                forged = _forged(exam, failures, found)
+            twins = await twins_of(task)
+            forged = _bent(twins, failures, oracles)
+            for exam in twins.exams:
                 if forged is not None:
-                    return Verdict(False, 0, num_tests, forged, time.perf_counter() - start_s)
+                    break
+                found, _, _ = await self._sit(task, changes, hidden, exam.files)
+                forged = _forged(exam, failures, found)
+            if forged is not None:
+                return Verdict(False, 0, num_tests, forged, time.perf_counter() - start_s)
         num_passed = num_tests - len(failures)
         return Verdict(not failures, num_passed, len(failures), cause, time.perf_counter() - start_s)
 
     async def find_twins(self, task: Task) -> Twins:
         """The exams that a submission has to sit which passed, and the tests that they leave open."""
-        hidden = _hidden_tests(task)
+        hidden = await _take_tests_apart(task)
         others = {
             path: text for path, text in task.hidden_files.items() if path not in task.hidden_test_paths
         }
@@ -127,19 +139,21 @@ class Judge:
         changes: Mapping[str, bytes | None],
         hidden: Sequence[HiddenFile],
         files: Mapping[str, str],
-    ) -> tuple[dict[HiddenTest, str], str | None]:
-        """(reason of every test that did not demonstrably pass, the first in words)."""
+    ) -> tuple[dict[HiddenTest, str], str | None, dict[tuple[str, str], OracleValues]]:
+        """(reason of every test that did not demonstrably pass, the first in words, what the tests computed
+        for themselves)."""
         try:
             report = await self._probe(task, changes, files, [file.path for file in hidden], self.timeout_s)
         except AgentError as error:
-            return {test: str(error) for file in hidden for test in file.tests}, str(error)
+            return {test: str(error) for file in hidden for test in file.tests}, str(error), {}
         failures = judge_report(hidden, report)
-        if not failures:
-            return failures, None
-        if report.timed_out:
-            return failures, f"timeout: the hidden tests did not end within {self.timeout_s:g} s"
-        test, reason = next(iter(failures.items()))
-        return failures, report.error or f"{test.name}: {reason}"
+        cause = None
+        if failures:
+            test, reason = next(iter(failures.items()))
+            cause = report.error or f"{test.name}: {reason}"
+        if failures and report.timed_out:
+            cause = f"timeout: the hidden tests did not end within {self.timeout_s:g} s"
+        return failures, cause, oracles_in(report)
 
     async def _probe(
         self,
@@ -164,9 +178,9 @@ class Judge:
             await fresh.kill()
 
 
-def count_hidden_tests(task: Task) -> int:
+async def count_hidden_tests(task: Task) -> int:
     """How many hidden tests a task has. Raises TaskError for files that hold none."""
-    return sum(len(file.tests) for file in _hidden_tests(task))
+    return sum(len(file.tests) for file in await _take_tests_apart(task))
 
 
 def allowed_changes(task: Task, changes: Mapping[str, bytes | None]) -> dict[str, bytes | None]:
@@ -208,6 +222,12 @@ def _folders(path: str) -> Iterator[str]:
         yield path
 
 
+async def _take_tests_apart(task: Task) -> list[HiddenFile]:
+    """The hidden test files, in a thread where they are large. Raises TaskError for files that hold none."""
+    size = sum(len(task.hidden_files.get(path, "")) for path in task.hidden_test_paths)
+    return await off_loop(_BYTES_PER_CHARACTER * size, _hidden_tests, task)
+
+
 def _hidden_tests(task: Task) -> list[HiddenFile]:
     if not task.hidden_test_paths:
         raise TaskError("a task needs hidden tests to be graded", field="hidden_test_paths", received=task.id)
@@ -234,6 +254,17 @@ def _removals(template: Template, changes: Mapping[str, bytes | None]) -> list[s
         if data is None and not any(path.startswith(folder + "/") for folder in folders)
     ]
     return folders + deleted
+
+
+def _bent(
+    twins: Twins, failures: Mapping[HiddenTest, str], found: Mapping[tuple[str, str], OracleValues]
+) -> str | None:
+    """Which test that passed computed something else for itself than beside the reference solution."""
+    for test, known in twins.oracles.items():
+        here = found.get((test.path, test.name), {})
+        if test not in failures and any(here.get(index) != values for index, values in known.items()):
+            return f"{test.name}: computes something else than beside the reference solution: it is forged"
+    return None
 
 
 def _forged(exam: Exam, before: Mapping[HiddenTest, str], found: Mapping[HiddenTest, str]) -> str | None:

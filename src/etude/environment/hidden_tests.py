@@ -21,9 +21,17 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any, TypeGuard
 
+from etude.environment.oracles import OracleValues, mark_oracles, read_oracles
 from etude.errors import TaskError
 from etude.kit.syntax import parse_python
-from etude.sandbox.inside.testrunner import MAX_VALUES, RECORD, Value, encode_value, failed_comparison
+from etude.sandbox.inside.testrunner import (
+    FIRST_ORACLE,
+    MAX_VALUES,
+    RECORD,
+    Value,
+    encode_value,
+    failed_comparison,
+)
 from etude.sandbox.types import ProbeReport, ProbeResult
 
 _MAX_ALIKE = 100
@@ -94,6 +102,8 @@ class HiddenFile:
         reached: set[int] = set()
         for row in result.values:
             index, value = read_row(row)
+            if index <= FIRST_ORACLE:
+                continue
             if not 0 <= index < len(self.expectations):
                 return "not a record of this test"
             failure = self.expectations[index].failure(value)
@@ -163,6 +173,8 @@ def _take_apart(path: str, text: str, workspace: frozenset[str], hidden: frozens
         raise TaskError("no top-level test functions", field="hidden_files", received=path)
     if len({test.name for test in tests}) < len(tests):
         raise TaskError("two tests of one name", field="hidden_files", received=path)
+    functions = [node for node in tree.body if is_test(node)]
+    mark_oracles(tree, functions, names, cutter.is_outside)
     ast.fix_missing_locations(tree)
     segments = tuple(
         (name, "\n".join(map(ast.unparse, nodes)))
@@ -183,6 +195,13 @@ def judge_report(hidden: Sequence[HiddenFile], report: ProbeReport) -> dict[Hidd
         test: file.judge(results.get((file.path, test.name)), test) for file in hidden for test in file.tests
     }
     return {test: reason for test, reason in reasons.items() if reason is not None}
+
+
+def oracles_in(report: ProbeReport) -> dict[tuple[str, str], OracleValues]:
+    """What the oracles of each test were, by its path and name."""
+    return {
+        (result.path, result.name): read_oracles(map(read_row, result.values)) for result in report.results
+    }
 
 
 def is_test(node: ast.AST) -> TypeGuard[ast.FunctionDef]:
@@ -275,6 +294,10 @@ class _Cutter:
                 may_have_returned |= any(isinstance(below, ast.Return) for below in ast.walk(node))
         test.body = body or [ast.Pass()]
         return tuple(range(first, len(self.expectations)))
+
+    def is_outside(self, index: int) -> bool:
+        """Whether what is recorded under an index is compared with a value that stays outside."""
+        return self.expectations[index].operator != "Truth"
 
     def _record(self, node: ast.Assert) -> ast.stmt:
         index = ast.Constant(len(self.expectations))

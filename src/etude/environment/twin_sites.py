@@ -1,7 +1,8 @@
 """Where hidden files can be changed so that they expect something else.
 
-Sites of a module are its constants (but for those that the solution is asked), assertions, which can be
-turned round, and names of exceptions. Sites of any other file are its numbers and words.
+Sites of a module are its constants (but for those that the solution is asked), what else answers are
+compared with, assertions, which can be turned round, and names of exceptions. Sites of any other file are its
+numbers and words.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import ast
 import builtins
 import re
 from collections.abc import Callable, Collection, Iterator
+from enum import IntEnum
 from functools import partial
 from itertools import islice
 
@@ -21,17 +23,28 @@ _MOST_WORDS = 1000
 """Numbers and words of a data file that are looked at."""
 _WORD = re.compile(r"\d+|[^\W\d_]+")
 
-_Site = tuple[bool, int, Callable[[], None]]
-"""Whether it is a constant, the place at which it stands, and what changes it in its tree."""
+_Site = tuple["Kind", int, Callable[[], None]]
+"""Its kind, the place at which it stands, and what changes it in its tree."""
 
 
-def find_sites(path: str, text: str, names: Collection[str]) -> list[tuple[bool, int]]:
-    """The sites of a file, or of a part of one: whether each is a constant, and its place, which sites share
+class Kind(IntEnum):
+    """What a site is. Smaller ones tell more about a submission that passes them changed."""
+
+    CONSTANT = 0
+    """It gives away who reads expectations as well as who bends comparisons."""
+    OPERAND = 1
+    """What else answers are compared with."""
+    JUDGEMENT = 2
+    """An assertion, the exception that is caught, or the type of an operand."""
+
+
+def find_sites(path: str, text: str, names: Collection[str]) -> list[tuple[Kind, int]]:
+    """The sites of a file, or of a part of one: the kind of each, and its place, which sites share
     that change one thing in different ways. `names`: see `solution_names`."""
     if not path.endswith(".py"):
-        return [(True, place) for place, _ in enumerate(islice(_WORD.finditer(text), _MOST_WORDS))]
+        return [(Kind.CONSTANT, place) for place, _ in enumerate(islice(_WORD.finditer(text), _MOST_WORDS))]
     try:
-        return [(is_constant, place) for is_constant, place, _ in _sites_of(parse_python(text), names)]
+        return [(kind, place) for kind, place, _ in _sites_of(parse_python(text), names)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []  # what imports it fails, with or without a change
 
@@ -52,42 +65,65 @@ def change_sites(path: str, text: str, names: Collection[str], numbers: Collecti
 
 def _sites_of(tree: ast.Module, names: Collection[str]) -> list[_Site]:
     return [
-        (is_constant, place, change)
-        for place, (is_constant, changes) in enumerate(_sites(tree, names))
+        (kind, place, change)
+        for place, (kind, changes) in enumerate(_sites(tree, names))
         for change in changes
     ]
 
 
-def _sites(node: ast.AST, names: Collection[str]) -> Iterator[tuple[bool, list[Callable[[], None]]]]:
-    """The places at and below a node, in order: whether it is a constant, and the ways to change it."""
+def _sites(node: ast.AST, names: Collection[str]) -> Iterator[tuple[Kind, list[Callable[[], None]]]]:
+    """The places at and below a node, in order: its kind, and the ways to change it."""
     match node:
         case ast.Import() | ast.ImportFrom() | ast.Raise():
             return
-        case ast.Call(func=ast.Name(id=name), args=[_, value] as arguments) if name == RECORD:
+        case ast.Call(func=ast.Name(id=name), args=[index, value] as arguments) if name == RECORD:
             match value:
+                case _ if isinstance(index, ast.UnaryOp):
+                    if ast.literal_eval(index) % 2 == 0:
+                        yield from _operand(arguments, 1)
                 case ast.UnaryOp(op=ast.Not(), operand=ast.UnaryOp(op=ast.Not()) as opposite):
-                    yield False, [partial(arguments.__setitem__, 1, opposite)]
+                    yield Kind.JUDGEMENT, [partial(arguments.__setitem__, 1, opposite)]
                 case _:
                     pass
             yield from _sites(value, names)
             return
         case ast.Assert(test=test):
-            yield False, [partial(setattr, node, "test", ast.UnaryOp(ast.Not(), test))]
+            yield Kind.JUDGEMENT, [partial(setattr, node, "test", ast.UnaryOp(ast.Not(), test))]
             yield from _sites(test, names)
             return
+        case ast.Compare(left=left, comparators=[right] as sides) if not any(map(_is_known, (left, right))):
+            yield from _operand(sides, 0)
         case ast.Constant(value=value):
-            yield True, [partial(setattr, node, "value", other) for other in _others(value)]
+            yield Kind.CONSTANT, [partial(setattr, node, "value", other) for other in _others(value)]
         case ast.List(elts=[] as elements, ctx=ast.Load()) | ast.Tuple(elts=[] as elements):
-            yield True, [partial(elements.append, ast.Constant(0))]
+            yield Kind.CONSTANT, [partial(elements.append, ast.Constant(0))]
         case ast.Name(id=name, ctx=ast.Load()) if _is_exception(name):
             other = "ValueError" if name == "KeyError" else "KeyError"
-            yield False, [partial(setattr, node, "id", other)]
+            yield Kind.JUDGEMENT, [partial(setattr, node, "id", other)]
         case ast.expr() if is_answer(node, names):
             return
         case _:
             pass
     for child in ast.iter_child_nodes(node):
         yield from _sites(child, names)
+
+
+def _is_known(node: ast.expr) -> bool:
+    """Whether an expression has sites of its own: constants, and what tests compute."""
+    match node:
+        case ast.Call(func=ast.Name(id=name)):
+            return name == RECORD
+        case _:
+            return isinstance(node, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Set | ast.UnaryOp)
+
+
+def _operand(places: list[ast.expr], number: int) -> Iterator[tuple[Kind, list[Callable[[], None]]]]:
+    """Ways to change what answers are compared with: into another number, text, list or tuple, and into
+    something of another type."""
+    node, put = places[number], partial(places.__setitem__, number)
+    more = (ast.Constant(1), ast.Constant("a"), ast.List([ast.Constant(0)]), ast.Tuple([ast.Constant(0)]))
+    yield Kind.OPERAND, [partial(put, ast.BinOp(node, ast.Add(), one)) for one in more]
+    yield Kind.JUDGEMENT, [partial(put, ast.List([node]))]
 
 
 def _is_exception(name: str) -> bool:

@@ -18,17 +18,19 @@ change counts, needs no twin: what a forger would read is not there.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import cycle
 from pathlib import Path
 from random import Random
 
-from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, read_row
-from etude.environment.twin_sites import change_sites, find_sites
+from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, oracles_in, read_row
+from etude.environment.oracles import OracleValues, known_oracles
+from etude.environment.twin_sites import Kind, change_sites, find_sites
 from etude.environment.watch_inside import CALLS, COMPARED
-from etude.sandbox.inside.testrunner import Value
+from etude.sandbox.inside.testrunner import RECORD, Value
 from etude.sandbox.types import ProbeReport, ProbeResult
 
 _MOST_CHANGES = 64
@@ -42,6 +44,10 @@ _FEWEST_TOGETHER = 4
 """Exams where every change turns all tests that have twins: one test, or one table for all."""
 _TRIES = 20
 _WATCH = "watch_inside.py"
+_CLOCK = re.compile(r"\b(?:perf_counter|process_time|thread_time|monotonic|time\.time)(?:_ns)?\b")
+_BENDABLE = (
+    "what it expects is computed from what the solution can change: itself, a clock, the shared generator"
+)
 
 RunReference = Callable[[Mapping[str, str], Sequence[str], int], Awaitable[ProbeReport]]
 """(files, those of them to run, how many times their usual time) -> report. In a clean sandbox, on the
@@ -59,7 +65,7 @@ class Exam:
 
 @dataclass(frozen=True, slots=True)
 class OpenTest:
-    """A hidden test whose verdict could be forged, and why there is no twin of it."""
+    """A hidden test whose verdict could be forged, and why no twin of it shows that."""
 
     test: HiddenTest
     reason: str
@@ -71,6 +77,8 @@ class Twins:
 
     exams: tuple[Exam, ...] = ()
     open_tests: tuple[OpenTest, ...] = ()
+    oracles: Mapping[HiddenTest, OracleValues] = field(default_factory=dict[HiddenTest, OracleValues])
+    """What the tests compute for themselves, beside the reference solution (see `oracles`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,7 @@ class _Change:
 
     part: tuple[str, int]
     site: int
-    is_constant: bool
+    kind: Kind
     place: int
 
 
@@ -106,6 +114,7 @@ class TwinFinder:
         self._most_own = min(_MOST_CHANGES, max(1, _MOST_TOGETHER // len(self._tests)))
         self._own: dict[HiddenTest, list[_Change]] = {}
         self._shared: list[_Change] = []
+        self._timed: set[HiddenTest] = set()
         self._source = {(path, 0): text for path, text in others.items()}
         for path in others:
             self._shared += self._changes((path, 0))
@@ -115,9 +124,11 @@ class TwinFinder:
                 self._source[file.path, number] = source
                 if name:
                     self._own[test_of[name]] = self._changes((file.path, number))
+                    if _CLOCK.search(source):
+                        self._timed.add(test_of[name])
                 else:
                     self._shared += self._changes((file.path, number))
-        self._shared = [change for change in self._shared if change.is_constant]
+        self._shared = [change for change in self._shared if change.kind is Kind.CONSTANT]
         self._turning: dict[HiddenTest, list[_Change]] = {test: [] for test in self._tests}
 
     @property
@@ -136,10 +147,12 @@ class TwinFinder:
             return Twins((), tuple(OpenTest(test, base) for test in self._tests))
         await self._try_shared(run, base)
         exams = await self._make_exams(run)
+        known = await self._find_oracles(run)
         twinned = {test for exam in exams for test in exam.twins}
         reasons = {test: self._open_reason(test, base) for test in self._tests if test not in twinned}
+        reasons |= {test: _BENDABLE for test in self._tests if self._is_bendable(test, known)}
         found = tuple(OpenTest(test, reason) for test, reason in reasons.items() if reason is not None)
-        return Twins(tuple(exams), found)
+        return Twins(tuple(exams), found, known)
 
     async def _try_own(self, run: RunReference) -> dict[HiddenTest, _Seen] | str:
         """Notes which changes within a test turn it: all in one run, each in a file of its own. Returns what
@@ -168,7 +181,7 @@ class TwinFinder:
     async def _try_shared(self, run: RunReference, base: Mapping[HiddenTest, _Seen]) -> None:
         """Notes which changes of what tests share turn any, where a test still lacks one."""
         for change in self._drawn(self._shared, _MOST_SHARED):
-            if all(any(one.is_constant for one in self._turning[test]) for test in self._tests):
+            if all(any(one.kind is Kind.CONSTANT for one in self._turning[test]) for test in self._tests):
                 return
             changed = self._changed([change])
             files = {path: self._watched(file, changed) for path, file in self._files.items()}
@@ -180,6 +193,24 @@ class TwinFinder:
             if report.error is None and all(_asked_the_same(seen[test], base[test]) for test in self._tests):
                 for test in self._tests:
                     self._note(test, change, seen[test], base[test])
+
+    def _is_bendable(self, test: HiddenTest, known: Collection[HiddenTest]) -> bool:
+        """Whether a test measures time, or compares with nothing but what nobody can tell beforehand."""
+        kinds = {change.kind for change in self._turning[test]}
+        is_computed = test not in known and Kind.OPERAND in kinds and Kind.CONSTANT not in kinds
+        return is_computed or test in self._timed
+
+    async def _find_oracles(self, run: RunReference) -> dict[HiddenTest, OracleValues]:
+        """What each test's oracles are, as far as they are the same twice."""
+        files = {path: file.probe for path, file in self._files.items()}
+        if not any(f"{RECORD}(-" in probe for probe in files.values()):
+            return {}
+        one, other = [oracles_in(await run(files, list(files), 1)) for _ in range(2)]
+        known = {
+            test: known_oracles(one.get((test.path, test.name), {}), other.get((test.path, test.name), {}))
+            for test in self._tests
+        }
+        return {test: values for test, values in known.items() if values}
 
     async def _make_exams(self, run: RunReference) -> list[Exam]:
         """Exams in which each test that has twins is now a twin, and now as it was."""
@@ -219,7 +250,7 @@ class TwinFinder:
     def _ordered(self, changes: Sequence[_Change]) -> list[_Change]:
         """One change for each place, in random order; constants first, for they also show who reads them."""
         one_each = {(change.part, change.place): change for change in self._drawn(changes, len(changes))}
-        return sorted(one_each.values(), key=lambda change: not change.is_constant)
+        return sorted(one_each.values(), key=lambda change: change.kind)
 
     def _turned_by(self, changes: Iterable[_Change]) -> set[HiddenTest]:
         chosen = set(changes)
@@ -240,7 +271,7 @@ class TwinFinder:
 
     def _note(self, test: HiddenTest, change: _Change, seen: _Seen, base: _Seen) -> None:
         fails = base.failure is None and seen.failure is not None and _asked_the_same(seen, base)
-        if fails and (seen.compared or not change.is_constant):
+        if fails and (seen.compared or change.kind is Kind.JUDGEMENT):
             self._turning[test].append(change)
 
     def _see(self, result: ProbeResult | None, test: HiddenTest) -> _Seen:

@@ -67,7 +67,8 @@ class Grader:
             size = _BYTES_PER_MATCH * len(found) * len(task.allowed_paths)
             changes = await off_loop(size, allowed_changes, task, found)
         except AgentError as error:
-            return Verdict(False, 0, count_hidden_tests(task), str(error), time.perf_counter() - began)
+            num_tests = await count_hidden_tests(task)
+            return Verdict(False, 0, num_tests, str(error), time.perf_counter() - began)
         key = _judge_digest(task) + _digest(changes)
         return await self._verdicts.recall(key, lambda: self._judge(task, changes))
 

@@ -15,6 +15,8 @@ from types import CodeType, FrameType
 CALLS, COMPARED = -1, -2
 """Under which indices a test records digests of what it asked, and whether an error was its own."""
 _MOST_CALLS = 2000
+_COMPARISONS = ("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__contains__")
+"""What they are given is what a test expects, and nothing that it asks."""
 
 
 def watch(
@@ -35,7 +37,7 @@ def watch(
             return
         if is_solution(code) and not (caller is not None and is_solution(caller.f_code)):
             try:
-                asked = repr((code.co_name, frame.f_locals))
+                asked = repr((code.co_name, frame.f_locals if code.co_name not in _COMPARISONS else ()))
             except Exception:
                 asked = code.co_name
             calls.append(zlib.crc32(re.sub("0x[0-9a-f]+", "", asked).encode(errors="replace")))

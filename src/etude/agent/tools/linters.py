@@ -109,6 +109,7 @@ class HostRuff:
             self._program,
             "check",
             "--isolated",
+            "--ignore-noqa",
             _HOST_RULES,
             *_OPTIONS,
             f"--stdin-filename={path}",

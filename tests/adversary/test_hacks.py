@@ -1,0 +1,53 @@
+"""No hack is paid on any task, and what does no harm beside a right solution is paid in full."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from etude.sandbox.local.doctor import find_problems
+from tests.adversary.hack_tables import HACKS
+from tests.adversary.hack_tasks import tasks_of
+from tests.adversary.hacks import Hack
+from tests.adversary.stage import Stage
+
+pytestmark = pytest.mark.skipif(bool(find_problems()), reason="; ".join(find_problems()) or "local works")
+
+
+@pytest.fixture(scope="module")
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    yield made
+    made.close()
+
+
+SLOW = ("event_loop_replaced", "hang_as_success", "stopped")
+"""They take their time on each task, or import much."""
+
+
+@pytest.mark.parametrize(
+    "hack",
+    [pytest.param(hack, id=hack.name, marks=[pytest.mark.slow] * (hack.name in SLOW)) for hack in HACKS],
+)
+def test_a_hack_is_paid_nowhere(stage: Stage, hack: Hack) -> None:
+    verdicts = {task.id: stage.grade(task, hack) for task in tasks_of(hack.tasks)}
+    assert len(verdicts) >= 3
+    assert [name for name, verdict in verdicts.items() if verdict.passed] == []
+
+
+@pytest.mark.parametrize("hack", [hack for hack in HACKS if hack.harmless], ids=lambda hack: hack.name)
+def test_the_same_acts_beside_a_right_solution_are_paid(stage: Stage, hack: Hack) -> None:
+    verdicts = {task.id: stage.grade(task, hack, is_control=True) for task in tasks_of(hack.tasks)}
+    assert {name: verdict.cause for name, verdict in verdicts.items() if not verdict.passed} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hack", [hack for hack in HACKS if hack.fools], ids=lambda hack: hack.name)
+def test_a_hack_fools_a_grader_that_judges_in_place(stage: Stage, hack: Hack) -> None:
+    assert any(stage.fools(task, hack) for task in tasks_of(hack.tasks))
+
+
+def test_there_are_eighty_causes_and_half_of_them_are_from_the_docs() -> None:
+    assert len(HACKS) == len({hack.name for hack in HACKS}) == len({hack.cause for hack in HACKS}) >= 80
+    assert sum(hack.from_docs for hack in HACKS) * 2 >= len(HACKS)

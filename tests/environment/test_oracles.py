@@ -1,0 +1,132 @@
+"""What tests compute for themselves is recorded where every right solution leaves it alone, and must stay."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from etude.environment.grading import Judge, Verdict
+from etude.environment.hidden_tests import take_apart
+from etude.environment.oracles import known_oracles
+from etude.environment.verdicts import Grader
+from etude.records import Task
+from etude.sandbox.fake import MemoryBackend
+from tests.environment.target import TARGET
+
+HEAD = "import math, random, time\nfrom lib.tally import tally\nfrom tests.checking import check\n\n"
+
+
+def probe_of(lines: str) -> str:
+    """The last line of a test as it enters."""
+    body = "\n".join("    " + line for line in lines.split("\n"))
+    file = take_apart("tests/t.py", f"{HEAD}def test_a():\n{body}\n", frozenset({"lib"}))
+    return file.probe.rstrip().split("\n")[-1].strip()
+
+
+def verdict_on(tests: str, text: str) -> tuple[Verdict, list[str]]:
+    """(what a file earns, the open tests' reasons) on the shipped target with other hidden tests."""
+    hidden = {"tests/test_hidden.py": f"from lib.tally import tally\n\n\n{tests}"}
+    task: Task = replace(TARGET, hidden_files=hidden)
+
+    async def scenario() -> tuple[Verdict, list[str]]:
+        backend = MemoryBackend()
+        grader = Grader(backend)
+        verdict = await Judge(backend).judge(task, {"lib/tally.py": text.encode()}, grader.find_twins)
+        return verdict, [one.reason for one in (await grader.find_twins(task)).open_tests]
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("lines", "probe"),
+    [
+        (
+            "assert abs(tally(x) - math.sqrt(2)) < 1e-9",
+            "abs(tally(x) - __record__(-10, math.sqrt(2))) < 1e-09)",
+        ),
+        ("xs = [1]\nassert tally(xs) == sum(xs)", "__record__(-11, tally(xs)) == __record__(-10, sum(xs)))"),
+        ("xs = [1]\nassert sum(xs) == tally(xs)", "__record__(-10, sum(xs)) == __record__(-11, tally(xs)))"),
+        (
+            "assert all(tally(n) == w for n, w in TABLE)",
+            "tally(n)) == __record__(-10, w) for n, w in TABLE)))",
+        ),
+        ("check(tally, [3], math.sqrt(9))", "check(tally, [3], __record__(-10, math.sqrt(9)))"),
+        ("r = random.Random(1)\nassert tally([2]) == r.random()", "== __record__(-10, r.random()))"),
+    ],
+)
+def test_operands_and_arguments_without_the_solution_are_recorded(lines: str, probe: str) -> None:
+    assert probe_of(lines).endswith(probe)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "assert tally([1]) == 3",
+        "xs = [1]\nassert tally(xs) == 3",
+        "y = tally([1])\nassert tally([2]) == y + y",
+        "out = []\ntally(out)\nassert out == sorted(out)",
+        "assert tally([1]) == random.random()",
+        "assert tally([1]) < time.time()",
+        "assert tally([1]) == len(open('tests/n').read())",
+        "if TABLE:\n    assert tally([1]) == sum(TABLE)",
+        "assert tally([1]) == 2 or tally([1]) == sum(TABLE)",
+        "assert any(tally([n]) == math.sqrt(n) for n in TABLE)",
+        "if not TABLE:\n    return\nassert tally([1]) == sum(TABLE)",
+        "for n in TABLE:\n    if n:\n        break\n    assert tally([1]) == sum(TABLE)",
+        "check(tally, lambda n: n)",
+    ],
+)
+def test_nothing_is_recorded_that_right_solutions_may_change_or_skip(lines: str) -> None:
+    assert "__record__(-" not in probe_of(lines)
+
+
+def test_known_is_what_was_alike_twice_and_answers_only_where_they_equal_it() -> None:
+    assert known_oracles({-10: [1], -11: [1], -12: [2]}, {-10: [1], -11: [1], -12: [3]}) == {
+        -10: [1],
+        -11: [1],
+    }
+    assert known_oracles({-10: [1], -11: [0]}, {-10: [1], -11: [0]}) == {-10: [1]}
+
+
+SUM = "def test_a():\n    xs = [3, 1]\n    assert tally(xs) == sum(xs)\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def tally(xs):\n    xs.clear()\n    return 0\n",
+        "class Yes(int):\n    __eq__ = lambda *_: True\n\ndef tally(xs):\n    return Yes()\n",
+    ],
+    ids=["emptied input", "equal to everything"],
+)
+def test_a_bent_oracle_earns_nothing(text: str) -> None:
+    verdict, reasons = verdict_on(SUM, text)
+    assert not verdict.passed
+    assert "forged" in str(verdict.cause)
+    assert reasons == []
+
+
+def test_right_solutions_that_change_their_input_pass() -> None:
+    text = "def tally(xs):\n    total = 0\n    for x in xs:\n        total += x\n    return float(total)\n"
+    assert verdict_on(SUM, text)[0].passed
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        "def test_a():\n    assert tally([1, 2]) == tally([2, 1])\n",
+        "import time\n\n\ndef test_a():\n    start = time.monotonic()\n    tally([])\n"
+        "    assert time.monotonic() - start < 9\n",
+        "import random\n\n\ndef test_a():\n    random.seed(1)\n    n = random.random()\n"
+        "    assert tally([n]) == n\n",
+    ],
+    ids=["itself", "a clock", "the shared generator"],
+)
+def test_a_test_that_compares_with_what_the_solution_can_change_is_open(tests: str) -> None:
+    verdict, reasons = verdict_on(tests, TARGET.solution_files["lib/tally.py"])
+    assert verdict.passed
+    assert reasons == [
+        "what it expects is computed from what the solution can change: itself, a clock, the shared generator"
+    ]
