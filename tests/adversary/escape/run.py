@@ -1,6 +1,6 @@
 """Runs attempts and controls as the present user: one JSON line for each, for whoever started this.
 
-python -m tests.sandbox.escape.run BACKEND {attempts,controls} NAME ...
+python -m tests.adversary.escape.run BACKEND {attempts,controls} NAME ...
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from etude.errors import UserError
 from etude.sandbox.backends import open_backend
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
-from tests.sandbox.escape.attempts import ATTEMPTS
-from tests.sandbox.escape.attempts_bombs import BOMBS
-from tests.sandbox.escape.model import DEFAULT_RESOURCES, Attempt, Outcome
-from tests.sandbox.escape.trial import (
+from tests.adversary.escape.attempts import ATTEMPTS
+from tests.adversary.escape.attempts_bombs import BOMBS
+from tests.adversary.escape.model import DEFAULT_RESOURCES, Attempt, Outcome
+from tests.adversary.escape.trial import (
     BackendFactory,
     has_control_groups,
     lifts_of,

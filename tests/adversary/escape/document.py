@@ -2,9 +2,9 @@
 
 Run as root; what is not measured anew is kept from the page as it is.
 
-    python -m tests.sandbox.escape.document             everything (minutes)
-    python -m tests.sandbox.escape.document local       one backend, with the controls
-    python -m tests.sandbox.escape.document vm/plain    one user (XDG_STATE_HOME: where it finds the image)
+    python -m tests.adversary.escape.document             everything (minutes)
+    python -m tests.adversary.escape.document local       one backend, with the controls
+    python -m tests.adversary.escape.document vm/plain    one user (XDG_STATE_HOME: where it finds the image)
 """
 
 # ruff: noqa: E501 -- a page has one line for each paragraph
@@ -16,11 +16,11 @@ import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
-from tests.sandbox.escape.attempts import ATTEMPTS, GROUPS
-from tests.sandbox.escape.holes import HOLES
-from tests.sandbox.escape.launching import ROOT, start
-from tests.sandbox.escape.model import USERS, Attempt
-from tests.sandbox.escape.run import names_for
+from tests.adversary.escape.attempts import ATTEMPTS, GROUPS
+from tests.adversary.escape.holes import HOLES
+from tests.adversary.escape.launching import ROOT, start
+from tests.adversary.escape.model import USERS, Attempt
+from tests.adversary.escape.run import names_for
 
 PATH = ROOT / "docs" / "escape.md"
 COLUMNS = ("local, root", "local, plain", "gvisor, root", "gvisor, plain", "vm, root", "vm, plain",
@@ -30,13 +30,13 @@ _HEAD = """# The escape suite
 What a hostile program inside a sandbox tries, and what stops it: {count} attempts, on every backend, as root and as a plain user. Each has a control: the same attempt with its protections taken away, must succeed, and must fail again once any one of them is put back. Success is judged from outside where it can be: canary files, a host process, listeners, shared memory and settings of the host are looked at after each attempt.
 
 ```
-pytest tests/sandbox/escape                                    # local, with the controls
-pytest tests/sandbox/escape -m slow                            # gvisor and vm, where they are installed
-python -m tests.sandbox.escape.document                        # writes this page
+pytest tests/adversary/escape                                    # local, with the controls
+pytest tests/adversary/escape -m slow                            # gvisor and vm, where they are installed
+python -m tests.adversary.escape.document                        # writes this page
 ```
 
 - **held**: the attempt failed, and the sandbox and its neighbours went on, or the error said that the agent ended it.
-- **HOLE**: it succeeded, or the sandbox died of it and the error blamed the infrastructure. `tests/sandbox/escape/holes.py` says what would close it; the tests expect it, and fail once it is closed.
+- **HOLE**: it succeeded, or the sandbox died of it and the error blamed the infrastructure. `tests/adversary/escape/holes.py` says what would close it; the tests expect it, and fail once it is closed.
 - **-**: it means nothing here: the kernel feature is missing on the machine of the last run, or what it opens is a guest's own kernel.
 - control **succeeds**: without its protections it gets through. **-**: there is no control on that machine, or as that user (a plain user cannot do without a user namespace).
 

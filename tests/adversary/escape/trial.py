@@ -20,10 +20,10 @@ from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.template import Template
-from tests.sandbox.escape.model import UNDECIDED_S, Attempt, Outcome, User
-from tests.sandbox.escape.prelude import whole_program
-from tests.sandbox.escape.scene import Scene
-from tests.sandbox.escape.weakened import WeakenedBackend, owner_without
+from tests.adversary.escape.model import UNDECIDED_S, Attempt, Outcome, User
+from tests.adversary.escape.prelude import whole_program
+from tests.adversary.escape.scene import Scene
+from tests.adversary.escape.weakened import WeakenedBackend, owner_without
 
 _BREAKING = ("escaped", "lost", "broken")
 PATIENCE_S = 300.0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from etude.sandbox.types import Resources
 
 if TYPE_CHECKING:
-    from tests.sandbox.escape.trial import Field
+    from tests.adversary.escape.trial import Field
 
 User = Literal["root", "plain"]
 """Whose process owns the sandboxes."""

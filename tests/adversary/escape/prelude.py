@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 
-from tests.sandbox.escape.calls import NUMBERS
+from tests.adversary.escape.calls import NUMBERS
 
 _PRELUDE = f"""
 import ctypes, errno, json, os, platform, select, signal, socket, struct, sys, time

@@ -18,7 +18,7 @@ import sys
 # The arguments are those of an interpreter: -I -S -B -c PROGRAM SOURCE ...
 position = sys.argv.index("-c")
 sys.path[:0] = [sys.argv[position + 2], {root!r}]
-from tests.sandbox.escape.weakening import main
+from tests.adversary.escape.weakening import main
 main(sys.argv[position + 3:], {weakenings!r})
 """
 

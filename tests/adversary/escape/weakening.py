@@ -33,7 +33,7 @@ from etude.sandbox.inside import (
     zygote,
 )
 from etude.sandbox.inside.rights import NOBODY
-from tests.sandbox.escape.calls import NUMBERS
+from tests.adversary.escape.calls import NUMBERS
 
 _ALLOWED = (0x06, 0, 0, 0x7FFF0000)
 _AMBIENT, _AMBIENT_RAISE = 47, 2

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tests.sandbox.escape.attempts_bombs import BOMBS
-from tests.sandbox.escape.attempts_calls import CALLS
-from tests.sandbox.escape.attempts_host import HOST
-from tests.sandbox.escape.attempts_kernel import KERNEL
-from tests.sandbox.escape.attempts_processes import PROCESSES
-from tests.sandbox.escape.attempts_snapshots import SNAPSHOTS
-from tests.sandbox.escape.attempts_starvation import STARVATION
-from tests.sandbox.escape.model import Attempt
+from tests.adversary.escape.attempts_bombs import BOMBS
+from tests.adversary.escape.attempts_calls import CALLS
+from tests.adversary.escape.attempts_host import HOST
+from tests.adversary.escape.attempts_kernel import KERNEL
+from tests.adversary.escape.attempts_processes import PROCESSES
+from tests.adversary.escape.attempts_snapshots import SNAPSHOTS
+from tests.adversary.escape.attempts_starvation import STARVATION
+from tests.adversary.escape.model import Attempt
 
 GROUPS: dict[str, list[Attempt]] = {
     "The host's files, settings and devices": HOST,

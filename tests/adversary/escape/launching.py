@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tests.sandbox.escape.model import Outcome, User
+from tests.adversary.escape.model import Outcome, User
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN_INTERPRETER = "/usr/bin/python3"
@@ -51,7 +51,7 @@ class Run:
         kept = ("XDG_STATE_HOME",) if as_nobody else ("HOME", "XDG_STATE_HOME")
         env.update({name: os.environ[name] for name in kept if name in os.environ})
         interpreter = PLAIN_INTERPRETER if as_nobody else sys.executable
-        command = [interpreter, "-B", "-m", "tests.sandbox.escape.run", backend, what, *names]
+        command = [interpreter, "-B", "-m", "tests.adversary.escape.run", backend, what, *names]
         self._process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
