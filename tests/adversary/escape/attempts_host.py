@@ -6,6 +6,7 @@ from tests.adversary.escape.model import Attempt
 
 _USERNS = "user namespace"
 _CAPS = "capabilities dropped"
+_OWN_VIEW = "own view of programs"
 
 HOST = [
     Attempt(
@@ -72,7 +73,7 @@ HOST = [
     Attempt(
         "open a host program for writing",
         "the programs are a read-only mount, and root's",
-        ("read-only root", _USERNS),
+        ("read-only root", _USERNS, _OWN_VIEW),
         """
         for path in ("/usr/bin/env", "/usr/bin/true", "/bin/true"):
             if os.path.exists(path):
@@ -84,7 +85,7 @@ HOST = [
     Attempt(
         "remount the programs writable",
         "mount is refused, needs CAP_SYS_ADMIN, and the user namespace locks the flag",
-        ("allow mount", _CAPS, _USERNS),
+        ("allow mount", _CAPS, _USERNS, _OWN_VIEW),
         """
         call("mount", b"none", b"/usr", None, MS_REMOUNT | MS_BIND, None)
         if not os.statvfs("/usr").f_flag & os.ST_RDONLY:
@@ -95,7 +96,7 @@ HOST = [
     Attempt(
         "gain rights by a set-user-id program",
         "nosuid mount, no_new_privs, and no other user in the user namespace",
-        ("nosuid", "no_new_privs", "user namespace, as nobody"),
+        ("nosuid", "no_new_privs", "user namespace, as nobody", _OWN_VIEW),
         """
         import subprocess
         names = [f"/usr/bin/{n}" for n in ("su", "passwd", "newgrp", "mount", "umount", "gpasswd", "chsh")]

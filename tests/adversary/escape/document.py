@@ -1,39 +1,40 @@
-"""Writes `docs/escape.md`: the table of attempts with what was found on this machine.
+"""Writes `docs/escape.md`: the table of attempts with what `benchmarks/adversary.py` found.
 
-Run as root; what is not measured anew is kept from the page as it is.
+What its file does not have is kept from the page as it is.
 
-    python -m tests.adversary.escape.document             everything (minutes)
-    python -m tests.adversary.escape.document local       one backend, with the controls
-    python -m tests.adversary.escape.document vm/plain    one user (XDG_STATE_HOME: where it finds the image)
+    python benchmarks/adversary.py --only sandboxes --only controls --json benchmarks/results/adversary.json
+    python -m tests.adversary.escape.document
 """
 
 # ruff: noqa: E501 -- a page has one line for each paragraph
 from __future__ import annotations
 
-import platform
+import json
 import re
-import sys
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Mapping
+from typing import Any
 
 from tests.adversary.escape.attempts import ATTEMPTS, GROUPS
+from tests.adversary.escape.causes import CAUSES, FOUND_BEFORE
 from tests.adversary.escape.holes import HOLES
-from tests.adversary.escape.launching import ROOT, start
-from tests.adversary.escape.model import USERS, Attempt
-from tests.adversary.escape.run import names_for
+from tests.adversary.escape.launching import ROOT
+from tests.adversary.escape.model import Attempt
 
 PATH = ROOT / "docs" / "escape.md"
+RESULTS = ROOT / "benchmarks" / "results" / "adversary.json"
 COLUMNS = ("local, root", "local, plain", "gvisor, root", "gvisor, plain", "vm, root", "vm, plain",
            "control, root", "control, plain")  # fmt: skip
 _HEAD = """# The escape suite
 
-What a hostile program inside a sandbox tries, and what stops it: {count} attempts, on every backend, as root and as a plain user. Each has a control: the same attempt with its protections taken away, must succeed, and must fail again once any one of them is put back. Success is judged from outside where it can be: canary files, a host process, listeners, shared memory and settings of the host are looked at after each attempt.
+What a hostile program inside a sandbox tries, and what stops it: {count} attempts of {causes} distinct causes, on every backend, as root and as a plain user. Each has a control: the same attempt with its protections taken away must succeed, and must fail again once any one of them is put back; or the same act must succeed where it is allowed. Success is judged from outside where it can be: canary files, a host process, listeners, shared memory and settings of the host are looked at after each attempt.
 
 ```
-pytest tests/adversary/escape                                    # local, with the controls
-pytest tests/adversary/escape -m slow                            # gvisor and vm, where they are installed
-python -m tests.adversary.escape.document                        # writes this page
+python benchmarks/adversary.py --only sandboxes --only controls   # local
+python benchmarks/adversary.py --only guests                      # gvisor and vm, where they are installed
+pytest tests/adversary/escape                                     # the same as tests
 ```
+
+**How kinds are counted.** Attempts that one repair would stop together are variants of one kind: `tests/adversary/escape/causes.py` has one row for each cause, and the figures count its rows. {new} of the {causes} are of classes that no earlier adversary had met here. Zeros are printed with the bound that holds with 95 % confidence, 3 by the number of attempts: [adversary.json](../benchmarks/results/adversary.json).
 
 - **held**: the attempt failed, and the sandbox and its neighbours went on, or the error said that the agent ended it.
 - **HOLE**: it succeeded, or the sandbox died of it and the error blamed the infrastructure. `tests/adversary/escape/holes.py` says what would close it; the tests expect it, and fail once it is closed.
@@ -45,7 +46,7 @@ The attempts are plain programs in `attempts_*.py`; what is taken away for a con
 Last run: {when}
 """
 _ROW = re.compile(r"^\| (?P<name>.+?) \| (?P<protects>.+?) \| (?P<results>.+) \|$")
-_VERDICTS = {"held": "held", "escaped": "HOLE", "lost": "HOLE", "impossible": "-", "broken": "HOLE"}
+_WORDS = {"held": "held", "got through": "HOLE", "skipped": "-"}
 
 
 def results_in(text: str) -> dict[str, dict[str, str]]:
@@ -60,7 +61,9 @@ def results_in(text: str) -> dict[str, dict[str, str]]:
 
 def page(results: dict[str, dict[str, str]], when: str) -> str:
     """The whole page."""
-    parts = [_HEAD.format(count=len(ATTEMPTS), when=when)]
+    parts = [
+        _HEAD.format(count=len(ATTEMPTS), causes=len(CAUSES), new=len(CAUSES) - len(FOUND_BEFORE), when=when)
+    ]
     for title, attempts in GROUPS.items():
         parts += [f"\n## {title}\n", "| attempt | stopped by | " + " | ".join(COLUMNS) + " |"]
         parts.append("|" + "---|" * (2 + len(COLUMNS)))
@@ -80,44 +83,30 @@ def _row(attempt: Attempt, results: dict[str, str]) -> str:
     return f"| {attempt.name} | {attempt.protects} | " + " | ".join(cells) + " |"
 
 
-def measure(backends: Sequence[str]) -> dict[str, dict[str, str]]:
-    """Runs the attempts on the named backends, and the controls with `local`, one user at a time."""
-    results: dict[str, dict[str, str]] = {}
-    for backend, _, only in (name.partition("/") for name in backends):
-        for user in USERS:
-            if only not in ("", user):
-                continue
-            names = [name for name in names_for(backend) if user in ATTEMPTS[name].users]
-            runs = [("attempts", run) for run in start(user, backend, "attempts", names, 1)]
-            if backend == "local":
-                runs += [("controls", run) for run in start(user, backend, "controls", names, 1)]
-            for what, run in runs:
-                for name, outcome in run.outcomes().items():
-                    if name in ATTEMPTS and what == "attempts":
-                        results.setdefault(name, {})[f"{backend}, {user}"] = _VERDICTS[outcome.verdict]
-                    elif name in ATTEMPTS:
-                        word = "succeeds" if outcome.verdict == "escaped" else "-"
-                        known = HOLES["local"].get(name)
-                        word = "-" if known is not None and user in known.users else word
-                        results.setdefault(name, {})[f"control, {user}"] = word
-                run.close()
-    return results
+def results_of(stored: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """attempt -> column -> result, as the benchmark's file has them."""
+    found: dict[str, dict[str, str]] = {}
+    for group in ("sandboxes", "guests", "controls"):
+        for attempts in stored["peers"].get(group, {}).values():
+            for name, places in attempts.items():
+                for place, ended in places.items():
+                    column = place.replace("local", "control") if group == "controls" else place
+                    word = {"held": "succeeds"}.get(ended, "-") if group == "controls" else _WORDS[ended]
+                    found.setdefault(name, {})[column] = word
+    return found
 
 
-def _described() -> str:
-    date = datetime.now(UTC).date().isoformat()
-    kernel, python = platform.release().split("-")[0], platform.python_version()
-    return f"{date}, Linux {kernel}, {platform.machine()}, Python {python}."
-
-
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """See the module."""
-    text = PATH.read_text(encoding="utf-8") if PATH.exists() else ""
-    results = results_in(text)
-    for name, columns in measure(arguments or ("local", "gvisor", "vm")).items():
+    results = results_in(PATH.read_text(encoding="utf-8"))
+    stored = json.loads(RESULTS.read_text(encoding="utf-8"))
+    for name, columns in results_of(stored).items():
         results.setdefault(name, {}).update(columns)
-    PATH.write_text(page(results, _described()), encoding="utf-8")
+    part, machine = stored["parts"]["sandboxes"], stored["machine"]
+    PATH.write_text(
+        page(results, f"{part['time']}, {machine['cpu']}, commit {part['commit'][:7]}."), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -71,6 +71,10 @@ class Attempt:
     resources: Resources = DEFAULT_RESOURCES
     timeout_s: float = UNDECIDED_S
     users: tuple[User, ...] = USERS
+    outside: str = ""
+    """A program that does the same act on the host, where nothing stops it: a control beside weakenings."""
+    control: Scenario | None = None
+    """The same act by the owner's calls where it works: a control of a scenario beside weakenings."""
     no_control: str = ""
     """Why there is no control, where there is none."""
 

@@ -88,6 +88,8 @@ def control_all(names: Sequence[str], note: Callable[[str, Outcome], None]) -> N
         attempt, lifts = ATTEMPTS[name], lifts_of(ATTEMPTS[name])
         if needs_root(attempt) and present_user() != "root":
             note(name, Outcome("impossible", "a plain user cannot do without a user namespace"))
+        elif attempt.outside or attempt.control is not None:
+            wanted.append((attempt, frozenset()))
         elif not lifts:
             reason = attempt.no_control or "without control groups nothing stops it: see the holes"
             note(name, Outcome("impossible", reason))

@@ -8,7 +8,7 @@ from tests.adversary.escape.holes import HOLES
 from tests.adversary.escape.model import USERS
 
 TEXT = PATH.read_text(encoding="utf-8")
-FIX = "run `python -m tests.adversary.escape.document`"
+FIX = "run benchmarks/adversary.py, then `python -m tests.adversary.escape.document`"
 
 
 def test_the_page_is_what_the_table_makes_of_its_results() -> None:

@@ -29,6 +29,7 @@ from etude.sandbox.inside import (
     namespaces,
     running,
     seccomp,
+    server,
     shells,
     zygote,
 )
@@ -123,6 +124,7 @@ def _strip(name: str, flags: int) -> None:
 def _no_user_namespace() -> None:
     """The sandbox's processes are the host's root, without capabilities."""
     assert os.geteuid() == 0, "only root can make namespaces without a user namespace"
+    namespaces.WATCHES.clear()  # they would be the host's own
     _strip("clone", kernel.NEWUSER)
     _strip("unshare", kernel.NEWUSER)
     for name in ("setgroups", "setresgid", "setresuid"):
@@ -316,6 +318,9 @@ WEAKENINGS: dict[str, Callable[[], None]] = {
     "status of shells checked": _trust_shells,
     "counts of watches": namespaces.WATCHES.clear,
     "descriptors of the server's own": _set(namespaces, "SERVER_FILES", 256),
+    "alarms checked": lambda: setattr(server, "_is_time_over", lambda: server._deadlines_s != server._NEVER),
+    "own view of programs": _set(namespaces, "_cover_programs", lambda root, names: None),
+    "templates stored apart": lambda: setattr(zygote, "store_apart", zygote.store_template),
     "output bounded": _set(jobs.Output, "trim", _keep_all_output),
     "filter's machine check": lambda: _wrap(
         seccomp, "build_filter", lambda original, *a, **k: _without_machine_check(original(*a, **k))

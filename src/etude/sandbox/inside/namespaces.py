@@ -7,6 +7,7 @@ The fork server lives in a mount namespace of its own, whose root is a small tmp
     /images      layers of images, as the layer store keeps them (if there is one)
     /files       templates/<digest> and layers/<id>, writable here only
     /files_ro    the same, read-only: lower layers of the sandboxes
+    /nothing     empty: a lower layer beneath the host's directories
     /scratch     empty; each sandbox mounts its own size-limited tmpfs on it
     /proc        of the fork server's pid namespace
 
@@ -55,6 +56,8 @@ _ETC = {
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
+_shown: list[str] = []
+"""The host's directories in the root, known once it is built."""
 _SANDBOX_FLAGS = kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
 
 
@@ -133,7 +136,7 @@ def _build_root(prefix: str, images: str | None) -> None:
     os.mkdir("/tmp/host")
     os.chdir("/tmp")
     kernel.pivot_into(".", "host")
-    for name in ("root", "image_root", "images", FILES[1:], FILES_RO[1:], "scratch", "proc"):
+    for name in ("root", "image_root", "images", FILES[1:], FILES_RO[1:], "scratch", "proc", "nothing"):
         os.mkdir(f"/{name}")
     if images is not None:
         kernel.mount(f"/host{images}", "/images", flags=MS_BIND)
@@ -161,6 +164,7 @@ def _show(name: str) -> None:
     elif os.path.isdir(source):
         os.makedirs(target)
         kernel.mount(source, target, flags=MS_BIND | MS_REC)
+        _shown.append(name)
 
 
 def _fill_etc() -> None:
@@ -183,6 +187,7 @@ def _fill_dev(prefix: str) -> None:
         file.write(_APT_CONFIG)
     os.makedirs(f"/root{PYTHON}/lib/{library}")
     kernel.mount(f"/host{prefix}/lib/{library}", f"/root{PYTHON}/lib/{library}", flags=MS_BIND)
+    _shown.append(f"{PYTHON[1:]}/lib/{library}")
     for name in _DEVICES:
         with open(f"/root/dev/{name}", "w"):
             pass
@@ -219,6 +224,7 @@ def enter_sandbox(plan: Plan) -> tuple[int, int]:
         root = "/root"
         kernel.mount(root, root, flags=MS_BIND | MS_REC)
         _overlay("/root/workspace", plan.lowers(), layers.ROOT, "work")
+    _cover_programs(root, [name for name in _shown if not plan.has_image or name.startswith("dev/")])
     if plan.layers:
         _overlay(f"{root}/tmp", plan.temporaries(), layers.TEMPORARY, "tmp_work")
     else:
@@ -234,6 +240,18 @@ def enter_sandbox(plan: Plan) -> tuple[int, int]:
     socket.sethostname("sandbox")
     kernel.raise_loopback()
     return base, scratch
+
+
+def _cover_programs(root: str, names: list[str]) -> None:
+    """Gives a sandbox inodes of its own where it sees the host's files.
+
+    Those that all shared would tell each of every use by another (inotify), and one could lock them for all.
+    A host whose root is a second overlay already takes no third: there its sandboxes share them.
+    """
+    for name in names:
+        options = f"lowerdir={root}/{name}:/nothing,userxattr"
+        with contextlib.suppress(OSError):
+            kernel.mount("programs", f"{root}/{name}", "overlay", MS_NOSUID | MS_NODEV, options)
 
 
 def _write(path: str, text: str) -> None:
