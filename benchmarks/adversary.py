@@ -31,6 +31,7 @@ from benchmarks.common import Figures, merge_result, print_table
 from tests.adversary.escape.causes import CAUSES, FOUND_BEFORE
 
 _ROOT = Path(__file__).resolve().parents[1]
+_WITH_SLOW = ("-m", "slow or not slow")
 _CAUSE_OF = {name: cause for cause, names in CAUSES.items() for name in names}
 _FAULTS = {
     "stalls_over_1s": re.compile(r"no answer for|longest_s"),
@@ -211,7 +212,7 @@ def run_group(group: Group, match: str = "") -> list[Case]:
     with tempfile.TemporaryDirectory(prefix="etude-adversary-") as directory:
         report = Path(directory) / "report.xml"
         chosen = f"({chosen}) and ({match})" if match else chosen
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "--tb=short", "-k", chosen]
+        command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--tb=short", *_WITH_SLOW, "-k", chosen]
         ended = subprocess.run(
             [*command, f"--junitxml={report}", *files], cwd=_ROOT, capture_output=True, text=True, check=False
         )

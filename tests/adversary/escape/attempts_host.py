@@ -60,7 +60,7 @@ HOST = [
     Attempt(
         "open a host file by its handle",
         "open_by_handle_at is refused, and needs the host's CAP_DAC_READ_SEARCH",
-        ("allow open_by_handle_at", _USERNS, _CAPS),
+        ("allow open_by_handle_at", _USERNS, _CAPS, _OWN_VIEW),
         """
         if not FACTS["handle"]:
             impossible("the host's file system has no handles")

@@ -113,7 +113,7 @@ def _conclude(lifts: frozenset[str], outcomes: dict[frozenset[str], Outcome]) ->
     if whole.verdict != "escaped":
         return whole
     for fewer, outcome in outcomes.items():
-        if fewer != lifts and outcome.verdict in ("escaped", "lost"):
+        if fewer != lifts and outcome.verdict == "escaped":
             (kept,) = lifts - fewer
             return Outcome("held", f"{kept!r} need not be taken away: {outcome.detail}")
     return whole

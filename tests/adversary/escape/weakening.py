@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from etude.sandbox.inside import (
     filesystem,
+    isolation,
     jobs,
     kernel,
     layers,
@@ -202,6 +203,7 @@ def _no_outer_pid_namespace() -> None:
 def _no_network_namespace() -> None:
     _strip("clone", kernel.NEWNET)
     kernel.raise_loopback = lambda: None
+    isolation.limit_buffers = lambda: None  # they would be the host's own
 
 
 def _no_uts_namespace() -> None:
