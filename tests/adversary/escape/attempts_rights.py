@@ -15,68 +15,6 @@ def _surface(name: str, protects: str, lifts: tuple[str, ...], program: str, out
 
 RIGHTS = [
     _surface(
-        "learn where the kernel lies in memory",
-        "addresses in /proc/kallsyms need the host's CAP_SYSLOG",
-        _ROOT,
-        """
-        if not os.path.exists("/proc/kallsyms"):
-            impossible("no kallsyms")
-        rows = open("/proc/kallsyms").read(4000).splitlines()
-        known = [row for row in rows if int(row.split()[0], 16)]
-        if known:
-            escaped(f"{len(known)} addresses")
-        raise OSError(errno.EPERM, "every address is 0")
-        """,
-    ),
-    _surface(
-        "learn physical addresses of its pages",
-        "frame numbers in pagemap need the host's CAP_SYS_ADMIN",
-        _ROOT,
-        """
-        held = ctypes.create_string_buffer(b"x" * 8192)
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            file.seek((ctypes.addressof(held) + 4096) // 4096 * 8)
-            entry = struct.unpack("Q", file.read(8))[0]
-        if entry & ((1 << 55) - 1):
-            escaped("a frame number")
-        raise OSError(errno.EPERM, "frame numbers are 0")
-        """,
-    ),
-    _surface(
-        "read the kernel's own allocations",
-        "slabinfo and vmallocinfo are for the host's root",
-        (_USERNS,),
-        """
-        for name in ("/proc/slabinfo", "/proc/vmallocinfo"):
-            if os.path.exists(name):
-                refusal = None
-                try:
-                    escaped(f"{len(open(name).read(500))} bytes of {name}")
-                except OSError as error:
-                    refusal = error
-        raise refusal
-        """,
-    ),
-    _surface(
-        "reach a driver by its file in /proc",
-        "files of drivers and interrupts are for the host's root",
-        (_USERNS,),
-        """
-        found = []
-        for folder in ("/proc/irq", "/proc/bus", "/proc/acpi", "/proc/fs", "/proc/scsi", "/proc/driver"):
-            for place, _, names in os.walk(folder):
-                for name in names:
-                    try:
-                        os.close(os.open(os.path.join(place, name), os.O_WRONLY))
-                        found.append(os.path.join(place, name))
-                    except OSError:
-                        pass
-        if found:
-            escaped(f"{len(found)} files, {found[0]} the first")
-        raise OSError(errno.EACCES, "every file")
-        """,
-    ),
-    _surface(
         "shield itself from the kernel's killer",
         "a lower oom_score_adj needs the host's CAP_SYS_RESOURCE",
         _ROOT,
