@@ -345,9 +345,9 @@ HOST = [
         "slabinfo and vmallocinfo are for the host's root",
         (_USERNS,),
         """
+        refusal = OSError(errno.ENOENT, "neither is there")
         for name in ("/proc/slabinfo", "/proc/vmallocinfo"):
             if os.path.exists(name):
-                refusal = None
                 try:
                     escaped(f"{len(open(name).read(500))} bytes of {name}")
                 except OSError as error:

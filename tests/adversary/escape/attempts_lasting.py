@@ -55,6 +55,9 @@ _SWAPPED = """
 import os
 os.mkdir("real")
 open("real/passwd", "w").write("mine")
+for number in range(400):  # they are gone through between the two looks
+    os.mkdir(f"other-{number}")
+open("begun", "w").write("x")
 while True:
     os.rename("real", "d")
     os.rename("d", "real")
@@ -188,7 +191,7 @@ async def _during(field: Field, program: str) -> str:
     await field.sandbox.files.write_many({"storm.py": program, "word.txt": "word\n" * 50_000})
     await field.sandbox.commands.start("python3 -S storm.py")
     await asyncio.sleep(0.5)
-    for _ in range(5):
+    for _ in range(40):
         async with asyncio.timeout(UNDECIDED_S):
             try:
                 await field.sandbox.files.grep("word$", "word.txt")
@@ -219,15 +222,20 @@ async def swap_while_a_diff_is_taken(field: Field) -> str:
     """A directory that is a link out of the workspace whenever the diff looks twice."""
     await field.sandbox.files.write("swapping.py", _SWAPPED)
     await field.sandbox.commands.start("python3 -S swapping.py")
+
+    async def has_begun() -> bool:
+        return any(entry.path == "begun" for entry in await field.sandbox.files.list())
+
+    await until(has_begun, "the program that swaps directories")
     num_refused = 0
-    for _ in range(100):
+    for _ in range(200):
         try:
             for path, data in (await field.sandbox.diff()).items():
                 if path.endswith("passwd") and data not in (b"mine", b""):
                     return f"ESCAPED {path} of the root: {data!r:.60}"
         except EtudeError:
             num_refused += 1
-    return f"refused: {num_refused} of 100 diffs"
+    return f"refused: {num_refused} of 200 diffs"
 
 
 async def list_without_end(field: Field) -> str:

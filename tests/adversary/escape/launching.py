@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +22,7 @@ LIMIT_S = 3600.0
 """Longest wait for one run."""
 
 
+@cache
 def why_not(user: User) -> str | None:
     """Why no run is possible as this user; None: it is."""
     if user == "root":

@@ -133,6 +133,7 @@ async def _judged(field: Field, attempt: Attempt) -> Outcome:
 
 async def _act(field: Field, attempt: Attempt) -> tuple[str, str]:
     """(all that came out, why the sandbox is lost without being the agent's doing)."""
+    output = ""
     try:
         if attempt.scenario is not None:
             output = await attempt.scenario(field)
@@ -152,9 +153,9 @@ async def _act(field: Field, attempt: Attempt) -> tuple[str, str]:
     except AgentError as error:
         said = f"{type(error).__name__}: {error.message}"
         # Whose doing it is says nothing of what it broke: the program that guards the sandbox is gone.
-        return ("", said) if SERVER_ENDED in error.message else (said, "")
+        return (output, said) if SERVER_ENDED in error.message else (f"{output}\n{said}", "")
     except SandboxError as error:
-        return "", f"{type(error).__name__}: {error.message[:300]}"
+        return output, f"{type(error).__name__}: {error.message[:300]}"
     return output, ""
 
 
