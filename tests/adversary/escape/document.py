@@ -102,10 +102,13 @@ def main() -> None:
     stored = json.loads(RESULTS.read_text(encoding="utf-8"))
     for name, columns in results_of(stored).items():
         results.setdefault(name, {}).update(columns)
-    part, machine = stored["parts"]["sandboxes"], stored["machine"]
-    PATH.write_text(
-        page(results, f"{part['time']}, {machine['cpu']}, commit {part['commit'][:7]}."), encoding="utf-8"
-    )
+    part, machine, figures = stored["parts"]["sandboxes"], stored["machine"], stored["figures"]
+    num_tries = sum(value for name, value in figures.items() if name.startswith("tried_local"))
+    ended = f"{figures['escapes']} causes of escapes in {num_tries} attempts on `local`"
+    if "escapes_below" in figures:
+        ended += f": fewer than {100 * figures['escapes_below']:.1f} % with 95 % confidence"
+    when = f"{part['time']}, {machine['cpu']}, commit {part['commit'][:7]}. {ended}."
+    PATH.write_text(page(results, when), encoding="utf-8")
 
 
 if __name__ == "__main__":
