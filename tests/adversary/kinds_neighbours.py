@@ -121,7 +121,7 @@ class Kind:
     most: int
     """How often that may work in one sandbox."""
     bound: tuple[str, ...]
-    """What keeps it there, by the names of what can be taken away (see `tests.sandbox.escape.weakening`)."""
+    """What keeps it there, by the names in `tests.adversary.escape.weakening`."""
     need: str = ""
     """What has to work in another sandbox `num_needed` times; empty: nobody has any of it."""
     num_needed: int = 16

@@ -10,10 +10,10 @@ import pytest
 from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.local.doctor import find_problems
 from etude.sandbox.local.host_ids import find_host_ids
+from tests.adversary.escape.weakened import WeakenedBackend
 from tests.adversary.kinds_neighbours import KINDS, MAX_PAIRS, PRELUDE, RESOURCES, Kind
 from tests.adversary.playing import SOLVE, play_on
 from tests.sandbox.backends import with_backend
-from tests.sandbox.escape.weakened import WeakenedBackend
 
 _OBSTACLES = [*find_problems(), find_host_ids().reason]
 pytestmark = [

@@ -19,7 +19,7 @@ from etude.sandbox.local.doctor import find_problems
 from etude.sandbox.local.host_ids import HostIds, find_host_ids
 from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.template import Image, Template
-from tests.sandbox.escape.weakened import WeakenedBackend
+from tests.adversary.escape.weakened import WeakenedBackend
 from tests.sandbox.images.image_builders import add, file_member
 from tests.sandbox.scenes import becomes_true, copies, fork_server, on_backend
 

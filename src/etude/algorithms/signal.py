@@ -67,7 +67,7 @@ class GroupSignal:
 
 
 def graded_members(group: Group) -> tuple[tuple[Trajectory, RewardBreakdown], ...]:
-    """The members with a reward that counts: not those that we failed, nor rewards that are no finite number."""
+    """The members with a reward that counts: neither those that we failed nor rewards that are not finite."""
     return tuple(
         (member, member.reward)
         for member in group.members

@@ -13,11 +13,14 @@ from etude.sandbox.answers import Shapes, nonsense, rows
 from etude.sandbox.calls import Transport
 from etude.sandbox.errors import PathKindError, SandboxKilledByAgentError, fault_error
 from etude.sandbox.host_paths import below, files_of, name_below
+from etude.sandbox.inside import faults
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.types import FileInfo, GrepMatch
 
 PIECE_BYTES = 4 << 20
 """Files travel in pieces of this size."""
+DOWNLOAD_BYTES = 1 << 30
+"""The most that a download brings: what is sparse, or has many names, takes more here than in its sandbox."""
 _NAMES_BYTES = 8 << 20
 """Paths that one request holds, as they may stand in its header."""
 _MAX_DEPTH = 100
@@ -191,7 +194,9 @@ class Files:
         try:
             entries = await self.list(path, _MAX_DEPTH)
         except PathKindError:
-            return await self._download_file(path, target)
+            return await self._download_file(path, target, DOWNLOAD_BYTES)
+        if sum(entry.size_bytes for entry in entries) > DOWNLOAD_BYTES:
+            raise fault_error(faults.ANSWER_TOO_LARGE, "path", path)
         # Listed is what the directory itself holds, too: its name is what stands before that.
         top = min((entry.path for entry in entries), key=lambda name: name.count("/"), default="")
         folder = top.rpartition("/")[0] or "."
@@ -199,11 +204,11 @@ class Files:
         for entry in entries:
             if entry.kind == "file":
                 place = below(target, name_below(entry.path, folder))
-                total += await self._download_file(entry.path, place)
+                total += await self._download_file(entry.path, place, DOWNLOAD_BYTES - total)
         await asyncio.to_thread(target.mkdir, parents=True, exist_ok=True)
         return total
 
-    async def _download_file(self, path: str, target: Path) -> int:
+    async def _download_file(self, path: str, target: Path, room_bytes: int) -> int:
         """Writes beside the target and renames: a link in its place is replaced, never followed."""
         await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
         header: Header = {"op": "read", "path": path, "limit_bytes": PIECE_BYTES}
@@ -211,6 +216,8 @@ class Files:
         with whole_file(target, sync=False) as file:
             while True:
                 piece = await self._read({**header, "offset": offset})
+                if offset + len(piece) > room_bytes:
+                    raise fault_error(faults.ANSWER_TOO_LARGE, "path", path)
                 await asyncio.to_thread(file.write, piece)
                 offset += len(piece)
                 if len(piece) < PIECE_BYTES:

@@ -1,7 +1,8 @@
-"""Looks at the memory of all that runs in a sandbox, where no control group bounds it."""
+"""Looks at the memory of all that runs in a sandbox, as far as no control group bounds it."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 from etude.sandbox.inside.processes import Processes, own_bytes, proportional_bytes
@@ -9,6 +10,10 @@ from etude.sandbox.inside.settings import Settings
 
 WATCH_S = 0.1
 """How often the memory of running processes is looked at."""
+LOCKS_S = 1.0
+"""How often their locks are: the kernel waits for all processors before it lists them."""
+LOCKS_BYTES = 1 << 20
+"""Of that list: some 20,000 locks."""
 
 
 class MemoryWatch:
@@ -17,6 +22,7 @@ class MemoryWatch:
     def __init__(self, processes: Processes, settings: Settings) -> None:
         self.next_s = 0.0
         """Monotonic."""
+        self._next_locks_s = time.monotonic() + LOCKS_S
         self._processes = processes
         self._settings = settings
 
@@ -27,6 +33,8 @@ class MemoryWatch:
     def is_exceeded(self) -> bool:
         """Whether the processes hold more than the sandbox may; may put off the next look."""
         most, with_shared = self._settings.memory_bytes, not self._settings.has_groups
+        if self._holds_many_locks():
+            return True
         table = self._processes.table()
         # The quick count takes what forks share for each one's own, and each socket for a full one: it only
         # tells when to look closely.
@@ -43,4 +51,14 @@ class MemoryWatch:
         # Forks that share much are looked at closely all the time: at most a tenth of it.
         end_s = time.monotonic()
         self.next_s = end_s + max(WATCH_S, 9 * (end_s - start_s))
+        return False
+
+    def _holds_many_locks(self) -> bool:
+        """Locks on files are memory that no control group counts, and one process may have any number."""
+        now_s = time.monotonic()
+        if now_s < self._next_locks_s:
+            return False
+        self._next_locks_s = now_s + LOCKS_S
+        with contextlib.suppress(OSError), open("/proc/locks", "rb") as file:
+            return len(file.read(LOCKS_BYTES)) == LOCKS_BYTES
         return False

@@ -7,6 +7,7 @@ The fork server lives in a mount namespace of its own, whose root is a small tmp
     /images      layers of images, as the layer store keeps them (if there is one)
     /files       templates/<digest> and layers/<id>, writable here only
     /files_ro    the same, read-only: lower layers of the sandboxes
+    /nothing     empty: a lower layer beneath the host's directories
     /scratch     empty; each sandbox mounts its own size-limited tmpfs on it
     /proc        of the fork server's pid namespace
 
@@ -59,6 +60,8 @@ _ETC = {
     "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
+_shown: list[str] = []
+"""The host's directories in the root, known once it is built."""
 _SANDBOX_FLAGS = kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
 
 
@@ -141,7 +144,7 @@ def _build_root(prefix: str, images: str) -> None:
     os.mkdir("/tmp/host")
     os.chdir("/tmp")
     kernel.pivot_into(".", "host")
-    for name in ("/root", "/image_root", IMAGES, FILES, FILES_RO, "/scratch", "/proc"):
+    for name in ("/root", "/image_root", IMAGES, FILES, FILES_RO, "/scratch", "/proc", "/nothing"):
         os.mkdir(name)
     if images:
         kernel.mount(f"/host{images}", IMAGES, flags=MS_BIND)
@@ -169,6 +172,7 @@ def _show(name: str) -> None:
     elif os.path.isdir(source):
         os.makedirs(target)
         kernel.mount(source, target, flags=MS_BIND | MS_REC)
+        _shown.append(name)
 
 
 def _fill_etc() -> None:
@@ -191,6 +195,7 @@ def _fill_dev(prefix: str) -> None:
         file.write(_APT_CONFIG)
     os.makedirs(f"/root{PYTHON}/lib/{library}")
     kernel.mount(f"/host{prefix}/lib/{library}", f"/root{PYTHON}/lib/{library}", flags=MS_BIND)
+    _shown.append(f"{PYTHON[1:]}/lib/{library}")
     for name in _DEVICES:
         with open(f"/root/dev/{name}", "w"):
             pass
@@ -230,6 +235,7 @@ def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int]:
         root = "/root"
         kernel.mount(root, root, flags=MS_BIND | MS_REC)
         _overlay("/root/workspace", plan.lowers(), layers.ROOT, "work")
+    _cover_programs(root, [name for name in _shown if not plan.has_image or name.startswith("dev/")])
     if plan.layers:
         _overlay(f"{root}/tmp", plan.temporaries(), layers.TEMPORARY, "tmp_work")
     else:
@@ -245,6 +251,18 @@ def enter_sandbox(plan: Plan, mounts: list[int]) -> tuple[int, int, int]:
     socket.sethostname("sandbox")
     kernel.raise_loopback()
     return uid, base, scratch
+
+
+def _cover_programs(root: str, names: list[str]) -> None:
+    """Gives a sandbox inodes of its own where it sees the host's files.
+
+    Those that all shared would tell each of every use by another (inotify), and one could lock them for all.
+    A host whose root is a second overlay already takes no third: there its sandboxes share them.
+    """
+    for name in names:
+        options = f"lowerdir={root}/{name}:/nothing,userxattr"
+        with contextlib.suppress(OSError):
+            kernel.mount("programs", f"{root}/{name}", "overlay", MS_NOSUID | MS_NODEV, options)
 
 
 def _mount_image(plan: Plan) -> str:

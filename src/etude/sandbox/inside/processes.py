@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -181,18 +182,14 @@ def reap() -> tuple[dict[int, int], bool]:
 
 
 def own_bytes(pids: Iterable[int], with_shared: bool) -> int:
-    """Memory of the processes that no file backs: private pages; `with_shared`: shared ones, too, once for
-    each process that has touched them."""
-    wanted = (b"RssAnon:", b"RssShmem:") if with_shared else (b"RssAnon:",)
+    """Memory of the processes that no file backs: private pages, and tables that lead to pages, be these
+    nobody's; `with_shared`: shared ones, too, once for each process that has touched them."""
+    wanted = (b"RssAnon:", b"VmPTE:", b"RssShmem:")[: 3 if with_shared else 2]
     total = 0
     for pid in pids:
-        try:
-            with open(f"/proc/{pid}/status", "rb") as file:
-                rows = file.read().split(b"\n")
-        except OSError:
-            continue
-        total += sum(int(row.split()[1]) for row in rows if row.startswith(wanted))
-    return total * 1024
+        with contextlib.suppress(OSError):
+            total += _sum_bytes(f"/proc/{pid}/status", wanted)
+    return total
 
 
 def proportional_bytes(pids: Iterable[int], with_shared: bool) -> int:
@@ -201,16 +198,22 @@ def proportional_bytes(pids: Iterable[int], with_shared: bool) -> int:
     total = 0
     for pid in pids:
         try:
-            with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-                rows = file.read().split(b"\n")
+            total += _sum_bytes(f"/proc/{pid}/smaps_rollup", wanted)
+            total += _sum_bytes(f"/proc/{pid}/status", (b"VmPTE:",))
         except PermissionError:
             # A fork of the server itself, which nobody may look into.
             total += own_bytes([pid], with_shared)
             continue
         except OSError:
             continue
-        total += sum(int(row.split()[1]) for row in rows if row.startswith(wanted)) * 1024
     return total
+
+
+def _sum_bytes(path: str, names: tuple[bytes, ...]) -> int:
+    """The sum of some of a file's rows, which are in KiB. Raises OSError."""
+    with open(path, "rb") as file:
+        rows = file.read().split(b"\n")
+    return sum(int(row.split()[1]) for row in rows if row.startswith(names)) * 1024
 
 
 def _read_table() -> Table:

@@ -162,7 +162,7 @@ class ForkServer:
         try:
             if request["new_template"]:
                 digest = request["plan"]["digest"]
-                store_template(os.path.join(self._isolation.files, "templates", digest), descriptors[0])
+                store_apart(os.path.join(self._isolation.files, "templates", digest), descriptors[0])
         except Exception as error:
             data = json.dumps({"failure": f"cannot make the sandbox: {error}"}).encode()
         line = self._lines.pop(request["id"], None)
@@ -315,6 +315,30 @@ def _tell(channel: socket.socket, header: dict[str, Any]) -> None:
 
 def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def store_apart(directory: str, descriptor: int) -> None:
+    """`store_template` in a child: whatever this process has read lies in the memory of all later sandboxes.
+
+    Raises OSError.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            store_template(directory, descriptor)
+            code = 0
+        except BaseException as error:
+            os.write(writer, str(error).encode(errors="replace")[:4096])
+        finally:
+            os._exit(code)
+    os.close(writer)
+    os.close(descriptor)
+    with os.fdopen(reader, "rb") as file:
+        said = file.read()
+    if os.waitpid(pid, 0)[1]:
+        raise OSError(said.decode(errors="replace"))
 
 
 def store_template(directory: str, descriptor: int) -> None:

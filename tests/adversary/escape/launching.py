@@ -9,10 +9,11 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from tests.sandbox.escape.model import Outcome, User
+from tests.adversary.escape.model import Outcome, User
 
 ROOT = Path(__file__).resolve().parents[3]
 PLAIN_INTERPRETER = "/usr/bin/python3"
@@ -21,6 +22,7 @@ LIMIT_S = 3600.0
 """Longest wait for one run."""
 
 
+@cache
 def why_not(user: User) -> str | None:
     """Why no run is possible as this user; None: it is."""
     if user == "root":
@@ -51,7 +53,7 @@ class Run:
         kept = ("XDG_STATE_HOME",) if as_nobody else ("HOME", "XDG_STATE_HOME")
         env.update({name: os.environ[name] for name in kept if name in os.environ})
         interpreter = PLAIN_INTERPRETER if as_nobody else sys.executable
-        command = [interpreter, "-B", "-m", "tests.sandbox.escape.run", backend, what, *names]
+        command = [interpreter, "-B", "-m", "tests.adversary.escape.run", backend, what, *names]
         self._process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sandbox.escape.attempts import ATTEMPTS
-from tests.sandbox.escape.holes import HOLES
-from tests.sandbox.escape.judging import Board, board
-from tests.sandbox.escape.model import USERS, User
+from tests.adversary.escape.attempts import ATTEMPTS
+from tests.adversary.escape.holes import HOLES
+from tests.adversary.escape.judging import Board, board
+from tests.adversary.escape.model import USERS, User
 
 pytestmark = pytest.mark.alone
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from etude.errors import EtudeError, SandboxError
 from etude.sandbox.inside.namespaces import PENDING_SIGNALS
 from etude.sandbox.template import Template
-from tests.sandbox.escape.model import DEFAULT_RESOURCES, UNDECIDED_S, Attempt
-from tests.sandbox.escape.prelude import whole_program
-from tests.sandbox.escape.trial import Field, until
+from tests.adversary.escape.model import DEFAULT_RESOURCES, UNDECIDED_S, Attempt
+from tests.adversary.escape.prelude import whole_program
+from tests.adversary.escape.trial import Field, until
 
 _INOTIFY = """
 held = 0

@@ -12,8 +12,8 @@ from etude.sandbox.calls import Answer
 from etude.sandbox.inside.frames import Header
 from etude.sandbox.interface import Files, OnOutput
 from etude.sandbox.template import Template
-from tests.sandbox.escape.model import DEFAULT_RESOURCES, UNDECIDED_S, Attempt
-from tests.sandbox.escape.trial import Field, until
+from tests.adversary.escape.model import DEFAULT_RESOURCES, UNDECIDED_S, Attempt
+from tests.adversary.escape.trial import Field, until
 
 _SWAP = """
 import os

@@ -5,7 +5,7 @@ Each is a reproduction in the table of attempts; the reason says what would clos
 
 from __future__ import annotations
 
-from tests.sandbox.escape.model import Hole
+from tests.adversary.escape.model import Hole
 
 LOCAL: dict[str, Hole] = {}
 

@@ -1,6 +1,6 @@
 """Runs attempts and controls as the present user: one JSON line for each, for whoever started this.
 
-python -m tests.sandbox.escape.run BACKEND {attempts,controls} NAME ...
+python -m tests.adversary.escape.run BACKEND {attempts,controls} NAME ...
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from etude.errors import UserError
 from etude.sandbox.backends import open_backend
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.types import Resources
-from tests.sandbox.escape.attempts import ATTEMPTS
-from tests.sandbox.escape.attempts_bombs import BOMBS
-from tests.sandbox.escape.model import DEFAULT_RESOURCES, Attempt, Outcome
-from tests.sandbox.escape.trial import (
+from tests.adversary.escape.attempts import ATTEMPTS
+from tests.adversary.escape.attempts_bombs import BOMBS
+from tests.adversary.escape.model import DEFAULT_RESOURCES, Attempt, Outcome
+from tests.adversary.escape.trial import (
     BackendFactory,
     has_control_groups,
     lifts_of,
@@ -88,6 +88,8 @@ def control_all(names: Sequence[str], note: Callable[[str, Outcome], None]) -> N
         attempt, lifts = ATTEMPTS[name], lifts_of(ATTEMPTS[name])
         if needs_root(attempt) and present_user() != "root":
             note(name, Outcome("impossible", "a plain user cannot do without a user namespace"))
+        elif attempt.outside or attempt.control is not None:
+            wanted.append((attempt, frozenset()))
         elif not lifts:
             reason = attempt.no_control or "without control groups nothing stops it: see the holes"
             note(name, Outcome("impossible", reason))
@@ -111,7 +113,7 @@ def _conclude(lifts: frozenset[str], outcomes: dict[frozenset[str], Outcome]) ->
     if whole.verdict != "escaped":
         return whole
     for fewer, outcome in outcomes.items():
-        if fewer != lifts and outcome.verdict in ("escaped", "lost"):
+        if fewer != lifts and outcome.verdict == "escaped":
             (kept,) = lifts - fewer
             return Outcome("held", f"{kept!r} need not be taken away: {outcome.detail}")
     return whole

@@ -11,9 +11,9 @@ from blake3 import blake3
 
 from etude.errors import EtudeError
 from etude.sandbox.template import Template
-from tests.sandbox.escape.attempts_calls import found
-from tests.sandbox.escape.model import Attempt
-from tests.sandbox.escape.trial import Field
+from tests.adversary.escape.attempts_calls import found
+from tests.adversary.escape.model import Attempt
+from tests.adversary.escape.trial import Field
 
 
 async def import_names_that_climb(field: Field) -> str:

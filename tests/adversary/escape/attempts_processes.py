@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.sandbox.escape.model import Attempt
+from tests.adversary.escape.model import Attempt
 
 _USERNS = "user namespace"
 _CAPS = "capabilities dropped"

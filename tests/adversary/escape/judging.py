@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from etude.sandbox.local.doctor import find_problems
-from tests.sandbox.escape.holes import HOLES
-from tests.sandbox.escape.launching import Run, start, why_not
-from tests.sandbox.escape.model import Hole, Outcome, User
+from tests.adversary.escape.holes import HOLES
+from tests.adversary.escape.launching import Run, start, why_not
+from tests.adversary.escape.model import Hole, Outcome, User
 
 Key = tuple[str, User, str]
 """Backend, user, and `attempts` or `controls`."""

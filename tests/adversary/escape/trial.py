@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -20,10 +22,10 @@ from etude.sandbox.interface import Sandbox, SandboxBackend
 from etude.sandbox.local.backend import LocalBackend
 from etude.sandbox.local.cgroups import ControlGroups
 from etude.sandbox.template import Template
-from tests.sandbox.escape.model import UNDECIDED_S, Attempt, Outcome, User
-from tests.sandbox.escape.prelude import whole_program
-from tests.sandbox.escape.scene import Scene
-from tests.sandbox.escape.weakened import WeakenedBackend, owner_without
+from tests.adversary.escape.model import UNDECIDED_S, Attempt, Outcome, User, Verdict
+from tests.adversary.escape.prelude import whole_program
+from tests.adversary.escape.scene import Scene
+from tests.adversary.escape.weakened import WeakenedBackend, owner_without
 
 _BREAKING = ("escaped", "lost", "broken")
 PATIENCE_S = 300.0
@@ -131,6 +133,7 @@ async def _judged(field: Field, attempt: Attempt) -> Outcome:
 
 async def _act(field: Field, attempt: Attempt) -> tuple[str, str]:
     """(all that came out, why the sandbox is lost without being the agent's doing)."""
+    output = ""
     try:
         if attempt.scenario is not None:
             output = await attempt.scenario(field)
@@ -150,9 +153,9 @@ async def _act(field: Field, attempt: Attempt) -> tuple[str, str]:
     except AgentError as error:
         said = f"{type(error).__name__}: {error.message}"
         # Whose doing it is says nothing of what it broke: the program that guards the sandbox is gone.
-        return ("", said) if SERVER_ENDED in error.message else (said, "")
+        return (output, said) if SERVER_ENDED in error.message else (f"{output}\n{said}", "")
     except SandboxError as error:
-        return "", f"{type(error).__name__}: {error.message[:300]}"
+        return output, f"{type(error).__name__}: {error.message[:300]}"
     return output, ""
 
 
@@ -199,17 +202,42 @@ async def run_controls(
                 backend = WeakenedBackend(state, lifts)
                 try:
                     for attempt in attempts:
+                        if attempt.outside:
+                            note(attempt, lifts, try_outside(attempt, scene))
+                            continue
+                        if attempt.control is not None:
+                            attempt = replace(attempt, scenario=attempt.control)
                         note(attempt, lifts, (await _guarded(backend, [attempt], scene))[0])
                 finally:
-                    await backend.close()
+                    # How a weakened fork server ends is not what is tried.
+                    with suppress(subprocess.TimeoutExpired):
+                        await backend.close()
+
+
+def try_outside(attempt: Attempt, scene: Scene) -> Outcome:
+    """A control on the host: its program as an ordinary process, with a descriptor too many."""
+    with tempfile.TemporaryDirectory(prefix="etude-outside-") as directory, Path(os.devnull).open() as more:
+        ran = subprocess.run(
+            [sys.executable, "-S", "-c", whole_program(attempt.outside)],
+            capture_output=True,
+            text=True,
+            cwd=directory,
+            env={**os.environ, "FACTS": json.dumps(scene.facts())},
+            pass_fds=(more.fileno(),),
+            timeout=UNDECIDED_S,
+            check=False,
+        )
+    return Outcome("escaped" if "ESCAPED" in ran.stdout else "held", (ran.stdout + ran.stderr)[-300:])
 
 
 async def _guarded(backend: SandboxBackend, attempts: Sequence[Attempt], scene: Scene) -> list[Outcome]:
     """Outcomes of attempts in the same sandboxes, up to the first that breaks something: one at least."""
     outcomes: list[Outcome] = []
     last = 0
+    verdict: Verdict = "broken"
     try:
         async with open_field(backend, attempts[0], scene) as field:
+            verdict = "lost"  # before that, nothing was tried
             for attempt in attempts:
                 last = len(outcomes)
                 async with asyncio.timeout(attempt.timeout_s + PATIENCE_S):
@@ -217,7 +245,7 @@ async def _guarded(backend: SandboxBackend, attempts: Sequence[Attempt], scene: 
                 if outcomes[-1].verdict in _BREAKING:
                     break
     except (SandboxError, AgentError) as error:
-        outcomes[last:] = [Outcome("lost", f"{type(error).__name__}: {str(error)[:300]}")]
+        outcomes[last:] = [Outcome(verdict, f"{type(error).__name__}: {str(error)[:300]}")]
     except UserError:
         # This backend cannot be had here, and no other attempt can be made either.
         raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from tests.sandbox.escape.model import DEFAULT_RESOURCES, Attempt, Reach
+from tests.adversary.escape.model import DEFAULT_RESOURCES, Attempt, Reach
 
 _GROUPS = "control groups"
 _SHARED: Reach = "shared kernel"

@@ -32,6 +32,8 @@ while os.read(0, 1):
     os.write(1, b"awake\\n")
 """
 _SYSCTLS = ("kernel/core_pattern", "kernel/hostname", "kernel/modprobe", "vm/overcommit_memory")
+VARIABLE = "ETUDE_CANARY"
+"""Of the owner's environment, with the secret."""
 VICTIM_S = 0.5
 """When a host process does not answer for so long, it is looked at whether it was stopped."""
 _IPC_CREAT, _IPC_RMID = 0o1000, 0
@@ -51,6 +53,7 @@ class Scene:
     def __enter__(self) -> Scene:
         self.secret = f"host-{secrets.token_hex(8)}"
         self.neighbour_secret = f"neighbour-{secrets.token_hex(8)}"
+        os.environ[VARIABLE] = self.secret
         self.directory = Path(tempfile.mkdtemp(prefix="etude-canary-", dir="/var/tmp"))
         self.directory.chmod(0o777)
         self.file = self.directory / "canary"
@@ -70,6 +73,7 @@ class Scene:
         for listener in self._listeners.values():
             listener.close()
         self._end_victim()
+        del os.environ[VARIABLE]
         _libc.shmctl(self._segment, _IPC_RMID, None)
         self.shm_file.unlink(missing_ok=True)
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -78,6 +82,7 @@ class Scene:
         """What an attacker may be told: where everything lies, but no secret."""
         return {
             "control": self._is_control,
+            "variable": VARIABLE,
             "canary": str(self.file),
             "canary_dir": str(self.directory),
             "shm_file": str(self.shm_file),

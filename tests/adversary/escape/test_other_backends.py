@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.sandbox.escape.attempts import ATTEMPTS
-from tests.sandbox.escape.judging import Board, board
-from tests.sandbox.escape.model import USERS, User
+from tests.adversary.escape.attempts import ATTEMPTS
+from tests.adversary.escape.judging import Board, board
+from tests.adversary.escape.model import USERS, User
 
 pytestmark = [pytest.mark.slow, pytest.mark.foreign]
 RUNS: list[tuple[str, User]] = [*(("gvisor", user) for user in USERS), ("vm", "root")]

@@ -24,17 +24,19 @@ from typing import IO, Any
 from etude.sandbox.inside import (
     filesystem,
     ids,
+    isolation,
     jobs,
     kernel,
     layers,
     namespaces,
     running,
     seccomp,
+    server,
     shells,
     zygote,
 )
 from etude.sandbox.inside.rights import NOBODY
-from tests.sandbox.escape.calls import NUMBERS
+from tests.adversary.escape.calls import NUMBERS
 
 _ALLOWED = (0x06, 0, 0, 0x7FFF0000)
 _AMBIENT, _AMBIENT_RAISE = 47, 2
@@ -124,6 +126,7 @@ def _strip(name: str, flags: int) -> None:
 def _no_user_namespace() -> None:
     """The sandbox's processes are the host's root, without capabilities."""
     assert os.geteuid() == 0, "only root can make namespaces without a user namespace"
+    namespaces.WATCHES.clear()  # they would be the host's own
     _strip("clone", kernel.NEWUSER)
     _strip("unshare", kernel.NEWUSER)
     for name in ("setgroups", "setresgid", "setresuid"):
@@ -210,6 +213,7 @@ def _no_outer_pid_namespace() -> None:
 def _no_network_namespace() -> None:
     _strip("clone", kernel.NEWNET)
     kernel.raise_loopback = lambda: None
+    isolation.limit_buffers = lambda: None  # they would be the host's own
 
 
 def _no_uts_namespace() -> None:
@@ -328,6 +332,9 @@ WEAKENINGS: dict[str, Callable[[], None]] = {
     "user of its own": lambda: _wrap(ids, "take", lambda original, words, images: original([], images)),
     "counts of watches": namespaces.WATCHES.clear,
     "descriptors of the server's own": _set(namespaces, "SERVER_FILES", 256),
+    "alarms checked": lambda: setattr(server, "_is_time_over", lambda: server._deadlines_s != server._NEVER),
+    "own view of programs": _set(namespaces, "_cover_programs", lambda root, names: None),
+    "templates stored apart": lambda: setattr(zygote, "store_apart", zygote.store_template),
     "output bounded": _set(jobs.Output, "trim", _keep_all_output),
     "filter's machine check": lambda: _wrap(
         seccomp, "build_filter", lambda original, *a, **k: _without_machine_check(original(*a, **k))

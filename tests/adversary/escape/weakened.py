@@ -18,7 +18,7 @@ import sys
 # The arguments are those of an interpreter: -I -S -B -c PROGRAM SOURCE ...
 position = sys.argv.index("-c")
 sys.path[:0] = [sys.argv[position + 2], {root!r}]
-from tests.sandbox.escape.weakening import main
+from tests.adversary.escape.weakening import main
 main(sys.argv[position + 3:], {weakenings!r})
 """
 
@@ -73,6 +73,7 @@ def _join(target: Path, name: str) -> Path:
 
 OWNERS: dict[str, tuple[Any, str, Any]] = {
     "names of downloads checked": (files_module, "below", _join),
+    "size of downloads bounded": (files_module, "DOWNLOAD_BYTES", 1 << 60),
     "paths normalised": (files_module, "normal_path", lambda path, workspace: path),
     "names of snapshots checked": (snapshots_module, "_NAME", _Anything()),
     "digests of snapshots checked": (snapshots_module, "_check_files", lambda directory, manifest: None),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from etude.sandbox.types import Resources
 
 if TYPE_CHECKING:
-    from tests.sandbox.escape.trial import Field
+    from tests.adversary.escape.trial import Field
 
 User = Literal["root", "plain"]
 """Whose process owns the sandboxes."""
@@ -71,6 +71,10 @@ class Attempt:
     resources: Resources = DEFAULT_RESOURCES
     timeout_s: float = UNDECIDED_S
     users: tuple[User, ...] = USERS
+    outside: str = ""
+    """A program that does the same act on the host, where nothing stops it: a control beside weakenings."""
+    control: Scenario | None = None
+    """The same act by the owner's calls where it works: a control of a scenario beside weakenings."""
     no_control: str = ""
     """Why there is no control, where there is none."""
 

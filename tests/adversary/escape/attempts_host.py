@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from tests.sandbox.escape.model import Attempt
+from tests.adversary.escape.model import Attempt
 
 _USERNS = "user namespace"
 _CAPS = "capabilities dropped"
+_OWN_VIEW = "own view of programs"
 
 HOST = [
     Attempt(
@@ -59,7 +60,7 @@ HOST = [
     Attempt(
         "open a host file by its handle",
         "open_by_handle_at is refused, and needs the host's CAP_DAC_READ_SEARCH",
-        ("allow open_by_handle_at", _USERNS, _CAPS),
+        ("allow open_by_handle_at", _USERNS, _CAPS, _OWN_VIEW),
         """
         if not FACTS["handle"]:
             impossible("the host's file system has no handles")
@@ -72,7 +73,7 @@ HOST = [
     Attempt(
         "open a host program for writing",
         "the programs are a read-only mount, and root's",
-        ("read-only root", _USERNS),
+        ("read-only root", _USERNS, _OWN_VIEW),
         """
         for path in ("/usr/bin/env", "/usr/bin/true", "/bin/true"):
             if os.path.exists(path):
@@ -84,7 +85,7 @@ HOST = [
     Attempt(
         "remount the programs writable",
         "mount is refused, needs CAP_SYS_ADMIN, and the user namespace locks the flag",
-        ("allow mount", _CAPS, _USERNS),
+        ("allow mount", _CAPS, _USERNS, _OWN_VIEW),
         """
         call("mount", b"none", b"/usr", None, MS_REMOUNT | MS_BIND, None)
         if not os.statvfs("/usr").f_flag & os.ST_RDONLY:
@@ -95,7 +96,7 @@ HOST = [
     Attempt(
         "gain rights by a set-user-id program",
         "nosuid mount, no_new_privs, and no other user in the user namespace",
-        ("nosuid", "no_new_privs", "user namespace, as nobody"),
+        ("nosuid", "no_new_privs", "user namespace, as nobody", _OWN_VIEW),
         """
         import subprocess
         names = [f"/usr/bin/{n}" for n in ("su", "passwd", "newgrp", "mount", "umount", "gpasswd", "chsh")]
@@ -308,5 +309,71 @@ HOST = [
         """
         say(open(FACTS["shm_file"]).read())
         """,
+    ),
+    Attempt(
+        "learn where the kernel lies in memory",
+        "addresses in /proc/kallsyms need the host's CAP_SYSLOG",
+        (_USERNS, _CAPS),
+        """
+        if not os.path.exists("/proc/kallsyms"):
+            impossible("no kallsyms")
+        rows = open("/proc/kallsyms").read(4000).splitlines()
+        known = [row for row in rows if int(row.split()[0], 16)]
+        if known:
+            escaped(f"{len(known)} addresses")
+        raise OSError(errno.EPERM, "every address is 0")
+        """,
+        reach="shared kernel",
+    ),
+    Attempt(
+        "learn physical addresses of its pages",
+        "frame numbers in pagemap need the host's CAP_SYS_ADMIN",
+        (_USERNS, _CAPS),
+        """
+        held = ctypes.create_string_buffer(b"x" * 8192)
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek((ctypes.addressof(held) + 4096) // 4096 * 8)
+            entry = struct.unpack("Q", file.read(8))[0]
+        if entry & ((1 << 55) - 1):
+            escaped("a frame number")
+        raise OSError(errno.EPERM, "frame numbers are 0")
+        """,
+        reach="shared kernel",
+    ),
+    Attempt(
+        "read the kernel's own allocations",
+        "slabinfo and vmallocinfo are for the host's root",
+        (_USERNS,),
+        """
+        refusal = OSError(errno.ENOENT, "neither is there")
+        for name in ("/proc/slabinfo", "/proc/vmallocinfo"):
+            if os.path.exists(name):
+                try:
+                    escaped(f"{len(open(name).read(500))} bytes of {name}")
+                except OSError as error:
+                    refusal = error
+        raise refusal
+        """,
+        reach="shared kernel",
+    ),
+    Attempt(
+        "reach a driver by its file in /proc",
+        "files of drivers and interrupts are for the host's root",
+        (_USERNS,),
+        """
+        found = []
+        for folder in ("/proc/irq", "/proc/bus", "/proc/acpi", "/proc/fs", "/proc/scsi", "/proc/driver"):
+            for place, _, names in os.walk(folder):
+                for name in names:
+                    try:
+                        os.close(os.open(os.path.join(place, name), os.O_WRONLY))
+                        found.append(os.path.join(place, name))
+                    except OSError:
+                        pass
+        if found:
+            escaped(f"{len(found)} files, {found[0]} the first")
+        raise OSError(errno.EACCES, "every file")
+        """,
+        reach="shared kernel",
     ),
 ]

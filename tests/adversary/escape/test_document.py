@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from tests.sandbox.escape.attempts import ATTEMPTS
-from tests.sandbox.escape.document import PATH, page, results_in
-from tests.sandbox.escape.holes import HOLES
-from tests.sandbox.escape.model import USERS
+from tests.adversary.escape.attempts import ATTEMPTS
+from tests.adversary.escape.document import PATH, page, results_in
+from tests.adversary.escape.holes import HOLES
+from tests.adversary.escape.model import USERS
 
 TEXT = PATH.read_text(encoding="utf-8")
-FIX = "run `python -m tests.sandbox.escape.document`"
+FIX = "run benchmarks/adversary.py, then `python -m tests.adversary.escape.document`"
 
 
 def test_the_page_is_what_the_table_makes_of_its_results() -> None:

@@ -1,0 +1,115 @@
+"""Writes `docs/escape.md`: the table of attempts with what `benchmarks/adversary.py` found.
+
+What its file does not have is kept from the page as it is.
+
+    python benchmarks/adversary.py --only sandboxes --only controls --json benchmarks/results/adversary.json
+    python -m tests.adversary.escape.document
+"""
+
+# ruff: noqa: E501 -- a page has one line for each paragraph
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from tests.adversary.escape.attempts import ATTEMPTS, GROUPS
+from tests.adversary.escape.causes import CAUSES, FOUND_BEFORE
+from tests.adversary.escape.holes import HOLES
+from tests.adversary.escape.launching import ROOT
+from tests.adversary.escape.model import Attempt
+
+PATH = ROOT / "docs" / "escape.md"
+RESULTS = ROOT / "benchmarks" / "results" / "adversary.json"
+COLUMNS = ("local, root", "local, plain", "gvisor, root", "gvisor, plain", "vm, root", "vm, plain",
+           "control, root", "control, plain")  # fmt: skip
+_HEAD = """# The escape suite
+
+What a hostile program inside a sandbox tries, and what stops it: {count} attempts of {causes} distinct causes, on every backend, as root and as a plain user. Each has a control: the same attempt with its protections taken away must succeed, and must fail again once any one of them is put back; or the same act must succeed where it is allowed. Success is judged from outside where it can be: canary files, a host process, listeners, shared memory and settings of the host are looked at after each attempt.
+
+```
+python benchmarks/adversary.py --only sandboxes --only controls   # local
+python benchmarks/adversary.py --only guests                      # gvisor and vm, where they are installed
+pytest tests/adversary/escape                                     # the same as tests
+```
+
+**How kinds are counted.** Attempts that one repair would stop together are variants of one kind: `tests/adversary/escape/causes.py` has one row for each cause, and the figures count its rows. {new} of the {causes} are of classes that no earlier adversary had met here. Zeros are printed with the bound that holds with 95 % confidence, 3 by the number of attempts: [adversary.json](../benchmarks/results/adversary.json).
+
+- **held**: the attempt failed, and the sandbox and its neighbours went on, or the error said that the agent ended it.
+- **HOLE**: it succeeded, or the sandbox died of it and the error blamed the infrastructure. `tests/adversary/escape/holes.py` says what would close it; the tests expect it, and fail once it is closed.
+- **-**: it means nothing here: the kernel feature is missing on the machine of the last run, or what it opens is a guest's own kernel.
+- control **succeeds**: without its protections it gets through. **-**: there is no control on that machine, or as that user (a plain user cannot do without a user namespace).
+
+The attempts are plain programs in `attempts_*.py`; what is taken away for a control is in `weakening.py`. Nothing in a control harms the host: settings are opened and not written, the clock is not moved, bombs are counted.
+
+Last run: {when}
+"""
+_ROW = re.compile(r"^\| (?P<name>.+?) \| (?P<protects>.+?) \| (?P<results>.+) \|$")
+_WORDS = {"held": "held", "got through": "HOLE", "skipped": "-"}
+
+
+def results_in(text: str) -> dict[str, dict[str, str]]:
+    """attempt -> column -> result, as a page has them."""
+    found: dict[str, dict[str, str]] = {}
+    for line in text.splitlines():
+        match = _ROW.match(line)
+        if match is not None and match["name"] in ATTEMPTS:
+            found[match["name"]] = dict(zip(COLUMNS, match["results"].split(" | "), strict=True))
+    return found
+
+
+def page(results: dict[str, dict[str, str]], when: str) -> str:
+    """The whole page."""
+    parts = [
+        _HEAD.format(count=len(ATTEMPTS), causes=len(CAUSES), new=len(CAUSES) - len(FOUND_BEFORE), when=when)
+    ]
+    for title, attempts in GROUPS.items():
+        parts += [f"\n## {title}\n", "| attempt | stopped by | " + " | ".join(COLUMNS) + " |"]
+        parts.append("|" + "---|" * (2 + len(COLUMNS)))
+        parts += [_row(attempt, results.get(attempt.name, {})) for attempt in attempts]
+    parts += ["\n## Holes\n"]
+    known = [
+        f"- **{backend}: {name}.** {hole.reason}."
+        for backend, holes in HOLES.items()
+        for name, hole in holes.items()
+    ]
+    parts += known or ["None that is known."]
+    return "\n".join(parts) + "\n"
+
+
+def _row(attempt: Attempt, results: dict[str, str]) -> str:
+    cells = [results.get(column, "-") for column in COLUMNS]
+    return f"| {attempt.name} | {attempt.protects} | " + " | ".join(cells) + " |"
+
+
+def results_of(stored: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """attempt -> column -> result, as the benchmark's file has them."""
+    found: dict[str, dict[str, str]] = {}
+    for group in ("sandboxes", "guests", "controls"):
+        for attempts in stored["peers"].get(group, {}).values():
+            for name, places in attempts.items():
+                for place, ended in places.items():
+                    column = place.replace("local", "control") if group == "controls" else place
+                    word = {"held": "succeeds"}.get(ended, "-") if group == "controls" else _WORDS[ended]
+                    found.setdefault(name, {})[column] = word
+    return found
+
+
+def main() -> None:
+    """See the module."""
+    results = results_in(PATH.read_text(encoding="utf-8"))
+    stored = json.loads(RESULTS.read_text(encoding="utf-8"))
+    for name, columns in results_of(stored).items():
+        results.setdefault(name, {}).update(columns)
+    part, machine, figures = stored["parts"]["sandboxes"], stored["machine"], stored["figures"]
+    num_tries = sum(value for name, value in figures.items() if name.startswith("tried_local"))
+    ended = f"{figures['escapes']} causes of escapes in {num_tries} attempts on `local`"
+    if "escapes_below" in figures:
+        ended += f": fewer than {100 * figures['escapes_below']:.1f} % with 95 % confidence"
+    when = f"{part['time']}, {machine['cpu']}, commit {part['commit'][:7]}. {ended}."
+    PATH.write_text(page(results, when), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
