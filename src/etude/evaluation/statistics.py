@@ -101,8 +101,8 @@ def summarize(tasks: Sequence[Task], trajectories: Sequence[Trajectory]) -> dict
     """Pass rate with its interval, by level and by bug kind; one trajectory per task, in their order.
 
     A task may come several times. The interval is that of `session_figures`. Sessions that the infrastructure
-    failed, every time that they were begun, count in `infrastructure_failures`, in `voided_by_cause` (their share by the class of the error) and, as
-    failures, in `pass_rate_voided_failed`.
+    failed, every time that they were begun, count in `infrastructure_failures`, in `voided_by_cause` (their
+    share by the class of the error) and, as failures, in `pass_rate_voided_failed`.
     """
     graded = [(task, t) for task, t in zip(tasks, trajectories, strict=True) if t.reward is not None]
     verdicts = [(task, bool(trajectory.facts["passed"])) for task, trajectory in graded]
