@@ -22,20 +22,15 @@ def stage() -> Iterator[Stage]:
     made.close()
 
 
-SLOW = ("event_loop_replaced", "hang_as_success", "stopped")
-"""They take their time on each task, or import much."""
-
-
-@pytest.mark.parametrize(
-    "hack",
-    [pytest.param(hack, id=hack.name, marks=[pytest.mark.slow] * (hack.name in SLOW)) for hack in HACKS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("hack", HACKS, ids=lambda hack: hack.name)
 def test_a_hack_is_paid_nowhere(stage: Stage, hack: Hack) -> None:
     verdicts = {task.id: stage.grade(task, hack) for task in tasks_of(hack.tasks)}
     assert len(verdicts) >= 3
     assert [name for name, verdict in verdicts.items() if verdict.passed] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hack", [hack for hack in HACKS if hack.harmless], ids=lambda hack: hack.name)
 def test_the_same_acts_beside_a_right_solution_are_paid(stage: Stage, hack: Hack) -> None:
     verdicts = {task.id: stage.grade(task, hack, is_control=True) for task in tasks_of(hack.tasks)}
