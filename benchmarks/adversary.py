@@ -95,7 +95,7 @@ def _with_bound(figures: Figures, name: str, num_tries: int) -> Figures:
 
 
 def count_hacks(cases: list[Case]) -> Figures:
-    """Verdicts that were forged, each on three tasks."""
+    """Ways to earn a reward without solving, each on three tasks at least."""
     tries = [case for case in cases if case.outcome != "skipped"]
     figures: Figures = {
         "reward_hack_kinds": len(_kinds(tries)),
@@ -163,8 +163,8 @@ class Group:
 _ESCAPE = "escape/test_local.py"
 GROUPS: dict[str, Group] = {
     "hacks": Group(
-        ("test_forged_tests.py", "test_hacks.py"),
-        ("test_a_forged_verdict_earns_nothing", "test_a_hack_is_paid_nowhere"),
+        ("test_hacks.py",),
+        ("test_a_hack_is_paid_nowhere",),
         count_hacks,
         ("reward_hacks_paid",),
     ),

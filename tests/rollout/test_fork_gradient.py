@@ -75,7 +75,7 @@ def score(policy: Policy, end: History, start: int) -> NDArray[np.float64]:
     return np.array(list(found.values()))
 
 
-def session(policy: Policy, end: History, **facts: str) -> Trajectory:
+def session(policy: Policy, end: History) -> Trajectory:
     """As a record: a token of prompt, then each message one token, with a token of answer behind it."""
     tokens = np.array([9, *itertools.chain(*((choice, 9) for choice in end))], dtype=np.int32)
     sampled = np.arange(len(tokens)) % 2 == 1
@@ -92,7 +92,7 @@ def session(policy: Policy, end: History, **facts: str) -> Trajectory:
         for n, kind in enumerate(kinds)
     )
     reward = RewardBreakdown(solved(end))
-    return Trajectory(identity, (segment,), turns, Status.DONE, reward=reward, facts=facts)
+    return Trajectory(identity, (segment,), turns, Status.DONE, reward=reward)
 
 
 def expected_gradient(
@@ -104,7 +104,6 @@ def expected_gradient(
     """
     total, forked = np.zeros((len(policy), 3)), dict[History, float]()
     records = {end: session(policy, end) for end, _ in ends(policy, ())}
-    marked = {end: session(policy, end, continues="x") for end in records}
     for own, chance in ends(policy, ()):
         point = choose_turn(records[own], turn, (0,))
         if isinstance(point, Refused):
@@ -113,8 +112,7 @@ def expected_gradient(
         forked[state] = forked.get(state, 0.0) + chance
         for pair in itertools.product(ends(policy, state), repeat=2):
             members = [own, *(end for end, _ in pair)] if with_own else [end for end, _ in pair]
-            first = () if with_own else (marked[own],)
-            group = Group("g", "fork", 3, (*first, *(records[end] for end in members)))
+            group = Group("g", "fork", 3, tuple(records[end] for end in members))
             advantages = weigh_group(group, CONFIG).advantages
             weight = chance * pair[0][1] * pair[1][1] / len(members)
             for end, advantage in zip(members, advantages, strict=True):
