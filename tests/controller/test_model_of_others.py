@@ -56,8 +56,8 @@ def small_tokenizer(template: str = TOLD) -> Tokenizer:
     return chat_tokenizer(template, marks=marks, vocab_size=900, texts=texts)
 
 
-def save_checkpoint(directory: Path, tokenizer: Tokenizer) -> Path:
-    model = LanguageModel(ARCHITECTURE, tokenizer.vocab_size)
+def save_checkpoint(directory: Path, tokenizer: Tokenizer, num_rows: int | None = None) -> Path:
+    model = LanguageModel(ARCHITECTURE, num_rows or tokenizer.vocab_size)
     model.initialise(0)
     save_model(model, directory)
     tokenizer.save(directory)
@@ -175,9 +175,9 @@ def test_serving_and_the_agent_speak_to_a_model_as_training_does(tmp_path: Path,
 
 
 def test_what_cannot_be_spoken_to_is_refused_before_a_run_has_a_directory(tmp_path: Path) -> None:
-    def refused(name: str, template: str, match: str, **agent: Any) -> None:
+    def refused(name: str, template: str, match: str, num_rows: int | None = None, **agent: Any) -> None:
         tokenizer = small_tokenizer(template)
-        initial = save_checkpoint(tmp_path / name, tokenizer)
+        initial = save_checkpoint(tmp_path / name, tokenizer, num_rows)
         config = run_config(tmp_path, initial, name=name, agent=agent)
         with pytest.raises(ConfigError, match=match):
             check_start(config)
@@ -191,6 +191,7 @@ def test_what_cannot_be_spoken_to_is_refused_before_a_run_has_a_directory(tmp_pa
     refused("unended", TOLD.replace("im_end", "end_of_turn"), "no control token")
     refused("broken", "{% for %}", "no Jinja template|not a Jinja template")
     refused("narrow", TOLD, "leaves no room", max_tokens=700)
+    refused("long", TOLD, "rows", num_rows=300)
     refused("unknown", TOLD, "no such tool", tools="read_mind")
     bare = small_tokenizer("")
     initial = save_checkpoint(tmp_path / "bare", Tokenizer(bare._definition.replace("im_start", "open")))
@@ -198,6 +199,8 @@ def test_what_cannot_be_spoken_to_is_refused_before_a_run_has_a_directory(tmp_pa
         check_start(run_config(tmp_path, initial))
     with pytest.raises(ConfigError, match="mid-training teaches"):
         check_start(tiny_config(tmp_path / "runs", agent={"template": "chatml"}))
+    with pytest.raises(ConfigError, match=r"agent\.system: mid-training"):
+        check_start(tiny_config(tmp_path / "runs", agent={"system": "Be careful."}))
 
 
 def test_arguments_of_an_experts_calls_have_the_types_of_their_tools(tmp_path: Path) -> None:

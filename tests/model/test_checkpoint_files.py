@@ -345,7 +345,7 @@ def test_what_older_llamas_leave_out_is_what_transformers_takes(tmp_path: Path) 
 
 @pytest.mark.parametrize("window", [64, "absent", 128, None])
 def test_a_window_that_is_shorter_than_the_longest_sequence_is_refused(tmp_path: Path, window: Any) -> None:
-    longest = 8192 if window == "absent" else 128
+    longest = 8192 if window in ("absent", None) else 128
     reference_checkpoint(tmp_path, "mistral", max_position_embeddings=longest)
 
     def set_window(values: dict[str, Any]) -> None:

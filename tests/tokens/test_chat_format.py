@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from etude.tokens.chat.framing import Framing
 from etude.tokens.chat.messages import Opening
 from etude.tokens.chat.openai_messages import read_messages, read_tools
 from etude.tokens.chat_format import choose_format
+from etude.tokens.chat_template import write_chat_template
 from etude.tokens.derived import derive_template
 from etude.tokens.grammar import XmlGrammar
 
@@ -83,7 +85,7 @@ def test_a_model_of_the_chatml_kind_is_given_all_tools_as_json_in_a_system_messa
     text = tokenizer.decode(prompt)
     assert text.startswith("<|im_start|>system\nYou are a coding agent") and '"name": "apply_patch"' in text
     assert text.endswith("<|im_end|>\n<|im_start|>user\ntest_tally fails<|im_end|>\n<|im_start|>assistant\n")
-    assert chosen.tokenizer.chat_template == tokenizer.chat_template
+    assert chosen.tokenizer.chat_template == (tokenizer.chat_template or write_chat_template(chosen.template))
 
 
 def test_the_config_names_template_grammar_tools_and_words() -> None:
@@ -213,3 +215,24 @@ def test_a_tokenizer_keeps_its_template_and_generation_settings(tmp_path: Path) 
     assert (tmp_path / "b" / "generation_config.json").read_text() == '{"eos_token_id": 7}'
     named = [{"name": "default", "template": "a"}, {"name": "tool_use", "template": "b"}]
     assert Tokenizer(again._definition, {"chat_template": named}).chat_template == "b"
+
+
+def test_a_model_without_a_chat_template_gets_that_of_its_frame(tmp_path: Path) -> None:
+    bare = chat_tokenizer()
+    chosen = choose_format(bare)
+    chosen.tokenizer.save(tmp_path)
+    again = choose_format(Tokenizer.load(tmp_path))
+    assert not bare.chat_template and again.tokenizer.chat_template
+    prompts = [one.renderer().prompt("Hi\n", "Be brief.") for one in (chosen, again)]
+    assert prompts[0].tobytes() == prompts[1].tobytes()
+
+
+def test_other_programs_end_answers_where_sessions_did(tmp_path: Path) -> None:
+    """A base model's settings name the end of its texts only."""
+    told_chatml().save(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 0.6}')
+    chosen = choose_format(Tokenizer.load(tmp_path)).tokenizer
+    chosen.save(tmp_path / "kept")
+    stored = json.loads((tmp_path / "kept" / "generation_config.json").read_text())
+    assert stored == {"eos_token_id": [chosen.control_id("<|im_end|>"), 7], "temperature": 0.6}
+    assert choose_format(chosen).tokenizer is chosen, "said once"

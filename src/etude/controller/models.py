@@ -7,7 +7,7 @@ from pathlib import Path
 from etude.agent import open_renderer
 from etude.config import RunConfig
 from etude.errors import ConfigError
-from etude.model.loading import AnyModel, read_architecture, read_window
+from etude.model.loading import AnyModel, read_architecture, read_vocab_size, read_window
 from etude.model.transformers_model import TransformersModel
 from etude.tokens.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -56,6 +56,7 @@ def check_format(config: RunConfig) -> None:
             ("template", agent.template, "etude"),
             ("grammar", agent.grammar, "xml"),
             ("tools", agent.tools, "core"),
+            ("system", agent.system, "no system words"),
         ):
             if received not in ("auto", taught):
                 raise ConfigError(
@@ -65,7 +66,17 @@ def check_format(config: RunConfig) -> None:
                     fix='set it to "auto", or begin with another model: initial_checkpoint',
                 )
         return
-    renderer = open_renderer(Tokenizer.load(Path(config.initial_checkpoint)), agent)
+    directory = Path(config.initial_checkpoint)
+    tokenizer = Tokenizer.load(directory)
+    num_rows = read_vocab_size(directory) if read_architecture(directory) is not None else None
+    if num_rows is not None and tokenizer.vocab_size > num_rows:
+        raise ConfigError(
+            f"its tokenizer has {tokenizer.vocab_size} tokens, and its embedding {num_rows} rows",
+            field="initial_checkpoint",
+            received=config.initial_checkpoint,
+            fix="use the model's own tokenizer",
+        )
+    renderer = open_renderer(tokenizer, agent)
     used = len(renderer.prompt(""))
     if not config.rl.stream.source and used + agent.max_message_tokens >= agent.max_tokens:
         raise ConfigError(

@@ -17,6 +17,7 @@ from blake3 import blake3
 from etude.config import GrammarName, TemplateName
 from etude.errors import ConfigError
 from etude.tokens.chat.shelf import RendererShelf
+from etude.tokens.chat_template import write_chat_template
 from etude.tokens.derived import derive_template
 from etude.tokens.grammar import Grammar, HermesGrammar, ToolSchema, XmlGrammar
 from etude.tokens.renderer import Renderer
@@ -89,6 +90,11 @@ def choose_format(
                 "is not a valid choice", field=f"agent.{field}", received=name, fix=", ".join(get_args(known))
             )
     found, spoken = _choose_template(tokenizer, template)
+    if found is not ETUDE_TEMPLATE:
+        # Other programs, which read the exported checkpoint, are to end answers where sessions did.
+        spoken = spoken.ending_with(spoken.control_id(found.end.name))
+        if not spoken.chat_template:
+            spoken = spoken.with_chat_template(write_chat_template(found))
     if grammar == "auto":
         grammar = "xml" if found is ETUDE_TEMPLATE and not tokenizer.has_control("<tool_call>") else "hermes"
     return ChatFormat(spoken, found, grammar)

@@ -27,7 +27,8 @@ from etude.tokens.pieces import Control, Piece
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
-_COMPANIONS = (TEMPLATE_FILE, "generation_config.json", "special_tokens_map.json")
+GENERATION_FILE = "generation_config.json"
+_COMPANIONS = (TEMPLATE_FILE, GENERATION_FILE, "special_tokens_map.json")
 """Texts beside a tokenizer without which a model is not spoken to as it was trained."""
 _CACHED_CHARACTERS = 1024
 _CACHE_ENTRIES = 4096
@@ -117,6 +118,16 @@ class Tokenizer:
     def has_control(self, name: str) -> bool:
         """Whether `control_id(name)` would succeed."""
         return name in self._added
+
+    def ending_with(self, end: int) -> Tokenizer:
+        """The same, with a control token's id among those that end an answer in `generation_config.json`."""
+        kept = json.loads(self._companions.get(GENERATION_FILE, "{}"))
+        ends = kept.get("eos_token_id", [])
+        ends = ends if isinstance(ends, list) else [ends]
+        if end in ends:
+            return self
+        text = json.dumps({**kept, "eos_token_id": [end, *ends]}, indent=2) + "\n"
+        return Tokenizer(self._definition, self._config, {**self._companions, GENERATION_FILE: text})
 
     def control_id(self, name: str) -> int:
         """Id of the control token called `name`. Raises ConfigError if there is none."""

@@ -66,15 +66,12 @@ def core_registry() -> Registry:
     return Registry(make() for make in _CORE)
 
 
-def full_registry(strict_edits: bool = False) -> Registry:
-    """Every tool with all its parameters.
-
-    `strict_edits`: `search_replace` takes its text exactly as it is given, for training.
-    """
-    return Registry(_full(strict_edits))
+def full_registry() -> Registry:
+    """Every tool with all its parameters."""
+    return Registry(make() for make in _FULL)
 
 
-def registry_named(name: str, strict_edits: bool = False) -> Registry:
+def registry_named(name: str) -> Registry:
     """`core`, `full`, or the tools of a list such as `read_file,grep,finish`, with all their parameters.
 
     Raises ConfigError for a name that there is not.
@@ -82,8 +79,8 @@ def registry_named(name: str, strict_edits: bool = False) -> Registry:
     if name == "core":
         return core_registry()
     if name == "full":
-        return full_registry(strict_edits)
-    known = {tool.schema.name: tool for tool in _full(strict_edits)}
+        return full_registry()
+    known = {tool.schema.name: tool for tool in full_registry().values()}
     names = [part.strip() for part in name.split(",")]
     for unknown in (part for part in names if part not in known):
         raise ConfigError(
@@ -94,13 +91,9 @@ def registry_named(name: str, strict_edits: bool = False) -> Registry:
 
 def registry_of(schemas: Sequence[ToolSchema]) -> Registry:
     """The tools that have these schemas. Raises ConfigError for one that none has."""
-    offered = [*_full(strict_edits=False), *core_registry().values()]
+    offered = [*full_registry().values(), *core_registry().values()]
     known = {repr(tool.schema): tool for tool in offered}
     for schema in schemas:
         if repr(schema) not in known:
             raise ConfigError("no tool has this schema", field="tools", received=schema.name)
     return Registry(known[repr(schema)] for schema in schemas)
-
-
-def _full(strict_edits: bool) -> list[Tool]:
-    return [SearchReplace(strict_edits) if make is SearchReplace else make() for make in _FULL]

@@ -206,7 +206,8 @@ def parse_fields(values: Mapping[str, Any]) -> CheckpointFields:
 def _with_llama_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """With what transformers takes where an older Llama, Mistral or Qwen2 says nothing."""
     absent = {"max_position_embeddings": _LLAMA_POSITIONS, "rope_theta": 10_000.0}
-    full = {**absent, **{name: value for name, value in values.items() if value is not None}}
+    said = {name: value for name, value in values.items() if value is not None or name == "sliding_window"}
+    full = {**absent, **said}
     heads, width = full.get("num_attention_heads"), full.get("hidden_size")
     full.setdefault("num_key_value_heads", heads)
     if "head_dim" not in full and isinstance(heads, int) and heads > 0 and isinstance(width, int):
@@ -280,7 +281,8 @@ def _rope_values(config: ModelConfig) -> dict[str, Any]:
         if not scaling.get(name):
             scaling.pop(name, None)
     parameters |= {"rope_type": config.rope_scaling} | scaling
-    return {"rope_theta": config.rope_theta, "rope_parameters": parameters}
+    # Readers older than transformers 5 know the second name only.
+    return {"rope_theta": config.rope_theta, "rope_parameters": parameters, "rope_scaling": parameters}
 
 
 def _read_rope(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from etude.model.huggingface import save_model
 from etude.model.huggingface.checkpoint import fill_model, outline_model
 from etude.model.huggingface.fields import parse_fields
 from etude.model.loading import read_architecture, read_vocab_size, read_window
-from etude.tokens.gguf_tokenizer import TEMPLATE_FILE, tokenizer_files
+from etude.tokens.gguf_tokenizer import tokenizer_files
 from etude.tokens.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from etude.training.checkpoints.exchange import convert_model
 from etude.training.checkpoints.files import write_whole
@@ -35,8 +35,10 @@ def import_model(source: Path, target: Path, dtype: torch.dtype = torch.float32)
             "exists already", field="target", received=str(target), fix="name a directory that does not exist"
         )
     if not source.is_file():
-        if (source / TOKENIZER_FILE).is_file() and read_architecture(source) is not None:
-            _check_tokens(Tokenizer.load(source), read_vocab_size(source))
+        if (source / TOKENIZER_FILE).is_file():
+            tokenizer = Tokenizer.load(source)
+            if read_architecture(source) is not None:
+                _check_tokens(tokenizer, read_vocab_size(source))
         convert_model(source, target, dtype)
         return
     opened = GgufFile(source)
@@ -97,12 +99,5 @@ def describe_model(directory: Path) -> ModelSummary:
         sum(file.stat().st_size for file in directory.glob("*.safetensors")),
         tokenizer.vocab_size,
         len(tokenizer.control_tokens),
-        _has_template(directory),
+        bool(tokenizer.chat_template),
     )
-
-
-def _has_template(directory: Path) -> bool:
-    if (directory / TEMPLATE_FILE).is_file():
-        return True
-    path = directory / CONFIG_FILE
-    return path.is_file() and bool(json.loads(path.read_text(encoding="utf-8")).get("chat_template"))
