@@ -84,7 +84,6 @@ def test_operands_and_arguments_without_the_solution_are_recorded(lines: str, pr
         "w = 9\nfor line in tally(w):\n    assert len(line) <= w",
         "w = 9\nassert all(len(line) <= w for line in tally(w))",
         "w = 9\nassert sum([len(line) - w for line in tally(w)]) == 0",
-        "assert all(n in TABLE and n == sum(TABLE) for m in TABLE for n in tally(m))",
     ],
 )
 def test_nothing_is_recorded_that_right_solutions_may_change_or_skip(lines: str) -> None:
@@ -120,28 +119,6 @@ def test_a_bent_oracle_earns_nothing(text: str) -> None:
 def test_right_solutions_that_change_their_input_pass() -> None:
     text = "def tally(xs):\n    total = 0\n    for x in xs:\n        total += x\n    return float(total)\n"
     assert verdict_on(SUM, text)[0].passed
-
-
-def test_right_solutions_that_give_more_items_pass_where_a_test_loops_over_them() -> None:
-    tests = (
-        "def test_a():\n    most, items = 9, tally([2, 4])\n"
-        "    assert all(item <= most for item in items)\n"
-        "    for item in items:\n        assert most != item\n"
-    )
-    hidden = {"tests/test_hidden.py": f"from lib.tally import tally\n\n\n{tests}"}
-    task = replace(
-        TARGET,
-        hidden_files=hidden,
-        solution_files={"lib/tally.py": "def tally(xs):\n    return sorted(xs)\n"},
-    )
-
-    async def scenario() -> Verdict:
-        backend = MemoryBackend()
-        text = b"def tally(xs):\n    return [*xs, 1]\n"
-        return await Judge(backend).judge(task, {"lib/tally.py": text}, Grader(backend).find_twins)
-
-    verdict = asyncio.run(scenario())
-    assert verdict.passed, verdict.cause
 
 
 def recorded(expression: str, rounds: int = 1, index: int = -10) -> object:
