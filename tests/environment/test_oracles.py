@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 
 import pytest
 
 from etude.environment.grading import Judge, Verdict
-from etude.environment.hidden_tests import take_apart
+from etude.environment.hidden_tests import oracles_in, take_apart
 from etude.environment.oracles import known_oracles
 from etude.environment.verdicts import Grader
 from etude.records import Task
 from etude.sandbox.fake import MemoryBackend
+from etude.sandbox.inside.running import MAX_RESULT_BYTES
+from etude.sandbox.inside.testrunner import run_probe_files
+from etude.sandbox.types import ProbeReport, ProbeResult
 from tests.environment.target import TARGET
+from tests.environment.test_hidden_tests import OneFile
 
 HEAD = "import math, random, time\nfrom lib.tally import tally\nfrom tests.checking import check\n\n"
 
@@ -76,6 +81,9 @@ def test_operands_and_arguments_without_the_solution_are_recorded(lines: str, pr
         "if not TABLE:\n    return\nassert tally([1]) == sum(TABLE)",
         "for n in TABLE:\n    if n:\n        break\n    assert tally([1]) == sum(TABLE)",
         "check(tally, lambda n: n)",
+        "w = 9\nfor line in tally(w):\n    assert len(line) <= w",
+        "w = 9\nassert all(len(line) <= w for line in tally(w))",
+        "w = 9\nassert sum([len(line) - w for line in tally(w)]) == 0",
     ],
 )
 def test_nothing_is_recorded_that_right_solutions_may_change_or_skip(lines: str) -> None:
@@ -111,6 +119,59 @@ def test_a_bent_oracle_earns_nothing(text: str) -> None:
 def test_right_solutions_that_change_their_input_pass() -> None:
     text = "def tally(xs):\n    total = 0\n    for x in xs:\n        total += x\n    return float(total)\n"
     assert verdict_on(SUM, text)[0].passed
+
+
+def recorded(expression: str, rounds: int = 1, index: int = -10) -> object:
+    """What a test records that computes an expression for itself in so many rounds."""
+    text = f"def test_a():\n    for n in range({rounds}):\n        __record__({index}, {expression})\n"
+    run = run_probe_files(OneFile(text), ["t.py"])
+    assert len(json.dumps(run)) < MAX_RESULT_BYTES // 1000
+    (found,) = oracles_in_run(run["results"]).values()
+    return found
+
+
+def oracles_in_run(results: list[list[object]]) -> dict[int, object]:
+    ((path, name, values, error),) = results
+    report = ProbeReport((ProbeResult(str(path), str(name), tuple(values), error),), None, False, 0.0)  # type: ignore[arg-type]
+    return dict(oracles_in(report)["t.py", "test_a"])
+
+
+@pytest.mark.parametrize(("expression", "rounds"), [("list(range(20_000))", 1), ("('a' * 900)", 300)])
+def test_what_tests_compute_takes_little_room_however_large_it_is(expression: str, rounds: int) -> None:
+    assert recorded(expression, rounds) == recorded(expression, rounds, -11)
+    assert recorded(expression, rounds) != recorded(f"{expression}[1:]", rounds)
+    assert recorded(expression, rounds) != recorded(expression, rounds + 1)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("[1, True, -0.0]", "[1.0, 1, 0]"),
+        ("{1, 'a', 2.5}", "{'a', 2.5, True}"),
+        ("{1: [2], 'a': {3}}", "{'a': {3.0}, True: [2]}"),
+        ("2 ** 80", "2.0 ** 80"),
+        ("float('inf')", "1e999"),
+    ],
+)
+def test_equal_data_have_one_digest(one: str, other: str) -> None:
+    assert recorded(one) == recorded(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("[1]", "(1,)"),
+        ("'1'", "1"),
+        ("'61'", "b'a'"),
+        ("[[1], 2]", "[[1, 2]]"),
+        ("{1: 2}", "{2: 1}"),
+        ("0.1 + 0.2", "0.3"),
+        ("object", "object"),
+        ("[object()]", "[object()]"),
+    ],
+)
+def test_other_data_have_other_digests_and_what_is_no_data_equals_nothing(one: str, other: str) -> None:
+    assert recorded(one) != recorded(other)
 
 
 @pytest.mark.parametrize(

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from etude.config import RewardConfig
 from etude.environment.grading import CAUSE_CHARS, Judge, Verdict
+from etude.environment.hidden_tests import take_apart
 from etude.environment.twin_sites import Kind, change_sites, find_sites
-from etude.environment.twins import Twins
+from etude.environment.twins import TwinFinder, Twins
 from etude.environment.verdicts import Grader
+from etude.errors import SandboxError
 from etude.records import Task
-from etude.sandbox.fake import MemoryBackend
+from etude.sandbox.errors import SandboxKilledByAgentError
+from etude.sandbox.fake import MemoryBackend, MemorySandbox
+from etude.sandbox.inside.running import MAX_RESULT_BYTES
 from etude.sandbox.interface import SandboxBackend
+from etude.sandbox.types import ProbeReport, ProbeResult
 from etude.tasks.composed import ComposedGenerator
 from etude.tasks.generator import TaskGenerator
 from etude.tasks.observed import ObservedGenerator
@@ -195,6 +201,96 @@ def test_only_what_passed_sits_exams_and_each_task_finds_its_twins_once() -> Non
     failed, first, second, exams = asyncio.run(scenario())
     assert (failed, second) == (1, 1 + exams)
     assert first > second
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "assert tally([2, 4]) >= 6",
+        "assert 6 <= tally([2, 4])",
+        "best = tally([2, 4])\n    assert abs(best) >= 6",
+        "assert tally([2, 4]) >= least([2, 4])",
+    ],
+)
+def test_who_does_better_than_the_reference_solution_passes_a_bound(line: str) -> None:
+    helper = "def least(xs):\n    return sum(xs)\n"
+    task = task_of(
+        f"from tests.bound import least\n\ndef test_a():\n    {line}\n", tests__bound_dot_py=helper
+    )
+    assert "test_a" in named(twins_of(task))
+    verdict = verdict_on(task, "def tally(xs):\n    return sum(xs) + 10**6\n")
+    assert verdict.passed, verdict.cause
+    always = "class Yes:\n    __ge__ = lambda *_: True\n    __abs__ = lambda self: self\n"
+    assert not verdict_on(task, f"{always}\n\ndef tally(xs):\n    return Yes()\n").passed
+
+
+def test_what_an_answer_is_subtracted_from_is_changed_on_the_side_of_the_answer() -> None:
+    text = "def test_a():\n    y = solve(z)\n    assert abs(y - 3) < 5\n"
+    changed = {
+        change_sites("t.py", text, {"solve"}, [number])
+        for number, (kind, _) in enumerate(find_sites("t.py", text, {"solve"}))
+        if kind is not Kind.JUDGEMENT
+    }
+    assert changed == {text.strip().replace("3", other) for other in ("4", "15")}
+
+
+@pytest.mark.slow
+def test_changes_are_tried_in_runs_whose_reports_stay_far_from_their_limit() -> None:
+    lines = "".join(f"    assert tally([2]) in (2, {number})\n" for number in range(60))
+    task = task_of(f"def test_a():\n    for _ in range(2000):\n        tally([2])\n{lines}")
+    sizes: list[int] = []
+
+    class Weighing(MemorySandbox):
+        async def call(self, *arguments: Any, **options: Any) -> Any:
+            answer = await super().call(*arguments, **options)
+            sizes.append(len(answer[1]))
+            return answer
+
+    class Backend(MemoryBackend):
+        async def create(self, *arguments: Any, **options: Any) -> MemorySandbox:
+            made = await super().create(*arguments, **options)
+            made.__class__ = Weighing
+            return made
+
+    twins = asyncio.run(Judge(Backend(), timeout_s=30.0).find_twins(task))
+    assert twins.exams
+    assert max(sizes) < MAX_RESULT_BYTES // 2
+
+
+def test_a_sandbox_that_died_under_the_reference_solution_is_our_failure_and_is_not_remembered() -> None:
+    task = task_of("def test_a():\n    assert tally([2]) in (2, 3)\n")
+    dying = [True]
+
+    class Backend(MemoryBackend):
+        async def create(self, *arguments: Any, **options: Any) -> MemorySandbox:
+            if dying:
+                dying.pop()
+                raise SandboxKilledByAgentError("its first process died")
+            return await super().create(*arguments, **options)
+
+    async def scenario() -> Twins:
+        grader = Grader(Backend())
+        with pytest.raises(SandboxError, match="reference solution"):
+            await grader.find_twins(task)
+        return await grader.find_twins(task)
+
+    assert named(asyncio.run(scenario())) == {"test_a"}
+
+
+@pytest.mark.parametrize(("error", "timed_out"), [("too long", False), (None, True)])
+def test_tests_are_open_whose_own_values_could_not_be_found(error: str | None, timed_out: bool) -> None:
+    text = "from lib.tally import tally\n\ndef test_a():\n    xs = [2]\n    assert tally(xs) == sum(xs)\n"
+    hidden = take_apart("tests/t.py", text, frozenset({"lib"}))
+
+    async def run(files: Mapping[str, str], paths: Sequence[str], times: int) -> ProbeReport:
+        is_oracle_run = files == {"tests/t.py": hidden.probe}
+        results = [] if is_oracle_run else [ProbeResult(path, "test_a", (), None) for path in paths]
+        return ProbeReport(tuple(results), error if is_oracle_run else None, is_oracle_run and timed_out, 0.0)
+
+    twins = asyncio.run(TwinFinder([hidden], {}).find(run))
+    assert [one.reason for one in twins.open_tests] == [
+        f"what it computes is not known: {error or 'the reference solution hangs'}"
+    ]
 
 
 def test_forged_parts_earn_nothing_where_parts_are_paid() -> None:

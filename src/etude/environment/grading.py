@@ -33,8 +33,9 @@ from etude.agent.tools.text_file import off_loop
 from etude.environment.hidden_tests import HiddenFile, HiddenTest, judge_report, oracles_in, take_apart
 from etude.environment.oracles import OracleValues
 from etude.environment.twins import Exam, OpenTest, TwinFinder, Twins
-from etude.errors import AgentError, TaskError
+from etude.errors import AgentError, SandboxError, TaskError
 from etude.records import Task
+from etude.sandbox.errors import SandboxKilledByAgentError
 from etude.sandbox.inside.testrunner import shorten
 from etude.sandbox.interface import SandboxBackend
 from etude.sandbox.template import Template
@@ -128,6 +129,8 @@ class Judge:
             timeout_s = min(self.timeout_s * times, max(self.timeout_s, _MOST_REFERENCE_S))
             try:
                 return await self._probe(task, solution, files, paths, timeout_s)
+            except SandboxKilledByAgentError as error:
+                raise SandboxError(f"the reference solution's sandbox died: {error}") from error
             except AgentError as error:
                 return ProbeReport((), str(error), False, 0.0)
 

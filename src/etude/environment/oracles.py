@@ -11,8 +11,8 @@ answers are, and must be what they were beside the reference solution.
 What is compared with an oracle is recorded one below it: its data must be the oracle's, whatever it says of
 itself.
 
-Recorded is only what every right solution leaves alone and has evaluated as often: nothing under a condition,
-nothing from files, clocks or the shared random generator.
+Recorded is only what every right solution leaves alone and has evaluated as often: nothing under a condition
+or in a loop over what the solution gives, nothing from files, clocks or the shared random generator.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _CONDITIONS = (ast.BoolOp, ast.IfExp, ast.If, ast.Match, ast.Try, ast.While)
 _LEAVES = (ast.Break, ast.Continue, ast.Return)
 _SCOPES = (ast.ClassDef, ast.FunctionDef, ast.Lambda)
 
-OracleValues = Mapping[int, Sequence[object]]
-"""What each oracle of a test was, by its index, in the order of its evaluations."""
+OracleValues = Mapping[int, object]
+"""The digest of what each oracle of a test was in all its evaluations, in order, by its index."""
 
 
 def mark_oracles(
@@ -54,7 +54,7 @@ def mark_oracles(
     recorded under an index is compared outside, so that the test computes nothing for it.
     """
     foreign = {*_IMPURE, *_foreign_names(tree)}
-    foreign |= _spread(tree.body, foreign)
+    foreign |= spread_names(tree.body, foreign)
     marker = _Marker(solution, foreign, is_outside)
     for test in tests:
         plain = [node for node in test.body if not isinstance(node, _SCOPES)]
@@ -66,19 +66,15 @@ def mark_oracles(
 def known_oracles(one: OracleValues, other: OracleValues) -> OracleValues:
     """The oracles that were alike in two runs of the reference solution, and answers that equalled them."""
     return {
-        index: values
-        for index, values in one.items()
-        if values == other.get(index) and (index % 2 == 0 or values == one.get(index + 1))
+        index: digest
+        for index, digest in one.items()
+        if digest == other.get(index) and (index % 2 == 0 or digest == one.get(index + 1))
     }
 
 
 def read_oracles(rows: Iterable[tuple[int, object]]) -> OracleValues:
     """The oracles among what a test recorded."""
-    found: dict[int, list[object]] = {}
-    for index, value in rows:
-        if index <= FIRST_ORACLE:
-            found.setdefault(index, []).append(value)
-    return found
+    return {index: digest for index, digest in rows if index <= FIRST_ORACLE}
 
 
 class _Marker(ast.NodeTransformer):
@@ -96,7 +92,7 @@ class _Marker(ast.NodeTransformer):
 
     def mark(self, test: ast.FunctionDef) -> None:
         """Has the oracles of one test recorded."""
-        self._local = _spread(test.body, self._foreign)
+        self._local = spread_names(test.body, self._foreign)
         self._known = {}
         self.generic_visit(test)
 
@@ -123,9 +119,16 @@ class _Marker(ast.NodeTransformer):
                 return node
             case ast.Call(func=ast.Name(id="any" | "next")) | ast.comprehension(ifs=[_, *_]):
                 return node
-            case ast.For() if any(
+            case ast.For(iter=given) if self._is_foreign(given) or any(
                 isinstance(one, ast.Break | ast.Continue | ast.Return) for one in ast.walk(node)
             ):
+                return node
+            case (
+                ast.ListComp(generators=loops)
+                | ast.SetComp(generators=loops)
+                | ast.DictComp(generators=loops)
+                | ast.GeneratorExp(generators=loops)
+            ) if any(self._is_foreign(loop.iter) for loop in loops):
                 return node
             case ast.Call():
                 if not any(name in self._solution for name in _used(node.func)):
@@ -175,7 +178,7 @@ def _foreign_names(tree: ast.Module) -> Iterator[str]:
                     yield alias.asname or alias.name.partition(".")[0]
 
 
-def _spread(body: Sequence[ast.stmt], foreign: Collection[str]) -> set[str]:
+def spread_names(body: Sequence[ast.stmt], foreign: Collection[str]) -> set[str]:
     """Names beside these that may stand for something foreign after some statements. Takes linear time."""
     flows: dict[str, list[list[str]]] = {}
     found: set[str] = set()

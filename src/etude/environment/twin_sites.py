@@ -16,6 +16,7 @@ from functools import partial
 from itertools import islice
 
 from etude.environment.hidden_tests import is_answer
+from etude.environment.oracles import spread_names
 from etude.kit.syntax import parse_python
 from etude.sandbox.inside.testrunner import RECORD
 
@@ -23,6 +24,8 @@ _MOST_WORDS = 1000
 """Numbers and words of a data file that are looked at."""
 _WORD = re.compile(r"\d+|[^\W\d_]+")
 
+_Place = tuple["Kind", list[Callable[[], None]]]
+"""Its kind, and the ways to change what stands there."""
 _Site = tuple["Kind", int, Callable[[], None]]
 """Its kind, the place at which it stands, and what changes it in its tree."""
 
@@ -64,15 +67,16 @@ def change_sites(path: str, text: str, names: Collection[str], numbers: Collecti
 
 
 def _sites_of(tree: ast.Module, names: Collection[str]) -> list[_Site]:
+    answers = {*names, *spread_names(tree.body, names)}
     return [
         (kind, place, change)
-        for place, (kind, changes) in enumerate(_sites(tree, names))
+        for place, (kind, changes) in enumerate(_sites(tree, names, answers))
         for change in changes
     ]
 
 
-def _sites(node: ast.AST, names: Collection[str]) -> Iterator[tuple[Kind, list[Callable[[], None]]]]:
-    """The places at and below a node, in order: its kind, and the ways to change it."""
+def _sites(node: ast.AST, names: Collection[str], answers: Collection[str]) -> Iterator[_Place]:
+    """The places at and below a node, in order. `answers`: names that may stand for answers."""
     match node:
         case ast.Import() | ast.ImportFrom() | ast.Raise():
             return
@@ -85,11 +89,22 @@ def _sites(node: ast.AST, names: Collection[str]) -> Iterator[tuple[Kind, list[C
                     yield Kind.JUDGEMENT, [partial(arguments.__setitem__, 1, opposite)]
                 case _:
                     pass
-            yield from _sites(value, names)
+            yield from _sites(value, names, answers)
             return
         case ast.Assert(test=test):
             yield Kind.JUDGEMENT, [partial(setattr, node, "test", ast.UnaryOp(ast.Not(), test))]
-            yield from _sites(test, names)
+            yield from _sites(test, names, answers)
+            return
+        case ast.Compare(left=left, comparators=sides) if _bounds(node, answers):
+            puts = [
+                partial(setattr, node, "left"),
+                *(partial(sides.__setitem__, n) for n in range(len(sides))),
+            ]
+            for side, put in zip((left, *sides), puts, strict=True):
+                if _holds(side, answers):
+                    yield from _sites(side, names, answers)
+                else:
+                    yield Kind.JUDGEMENT, [partial(put, ast.Constant(None))]
             return
         case ast.Compare(left=left, comparators=[right] as sides) if not any(map(_is_known, (left, right))):
             yield from _operand(sides, 0)
@@ -105,7 +120,18 @@ def _sites(node: ast.AST, names: Collection[str]) -> Iterator[tuple[Kind, list[C
         case _:
             pass
     for child in ast.iter_child_nodes(node):
-        yield from _sites(child, names)
+        yield from _sites(child, names, answers)
+
+
+def _bounds(node: ast.Compare, answers: Collection[str]) -> bool:
+    """Whether a comparison only bounds answers by what is none: who does better than the reference solution
+    would pass with another bound, and right."""
+    is_order = all(isinstance(one, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for one in node.ops)
+    return is_order and {_holds(side, answers) for side in (node.left, *node.comparators)} == {False, True}
+
+
+def _holds(node: ast.expr, answers: Collection[str]) -> bool:
+    return any(isinstance(one, ast.Name) and one.id in answers for one in ast.walk(node))
 
 
 def _is_known(node: ast.expr) -> bool:
@@ -117,7 +143,7 @@ def _is_known(node: ast.expr) -> bool:
             return isinstance(node, ast.Constant | ast.List | ast.Tuple | ast.Dict | ast.Set | ast.UnaryOp)
 
 
-def _operand(places: list[ast.expr], number: int) -> Iterator[tuple[Kind, list[Callable[[], None]]]]:
+def _operand(places: list[ast.expr], number: int) -> Iterator[_Place]:
     """Ways to change what answers are compared with: into another number, text, list or tuple, and into
     something of another type."""
     node, put = places[number], partial(places.__setitem__, number)

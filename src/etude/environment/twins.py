@@ -40,6 +40,8 @@ _MOST_TOGETHER = 400
 _MOST_SHARED = 16
 """Changes of what tests share that are tried, where a test has no constant of its own that turns it."""
 _MOST_EXAMS = 6
+_MOST_AT_ONCE = 32
+"""Changed files in one run: what each asks fills 50 kB of a report, which holds 4 MiB."""
 _FEWEST_TOGETHER = 4
 """Exams where every change turns all tests that have twins: one test, or one table for all."""
 _TRIES = 20
@@ -148,6 +150,8 @@ class TwinFinder:
         await self._try_shared(run, base)
         exams = await self._make_exams(run)
         known = await self._find_oracles(run)
+        if isinstance(known, str):
+            return Twins(tuple(exams), tuple(OpenTest(test, known) for test in self._tests))
         twinned = {test for exam in exams for test in exam.twins}
         reasons = {test: self._open_reason(test, base) for test in self._tests if test not in twinned}
         reasons |= {test: _BENDABLE for test in self._tests if self._is_bendable(test, known)}
@@ -155,13 +159,16 @@ class TwinFinder:
         return Twins(tuple(exams), found, known)
 
     async def _try_own(self, run: RunReference) -> dict[HiddenTest, _Seen] | str:
-        """Notes which changes within a test turn it: all in one run, each in a file of its own. Returns what
+        """Notes which changes within a test turn it: many in one run, each in a file of its own. Returns what
         the reference solution did in each test as it is, or why that is not known."""
         files, tried = await asyncio.to_thread(self._variants)
-        report = await run(_with_watch(files), list(files), len(files))
-        if report.error is not None:
-            return f"the reference solution does not get through it: {report.error}"
-        results = {(result.path, result.name): result for result in report.results}
+        results: dict[tuple[str, str], ProbeResult] = {}
+        for first in range(0, len(files), _MOST_AT_ONCE):
+            paths = list(files)[first : first + _MOST_AT_ONCE]
+            report = await run(_with_watch({path: files[path] for path in paths}), paths, len(paths))
+            if report.error is not None:
+                return f"the reference solution does not get through it: {report.error}"
+            results |= {(result.path, result.name): result for result in report.results}
         base = {test: self._see(results.get((test.path, test.name)), test) for test in self._tests}
         for path, (test, change) in tried.items():
             self._note(test, change, self._see(results.get((path, test.name)), test), base[test])
@@ -200,12 +207,16 @@ class TwinFinder:
         is_computed = test not in known and Kind.OPERAND in kinds and Kind.CONSTANT not in kinds
         return is_computed or test in self._timed
 
-    async def _find_oracles(self, run: RunReference) -> dict[HiddenTest, OracleValues]:
-        """What each test's oracles are, as far as they are the same twice."""
+    async def _find_oracles(self, run: RunReference) -> dict[HiddenTest, OracleValues] | str:
+        """What each test's oracles are, as far as they are the same twice, or why that is not known."""
         files = {path: file.probe for path, file in self._files.items()}
         if not any(f"{RECORD}(-" in probe for probe in files.values()):
             return {}
-        one, other = [oracles_in(await run(files, list(files), 1)) for _ in range(2)]
+        reports = [await run(files, list(files), 1) for _ in range(2)]
+        for report in reports:
+            if report.error is not None or report.timed_out:
+                return f"what it computes is not known: {report.error or 'the reference solution hangs'}"
+        one, other = map(oracles_in, reports)
         known = {
             test: known_oracles(one.get((test.path, test.name), {}), other.get((test.path, test.name), {}))
             for test in self._tests
