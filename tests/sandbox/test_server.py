@@ -668,7 +668,7 @@ def test_an_expired_sandbox_tells_its_agent_so_also_once_it_is_forgotten(
             assert state.known(sandbox) is None
             late = (await call(client, sandbox, "read", path="a")).json()
             assert late["error"]["kind"] == "SandboxKilledByAgentError"
-        assert list(state._ended) == [sandbox]
+        assert len(state._ended) == 1
 
     backend = open_local(tmp_path, "unisolated")
     ask(scenario, backend)
