@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from etude.errors import SandboxError
+from etude.sandbox.channel import Channel
 from etude.sandbox.interface import Sandbox
-from etude.sandbox.local.backend import ForkServerBackend
+from etude.sandbox.local.backend import ForkServerBackend, LocalBackend
+from etude.sandbox.machine import MachineSandbox
 from etude.sandbox.template import Template
 from etude.sandbox.types import CommandResult, Network, Resources
 from tests.sandbox.scenes import becomes_true, on_backend, open_descriptors
@@ -111,6 +113,23 @@ def log_of(state: Path) -> list[dict[str, object]]:
     """What has been written by now: a request is logged when it is over, which its client may know before."""
     log = state / "network.jsonl"
     return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+
+
+def test_an_images_own_variables_stay_beside_those_of_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    boot = LocalBackend.boot
+
+    async def boot_with_variables(self: LocalBackend, sandbox: MachineSandbox) -> Channel:
+        sandbox.environment |= {"FROM_IMAGE": "kept", "http_proxy": "lost"}
+        return await boot(self, sandbox)
+
+    async def scene(s: Sandbox, server: Upstream) -> None:
+        shown = await s.commands.run("echo $FROM_IMAGE $http_proxy")
+        assert shown.stdout == "kept http://127.0.0.1:3128\n"
+
+    monkeypatch.setattr(LocalBackend, "boot", boot_with_variables)
+    online(tmp_path, scene)
 
 
 def test_what_the_list_names_is_reached_and_logged(tmp_path: Path) -> None:

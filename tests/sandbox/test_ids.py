@@ -214,3 +214,19 @@ def test_ids_are_found_where_there_are_any_and_else_the_reason_and_the_fix(tmp_p
     assert (found.first_uid, found.first_gid, found.num) == (100000, 300000, 65536)
     assert found.programs == (str(tmp_path / "newuidmap"), str(tmp_path / "newgidmap"))
     assert Spare.from_words(found.words()) == found
+    unmapped = find(tmp_path, maps="0 0 165535", sub="4711:100000:65536\n")
+    assert "no ids 100000 to 165535" in unmapped.reason
+    unmapped = find(tmp_path, maps="0 0 300000", sub="4711:100000:65536\n")
+    assert (unmapped.spare, "no ids 300000 to 365535" in unmapped.reason) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("programs", "has_images", "share"),
+    [((), True, False), (("newuidmap", "newgidmap"), False, False), (("newuidmap", "newgidmap"), True, True)],
+)
+def test_sandboxes_with_an_image_share_unless_root_gives_ids(
+    tmp_path: Path, programs: tuple[str, ...], has_images: bool, share: bool
+) -> None:
+    backend = LocalBackend(tmp_path, tmp_path / "images" if has_images else None)
+    backend._spare_ids = Spare(100000, 100000, 65536, programs)
+    assert backend.capabilities().neighbours_share is share

@@ -50,6 +50,21 @@ def test_programs_are_read_only() -> None:
     assert result.stderr.count("Read-only file system") == 6
 
 
+def test_a_process_may_lock_files_and_an_open_file_may_not() -> None:
+    code = """
+import errno, fcntl, struct
+file, row = open("file", "w"), struct.pack("hhqqi4x", fcntl.F_WRLCK, 0, 0, 1, 0)
+fcntl.fcntl(file, fcntl.F_SETLK, row)
+for command in (36, 37, 38):
+    try:
+        fcntl.fcntl(file, command, row)
+        print("locked")
+    except OSError as error:
+        print(errno.errorcode[error.errno])
+"""
+    assert python(code).stdout.split() == ["EINVAL"] * 3
+
+
 def test_programs_reach_each_other_over_the_loopback() -> None:
     code = """
 import socket

@@ -256,6 +256,34 @@ def test_time_that_the_machine_takes_for_others_is_not_the_agents_fault() -> Non
     assert done.stdout.splitlines() == ["done fault", "fault"], done.stderr
 
 
+STORM = """
+looks = server._is_time_over
+
+def look():
+    signal.raise_signal(signal.SIGALRM)
+    return looks()
+
+def miss():
+    server._is_alarmed, end_s = True, time.process_time() + 0.1
+    while time.process_time() < end_s:
+        pass
+    server._is_alarmed = False
+    work()
+
+server.FILE_OPERATION_WALL_S, server.AGAIN_S = 20.0, 0.05
+server._is_time_over = look
+print(what_becomes_of(lambda: signal.raise_signal(signal.SIGALRM)), what_becomes_of(work))
+server._is_time_over = looks
+print(what_becomes_of(miss))
+"""
+
+
+def test_an_alarm_that_meets_another_calls_nothing_and_is_not_lost() -> None:
+    program = [sys.executable, "-c", TIMED + STORM]
+    done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=30)
+    assert done.stdout.splitlines()[2:] == ["done fault", "fault"], done.stderr
+
+
 def test_an_argument_error_is_no_reason_to_lose_the_others(tmp_path: Path) -> None:
     async def scenario(s: Any) -> None:
         found = await s.files.read_many(["a", "x" * 5000, "b"])

@@ -171,6 +171,7 @@ def test_a_background_command_streams_takes_input_and_is_waited_for_again() -> N
         async with asyncio.timeout(60):
             result = await command.wait()
         assert (result.stdout, b"".join(seen)) == ("one two", b"one two")
+        assert not sandbox._outputs
         assert await other.wait() == result
         assert not await command.kill()
         plain = await sandbox.commands.start("cat")

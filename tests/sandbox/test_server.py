@@ -37,6 +37,7 @@ from etude.serving.long_answers import BUFFER_BYTES, OutputBuffer, Pack
 from etude.serving.messages import FRAMES
 from etude.serving.metrics import Metrics
 from etude.serving.process import Draining, DrainingServer
+from tests.sandbox.scenes import open_local
 from tests.sandbox.serving import TOKEN, RemoteBackend, ScriptedBackend, build_app, served, until
 
 HEADERS = {"authorization": f"Bearer {TOKEN}", "accept": "application/json"}
@@ -645,9 +646,32 @@ def test_an_expired_sandbox_is_forgotten() -> None:
         sandbox = (await create(client, timeout_s=0.02)).json()["id"]
         await asyncio.sleep(0.05)
         await client.get("/metrics")
-        assert (await client.get(f"/v1/sandboxes/{sandbox}")).json()["error"]["kind"] == "SandboxMissingError"
+        again = await client.post(f"/v1/sandboxes/{sandbox}/connect")
+        assert again.json()["error"]["kind"] == "SandboxMissingError"
 
     ask(scenario)
+
+
+def test_an_expired_sandbox_tells_its_agent_so_also_once_it_is_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_state, "_NUM_ENDED", 1)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        state = client.state  # type: ignore[attr-defined]
+        for _ in range(2):
+            sandbox = (await create(client, template={"files": {"a": "1"}})).json()["id"]
+            assert (await call(client, sandbox, "read", path="a")).json()["payload"] == "1"
+            await client.post(f"/v1/sandboxes/{sandbox}/timeout", json={"timeout_s": 0.01})
+            await until(lambda: not backend._live)
+            await client.get("/metrics")
+            assert state.known(sandbox) is None
+            late = (await call(client, sandbox, "read", path="a")).json()
+            assert late["error"]["kind"] == "SandboxKilledByAgentError"
+        assert len(state._ended) == 1
+
+    backend = open_local(tmp_path, "unisolated")
+    ask(scenario, backend)
 
 
 def test_sandboxes_that_ended_by_themselves_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import struct
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +15,9 @@ from hypothesis import strategies as st
 
 from etude.errors import ConfigError
 from etude.sandbox.errors import PathOutsideError
+from etude.sandbox.inside import memory_watch
 from etude.sandbox.inside.frames import FrameError, Unpacker, pack
+from etude.sandbox.inside.namespaces import without_mounts_below
 from etude.sandbox.inside.seccomp import build_filter
 from etude.sandbox.inside.testrunner import shorten
 from etude.sandbox.local.doctor import find_problems
@@ -89,6 +94,31 @@ def test_filters_are_valid_programs(machine: str) -> None:
         if code & 0x07 == 0x05:
             assert position + 1 + max(if_true, if_false) < len(program)
     assert program[-1][0] == 0x06
+
+
+@pytest.mark.parametrize(
+    ("listed", "exceeded"),
+    [
+        ("{}: POSIX  ADVISORY  WRITE 12 00:2b:7 {} {}\n", True),
+        ("{}: -> FLOCK  ADVISORY  WRITE 12 00:2b:7 {} {}\n", True),
+        ("{}: OFDLCK ADVISORY  WRITE -1 00:2b:7 {} {}\n", False),
+    ],
+)
+def test_locks_that_may_be_a_neighbours_are_not_counted(
+    listed: str, exceeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = "".join(listed.format(n, n, n) for n in range(30_000)).encode()
+    monkeypatch.setattr(memory_watch, "LOCKS_S", 0.0)
+    monkeypatch.setattr(memory_watch, "open", lambda *_: io.BytesIO(rows), raising=False)
+    no_processes: Any = SimpleNamespace(table=dict)
+    settings: Any = SimpleNamespace(memory_bytes=1 << 30, has_groups=True, sockets=None)
+    assert memory_watch.MemoryWatch(no_processes, settings).is_exceeded() is exceeded
+
+
+def test_a_directory_with_a_mount_below_is_not_covered() -> None:
+    mounts = "30 1 0:26 / /root/usr rw - ext4 a rw\n31 30 0:27 / /root/usr/lib/wsl rw - 9p b rw\n"
+    mounts += "32 1 0:26 / /root/opt rw - ext4 a rw\n33 1 0:26 / /root/opt2/x rw - ext4 a rw\n"
+    assert without_mounts_below(["usr", "opt"], mounts) == ["opt"]
 
 
 def test_a_machine_without_a_table_is_refused() -> None:

@@ -179,7 +179,7 @@ class MachineSandbox(Sandbox):
     async def connect_network(self, proxy: EgressProxy) -> None:
         """Gives the programs inside a way out. Raises SandboxError."""
         self._egress = Egress(self.channel, proxy)
-        self.environment = proxy_environment()
+        self.environment |= proxy_environment()
         await self._egress.open()
 
     def detach(self, state: SandboxState) -> None:

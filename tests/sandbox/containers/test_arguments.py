@@ -75,6 +75,15 @@ def test_a_missing_image_is_the_users_error(tmp_path: Path, said: str) -> None:
         asyncio.run(Engine(program).image("x"))
 
 
+@pytest.mark.parametrize("said", ["Error: No such object: gone", "Error: no such container gone"])
+def test_a_container_that_ends_while_containers_are_listed_is_left_out(tmp_path: Path, said: str) -> None:
+    script = f'case "$*" in ps*) echo one gone;; *gone) echo "{said}" >&2; exit 1;; *) echo value;; esac'
+    assert asyncio.run(Engine(write_engine(tmp_path, script)).labels("key=x", "key")) == {"one": "value"}
+    broken = Engine(write_engine(tmp_path, f"{script.replace(said, 'permission denied')}"))
+    with pytest.raises(EngineError, match="permission denied"):
+        asyncio.run(broken.labels("key=x", "key"))
+
+
 def test_layers_of_ours_are_refused(tmp_path: Path) -> None:
     async def run() -> None:
         backend = ContainerBackend(write_engine(tmp_path, "exit 0"), state=tmp_path / "state")

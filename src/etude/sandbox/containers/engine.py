@@ -87,10 +87,20 @@ class Engine:
                 raise
 
     async def labels(self, label: str, wanted: str) -> dict[str, str]:
-        """Of all containers that bear `label` (`key=value`): id -> value of the label `wanted`."""
+        """Of all containers that bear `label` (`key=value`): id -> value of the label `wanted`.
+
+        One that ends meanwhile is left out.
+        """
         found = (await self.run("ps", "--all", "--quiet", "--filter", f"label={label}")).split()
         shown = "{{index .Config.Labels " + json.dumps(wanted) + "}}"
-        return {one: await self.run("inspect", "--format", shown, one) for one in found}
+        values: dict[str, str] = {}
+        for one in found:
+            try:
+                values[one] = await self.run("inspect", "--format", shown, one)
+            except EngineError as error:
+                if not error.says(_GONE) and not error.says(_MISSING):
+                    raise
+        return values
 
     async def image(self, reference: str) -> dict[str, Any]:
         """The configuration (`Env`, `WorkingDir`, `User`) of an image that the engine has.

@@ -33,8 +33,6 @@ from etude.sandbox.machine_backend import MachineBackend
 from etude.sandbox.snapshots import Snapshot, SnapshotDraft
 from etude.sandbox.types import Capabilities, SnapshotKind
 
-"""Of a template, in one frame: the server inside gives each a bounded time."""
-
 
 class GvisorBackend(MachineBackend):
     """Sandboxes under gVisor; checkpoint, restore and fork with memory and processes."""

@@ -61,7 +61,7 @@ _ETC = {
     "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
 }
 _shown: list[str] = []
-"""The host's directories in the root, known once it is built."""
+"""The host's directories in the root that can be covered, known once it is built."""
 _SANDBOX_FLAGS = kernel.NEWUSER | kernel.NEWNS | kernel.NEWPID | kernel.NEWNET | kernel.NEWIPC | kernel.NEWUTS
 
 
@@ -161,6 +161,8 @@ def _build_root(prefix: str, images: str) -> None:
     kernel.make_read_only("/root")
     # A new /proc may only be mounted where a complete one is in sight: this one, until it is covered.
     kernel.mount("/host/proc", "/proc", flags=MS_BIND | MS_REC)
+    with open("/proc/self/mountinfo") as file:
+        _shown[:] = without_mounts_below(_shown, file.read())
     kernel.detach("/host")
 
 
@@ -173,6 +175,15 @@ def _show(name: str) -> None:
         os.makedirs(target)
         kernel.mount(source, target, flags=MS_BIND | MS_REC)
         _shown.append(name)
+
+
+def without_mounts_below(names: list[str], mounts: str) -> list[str]:
+    """Those of the root's directories that one overlay can show whole. `mounts`: as in /proc/self/mountinfo.
+
+    An overlay shows nothing that is mounted below: Linux before 5.14 would make one with empty places.
+    """
+    points = [line.split()[4] for line in mounts.splitlines()]
+    return [name for name in names if not any(point.startswith(f"/root/{name}/") for point in points)]
 
 
 def _fill_etc() -> None:
@@ -257,7 +268,8 @@ def _cover_programs(root: str, names: list[str]) -> None:
     """Gives a sandbox inodes of its own where it sees the host's files.
 
     Those that all shared would tell each of every use by another (inotify), and one could lock them for all.
-    A host whose root is a second overlay already takes no third: there its sandboxes share them.
+    A host whose root is a second overlay already takes no third: there its sandboxes share them, and also
+    where something is mounted below a directory.
     """
     for name in names:
         options = f"lowerdir={root}/{name}:/nothing,userxattr"

@@ -3,8 +3,9 @@
 What programs need is allowed. Calls that reach for the kernel's administrative or rarely audited parts are
 refused with EPERM, as the kernel itself would refuse them to a plain user. Everything else (newer than the
 table, `clone3`, `io_uring`, ..., and `io_setup`, whose contexts are few for the whole host) does not exist
-(ENOSYS), so that programs fall back. `clone` makes no namespaces, and `socket` knows only UNIX and IP (a new
-network namespace does not contain AF_VSOCK).
+(ENOSYS), so that programs fall back. `clone` makes no namespaces, `socket` knows only UNIX and IP (a new
+network namespace does not contain AF_VSOCK), and `fcntl` no locks of open files, which nothing tells from
+a neighbour's.
 
 A sandbox whose one user is called root may have changes of owner and of user *answered* as done (0) without
 their being done: package managers want that, and everything belongs to one user anyway. The idea is
@@ -68,8 +69,8 @@ _AS_ROOT: dict[str, tuple[Range, ...]] = {
 }
 """chown and its like, setuid and its like, capset: answered as done where root is emulated."""
 _CALLS = {
-    "x86_64": {"clone": 56, "socket": 41, "socketpair": 53, "setsockopt": 54},
-    "aarch64": {"clone": 220, "socket": 198, "socketpair": 199, "setsockopt": 208},
+    "x86_64": {"clone": 56, "fcntl": 72, "socket": 41, "socketpair": 53, "setsockopt": 54},
+    "aarch64": {"clone": 220, "fcntl": 25, "socket": 198, "socketpair": 199, "setsockopt": 208},
 }
 _ON_PROCESS = {
     "x86_64": {"sched_setparam": 142, "sched_setscheduler": 144, "sched_setaffinity": 203, "prlimit64": 302,
@@ -88,6 +89,8 @@ _SHARED_MEMORY: dict[str, tuple[int, ...]] = {"x86_64": (29, 68, 240, 319), "aar
 _AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _NAMESPACE_FLAGS = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET."""
+_FILE_LOCKS = (36, 37, 38)
+"""F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW. Programs that ask with the first fall back to a process's locks."""
 _FAMILIES = (1, 2, 10)
 """AF_UNIX, AF_INET, AF_INET6."""
 _PROTOCOLS = (0, 1, 6, 17)
@@ -140,6 +143,12 @@ def _blocks(
         (_JSET, 0, 1, _NAMESPACE_FLAGS),
         (_RET, 0, 0, _ERRNO | errno.EPERM),
         (_RET, 0, 0, _ALLOW),
+    ]
+    done[_CALLS[machine]["fcntl"]] = [
+        (_LOAD, 0, 0, _ARGUMENT_1),
+        *((_JEQ, len(_FILE_LOCKS) - index, 0, command) for index, command in enumerate(_FILE_LOCKS)),
+        (_RET, 0, 0, _ALLOW),
+        (_RET, 0, 0, _ERRNO | errno.EINVAL),
     ]
     known = [(_LOAD, 0, 0, _ARGUMENT_2), *_one_of(_PROTOCOLS, errno.EPROTONOSUPPORT)]
     for name in ("socket", "socketpair"):

@@ -30,6 +30,8 @@ from etude.sandbox.inside.wire import Wire
 
 FILE_OPERATION_WALL_S = 20.0
 """What a file operation may take on a machine that is busy with other things; its owner waits for longer."""
+AGAIN_S = 1.0
+"""When an alarm comes again: one that comes while another is handled counts for nothing."""
 TOGETHER_BYTES = 4 << 20
 """Once files that are asked for together hold so much, the rest is left to another request."""
 ABSENCE_MS = 10.0
@@ -255,6 +257,8 @@ class Server:
 _NEVER = (float("inf"), float("inf"))
 _deadlines_s = _NEVER
 """Of the operation that is being done: on this process's clock, and on the wall's."""
+_is_alarmed = False
+"""Whether an alarm is being handled."""
 
 
 def _is_time_over() -> bool:
@@ -263,18 +267,27 @@ def _is_time_over() -> bool:
 
 
 def _on_alarm(signum: int, frame: FrameType | None) -> None:
-    # The agent may send this signal itself: it only counts when time is really over.
-    if _is_time_over():
-        raise Fault(*faults.SLOW_PATTERN)
-    if _deadlines_s != _NEVER:
-        _set_alarm()
+    # The agent may send this signal itself: it only counts when time is really over, and a storm of them must
+    # not call this from within itself until the stack is full.
+    global _is_alarmed
+    if _is_alarmed:
+        return
+    _is_alarmed = True
+    try:
+        if _is_time_over():
+            signal.setitimer(signal.ITIMER_REAL, 0.0)  # this is said once
+            raise Fault(*faults.SLOW_PATTERN)
+        if _deadlines_s != _NEVER:
+            _set_alarm()
+    finally:
+        _is_alarmed = False
 
 
 def _set_alarm() -> None:
-    """For the earliest moment at which time may be over."""
+    """For the earliest moment at which time may be over, and again after it."""
     processor_s, wall_s = _deadlines_s
     remaining_s = min(processor_s - time.process_time(), wall_s - time.monotonic())
-    signal.setitimer(signal.ITIMER_REAL, max(0.0, remaining_s) + 1e-3)
+    signal.setitimer(signal.ITIMER_REAL, max(0.0, remaining_s) + 1e-3, AGAIN_S)
 
 
 @contextmanager

@@ -400,7 +400,10 @@ class LocalBackend(ForkServerBackend):
 
     def capabilities(self) -> Capabilities:
         """See SandboxBackend.capabilities."""
-        return dataclasses.replace(super().capabilities(), neighbours_share=self._spare_ids is None)
+        ids = self._spare_ids
+        # Without root's rights layers of images cannot be shown as another user's: all that have one share.
+        share = ids is None or (self._images is not None and bool(ids.programs))
+        return dataclasses.replace(super().capabilities(), neighbours_share=share)
 
     def _arguments(self) -> Sequence[str]:
         images = "" if self._images is None else str(self._images.resolve() / "layers")

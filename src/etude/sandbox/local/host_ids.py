@@ -17,6 +17,7 @@ _FIRST, _LAST = 0x7000_0000, 0x7FFD_FFFF
 """Which the list of systemd (UIDS-GIDS) leaves to nobody."""
 _KERNEL = (6, 3)
 """The first that shows a tmpfs as another user's."""
+_MAPS = ("uid_map", "gid_map")
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def find_host_ids(
     if tuple(map(int, numbers)) < _KERNEL:
         return HostIds(None, f"the kernel is older than Linux {_KERNEL[0]}.{_KERNEL[1]}")
     if uid == 0:
-        if all(_is_mapped(proc / name) for name in ("uid_map", "gid_map")):
+        if all(_is_mapped(proc / name, _FIRST, _LAST - _FIRST + 1) for name in _MAPS):
             return HostIds(Spare(_FIRST, _FIRST, _LAST - _FIRST + 1))
         return HostIds(None, f"this container has no ids {_FIRST} to {_LAST}: map them into it")
     programs = [shutil.which(name, path=path) for name in ("newuidmap", "newgidmap")]
@@ -57,14 +58,18 @@ def find_host_ids(
             f"usermod --add-subuids FIRST-LAST --add-subgids FIRST-LAST, of {BLOCK} ids for each fork server"
         )
         return HostIds(None, f"/etc/subuid and /etc/subgid have too few ids for this user: {fix}")
-    (first_uid, num_uids), (first_gid, num_gids) = (row for row in ranges if row is not None)
+    found_ranges = [row for row in ranges if row is not None]
+    for name, (first, num) in zip(_MAPS, found_ranges, strict=True):
+        if not _is_mapped(proc / name, first, num):
+            return HostIds(None, f"this container has no ids {first} to {first + num - 1}: map them into it")
+    (first_uid, num_uids), (first_gid, num_gids) = found_ranges
     found = tuple(program for program in programs if program is not None)
     return HostIds(Spare(first_uid, first_gid, min(num_uids, num_gids), found))
 
 
-def _is_mapped(file: Path) -> bool:
+def _is_mapped(file: Path, wanted: int, num_wanted: int) -> bool:
     rows = [tuple(map(int, line.split())) for line in file.read_text().splitlines()]
-    return any(first <= _FIRST and first + num > _LAST for first, _, num in rows)
+    return any(first <= wanted and first + num >= wanted + num_wanted for first, _, num in rows)
 
 
 def _find_range(file: Path, uid: int) -> tuple[int, int] | None:

@@ -284,6 +284,8 @@ class RemoteSandbox(Sandbox):
             output = self._outputs[header["pid"]]
             await output.drain()
             num_dropped_bytes += output.num_dropped_bytes
+            if not num_dropped_bytes and self._outputs.get(header["pid"]) is output:
+                del self._outputs[header["pid"]]  # one that lacks something tells the next who waits, too
         return ({**answer, "truncated": True} if num_dropped_bytes else answer), data
 
     async def exchange(

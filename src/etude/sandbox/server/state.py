@@ -30,6 +30,8 @@ from etude.serving.metrics import Labels, Metrics
 
 PRUNE_EVERY = 256
 """After so many new sandboxes those that ended by themselves are forgotten."""
+_NUM_ENDED = 4096
+"""Of those, so many still say themselves what became of them."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,7 @@ class ServerState:
         self.creations = Creations(limits.num_keys)
         self.draining = False
         self._held: dict[str, Held] = {}
+        self._ended: OrderedDict[str, Held] = OrderedDict()
         self._num_held = 0
         self._background = Tasks(on_error=self._note_background_error)
 
@@ -239,7 +242,8 @@ class ServerState:
         return self._held.get(sandbox_id)
 
     async def find(self, sandbox_id: str) -> Held:
-        """A sandbox by its id; one that sleeps is not woken. Raises SandboxMissingError."""
+        """A sandbox by its id; one that sleeps is not woken, and one that ended by itself answers as it does
+        where it lives: its time may have been the agent's to keep. Raises SandboxMissingError."""
         held = self._held.get(sandbox_id)
         if held is not None:
             return held
@@ -247,6 +251,8 @@ class ServerState:
             for info in await backend.list():
                 if info.id == sandbox_id and info.state == "running":
                     return self.hold(name, await backend.connect(sandbox_id))
+        if sandbox_id in self._ended:
+            return self._ended[sandbox_id]
         raise SandboxMissingError(
             "no such sandbox here: it was killed, or its time to live is over",
             field="sandbox",
@@ -264,7 +270,7 @@ class ServerState:
                 return self.hold(name, await backend.connect(sandbox_id))
             except SandboxMissingError as error:
                 missing = error
-        self.forget(sandbox_id)
+        self._set_aside(sandbox_id)
         assert missing is not None, "there is at least one backend"
         raise missing
 
@@ -277,8 +283,16 @@ class ServerState:
             ids = {info.id for info in infos}
             live[name] = sum(info.state == "running" for info in infos)
             for gone in set(before) - ids:
-                self.forget(gone)
+                self._set_aside(gone)
         return live
+
+    def _set_aside(self, sandbox_id: str) -> None:
+        held = self._held.get(sandbox_id)
+        self.forget(sandbox_id)
+        if held is not None:
+            self._ended[sandbox_id] = held
+            if len(self._ended) > _NUM_ENDED:
+                self._ended.popitem(last=False)
 
     async def metrics_text(self) -> str:
         """See Metrics.text; with what lives and waits now."""
