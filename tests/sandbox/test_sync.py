@@ -107,7 +107,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 with SyncBackend(ScriptedBackend) as backend, backend.create() as sandbox:
     def announce():
         caller = threading.main_thread().ident
-        while not sandbox.wrapped.commands.running or sys._current_frames()[caller].f_code.co_name != "wait":
+        while not sandbox.wrapped.scripted.running or sys._current_frames()[caller].f_code.co_name != "wait":
             time.sleep(0.01)
         print("ready", flush=True)
     announcing = threading.Thread(target=announce)
@@ -115,7 +115,7 @@ with SyncBackend(ScriptedBackend) as backend, backend.create() as sandbox:
     try:
         sandbox.commands.run("sleep 600")
     except KeyboardInterrupt:
-        print("cancelled", sandbox.wrapped.commands.cancelled, flush=True)
+        print("cancelled", sandbox.wrapped.scripted.cancelled, flush=True)
     announcing.join()
 print("ended", [t.name for t in threading.enumerate()], flush=True)
 """
