@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import etude.sandbox.calls as calls_module
 import etude.sandbox.files as files_module
 import etude.sandbox.snapshots as snapshots_module
 from etude.sandbox.local.backend import LocalBackend
@@ -74,7 +75,7 @@ def _join(target: Path, name: str) -> Path:
 OWNERS: dict[str, tuple[Any, str, Any]] = {
     "names of downloads checked": (files_module, "below", _join),
     "size of downloads bounded": (files_module, "DOWNLOAD_BYTES", 1 << 60),
-    "paths normalised": (files_module, "normal_path", lambda path, workspace: path),
+    "paths normalised": (calls_module, "normal_path", lambda path, workspace: path),
     "names of snapshots checked": (snapshots_module, "_NAME", _Anything()),
     "digests of snapshots checked": (snapshots_module, "_check_files", lambda directory, manifest: None),
 }
