@@ -106,7 +106,7 @@ async def download_names_that_climb(field: Field) -> str:
     refusals: list[str] = []
     for name in ("../planted", "a/../../planted", "link/planted", str(field.directory / "planted")):
         try:
-            await Files(HostileLine([name])).download(".", target)
+            await Files(HostileLine(["x", name])).download(".", target)
         except EtudeError as error:
             refusals.append(type(error).__name__)
     planted = [path for path in field.directory.rglob("planted") if target not in path.parents]
