@@ -172,16 +172,18 @@ def test_the_others_end_when_the_lead_is_killed(tmp_path: Path, doing: str) -> N
 
 
 STOPPED = """
-import signal
+import signal, time
 from etude.config.parallel import ParallelConfig
 from etude.training.parallel.team import Team
 from tests.training.parallel.test_team import Counter
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, frame: None)
+    heard = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     team = Team.spawn(ParallelConfig(ranks=2, timeout_s=60.0))
     team.make(Counter, 5)
     print("made", flush=True)
-    signal.pause()
+    while not heard:  # pause() would miss a signal that comes before it
+        time.sleep(0.01)
     print(*team.call(Counter.add, 1), flush=True)
     {end}
 """
