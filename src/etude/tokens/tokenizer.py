@@ -20,7 +20,7 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from tokenizers import AddedToken
 
-from etude.errors import ConfigError
+from etude.errors import CheckpointError, ConfigError
 from etude.kit.durable import write_text
 from etude.tokens.pieces import Control, Piece
 
@@ -120,8 +120,14 @@ class Tokenizer:
         return name in self._added
 
     def ending_with(self, end: int) -> Tokenizer:
-        """The same, with a control token's id among those that end an answer in `generation_config.json`."""
-        kept = json.loads(self._companions.get(GENERATION_FILE, "{}"))
+        """The same, with a control token's id among those that end an answer in `generation_config.json`. Raises
+        CheckpointError for a damaged one."""
+        try:
+            kept = json.loads(self._companions.get(GENERATION_FILE, "{}"))
+        except ValueError as error:
+            raise CheckpointError(
+                f"is not JSON: {error}", field=GENERATION_FILE, fix="fetch it again, or remove it"
+            ) from error
         ends = kept.get("eos_token_id", [])
         ends = ends if isinstance(ends, list) else [ends]
         if end in ends:
