@@ -120,8 +120,10 @@ class Tokenizer:
         return name in self._added
 
     def ending_with(self, end: int) -> Tokenizer:
-        """The same, with a control token's id among those that end an answer in `generation_config.json`. Raises
-        CheckpointError for a damaged one."""
+        """The same, with a control token's id among those that end an answer in `generation_config.json`.
+
+        Raises CheckpointError for a damaged one.
+        """
         try:
             kept = json.loads(self._companions.get(GENERATION_FILE, "{}"))
         except ValueError as error:
