@@ -71,7 +71,8 @@ def test_what_was_asked_for_is_told(tmp_path: Path) -> None:
 
 def test_time_to_live_ends_a_sandbox_running_or_asleep(tmp_path: Path) -> None:
     async def scenario(backend: ForkServerBackend) -> None:
-        kept, extended, unlimited, asleep, busy = [await backend.create() for _ in range(5)]
+        kept, extended, unlimited, asleep, busy, idle = [await backend.create() for _ in range(6)]
+        await idle.commands.run("true")
         await asleep.pause("filesystem")
         waiting = asyncio.create_task(busy.commands.run("sleep 300", 300.0))
         short, shortened = await backend.create(timeout_s=0.3), await backend.create(timeout_s=600.0)
@@ -79,13 +80,13 @@ def test_time_to_live_ends_a_sandbox_running_or_asleep(tmp_path: Path) -> None:
         for lengthened, timeout_s in ((extended, 600.0), (unlimited, None)):
             await lengthened.set_timeout(0.3)
             await lengthened.set_timeout(timeout_s)
-        for brief in (asleep, busy, shortened):
+        for brief in (asleep, busy, idle, shortened):
             await brief.set_timeout(0.4)
         with pytest.raises(SandboxKilledByAgentError, match="time to live is over"):
             await waiting
 
         async def have_ended() -> bool:
-            infos = [await sandbox.get_info() for sandbox in (short, asleep, busy, shortened)]
+            infos = [await sandbox.get_info() for sandbox in (short, asleep, busy, idle, shortened)]
             return {info.state for info in infos} == {"killed"}
 
         assert await becomes_true(have_ended)
@@ -93,7 +94,7 @@ def test_time_to_live_ends_a_sandbox_running_or_asleep(tmp_path: Path) -> None:
         assert await becomes_true(lambda: list((tmp_path / "snapshots").iterdir()) == [])
         with pytest.raises(SandboxKilledByAgentError):  # a later call of an agent that let it pass
             await busy.commands.run("true")
-        for ours in (short, asleep):  # no agent had them in its hands
+        for ours in (short, asleep, idle):  # no agent had them in its hands
             with pytest.raises(SandboxError, match="killed"):
                 await ours.commands.run("true")
         await short.set_timeout(5.0)

@@ -661,9 +661,11 @@ def test_an_expired_sandbox_tells_its_agent_so_also_once_it_is_forgotten(
         state = client.state  # type: ignore[attr-defined]
         for _ in range(2):
             sandbox = (await create(client, template={"files": {"a": "1"}})).json()["id"]
-            assert (await call(client, sandbox, "read", path="a")).json()["payload"] == "1"
+            slow = asyncio.create_task(call(client, sandbox, "command", cmd="sleep 60", timeout_s=60))
+            await until(lambda: all(one.is_in_use for one in backend._live.values()))
             await client.post(f"/v1/sandboxes/{sandbox}/timeout", json={"timeout_s": 0.01})
             await until(lambda: not backend._live)
+            await slow
             await client.get("/metrics")
             assert state.known(sandbox) is None
             late = (await call(client, sandbox, "read", path="a")).json()

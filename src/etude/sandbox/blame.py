@@ -3,7 +3,8 @@
     it never started, or it sleeps, or was killed here                  ours
     the host shows that it failed: its own process died, its memory     ours
     was used up, most of its sandboxes failed together
-    everything else, its time to live among it                          the agent's
+    its time to live ended while nobody asked for anything              ours
+    everything else                                                     the agent's
 
 From its first action on an agent has files, names, memory and processes in the sandbox, and more ways of
 breaking it than anybody can list. So no evidence is asked for against the agent. It is asked for against the

@@ -84,6 +84,31 @@ class Owner(Protocol):
     def expire_at(self, sandbox: MachineSandbox, timeout_s: float | None) -> None: ...
 
 
+class _Stopwatch:
+    """Measures for how long anything at all was going on."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self._since_s = self._before_s = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Something goes on in the block."""
+        if not self.num_running:
+            self._since_s = time.monotonic()
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
+            if not self.num_running:
+                self._before_s += time.monotonic() - self._since_s
+
+    def total_s(self) -> float:
+        """The seconds so far."""
+        return self._before_s + (time.monotonic() - self._since_s if self.num_running else 0.0)
+
+
 class _Gate:
     """Lets nothing new through while a sandbox is copied, and tells for how long that was.
 
@@ -92,9 +117,9 @@ class _Gate:
 
     def __init__(self) -> None:
         self._is_open = asyncio.Event()
-        self._num_closings = 0
-        self._since_s = 0.0
-        self._before_s = 0.0
+        self._closings = _Stopwatch()
+        self.closed_s = self._closings.total_s
+        """For how many seconds it has been kept closed, all in all."""
 
     async def wait(self) -> None:
         """Waits until it is open."""
@@ -102,27 +127,18 @@ class _Gate:
 
     def open(self) -> None:
         """Opens it, unless it is kept closed: then it opens afterwards."""
-        if not self._num_closings:
+        if not self._closings.num_running:
             self._is_open.set()
 
     @contextmanager
     def closed(self) -> Iterator[None]:
         """Keeps it closed in the block."""
-        if not self._num_closings:
-            self._since_s = time.monotonic()
-        self._num_closings += 1
         self._is_open.clear()
         try:
-            yield
+            with self._closings.running():
+                yield
         finally:
-            self._num_closings -= 1
-            if not self._num_closings:
-                self._before_s += time.monotonic() - self._since_s
             self.open()
-
-    def closed_s(self) -> float:
-        """For how many seconds it has been kept closed, all in all."""
-        return self._before_s + (time.monotonic() - self._since_s if self._num_closings else 0.0)
 
 
 class MachineSandbox(Sandbox):
@@ -134,8 +150,8 @@ class MachineSandbox(Sandbox):
         self.state: SandboxState = "running"
         self.created_s = time.time()
         self.expires_s: float | None = None
-        self.was_used = self.has_expired = False
-        """Whether anything was asked of it, and whether its time to live ended it after that."""
+        self.has_expired = False
+        """Whether its time to live ended it, and that was the agent's doing."""
         self.environment: dict[str, str] = {}
         """Of every command, beside the server's own."""
         self.lifecycle = asyncio.Lock()
@@ -146,7 +162,15 @@ class MachineSandbox(Sandbox):
         self._channel: Channel | None = None
         self._outputs = Outputs()
         self._gate = _Gate()
+        self._use = _Stopwatch()
+        self._began_s = time.monotonic()
         self._egress: Egress | None = None
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether something is asked of it now, or was for most of its life."""
+        most_s = (time.monotonic() - self._began_s) / 2
+        return self._use.num_running > 0 or self._use.total_s() > most_s
 
     @property
     def workspace(self) -> str:
@@ -243,9 +267,9 @@ class MachineSandbox(Sandbox):
     @asynccontextmanager
     async def _asking(self) -> AsyncIterator[None]:
         """Around everything that is asked of the program inside: failures in the block are judged."""
-        self.was_used = True
         try:
-            yield
+            with self._use.running():
+                yield
         except FrameError as error:
             raise too_large(error) from error
         except SandboxError as error:

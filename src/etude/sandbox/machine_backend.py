@@ -376,8 +376,8 @@ class MachineBackend(SnapshotKeeper):
     # Inner workings
 
     def _expire(self, sandbox: MachineSandbox) -> None:
-        # An agent that lets its time pass must not void its session.
-        sandbox.has_expired = sandbox.was_used and sandbox.state == "running"
+        # An agent that lets its time pass must not void its session, nor may its owner's time fail it.
+        sandbox.has_expired = sandbox.is_in_use and sandbox.state == "running"
         self.spawn(self.kill(sandbox))
 
     def _check_accepting(self) -> None:

@@ -18,9 +18,7 @@ CALL_S = 60.0
 TRANSFER_S = 900.0
 """For commands that move whole images."""
 _SAID_CHARS = 2000
-_MISSING = re.compile(
-    r"no such (image|object)|image not known|unable to inspect|does not exist", re.IGNORECASE
-)
+_MISSING = re.compile(r"no such (image|object)|image not known", re.IGNORECASE)
 _GONE = re.compile(r"no such container|no container with|already in progress", re.IGNORECASE)
 _IN_USE = re.compile(r"in use|being used|has dependent|must be forced", re.IGNORECASE)
 
@@ -70,13 +68,14 @@ class Engine:
     async def attach(
         self, container: str, line: socket.socket, said: IO[bytes]
     ) -> asyncio.subprocess.Process:
-        """Starts a container whose standard input and output are `line`, which is ours no longer; what it
-        says on standard error goes to `said`. The process lives as long as the container does."""
-        with line:
-            return await asyncio.create_subprocess_exec(
-                self.program, "start", "--attach", "--interactive", container,
-                stdin=line.fileno(), stdout=line.fileno(), stderr=said,
-            )  # fmt: skip
+        """Starts a container with `line` as its standard input and output, and `said` for standard error.
+
+        The process that carries them lives as long as the container does.
+        """
+        words = ("start", "--attach", "--interactive", container)
+        return await asyncio.create_subprocess_exec(
+            self.program, *words, stdin=line.fileno(), stdout=line.fileno(), stderr=said
+        )
 
     async def remove(self, container: str) -> None:
         """Kills and removes a container with its volumes; one that is gone is fine."""
