@@ -238,9 +238,3 @@ def test_a_model_and_sources_must_be_named(tmp_path: Path, tokenizer: Tokenizer)
         check_sft(RunConfig())
     with pytest.raises(ConfigError, match="sources"):
         check_sft(_config(tmp_path, tokenizer, sources={}))
-
-
-def test_runs_that_chose_their_template_by_the_older_keys_are_read() -> None:
-    assert parse_config({"sft": {"grammar": "auto", "template": "auto"}}) == RunConfig()
-    with pytest.raises(ConfigError, match=r"sft\.template"):
-        parse_config({"sft": {"template": "chatml"}})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, cast
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -146,16 +146,6 @@ class SftConfig(MixtureConfig):
     """By name: `[sft.sources.NAME]`."""
     observation_weight: float = Field(default=0.0, ge=0)
     """Loss weight of prompts and tool results, relative to the agent's own tokens; 0 masks them out."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_older_names(cls, values: Any) -> Any:
-        """Runs that were begun before `[agent]` chose how a model is spoken to chose it here."""
-        if not isinstance(values, dict):
-            return values
-        named = cast("dict[str, Any]", values)
-        moved = {key for key in ("grammar", "template") if named.get(key) == "auto"}
-        return {key: value for key, value in named.items() if key not in moved}
 
     @model_validator(mode="after")
     def _fits_together(self) -> SftConfig:
