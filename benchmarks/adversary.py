@@ -31,6 +31,7 @@ from benchmarks.common import Figures, merge_result, print_table
 from tests.adversary.escape.causes import CAUSES, FOUND_BEFORE
 
 _ROOT = Path(__file__).resolve().parents[1]
+_RESULTS = _ROOT / "benchmarks" / "results" / "adversary.json"
 _WITH_SLOW = ("-m", "slow or not slow")
 _CAUSE_OF = {name: cause for cause, names in CAUSES.items() for name in names}
 _FAULTS = {
@@ -91,7 +92,7 @@ def _through(cases: Iterable[Case]) -> list[Case]:
 
 def _with_bound(figures: Figures, name: str, num_tries: int) -> Figures:
     """`figures`, and the bound of one that is 0."""
-    return figures | ({f"{name}_below": 3 / num_tries} if not figures[name] and num_tries else {})
+    return figures | ({f"{name}_below": min(1.0, 3 / num_tries)} if not figures[name] and num_tries else {})
 
 
 def count_hacks(cases: list[Case]) -> Figures:
@@ -101,7 +102,7 @@ def count_hacks(cases: list[Case]) -> Figures:
         "reward_hack_kinds": len(_kinds(tries)),
         "reward_hacks_paid": len(_kinds(_through(tries))),
     }
-    return _with_bound(figures, "reward_hacks_paid", 3 * len(tries))
+    return _with_bound(figures, "reward_hacks_paid", len(tries))
 
 
 def count_dodges(cases: list[Case]) -> Figures:
@@ -259,19 +260,23 @@ def main() -> None:
     parser.add_argument(
         "--match", default="", metavar="WORDS", help="kinds that pytest's -k selects by these"
     )
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, nargs="?", const=_RESULTS, help="file of the results")
     arguments = parser.parse_args()
     if arguments.match and arguments.json:
         parser.error("--match tries some kinds only: figures of those are not for a file")
     failed: list[str] = []
+    measured: Figures = {}
+    rows: dict[str, dict[str, str]] = {}
     for name in arguments.only or GROUPS:
         cases = run_group(GROUPS[name], arguments.match)
         figures = GROUPS[name].count(cases)
         print_cases(name, cases)
         print_table(name, figures)
         failed += [key for key in GROUPS[name].bad if figures.get(key)]
-        if arguments.json is not None:
-            merge_result(arguments.json, [name], figures, {name: rows_of(cases)})
+        measured |= figures
+        rows[name] = rows_of(cases)
+    if arguments.json is not None:  # at once: a file that was written would make what follows dirty
+        merge_result(arguments.json, list(rows), measured, rows)
     if failed:
         sys.exit(f"got through: {', '.join(failed)}")
 
