@@ -115,3 +115,11 @@ def test_long_sequences_count_for_their_squares() -> None:
 def test_what_cannot_be_packed_is_refused(arguments: tuple[list[int], int, int]) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         pack_sequences(*arguments)
+
+
+def test_tokens_that_all_sequences_begin_with_are_counted_once_in_each_micro_batch() -> None:
+    lengths = [700, 600, 600, 500]
+    assert [len(rank) for rank in pack_sequences(lengths, 1_400)] == [2]
+    (batches,) = pack_sequences(lengths, 1_400, shared_tokens=400)
+    assert [sorted(batch) for batch in batches] == [[0, 1, 2, 3]], "400 and 300, 200, 200, 100 of their own"
+    assert len(pack_sequences(lengths, 900, shared_tokens=400)[0]) == 2

@@ -113,3 +113,9 @@ def test_a_step_is_cut_by_its_sequences_alone() -> None:
     lengths = [100, 90, 80, 70, 60, 50]
     (plan,) = pack_sequences(lengths, 1_000, least_batches=3)
     assert sorted(sum(lengths[i] for i in batch) for batch in plan) == [150, 150, 150]
+
+
+def test_a_beginning_that_all_share_is_computed_in_few_micro_batches() -> None:
+    assert count_batches(16, 16 * 1_200, 450) == 6, "2,700 rows of it beside 12,000 others"
+    assert count_batches(16, 16 * 1_200, 1_000) == 2, "one for each of two threads at any rate"
+    assert count_batches(1, 1_200, 400) == 1

@@ -119,6 +119,11 @@ class Ops(Protocol):
         """What computes attention over a packed batch, for the reference that does."""
         return attention
 
+    @property
+    def cuts_rows(self) -> bool:
+        """Whether `split_rows` needs the rows of whole sequences, one after the other."""
+        return False
+
     def split_rows(
         self,
         rows: PackedRows,

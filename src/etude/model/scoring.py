@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from etude.model.attention import PackedAttention
 from etude.model.feed_forward import RouterStatistics
 from etude.model.language_model import LanguageModel
+from etude.model.prefixes import count_shared_tokens, share_prefixes
 from etude.model.routes import ReplayedRoutes
 from etude.model.rows import PackedRows
 from etude.protocols import Routes
@@ -36,6 +37,8 @@ class PackedSequences:
     """`order[i]`: which of the given sequences lies at place i."""
     starts: list[int]
     """`starts[i]`: first row of the sequence at place i."""
+    sequences: list[NDArray[np.int32]]
+    """The sequences in packed order."""
 
     @staticmethod
     def pack(
@@ -53,6 +56,7 @@ class PackedSequences:
             PackedAttention(lengths, device=device),
             order,
             starts,
+            [sequences[i] for i in order],
         )
 
     def pack_rows(self, rows: Sequence[NDArray[np.generic]]) -> Tensor:
@@ -81,16 +85,32 @@ def packed_logprobs(
 
     `targets` are rows of the packed batch whose token is to be scored given those before it: never the
     first row of a sequence. `routes` [T, layers, top_k] replays recorded experts; or it chooses itself, in
-    the last layer for the rows `targets` - 1 only. Differentiable.
+    the last layer for the rows `targets` - 1 only. Differentiable. What sequences begin with alike is
+    computed once where the model is dense (see `share_prefixes`).
     """
     wanted = targets - 1
     replay = ReplayedRoutes(routes, wanted) if isinstance(routes, Tensor) else routes
     attention = model.ops.packed_attention(batch.attention)
     following = batch.tokens[targets]
     rows = PackedRows(batch.tokens, batch.positions, attention, wanted, following, replay, statistics)
+    if _shares_prefixes(model):
+        rows = share_prefixes(rows, batch.sequences)
     return model.ops.split_rows(
         rows, batch.attention.lengths, lambda own: _row_logprobs(model, own, temperature)
     )
+
+
+def shared_tokens(model: nn.Module, sequences: Sequence[NDArray[np.int32]]) -> int:
+    """With how many tokens all sequences begin that each micro-batch of them computes once."""
+    return count_shared_tokens(sequences) if _shares_prefixes(model) else 0
+
+
+def _shares_prefixes(model: nn.Module) -> bool:
+    """Whether rows of the same tokens are the same: experts may have been chosen otherwise in each sequence.
+    Latent attention, models of transformers and ranks that cut rows want those of whole sequences."""
+    if not isinstance(model, LanguageModel):
+        return False
+    return not (model.num_experts or model.config.is_latent or model.ops.cuts_rows)
 
 
 def _row_logprobs(model: LanguageModel, rows: PackedRows, temperature: float) -> tuple[Tensor, Tensor]:

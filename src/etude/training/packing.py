@@ -27,10 +27,11 @@ def pack_sequences(
     num_ranks: int = 1,
     *,
     least_batches: int = 1,
+    shared_tokens: int = 0,
     crossover_tokens: float = CROSSOVER_TOKENS,
 ) -> Packing:
     """Deals sequences of these many tokens into micro-batches of at most `max_tokens` (or one sequence), for
-    each rank at least `least_batches`.
+    each rank at least `least_batches`. `shared_tokens`, fewer than each has, are counted once in each.
 
     Costs (`sequence_cost`) are levelled, and those of one round, of which each rank has one, are alike. One
     rank has as few micro-batches as best-fit packing needs; each of several may have a round more, where long
@@ -42,6 +43,9 @@ def pack_sequences(
     for field, values in (("lengths", lengths), ("max_tokens", (max_tokens,)), ("num_ranks", (num_ranks,))):
         if min(values, default=1) < 1:
             raise ConfigError("must be at least 1", field=field, received=min(values))
+    if shared_tokens:
+        lengths = [length - shared_tokens for length in lengths]
+        max_tokens = max(1, max_tokens - shared_tokens)
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     costs = [sequence_cost(length, crossover_tokens) for length in lengths]
     packing: Packing = [[] for _ in range(num_ranks)]

@@ -22,7 +22,7 @@ from etude.errors import CheckpointError, ConfigError
 from etude.model import LanguageModel, RouterStatistics
 from etude.model.loading import AnyModel
 from etude.model.lora import Adapters
-from etude.model.scoring import PackedSequences, device_of, packed_logprobs, score_sequences
+from etude.model.scoring import PackedSequences, device_of, packed_logprobs, score_sequences, shared_tokens
 from etude.records import Group, PolicyVersion, Scores, WeightManifest
 from etude.training.batches import TrainingSequence, Update, describe_batch, split_updates
 from etude.training.checkpoints import (
@@ -247,11 +247,13 @@ class RlTrainer:
         if not update:
             return []
         lengths = [len(sequence.tokens) for sequence in update]
+        shared = shared_tokens(self.model, [sequence.tokens for sequence in update])
         plan = pack_sequences(
             lengths,
             self._config.micro_batch_tokens,
             self._ranks.world_size,
-            least_batches=count_batches(len(lengths), sum(lengths)) if self._is_cut else 1,
+            least_batches=count_batches(len(lengths), sum(lengths), shared) if self._is_cut else 1,
+            shared_tokens=shared,
         )
         return self._ranks.share(plan)
 

@@ -31,9 +31,17 @@ _LEAST_TOKENS = 768
 _MOST_BATCHES = 16
 
 
-def count_batches(num_sequences: int, num_tokens: int) -> int:
-    """Into how many micro-batches a step is cut at least, so that threads have something to share."""
-    return max(1, min(num_sequences, num_tokens // _LEAST_TOKENS, _MOST_BATCHES))
+def count_batches(num_sequences: int, num_tokens: int, shared_tokens: int = 0) -> int:
+    """Into how many micro-batches a step is cut at least, so that threads have something to share.
+
+    `shared_tokens`, with which all sequences begin, are computed once in each: where there are more than two
+    micro-batches, a fifth of all rows at most.
+    """
+    most = min(num_sequences, num_tokens // _LEAST_TOKENS, _MOST_BATCHES)
+    if shared_tokens:
+        own = num_tokens - num_sequences * shared_tokens
+        most = min(most, max(2, own // (4 * shared_tokens)))
+    return max(1, most)
 
 
 def is_cut(model: nn.Module, ranks: Ranks) -> bool:

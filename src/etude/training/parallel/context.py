@@ -82,6 +82,11 @@ class ContextParallelOps(WrappedOps):
         self._num_moe_layers = num_moe_layers
         self._min_piece = min_piece
 
+    @property
+    def cuts_rows(self) -> bool:
+        """See Ops."""
+        return True
+
     def split_rows(
         self,
         rows: PackedRows,

@@ -18,7 +18,7 @@ from etude.config import DraftsConfig, ModelConfig, NextTokenConfig
 from etude.errors import CheckpointError
 from etude.model import DraftLayers, LanguageModel, RouterStatistics
 from etude.model.loading import read_architecture
-from etude.model.scoring import PackedSequences, device_of, packed_logprobs
+from etude.model.scoring import PackedSequences, device_of, packed_logprobs, shared_tokens
 from etude.training.checkpoints import WriteCheckpoint, load_stored, save_checkpoint
 from etude.training.optimizer import OffendingBatches, Optimizer
 from etude.training.packing import Packing, pack_sequences
@@ -87,7 +87,7 @@ class NextTokenTrainer:
         began = time.perf_counter()
         documents = self.batches.draw()
         lengths = [len(document.tokens) for document in documents]
-        plan = self._pack(lengths)
+        plan = self._pack(documents)
         totals = [_total_weight([documents[i] for i in batch]) for share in plan for batch in share if batch]
         total = torch.stack(totals).sum() if len(totals) > 1 else totals[0]
         sums = torch.zeros(5, dtype=torch.float64)
@@ -171,10 +171,14 @@ class NextTokenTrainer:
         self.batches.load_state_dict(state["batches"])
         self._optimizer.load_state_dict(state["optimizer"])
 
-    def _pack(self, lengths: Sequence[int]) -> Packing:
+    def _pack(self, documents: Sequence[Document]) -> Packing:
+        lengths = [len(document.tokens) for document in documents]
         max_tokens = self._config.micro_batch_tokens or sum(lengths)
-        least = count_batches(len(lengths), sum(lengths)) if self._is_cut else 1
-        return pack_sequences(lengths, max_tokens, self._ranks.world_size, least_batches=least)
+        shared = 0 if self.drafts else shared_tokens(self.model, [one.tokens for one in documents])
+        least = count_batches(len(lengths), sum(lengths), shared) if self._is_cut else 1
+        return pack_sequences(
+            lengths, max_tokens, self._ranks.world_size, least_batches=least, shared_tokens=shared
+        )
 
     def _objective(
         self, documents: Sequence[Document], total: Tensor, part: float

@@ -1,0 +1,99 @@
+"""What sequences of a packed batch begin with alike is computed once.
+
+    sequences   system, task A, turn 1, ...        rows computed   system, task A, turn 1, ..., turn 1', ...,
+                system, task A, turn 1', ...                       task B, turn 1, ...
+                system, task B, turn 1, ...
+
+A row of a causal model depends on the tokens up to it alone, so rows of the same tokens have the same values,
+and the gradient of one that several sequences share is the sum of theirs. Sessions of an agent begin with the
+same words on how to work and the same tools, and those of a group with the same task: all but attention,
+projections and feed-forward parts, is computed for the rows of this tree of prefixes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from etude.model.rows import PackedRows
+from etude.protocols import Attention
+
+LEAST_SAVED = 0.1
+"""Share of the rows that must be saved: gathering keys and values for attention costs something too."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedAttention:
+    """Attention over all rows of a packed batch, for callers that hold each shared row once."""
+
+    packed: Attention[Tensor]
+    """Over all T rows."""
+    source: Tensor
+    """[T] int64: which of the M rows of the caller each packed row is."""
+    first: Tensor
+    """[M] int64: the first packed row that each of the caller's rows is."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query [M, heads, dim], key and value [M, kv_heads, dim] -> [M, heads, value_dim]."""
+        query, key, value = (rows.index_select(0, self.source) for rows in (query, key, value))
+        return self.packed.attend(layer, query, key, value).index_select(0, self.first)
+
+
+def share_prefixes(rows: PackedRows, sequences: Sequence[NDArray[np.int32]]) -> PackedRows:
+    """The same predictions from fewer rows; `rows` as they are where hardly any could be saved.
+
+    `sequences`: the tokens of `rows`, in packed order. Not for models that route: shared rows may have been
+    routed otherwise in each sequence.
+    """
+    source, first = find_shared_rows(sequences)
+    if len(first) > (1.0 - LEAST_SAVED) * len(source):
+        return rows
+    device = rows.tokens.device
+    to_source, to_first = (torch.from_numpy(found).to(device) for found in (source, first))
+    return replace(
+        rows,
+        tokens=rows.tokens[to_first],
+        positions=rows.positions[to_first],
+        attention=SharedAttention(rows.attention, to_source, to_first),
+        wanted=to_source[rows.wanted],
+    )
+
+
+def find_shared_rows(sequences: Sequence[NDArray[np.int32]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of T packed rows, M of which follow different tokens: which of the M each is, [T]; and where each of
+    the M is found first, [M]. Sequences in order of their tokens share most with their neighbours."""
+    starts = np.cumsum([0, *map(len, sequences)])
+    source = np.empty(starts[-1], np.int64)
+    first: list[NDArray[np.int64]] = []
+    count, before, places = 0, sequences[0][:0], source[:0]
+    for index in sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes()):
+        tokens, own = sequences[index], source[starts[index] : starts[index + 1]]
+        shared = _count_equal(before, tokens)
+        own[:shared] = places[:shared]
+        own[shared:] = np.arange(count, count + len(tokens) - shared)
+        first.append(np.arange(starts[index] + shared, starts[index + 1]))
+        count += len(tokens) - shared
+        before, places = tokens, own
+    return source, np.concatenate(first)
+
+
+def count_shared_tokens(sequences: Sequence[NDArray[np.int32]]) -> int:
+    """How many tokens all sequences begin with, the last one of each aside; 0 where that saves hardly any."""
+    if len(sequences) < 2:
+        return 0
+    shared = min(_count_equal(sequences[0], tokens) for tokens in sequences)
+    shared = min(shared, min(map(len, sequences)) - 1)
+    saved = shared * (len(sequences) - 1)
+    return shared if saved >= LEAST_SAVED * sum(map(len, sequences)) else 0
+
+
+def _count_equal(one: NDArray[np.int32], other: NDArray[np.int32]) -> int:
+    """How many tokens both begin with."""
+    length = min(len(one), len(other))
+    unequal = np.flatnonzero(one[:length] != other[:length])
+    return int(unequal[0]) if len(unequal) else length
