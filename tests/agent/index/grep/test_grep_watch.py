@@ -123,3 +123,23 @@ def test_reports_that_do_not_come_cost_a_comparison_and_no_matches(
             watcher.close()
 
     asyncio.run(watched())
+
+
+@pytest.mark.usefixtures("package")
+def test_a_search_that_is_cancelled_leaves_edits_to_the_next_one(tmp_path: Path) -> None:
+    async def watched() -> None:
+        tree = make_tree(tmp_path / "tree")
+        watcher = await Watcher.start(await GrepIndex.build(tree, tmp_path / "index"))
+        try:
+            write("src/main.py")(tree)
+            search = asyncio.ensure_future(watcher.search(QUERIES[0]))
+            await asyncio.sleep(0)
+            search.cancel()
+            await asyncio.wait([search])
+            assert search.cancelled()
+            for query in QUERIES:
+                assert list((await watcher.search(query)).matches) == judged(tree, query), query
+        finally:
+            watcher.close()
+
+    asyncio.run(watched())

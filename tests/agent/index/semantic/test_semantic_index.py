@@ -370,6 +370,28 @@ async def test_what_another_process_embeds_is_seen(tmp_path: Path) -> None:
     await index.close()
 
 
+@in_loop
+async def test_vectors_that_another_build_was_faster_with_are_seen(tmp_path: Path) -> None:
+    index = await SemanticIndex.open(tmp_path, write(tmp_path / "tree", FILES), HashingEmbedder())
+    second = write(tmp_path / "second", FILES)
+    feeds = index._store.feeds
+
+    async def build() -> None:
+        other = await SemanticIndex.open(tmp_path, second, HashingEmbedder())
+        await other.update()
+        await other.close()
+
+    def slowly(chunks: list[int]) -> dict[bytes, str]:
+        index._current()  # a search has looked at what is there
+        asyncio.run(build())
+        return feeds(chunks)
+
+    index._store.feeds = slowly  # type: ignore[method-assign]
+    await index.update()
+    assert (await index.search("zebra", 1)).complete
+    await index.close()
+
+
 @pytest.mark.parametrize("damage", [b"", b"no database at all" * 1000])
 @in_loop
 async def test_a_damaged_store_is_refused(tmp_path: Path, damage: bytes) -> None:

@@ -186,7 +186,7 @@ class Searcher:
         return _Found(named, found.cut, found.complaints)
 
     async def _mirrored(self, query: GrepQuery, path: bytes, changes: Overlay | None) -> _Found:
-        """Searches the changed files where they stand among the ignore rules: ripgrep applies them."""
+        """Searches the changed files where they stand at their paths."""
         if changes is None or changes.mirror is None:
             return _Found([], False, ())
         if path and not (changes.mirror / os.fsdecode(path)).exists():

@@ -10,6 +10,7 @@ in time, or the package is missing, sizes and times of the whole tree are compar
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import tempfile
 import time
 from collections.abc import Generator
@@ -19,13 +20,12 @@ from typing import Any
 from etude.agent.index.grep.index import GrepIndex
 from etude.agent.index.grep.query import GrepQuery, GrepResult
 from etude.errors import ResourceError
-
-try:
-    import watchfiles
-except ImportError:  # the extra `agent` is not installed
-    watchfiles = None
+from etude.kit.tasks import to_the_end
 
 __all__ = ["Watcher"]
+
+watchfiles: Any = importlib.import_module("watchfiles") if importlib.util.find_spec("watchfiles") else None
+"""None where the extra `agent` is not installed."""
 
 _MARK_S = 5.0
 _STEP_MS = 1
@@ -41,6 +41,10 @@ class Watcher:
         self._overlay = index.overlay(live=True)
         self._marks = tempfile.TemporaryDirectory(prefix="etude-watch-")
         self._changes: Generator[set[tuple[Any, str]]] | None = None
+        self._pending: set[str] = set()
+        """Paths that changed, of which the overlay does not know yet."""
+        self._lost = False
+        """There may be more of them than were reported."""
         self._lock = asyncio.Lock()
         self.rescans = 0
         """How often the whole tree had to be compared after the start."""
@@ -53,7 +57,7 @@ class Watcher:
         """
         watcher = cls(index)
         try:
-            await asyncio.to_thread(watcher._begin)
+            await to_the_end(asyncio.to_thread(watcher._begin))
             for path in await index.stale():
                 watcher._overlay.touch(path)
         except BaseException:
@@ -64,20 +68,17 @@ class Watcher:
     async def search(self, query: GrepQuery) -> GrepResult:
         """As `GrepIndex.search`, on the tree as it is now."""
         async with self._lock:
-            # Shielded: a second thread must not enter the generator while this one is in it.
-            reading = asyncio.ensure_future(asyncio.to_thread(self._read))
-            try:
-                changed = await asyncio.shield(reading)
-            except asyncio.CancelledError:
-                await asyncio.wait([reading])
-                raise
-            if changed is None:
-                self.rescans += 1
-                changed = set(await self._index.stale())
+            # To the end: no second thread must enter the generator while this one is in it.
+            await to_the_end(asyncio.to_thread(self._read))
+            if self._lost:
+                self._pending = set(await self._index.stale())
                 self._overlay.close()
                 self._overlay = self._index.overlay(live=True)
-            for path in sorted(changed):
+                self._lost = False
+                self.rescans += 1
+            for path in sorted(self._pending):
                 self._overlay.touch(path)
+                self._pending.discard(path)
             overlay = self._overlay
         return await overlay.search(query)
 
@@ -113,18 +114,18 @@ class Watcher:
             ) from error
         self._changes = changes
 
-    def _read(self) -> set[str] | None:
-        """Paths that were reported up to now; None if reports may be missing."""
+    def _read(self) -> None:
+        """Takes what was reported up to now."""
         if self._changes is None:
-            return None
+            self._lost = True
+            return
         mark = Path(self._marks.name, str(time.monotonic_ns()))
         mark.touch()
         root, seen = f"{self._index.root}/", set[str]()
         ends_s = time.monotonic() + _MARK_S
-        while str(mark) not in seen:
-            if time.monotonic() > ends_s:
-                return None
+        while str(mark) not in seen and not self._lost:
+            self._lost = time.monotonic() > ends_s
             seen |= {name for _, name in next(self._changes)}
         mark.unlink()
         inside = (name.removeprefix(root) for name in seen if name.startswith(root))
-        return {path for path in inside if "/." not in f"/{path.rpartition('/')[0]}"}
+        self._pending |= {path for path in inside if "/." not in f"/{path.rpartition('/')[0]}"}

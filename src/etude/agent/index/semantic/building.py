@@ -20,6 +20,7 @@ from blake3 import blake3
 from etude.agent.index.semantic.embedding import Embedder
 from etude.agent.index.semantic.store import CutChunk, FileRow, FileStat, SemanticStore, cut_file, cut_key
 from etude.agent.index.walk import walk
+from etude.kit.tasks import to_the_end
 
 __all__ = ["MAX_FILE_BYTES", "Build", "BuildProgress", "Changes", "finish_in_thread"]
 
@@ -54,12 +55,7 @@ class Changes:
 
 async def finish_in_thread(work: Callable[..., Result], *arguments: Any) -> Result:
     """Like `asyncio.to_thread`, but a cancelled caller waits: nothing goes on behind it."""
-    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.gather(task, return_exceptions=True)
-        raise
+    return await to_the_end(asyncio.to_thread(work, *arguments))
 
 
 class Build:
@@ -143,11 +139,10 @@ class Build:
             self._progress(BuildProgress("embed", done - len(waiting), total))
 
     def _embed_batch(self, embedder: Embedder, batch: dict[bytes, str]) -> None:
-        known = self._store.vectors(embedder.key, list(batch))  # another process may have been faster
+        known = self._store.vectors(embedder.key, list(batch))  # another build may have been faster
         new = [name for name in batch if name not in known]
-        if new:
-            rows = embedder.embed([batch[name] for name in new])
-            self._store.add_vectors(self._tree, embedder.key, dict(zip(new, rows, strict=True)))
+        rows = embedder.embed([batch[name] for name in new]) if new else []
+        self._store.add_vectors(self._tree, embedder.key, dict(zip(new, rows, strict=True)))
 
 
 def _is_stale(known: FileRow | None, stat: FileStat) -> bool:

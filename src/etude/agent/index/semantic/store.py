@@ -172,6 +172,7 @@ class SemanticStore:
             number = self._one("SELECT id FROM trees WHERE key = ?", key)
             if not number:
                 number = database.execute("INSERT INTO trees (key) VALUES (?)", (key,)).lastrowid
+                assert number is not None
                 columns = "symbol, text, path, tokenize = 'ascii'"
                 database.execute(f"CREATE VIRTUAL TABLE words_{number} USING {_FULL_TEXT}({columns})")
                 database.execute(f"CREATE VIRTUAL TABLE terms_{number} USING fts5vocab(words_{number}, row)")
@@ -275,7 +276,7 @@ class SemanticStore:
         return {name: np.frombuffer(numbers, STORED).astype(np.float32) for name, numbers in rows}
 
     def add_vectors(self, tree: int, model: str, vectors: dict[bytes, NDArray[np.float32]]) -> None:
-        """Keeps vectors; one that is there already stays."""
+        """Keeps vectors; one that is there already stays. Searches of the tree look at them anew."""
         rows = [(model, name, numbers.astype(STORED).tobytes()) for name, numbers in vectors.items()]
         with self._writing() as database:
             database.executemany("INSERT OR IGNORE INTO vectors VALUES (?, ?, ?)", rows)
