@@ -112,7 +112,7 @@ def test_reports_that_do_not_come_cost_a_comparison_and_no_matches(
         tree = make_tree(tmp_path / "tree")
         watcher = await Watcher.start(await GrepIndex.build(tree, tmp_path / "index"))
         try:
-            (tree / "setup.py").unlink()
+            (tree / "src/util/text.py").unlink()
             await watcher.search(QUERIES[0])
             make_tree(tree)  # as it was
             write("src/main.py")(tree)
